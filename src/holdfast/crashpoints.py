@@ -1,0 +1,53 @@
+"""Named crash points: the dangerous lines of the protocol, where a test may end the process.
+
+In production `crashpoint(name)` is one truth test. A test arms a name with a callable (usually one that kills the
+process), runs the protocol, and checks what is left. A name that is not registered here cannot be reached or armed,
+so that the list is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+NAMES: Final[frozenset[str]] = frozenset(
+    {
+        "attempt claimed",
+        "save begun",
+        "image captured",
+        "pack durable, index not yet",
+        "packs and indexes durable, manifest not yet",
+        "manifest durable, not yet reported",
+        "unfinished save marked aborted, objects still there",
+        "tombstone put, manifest still there",
+        "copy in trash, manifest still there",
+        "manifest removed, packs still there",
+        "packs removed, notes still there",
+        "manifest put back from trash, not yet checked",
+    }
+)
+
+_armed: dict[str, Callable[[], None]] = {}
+
+
+def crashpoint(name: str) -> None:
+    """Passes, unless a test has armed this name."""
+    if _armed:
+        if name not in NAMES:
+            raise KeyError(f"crash point {name!r} is not registered")
+        action = _armed.get(name)
+        if action is not None:
+            action()
+
+
+@contextmanager
+def armed(name: str, action: Callable[[], None]) -> Iterator[None]:
+    """Within the block, reaching `name` calls `action`."""
+    if name not in NAMES:
+        raise KeyError(f"crash point {name!r} is not registered")
+    _armed[name] = action
+    try:
+        yield
+    finally:
+        del _armed[name]

@@ -1,0 +1,174 @@
+"""Every error that Holdfast raises, in one tree.
+
+HoldfastError
+├── UsageError (ValueError)                 an argument or a combination of arguments makes no sense
+│   ├── MetricNotLogged                     a policy needs a metric that nothing has logged
+│   ├── RanksNotSupported                   more than one process, while ranks are not built
+│   └── ForkedProcess                       a forked child used what its parent owns
+├── MissingExtra (ImportError)              an optional dependency is absent; names the extra to install
+├── UnsupportedPlatform (OSError)           this operating system or Python cannot hold the guarantees
+├── StateError (TypeError)                  the training state cannot be represented or restored
+│   ├── Unserialisable                      a value has no representation; names its path
+│   ├── DuplicatePath                       two leaves share one path
+│   └── StateMismatch (ValueError)          structure, shape or dtype differs between checkpoint and target
+├── RepositoryError
+│   ├── NotARepository (FileNotFoundError)  nothing of Holdfast is at this place
+│   ├── FormatTooNew                        written by a newer format than this version reads
+│   ├── RunNotFound (LookupError)           no such run; names those that exist
+│   ├── CheckpointNotFound (LookupError)    no such checkpoint; names the nearest ones
+│   ├── NothingRestorable                   checkpoints exist, and none is whole
+│   └── RemovalRefused                      something still needs what was to be removed
+├── CorruptionError (ValueError)            bytes are not what was saved; names leaf, object and offset
+├── OwnershipError
+│   ├── RunInUse                            another live process owns the run; names it
+│   └── Superseded                          another process has claimed the run since; names it
+├── SaveFailed                              a save did not commit; carries the cause
+├── DeadlineExceeded (TimeoutError)         a wait ended without what it waited for; names who is missing
+└── StoreError (OSError)
+    ├── AlreadyExists (FileExistsError)     put_if_absent found an object under the name
+    ├── ObjectNotFound (FileNotFoundError)  no object under the name
+    ├── StoreFull                           no space, or quota reached
+    ├── StoreDenied (PermissionError)       permission denied, or the place is read-only
+    ├── StoreUnreliable                     a flush to stable storage failed; the name is abandoned
+    └── StoreUnavailable                    a passing fault; the only kind that is retried
+
+Each error says what is concerned (`subject`) and the operator's next command (`hint`), and has the exit status
+that the command line leaves with (`exit_code`).
+"""
+
+from __future__ import annotations
+
+
+class HoldfastError(Exception):
+    """Root of the tree. `subject` is the leaf, object, run or rank concerned; `hint` is what to type next."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, subject: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.subject = subject
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
+
+
+class UsageError(HoldfastError, ValueError):
+    exit_code = 2
+
+
+class MetricNotLogged(UsageError):
+    pass
+
+
+class RanksNotSupported(UsageError):
+    pass
+
+
+class ForkedProcess(UsageError):
+    pass
+
+
+class MissingExtra(HoldfastError, ImportError):
+    exit_code = 3
+
+
+class UnsupportedPlatform(HoldfastError, OSError):
+    exit_code = 3
+
+
+class StateError(HoldfastError, TypeError):
+    exit_code = 4
+
+
+class Unserialisable(StateError):
+    pass
+
+
+class DuplicatePath(StateError):
+    pass
+
+
+class StateMismatch(StateError, ValueError):
+    pass
+
+
+class RepositoryError(HoldfastError):
+    exit_code = 10
+
+
+class NotARepository(RepositoryError, FileNotFoundError):
+    exit_code = 10
+
+
+class FormatTooNew(RepositoryError):
+    exit_code = 14
+
+
+class RunNotFound(RepositoryError, LookupError):
+    exit_code = 11
+
+
+class CheckpointNotFound(RepositoryError, LookupError):
+    exit_code = 11
+
+
+class NothingRestorable(RepositoryError):
+    exit_code = 12
+
+
+class RemovalRefused(RepositoryError):
+    exit_code = 16
+
+
+class CorruptionError(HoldfastError, ValueError):
+    exit_code = 12
+
+
+class OwnershipError(HoldfastError):
+    exit_code = 13
+
+
+class RunInUse(OwnershipError):
+    pass
+
+
+class Superseded(OwnershipError):
+    pass
+
+
+class SaveFailed(HoldfastError):
+    exit_code = 15
+
+
+class DeadlineExceeded(HoldfastError, TimeoutError):
+    exit_code = 17
+
+
+class StoreError(HoldfastError, OSError):
+    exit_code = 18
+
+
+class AlreadyExists(StoreError, FileExistsError):
+    pass
+
+
+class ObjectNotFound(StoreError, FileNotFoundError):
+    pass
+
+
+class StoreFull(StoreError):
+    exit_code = 19
+
+
+class StoreDenied(StoreError, PermissionError):
+    pass
+
+
+class StoreUnreliable(StoreError):
+    pass
+
+
+class StoreUnavailable(StoreError):
+    pass

@@ -1,0 +1,136 @@
+"""Typed events, and the sinks that take them. Emitting to no sink costs one loop over an empty tuple."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from holdfast.model.names import CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Root of all events."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptClaimed(Event):
+    run: str
+    attempt: int
+    parent: CheckpointId | None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStarted(Event):
+    id: CheckpointId
+    save_id: str
+    bytes: int
+    leaves: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured(Event):
+    """The state is copied; training may go on. `stall_s`: how long the training thread was held."""
+
+    id: CheckpointId
+    stall_s: float
+    arena: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Event):
+    """Bytes moved so far of a save, a restore or a verification (`phase`)."""
+
+    phase: str
+    subject: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackWritten(Event):
+    id: CheckpointId
+    name: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Committed(Event):
+    id: CheckpointId
+    bytes: int
+    seconds: float
+    """From the begin of the save to the durable manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailedEvent(Event):
+    id: CheckpointId
+    error: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSkipped(Event):
+    run: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateSkipped(Event):
+    """A checkpoint was passed over on restore because it is damaged."""
+
+    id: CheckpointId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredEvent(Event):
+    id: CheckpointId
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Removed(Event):
+    id: CheckpointId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warned(Event):
+    """Something a person should know; training goes on."""
+
+    message: str
+    subject: str = ""
+
+
+class Sink(Protocol):
+    """Takes events, from any thread. What it raises is reported once and never reaches training."""
+
+    def emit(self, event: Event) -> None: ...
+
+
+@dataclass(slots=True)
+class Emitter:
+    """Hands each event to every sink; a sink that fails is dropped, with a warning that names it."""
+
+    sinks: tuple[Sink, ...] = ()
+    _dropped: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, sinks: Iterable[Sink]) -> Emitter:
+        return cls(tuple(sinks))
+
+    def emit(self, event: Event) -> None:
+        for sink in self.sinks:
+            try:
+                sink.emit(event)
+            except Exception as error:  # noqa: BLE001 - a broken meter must not end training; it is said once, loudly
+                self.sinks = tuple(kept for kept in self.sinks if kept is not sink)
+                self._dropped.append(repr(sink))
+                warnings.warn(f"the event sink {sink!r} failed and is no longer used: {error!r}", RuntimeWarning, stacklevel=2)

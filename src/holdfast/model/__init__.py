@@ -1,0 +1,1 @@
+"""The nouns. Frozen, one file a noun, no I/O and no clock."""

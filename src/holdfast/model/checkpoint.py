@@ -1,0 +1,124 @@
+"""The nouns of a checkpoint: what its small objects say, without how they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from holdfast.model.leaf import LeafSpec
+from holdfast.model.names import CheckpointId
+
+Json = Any
+"""A value that JSON can hold: None, bool, int, float, str, list of Json, dict of str to Json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Proof that an object is durable in a store. Only a finished `put_if_absent` makes one."""
+
+    name: str
+    length: int
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackEntry:
+    """A pack as its index names it: file name inside the checkpoint's directory, length in bytes, digest of the
+    header block (the first `header_length` bytes, padding included)."""
+
+    name: str
+    length: int
+    header_length: int
+    header_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """One rank's table. Row i is leaf i in the order of the state: `specs[i]` lies in `packs[pack[i]]` at
+    `offset[i]`, `length[i]` bytes, with chunk digests `digests[chunk_start[i]:chunk_start[i + 1]]`.
+
+    pack: int64 [n]; offset, length: int64 [n], bytes from the pack's first byte; chunk_start: int64 [n + 1];
+    digests: uint8 [chunks, 16], xxh3-128 of each chunk of `chunk_bytes` (the last of a leaf is shorter).
+    `specs` are the shared leaves in the order of the manifest's tree, then the private ones of the private tree.
+    """
+
+    rank: int
+    save_id: str
+    chunk_bytes: int
+    packs: tuple[PackEntry, ...]
+    specs: tuple[LeafSpec, ...]
+    pack: np.ndarray[Any, Any]
+    offset: np.ndarray[Any, Any]
+    length: np.ndarray[Any, Any]
+    chunk_start: np.ndarray[Any, Any]
+    digests: np.ndarray[Any, Any]
+    private: Json = None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """An index as the manifest names it."""
+
+    name: str
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One checkpoint. It exists, and is no aborted mark: the checkpoint exists."""
+
+    id: CheckpointId
+    save_id: str
+    tree: Json
+    indexes: tuple[IndexEntry, ...]
+    content: str
+    """SHA-256 (hex) of the canonical leaf table with chunk digests: equal for equal contents, in every tier."""
+    bytes: int
+    leaves: int
+    chunk_bytes: int
+    parent: CheckpointId | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    progress: Mapping[str, Json] = field(default_factory=dict)
+    """Where training was: step, epoch, batch within the epoch."""
+    environment: Mapping[str, Json] = field(default_factory=dict)
+    certificate: Mapping[str, Json] = field(default_factory=dict)
+    created: str = ""
+    """Wall clock at commit, RFC 3339, UTC. For the eye alone: nothing is decided by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who owns an attempt: enough to tell, on the same boot and pid namespace, whether that process still lives."""
+
+    host: str
+    boot: str
+    pid_namespace: str
+    pid: int
+    started: str
+    """The process's start time in clock ticks since boot, as text; with the pid it names one process."""
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """`attempt.json`: one process lifetime of training on a run."""
+
+    run: str
+    number: int
+    id: str
+    parent: CheckpointId | None
+    owner: Owner
+    created: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A fact about a checkpoint learned after its commit. kind: metric, verified, suspect, proven."""
+
+    number: int
+    kind: str
+    body: Mapping[str, Json]
