@@ -1,0 +1,1 @@
+"""Who moves which bytes, decided without moving any: pure, and printable."""

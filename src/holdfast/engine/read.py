@@ -1,0 +1,217 @@
+"""Reads leaves out of packs into their destinations, every chunk verified, several ranges at once."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from holdfast.errors import CorruptionError, ObjectNotFound
+from holdfast.events import Emitter, Progress
+from holdfast.model.checkpoint import Index, Manifest
+from holdfast.plan.reads import Part, ReadTask, coalesce
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Buffer, Sink
+from holdfast.store.contract import Reader
+
+PAGE = 4096
+STRAIGHT_BYTES = 128 << 10
+"""A part at least this long is read straight into its destination where the reader does not ask for alignment."""
+
+
+def read_threads() -> int:
+    """How many ranges are read at once: reading waits, digesting and copying do not."""
+    return max(2, min(4, (os.cpu_count() or 1) + 1))
+
+
+@dataclass(slots=True)
+class _Task:
+    reader: Reader
+    pack: str
+    task: ReadTask
+
+
+class _Bounce(threading.local):
+    """One page-aligned buffer for each reading thread, grown to what the largest task needs."""
+
+    buffer: Buffer | None = None
+
+    def of(self, nbytes: int) -> Buffer:
+        if self.buffer is None or len(self.buffer) < nbytes:
+            self.buffer = np.frombuffer(mmap.mmap(-1, -(-nbytes // PAGE) * PAGE), np.uint8)
+        return self.buffer
+
+
+class LeafReader:
+    """Reads wanted leaves of one index. `wants` are leaf numbers and where their bytes go."""
+
+    def __init__(self, repo: Repo, manifest: Manifest, index: Index, *, emitter: Emitter, phase: str = "restore") -> None:
+        self._repo = repo
+        self._manifest = manifest
+        self._index = index
+        self._emitter = emitter
+        self._phase = phase
+        self._expected = index.digests.tobytes()
+        self._bounce = _Bounce()
+        self._done = 0
+        self._count = threading.Lock()
+
+    def read(self, wants: Sequence[tuple[int, Sink]]) -> int:
+        """Fills every sink; returns the bytes of the leaves. CorruptionError names the leaf, the pack and the offset."""
+        index = self._index
+        sinks = [sink for _, sink in wants]
+        staged = self._stage(wants)
+        offsets, lengths, packs = index.offset.tolist(), index.length.tolist(), index.pack.tolist()
+        total = sum(lengths[leaf] for leaf, _ in wants)
+        by_pack: dict[int, list[tuple[int, int]]] = {}
+        for place, (leaf, _) in enumerate(wants):
+            by_pack.setdefault(packs[leaf], []).append((place, leaf))
+        readers: list[Reader] = []
+        try:
+            tasks: list[_Task] = []
+            for pack, chosen in sorted(by_pack.items()):
+                reader = self._open(pack)
+                readers.append(reader)
+                name = index.packs[pack].name
+                found = coalesce(chosen, offsets, lengths, chunk_bytes=index.chunk_bytes)
+                tasks.extend(_Task(reader, name, task) for task in found)
+            self._run(tasks, staged, total)
+        finally:
+            for reader in readers:
+                reader.close()
+        for place, data in enumerate(staged):
+            if sinks[place].buffer is None:
+                sinks[place].fill(data)
+        return total
+
+    def _stage(self, wants: Sequence[tuple[int, Sink]]) -> list[Buffer]:
+        """Where each leaf's bytes arrive: its destination, or memory of our own for a sink that must be filled."""
+        out: list[Buffer] = []
+        for leaf, sink in wants:
+            nbytes = int(self._index.length[leaf])
+            buffer = sink.buffer
+            if buffer is None:
+                buffer = np.empty(nbytes, np.uint8)
+            if len(buffer) != nbytes:
+                path = self._index.specs[leaf].path
+                raise CorruptionError(f"{path} has {nbytes} bytes in the checkpoint and {len(buffer)} in the target", subject=path)
+            out.append(buffer)
+        return out
+
+    def _open(self, pack: int) -> Reader:
+        """A reader of one pack, its length and header block checked against the index."""
+        entry = self._index.packs[pack]
+        name = f"{self._manifest.id.directory}/{entry.name}"
+        try:
+            reader = self._repo.store.open(name)
+        except ObjectNotFound as error:
+            raise CorruptionError(f"{name} is missing", subject=name, hint=_verify_hint(self._repo)) from error
+        try:
+            if reader.length != entry.length:
+                message = f"{name} is {reader.length} bytes long; {entry.length} were saved"
+                raise CorruptionError(message, subject=name, hint=_verify_hint(self._repo))
+            block = np.empty(entry.header_length, np.uint8)
+            reader.read_into(0, memoryview(block))
+            if xxhash.xxh3_128_digest(block) != entry.header_digest:
+                raise CorruptionError(f"the header of {name} is damaged", subject=name, hint=_verify_hint(self._repo))
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def _run(self, tasks: Sequence[_Task], staged: Sequence[Buffer], total: int) -> None:
+        if len(tasks) <= 1:
+            for task in tasks:
+                self._one(task, staged, total)
+            return
+        pool = ThreadPoolExecutor(min(read_threads(), len(tasks)), thread_name_prefix="holdfast-read")
+        try:
+            for _ in pool.map(lambda task: self._one(task, staged, total), tasks):
+                pass
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _one(self, task: _Task, staged: Sequence[Buffer], total: int) -> None:
+        parts = task.task.parts
+        if task.reader.alignment == 1 and all(part.stop - part.start >= STRAIGHT_BYTES for _, part in parts):
+            for position, part in parts:
+                self._straight(task, position, part, staged[part.want])
+        else:
+            self._bounced(task, staged)
+        with self._count:
+            self._done += sum(part.stop - part.start for _, part in parts)
+            done = self._done
+        self._emitter.emit(Progress(self._phase, str(self._manifest.id), done, total))
+
+    def _straight(self, task: _Task, position: int, part: Part, target: Buffer) -> None:
+        """Chunk by chunk into the destination: each is digested while the processor still has it."""
+        step = self._index.chunk_bytes
+        view = memoryview(target)
+        for start in range(part.start, part.stop, step):
+            stop = min(start + step, part.stop)
+            chunk = view[start:stop]
+            task.reader.read_into(position + start - part.start, chunk)
+            self._check(task, position, part, start, chunk)
+
+    def _bounced(self, task: _Task, staged: Sequence[Buffer]) -> None:
+        """One aligned read for the whole range, then each chunk checked and copied out."""
+        start, stop = task.task.start, task.task.stop
+        if task.reader.alignment > 1:
+            start = start // PAGE * PAGE
+            stop = -(-stop // PAGE) * PAGE
+        bounce = self._bounce.of(stop - start)
+        view = memoryview(bounce)
+        task.reader.read_into(start, view[: stop - start])
+        step = self._index.chunk_bytes
+        for position, part in task.task.parts:
+            target = staged[part.want]
+            for low in range(part.start, part.stop, step):
+                high = min(low + step, part.stop)
+                at = position - start + low - part.start
+                chunk = view[at : at + high - low]
+                self._check(task, position, part, low, chunk)
+                target[low:high] = bounce[at : at + high - low]
+
+    def _check(self, task: _Task, position: int, part: Part, start: int, chunk: memoryview) -> None:
+        row = (int(self._index.chunk_start[part.leaf]) + start // self._index.chunk_bytes) * 16
+        if xxhash.xxh3_128_digest(chunk) != self._expected[row : row + 16]:
+            path = self._index.specs[part.leaf].path
+            offset = position + start - part.start
+            raise CorruptionError(
+                f"{path} is damaged: {self._manifest.id.directory}/{task.pack}, {len(chunk)} bytes from offset {offset}, "
+                "are not what was saved",
+                subject=path,
+                hint=_verify_hint(self._repo),
+            )
+
+
+def _verify_hint(repo: Repo) -> str:
+    return f"holdfast verify {repo.url}"
+
+
+def read_leaves(
+    repo: Repo, manifest: Manifest, index: Index, wants: Sequence[tuple[int, Sink]], *, emitter: Emitter | None = None, phase: str = "restore"
+) -> int:
+    """Fills each sink with its leaf's bytes, every chunk verified; returns how many bytes that were."""
+    return LeafReader(repo, manifest, index, emitter=emitter or Emitter(), phase=phase).read(wants)
+
+
+class Staged:
+    """A sink that keeps the bytes in memory of its own, in `data`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(nbytes, np.uint8)
+
+    @property
+    def buffer(self) -> Buffer | None:
+        return self.data
+
+    def fill(self, data: Buffer) -> None:
+        self.data[:] = data

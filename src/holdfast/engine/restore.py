@@ -1,0 +1,127 @@
+"""Restoring: choose a checkpoint, match it with the target, read and verify every byte, then set what is plain.
+
+Reading needs read permission only: it writes nothing and claims nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.engine.read import read_leaves
+from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorable
+from holdfast.events import CandidateSkipped, Emitter, RestoredEvent
+from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.names import CheckpointId
+from holdfast.repo.lineage import resolve, walk
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import LoadReport, Prepared
+
+CHOICES = 3
+"""How often the choice starts again because a candidate was removed meanwhile."""
+
+Prepare = Callable[[Manifest, Index], Prepared]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreResult:
+    """What was restored, from where, and what was passed over on the way."""
+
+    id: CheckpointId
+    manifest: Manifest
+    state: Any
+    report: LoadReport
+    private: Any
+    bytes: int
+    seconds: float
+    skipped: tuple[tuple[CheckpointId, str], ...] = ()
+
+
+class _Vanished(Exception):  # noqa: N818
+    """A candidate's manifest is gone: removed meanwhile, not damaged."""
+
+
+def restore_checkpoint(repo: Repo, id: CheckpointId, prepare: Prepare, *, emitter: Emitter | None = None) -> RestoreResult:
+    """Restores exactly this checkpoint. CheckpointNotFound if it does not exist, CorruptionError if it is damaged."""
+    try:
+        return _attempt(repo, id, prepare, emitter or Emitter())
+    except _Vanished as vanished:
+        raise CheckpointNotFound(f"{id} was removed while it was being read", subject=str(id), hint=f"holdfast ls {repo.url}") from vanished
+
+
+def restore_latest(
+    repo: Repo,
+    run: str,
+    prepare: Prepare,
+    *,
+    emitter: Emitter | None = None,
+    candidates: Callable[[], Iterator[CheckpointId]] | None = None,
+) -> RestoreResult | None:
+    """Restores the first whole checkpoint on the walk of I4, and says loudly what it passed over.
+
+    None if the run has no checkpoint; NothingRestorable if it has some and none is whole: nothing starts from scratch by
+    itself.
+    """
+    emit = emitter or Emitter()
+    skipped: list[tuple[CheckpointId, str]] = []
+    for _ in range(CHOICES):
+        skipped = []
+        try:
+            for id in candidates() if candidates else walk(repo, run):
+                try:
+                    result = _attempt(repo, id, prepare, emit)
+                except CorruptionError as error:
+                    skipped.append((id, error.message))
+                    emit.emit(CandidateSkipped(id, error.message))
+                    continue
+                return _with_skipped(result, skipped)
+        except _Vanished:
+            continue
+        break
+    if skipped:
+        reasons = "; ".join(f"{id}: {reason}" for id, reason in skipped[:5])
+        raise NothingRestorable(
+            f"run {run!r} has checkpoints, and none of them is whole: {reasons}",
+            subject=run,
+            hint=f"holdfast verify {repo.url} --run {run}",
+        )
+    return None
+
+
+def chosen(repo: Repo, run: str, step: int | str) -> CheckpointId:
+    """The checkpoint that `step` ("latest" or a number) means now."""
+    return resolve(repo, run, step)
+
+
+def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -> RestoreResult:
+    began = time.perf_counter()
+    try:
+        manifest = repo.manifest(id)
+        index = repo.index(manifest)
+        prepared = prepare(manifest, index)
+        moved = read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
+    except CheckpointNotFound as error:
+        raise _Vanished from error
+    except CorruptionError:
+        if not repo.exists(id):
+            raise _Vanished from None
+        raise
+    state = prepared.apply()
+    seconds = time.perf_counter() - began
+    emitter.emit(RestoredEvent(id, moved, seconds))
+    return RestoreResult(id, manifest, state, prepared.report, index.private, moved, seconds)
+
+
+def _with_skipped(result: RestoreResult, skipped: Sequence[tuple[CheckpointId, str]]) -> RestoreResult:
+    return RestoreResult(
+        result.id,
+        result.manifest,
+        result.state,
+        result.report,
+        result.private,
+        result.bytes,
+        result.seconds,
+        tuple(skipped),
+    )

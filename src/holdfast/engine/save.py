@@ -1,0 +1,311 @@
+"""Saving: capture, digest and write overlap; then one commit, last.
+
+The order, which I1 rests on: begin.json -> packs -> index -> manifest, each durable before the next is begun.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.crashpoints import crashpoint
+from holdfast.engine.arenas import ArenaHolder
+from holdfast.engine.chunks import ChunkTable, Digester
+from holdfast.engine.content import Filling, PackContent
+from holdfast.engine.handle import Save
+from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull
+from holdfast.events import Captured, Committed, Emitter, PackWritten, Progress, SaveFailedEvent, SaveStarted, Warned
+from holdfast.image.arena import Arena
+from holdfast.image.capture import Capturer
+from holdfast.image.layout import Layout, plan_layout
+from holdfast.model.checkpoint import Index, Json, Manifest, PackEntry, Receipt
+from holdfast.model.names import CheckpointId
+from holdfast.repo.attempts import Attempt
+from holdfast.repo.commit import abort, begin, commit, free
+from holdfast.repo.index import put_index
+from holdfast.repo.manifest import content_digest
+from holdfast.state.contract import Flattened
+
+SMALL_OBJECTS_BYTES = 4 << 20
+"""Room that is asked for beside the packs: index, manifest, begin.json, notes."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a manifest says beside the state itself."""
+
+    parent: CheckpointId | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    progress: Mapping[str, Json] = field(default_factory=dict)
+    environment: Mapping[str, Json] = field(default_factory=dict)
+    certificate: Mapping[str, Json] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What one structure of state needs at each save; made once for each fingerprint."""
+
+    fingerprint: str
+    layout: Layout
+    chunks: ChunkTable
+    capturer: Capturer
+    arena: Arena
+
+
+@dataclass(slots=True)
+class _Job:
+    """One save under way."""
+
+    save: Save
+    plan: _Plan
+    flattened: Flattened
+    about: About
+    filling: Filling
+    digester: Digester
+    digest_while_writing: bool
+    created: str
+
+
+class Saver:
+    """Saves the states of one attempt, one at a time, from one training thread."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        *,
+        emitter: Emitter | None = None,
+        memory_budget: int | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.attempt = attempt
+        self.repo = attempt.repo
+        self._emitter = emitter or Emitter()
+        self._rank = rank
+        self._arenas = ArenaHolder(self.repo.id, attempt.run, rank, memory_budget)
+        self._plan: _Plan | None = None
+        self._thread: threading.Thread | None = None
+        self.current: Save | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still being written (also one that has been given up while its writer hangs)."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def prewarm(self, flattened: Flattened) -> float:
+        """Plans and takes the memory that a save of this state needs; returns the seconds it took."""
+        began = time.perf_counter()
+        self._prepare(flattened)
+        return time.perf_counter() - began
+
+    def save(self, flattened: Flattened, step: int, *, wait: bool, about: About, handle: Save | None = None) -> Save:
+        """Copies the state and returns; what follows runs beside training, or here if `wait`.
+
+        Raises Superseded at once if another process has claimed the run, DeadlineExceeded if an earlier save is stuck. A failure later
+        is in the handle.
+        """
+        began = time.perf_counter()
+        self.attempt.check()
+        plan = self._prepare(flattened)
+        save = handle or self.plan_save(step, reason=about.reason)
+        save.bytes = sum(pack.length for pack in plan.layout.packs)
+        filling = Filling()
+        digester = Digester(plan.chunks, memoryview(plan.arena.buffer))
+        job = _Job(save, plan, flattened, about, filling, digester, not wait, _now())
+        self.current = save
+        self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
+        save.state = "capturing"
+        if wait:
+            self._start(job)
+            try:
+                self._capture(job, overlapped=True)
+            finally:
+                self._join()
+        else:
+            self._capture(job, overlapped=False)
+            self._start(job)
+        save.stall_s = time.perf_counter() - began
+        self._emitter.emit(Captured(save.id, save.stall_s, plan.arena.kind))
+        return save
+
+    def plan_save(self, step: int, *, reason: str = "") -> Save:
+        """The handle of a save that is going to be taken."""
+        return Save(CheckpointId(self.attempt.run, self.attempt.number, step), uuid.uuid4().hex, reason=reason)
+
+    def join(self, timeout: float | None) -> bool:
+        """Waits for the writer; False if it is still at work after `timeout` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return not self.busy
+
+    def close(self) -> None:
+        """Gives the memory back, unless a hung writer still reads it."""
+        if not self.busy:
+            self._plan = None
+            self._arenas.release()
+
+    def _prepare(self, flattened: Flattened) -> _Plan:
+        if self._plan is not None and self._plan.fingerprint == flattened.fingerprint:
+            return self._plan
+        layout = plan_layout(flattened.specs, rank=self._rank)
+        self._plan = None
+        arena = self._arenas.acquire(layout.nbytes)
+        if arena.note:
+            self._emitter.emit(Warned(f"the image lies in {arena.kind}: {arena.note}"))
+        chunks = ChunkTable(layout, self.repo.chunk_bytes)
+        self._plan = _Plan(flattened.fingerprint, layout, chunks, Capturer(flattened, layout, arena), arena)
+        return self._plan
+
+    def _capture(self, job: _Job, *, overlapped: bool) -> None:
+        def progress(filled: int) -> None:
+            job.digester.advance(filled)
+            job.filling.advance(filled)
+
+        try:
+            job.plan.capturer.capture(job.flattened, job.save.save_id, progress=progress if overlapped else None)
+        except HoldfastError as error:
+            job.filling.fail(error)
+            raise
+        except BaseException as error:
+            job.filling.fail(SaveFailed(f"the capture of {job.save.id} broke off: {error!r}", subject=str(job.save.id)))
+            raise
+        job.save.state = "writing"
+        job.filling.advance(job.plan.layout.nbytes)
+
+    def _start(self, job: _Job) -> None:
+        name = f"holdfast-save-{job.save.step}"
+        self._thread = threading.Thread(target=self._background, args=(job,), name=name, daemon=True)
+        self._thread.start()
+
+    def _join(self) -> None:
+        assert self._thread is not None
+        self._thread.join()
+
+    def _background(self, job: _Job) -> None:
+        """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""
+        save = job.save
+        began = time.perf_counter()
+        try:
+            self._write(job)
+        except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; the handle carries it to the user
+            self._failed(job, error)
+            return
+        save.seconds = time.perf_counter() - began
+        self._emitter.emit(Committed(save.id, save.bytes, save.seconds))
+        save.end()
+
+    def _failed(self, job: _Job, error: BaseException) -> None:
+        save = job.save
+        if isinstance(error, OwnershipError | SaveFailed):
+            failure: HoldfastError = error
+        else:
+            failure = SaveFailed(
+                f"the save of {save.id} failed while {save.phase}: {getattr(error, 'message', None) or repr(error)}",
+                subject=str(save.id),
+                hint=getattr(error, "hint", None) or f"holdfast ls {self.repo.url}",
+            )
+            failure.__cause__ = error
+        self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
+        if not isinstance(error, OwnershipError):
+            self._give_up(job)
+        save.end(failure)
+
+    def _give_up(self, job: _Job) -> None:
+        """Closes a failed save: its name can no longer be committed, its objects are freed."""
+        save = job.save
+        try:
+            abort(self.repo, save.id, save.save_id)
+            crashpoint("unfinished save marked aborted, objects still there")
+            free(self.repo, save.id)
+        except HoldfastError as error:
+            self._emitter.emit(Warned(f"what {save.id} left behind stays until the next claim: {error.message}", str(save.id)))
+
+    def _write(self, job: _Job) -> None:
+        save, layout, repo = job.save, job.plan.layout, self.repo
+        save.phase = "asking for space"
+        self._check_space(job)
+        save.phase = "beginning"
+        index_name = f"rank-{self._rank:05d}.index"
+        begin(self.attempt, save.step, save.save_id, [*(pack.name for pack in layout.packs), index_name])
+        crashpoint("save begun")
+        receipts: list[Receipt] = []
+        for pack in range(len(layout.packs)):
+            receipts.append(self._write_pack(job, pack))
+        crashpoint("pack durable, index not yet")
+        save.phase = "writing the index"
+        job.digester.advance(layout.nbytes)
+        index = self._index(job)
+        receipt, entry = put_index(repo, save.id, index)
+        receipts.append(receipt)
+        crashpoint("packs and indexes durable, manifest not yet")
+        save.phase = "committing"
+        manifest = Manifest(
+            id=save.id,
+            save_id=save.save_id,
+            tree=job.flattened.tree,
+            indexes=(entry,),
+            content=content_digest(job.flattened.tree, [index]),
+            bytes=save.bytes,
+            leaves=len(index.specs),
+            chunk_bytes=repo.chunk_bytes,
+            parent=job.about.parent,
+            metrics=job.about.metrics,
+            progress=job.about.progress,
+            environment=job.about.environment,
+            certificate=job.about.certificate,
+            created=job.created,
+        )
+        commit(repo, manifest, receipts, packs=index.packs)
+        crashpoint("manifest durable, not yet reported")
+
+    def _write_pack(self, job: _Job, pack: int) -> Receipt:
+        save, plan = job.save, job.plan.layout.packs[pack]
+        save.phase = f"writing {plan.name}"
+        began = time.perf_counter()
+
+        def before_piece(end: int) -> None:
+            if job.digest_while_writing:
+                job.digester.advance(end)
+            self._emitter.emit(Progress("save", str(save.id), min(end, save.bytes), save.bytes))
+
+        content = PackContent(plan, memoryview(job.plan.arena.buffer), job.filling, before_piece)
+        receipt = self.repo.store.put_if_absent(f"{save.id.directory}/{plan.name}", content, token=save.save_id)
+        self._emitter.emit(PackWritten(save.id, plan.name, plan.length, time.perf_counter() - began))
+        return receipt
+
+    def _index(self, job: _Job) -> Index:
+        layout = job.plan.layout
+        packs = tuple(
+            PackEntry(pack.name, pack.length, pack.header_length, layout.header_digest(number, job.save.save_id))
+            for number, pack in enumerate(layout.packs)
+        )
+        return Index(
+            rank=self._rank,
+            save_id=job.save.save_id,
+            chunk_bytes=self.repo.chunk_bytes,
+            packs=packs,
+            specs=job.flattened.specs,
+            pack=layout.pack,
+            offset=layout.offset,
+            length=layout.length,
+            chunk_start=job.plan.chunks.start,
+            digests=job.digester.digests(),
+            private=job.flattened.private,
+        )
+
+    def _check_space(self, job: _Job) -> None:
+        free_bytes = self.repo.store.free_bytes()
+        needed = job.save.bytes + SMALL_OBJECTS_BYTES
+        if free_bytes is not None and free_bytes < needed:
+            raise StoreFull(
+                f"{self.repo.url} has {free_bytes / 2**20:,.0f} MiB free; this checkpoint needs {needed / 2**20:,.0f} MiB",
+                subject=self.repo.url,
+                hint=f"free space there, or keep fewer checkpoints; `holdfast ls {self.repo.url}` shows what is kept",
+            )
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
