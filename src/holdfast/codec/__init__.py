@@ -1,0 +1,1 @@
+"""Bytes to other bytes, and what proves them: digests of chunks."""

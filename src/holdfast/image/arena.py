@@ -1,0 +1,158 @@
+"""Arenas: the reusable host memory that images live in.
+
+Shared memory where there is room (a restarted process can then find the image), else anonymous memory, with a note that
+says why. Pages are reserved before they are touched, because a full tmpfs is SIGBUS (measured), and touched before the
+first save, because first touch costs several times a copy. A forked child has no copy of an arena and releases none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import sys
+import time
+import weakref
+from typing import Any, Final
+
+import numpy as np
+
+from holdfast.errors import UsageError
+from holdfast.image import headroom, slots
+from holdfast.image.header import ALIGNMENT
+from holdfast.image.slots import Slot, SlotTable
+from holdfast.model.names import run_key
+
+_SPARE: Final = 64 << 20
+"""What an arena leaves to others of a control group."""
+_MADV_POPULATE_WRITE: Final = 23
+"""Linux 5.14; Python has no name for it before 3.13."""
+_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", re.ASCII)
+
+Buffer = np.ndarray[Any, np.dtype[np.uint8]]
+
+_table = SlotTable()
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+class Arena:
+    """Host memory for one image. `buffer`: uint8, page aligned, `nbytes` long, a multiple of 4096.
+
+    kind: "shared memory" or "anonymous"; note: why it is not shared, or empty; prewarm_s: seconds that touching took.
+    """
+
+    def __init__(self, memory: mmap.mmap, slot: Slot | None, note: str, prewarm_s: float) -> None:
+        self._memory = memory
+        self._slot = slot
+        self._owner = os.getpid()
+        self._released = False
+        self.buffer: Buffer = np.frombuffer(memory, np.uint8)
+        self.nbytes = len(self.buffer)
+        self.kind = "anonymous" if slot is None else "shared memory"
+        self.note = note
+        self.prewarm_s = prewarm_s
+        _mappings.add(memory)
+
+    def release(self) -> None:
+        """Gives memory, file and slot back; a second call, or one in a forked child, does nothing.
+
+        Views of `buffer` that are still held keep the memory mapped until they go, and the file is gone already.
+        """
+        if self._released or os.getpid() != self._owner:
+            return
+        self._released = True
+        self.buffer = np.empty(0, np.uint8)
+        try:
+            self._memory.close()
+        except BufferError:
+            pass  # a view is held: the mapping goes with the last one
+        if self._slot is not None:
+            _table.remove(self._slot)
+            _table.give_back(self._slot)
+
+
+def acquire(nbytes: int, *, repository: str, run: str, rank: int = 0, slot: int = 0, prewarm: bool = True) -> Arena:
+    """Memory for an image of `nbytes`, in shared memory if the slot is free and it fits, else anonymous.
+
+    Files of dead owners are removed first. Raises UsageError for names that cannot be file names.
+    """
+    if not _REPOSITORY.fullmatch(repository):
+        raise UsageError(f"{repository!r} is no repository id", subject=repository)
+    length = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+    place = Slot(slots.SHARED_MEMORY, f"{repository}/{run_key(run)}", f"{rank}-{slot}")
+    try:
+        memory, held, note = _shared(length, place), place, ""
+    except OSError as error:
+        memory, held, note = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), None, _because(error)
+        _advise(memory, "MADV_HUGEPAGE")
+    _advise(memory, "MADV_DONTFORK")
+    return Arena(memory, held, note, _touch(memory) if prewarm else 0.0)
+
+
+def _shared(length: int, slot: Slot) -> mmap.mmap:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, "this system keeps no files in memory")
+    _table.free_stale(slot.root)
+    _table.take(slot)
+    try:
+        descriptor = _table.create(slot)
+        try:
+            _reserve(descriptor, length)
+            return mmap.mmap(descriptor, length, mmap.MAP_SHARED)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        _table.remove(slot)
+        _table.give_back(slot)
+        raise
+
+
+def _reserve(descriptor: int, length: int) -> None:
+    room = headroom.file_system_headroom(descriptor)
+    if length > room:
+        raise OSError(errno.ENOSPC, f"shared memory has {room >> 20} MiB free, the image needs {length >> 20}")
+    free = headroom.memory_headroom()
+    if free is not None and length + _SPARE > free:
+        raise OSError(errno.ENOMEM, f"{free >> 20} MiB of memory are free, the image needs {length >> 20}")
+    os.posix_fallocate(descriptor, 0, length)
+
+
+def _touch(memory: mmap.mmap) -> float:
+    """Seconds that it took to give every page a frame."""
+    begun = time.perf_counter()
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except (OSError, AttributeError):
+        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
+    return time.perf_counter() - begun
+
+
+def _advise(memory: mmap.mmap, name: str) -> None:
+    advice = getattr(mmap, name, None)
+    if advice is not None:
+        try:
+            memory.madvise(advice)
+        except OSError:
+            pass  # a kernel built without it: slower, not wrong
+
+
+def _because(error: OSError) -> str:
+    return f"the image lies in anonymous memory: {error.strerror or error}"
+
+
+def _forget_after_fork() -> None:
+    """The child has neither the slots nor, by MADV_DONTFORK, the memory.
+
+    Its mappings are never closed there: the addresses are free in the child, so something else may lie at them by then,
+    and unmapping would tear that away.
+    """
+    global _table  # noqa: PLW0603 - the table is the process's own state
+    _table = SlotTable()
+    for memory in list(_mappings):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

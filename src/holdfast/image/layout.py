@@ -1,0 +1,159 @@
+"""The layout of an image: which leaf lies where in which pack.
+
+Leaves are ordered by their natural alignment (the item size, for every usual dtype) descending, then by path, so that
+each is aligned without a hole: safetensors refuses holes. A pack's tensors begin at a multiple of 4096; packs too,
+so that an image is written in aligned blocks. Beyond a header of 64 MiB or 500,000 leaves a further pack is begun.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from holdfast.errors import DuplicatePath, UsageError
+from holdfast.image.header import ALIGNMENT, entry_text, pad_header
+from holdfast.model.dtypes import DType, dtype
+from holdfast.model.leaf import LeafSpec
+from holdfast.model.paths import METADATA
+
+SAVE_ID_KEY: Final = "holdfast.save_id"
+SAVE_ID_CHARACTERS: Final = 32
+_PREFIX: Final = f'{{"{METADATA}":{{{json.dumps(SAVE_ID_KEY)}:"'
+_SAVE_ID_AT: Final = 8 + len(_PREFIX)
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """One pack: `start`, where its first byte lies in the image; `header_length` and `length` (the file's) in bytes."""
+
+    name: str
+    start: int
+    header_length: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where every leaf lies. Columns are int64 [n] by leaf number (the row of `specs`).
+
+    pack: number of the pack; offset: from the pack's first byte; start: from the image's first byte; length: bytes.
+    order: leaf numbers as they follow each other in the image. nbytes: what the arena must hold, a multiple of 4096.
+    """
+
+    packs: tuple[PackPlan, ...]
+    nbytes: int
+    pack: Array
+    offset: Array
+    start: Array
+    length: Array
+    order: Array
+    templates: tuple[bytes, ...]
+    """Header blocks with a save id of zeros."""
+
+    def header(self, number: int, save_id: str) -> bytes:
+        """The header block of pack `number`, padding included."""
+        template = self.templates[number]
+        return template[:_SAVE_ID_AT] + _save_id(save_id) + template[_SAVE_ID_AT + SAVE_ID_CHARACTERS :]
+
+    def stamp(self, buffer: Array, save_id: str) -> None:
+        """Writes every header into the image (`buffer`, uint8, at least `nbytes`) and zeroes what no leaf fills."""
+        mark = np.frombuffer(_save_id(save_id), np.uint8)
+        for plan, template in zip(self.packs, self.templates, strict=True):
+            block = buffer[plan.start : plan.start + plan.header_length]
+            block[:] = np.frombuffer(template, np.uint8)
+            block[_SAVE_ID_AT : _SAVE_ID_AT + SAVE_ID_CHARACTERS] = mark
+            end = plan.start + plan.length
+            buffer[end : _aligned(end)] = 0
+
+
+def plan_layout(
+    specs: Sequence[LeafSpec], *, rank: int = 0, max_header: int = 64 << 20, max_leaves: int = 500_000
+) -> Layout:
+    """The layout of these leaves in rank `rank`'s image. Raises DuplicatePath if two leaves have one path."""
+    order, length = _arrange(specs)
+    count = len(specs)
+    pack, offset, start = (np.zeros(count, np.int64) for _ in range(3))
+    packs: list[PackPlan] = []
+    templates: list[bytes] = []
+    at = 0
+    for first, stop, template in _split(specs, order, length, max_header, max_leaves):
+        members = order[first:stop]
+        ends = np.cumsum(length[members])
+        begins = len(template) + ends - length[members]
+        plan = PackPlan(
+            _pack_name(rank, len(packs)), at, len(template), len(template) + int(ends[-1] if len(ends) else 0)
+        )
+        pack[members], offset[members], start[members] = len(packs), begins, begins + at
+        packs.append(plan)
+        templates.append(template)
+        at = _aligned(at + plan.length)
+    return Layout(tuple(packs), at, pack, offset, start, length, order, tuple(templates))
+
+
+def _arrange(specs: Sequence[LeafSpec]) -> tuple[Array, Array]:
+    """The leaf numbers in image order, and every leaf's length in bytes by leaf number."""
+    length = np.fromiter((spec.nbytes for spec in specs), np.int64, len(specs))
+    ranked = sorted((-_natural(spec.itemsize), spec.path, number) for number, spec in enumerate(specs))
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.path in seen:
+            raise DuplicatePath(f"two leaves have the path {spec.path!r}", subject=spec.path)
+        seen.add(spec.path)
+    return np.fromiter((number for _, _, number in ranked), np.int64, len(ranked)), length
+
+
+def _natural(itemsize: int) -> int:
+    """The largest power of two that divides the item size: numpy has items of 12 bytes, which must not shift others."""
+    return itemsize & -itemsize if itemsize else 1
+
+
+def _split(
+    specs: Sequence[LeafSpec], order: Array, length: Array, max_header: int, max_leaves: int
+) -> Iterator[tuple[int, int, bytes]]:
+    """Runs of leaves in image order, one a pack: first, stop, header block. There is one pack even without leaves."""
+    parts: list[str] = []
+    # Ends in a brace and padding; the eight bytes of the length come first.
+    room = empty = max_header - len(_PREFIX) - SAVE_ID_CHARACTERS - len('"}}') - 8
+    first = data = 0
+    for position, number in enumerate(order.tolist()):
+        nbytes = int(length[number])
+        part = _member(specs[number], data, data + nbytes)
+        if parts and (len(parts) == max_leaves or len(part) + 1 > room):
+            yield first, position, _template(parts)
+            parts, room, first, data = [], empty, position, 0
+            part = _member(specs[number], 0, nbytes)
+        parts.append(part)
+        room -= len(part) + 1
+        data += nbytes
+    yield first, len(order), _template(parts)
+
+
+def _member(spec: LeafSpec, start: int, stop: int) -> str:
+    known: DType = dtype(spec.dtype)
+    if known.code is None:
+        return entry_text(spec.path, "U8", (stop - start,), start, stop)
+    return entry_text(spec.path, known.code, spec.shape, start, stop)
+
+
+def _template(parts: list[str]) -> bytes:
+    return pad_header(_PREFIX + "0" * SAVE_ID_CHARACTERS + '"}' + "".join("," + part for part in parts) + "}")
+
+
+def _pack_name(rank: int, number: int) -> str:
+    return f"rank-{rank:05d}.safetensors" if number == 0 else f"rank-{rank:05d}.{number:02d}.safetensors"
+
+
+def _save_id(save_id: str) -> bytes:
+    if len(save_id) != SAVE_ID_CHARACTERS or not save_id.isascii() or not save_id.isalnum():
+        raise UsageError(f"{save_id!r} is no save id: {SAVE_ID_CHARACTERS} letters and digits", subject=save_id)
+    return save_id.encode("ascii")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,165 @@
+"""Slots: files in shared memory that outlive their process, each handed to one holder.
+
+`<root>/holdfast-<uid>/<repository>/<run>/<rank>-<slot>` is the file; the same name with `.lock` is its lock. A POSIX
+record lock keeps other processes out. Inside one process it is no use (a second lock is granted, and closing any
+descriptor of the file drops the first: measured), so one table per process opens each lock file once, never closes it,
+and knows what is held. flock would be inherited by forked loader workers and outlive a killed trainer (measured).
+
+Everything here raises OSError; whoever asked for a slot then does without one, and says why.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+SHARED_MEMORY: Final = "/dev/shm"
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_SLOT: Final = re.compile(r"[0-9]+-[0-9]+", re.ASCII)
+_STALE: Final = re.compile(r"[0-9]+-[0-9]+\.stale-[0-9]+", re.ASCII)
+_PATIENCE_S: Final = 0.2
+"""A starting process holds a dead owner's slot for as long as one rename takes: that is waited out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`parent` is `<repository>/<run>` below this user's directory in `root`; `name` is `<rank>-<slot>`."""
+
+    root: str
+    parent: str
+    name: str
+
+
+class SlotTable:
+    """What this process holds. One per process: a forked child starts with an empty one."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks: dict[Slot, int] = {}
+        self._held: set[Slot] = set()
+
+    def take(self, slot: Slot) -> None:
+        """Makes the caller the only holder among all processes. Raises BlockingIOError if another is."""
+        with self._guard:
+            if slot in self._held:
+                raise BlockingIOError(errno.EAGAIN, "another arena of this process holds the slot")
+            until = time.monotonic() + _PATIENCE_S
+            while not self._lock(slot):
+                if time.monotonic() > until:
+                    raise BlockingIOError(errno.EAGAIN, "another process holds the slot")
+                time.sleep(_PATIENCE_S / 20)
+            self._held.add(slot)
+
+    def give_back(self, slot: Slot) -> None:
+        with self._guard:
+            self._held.discard(slot)
+            fcntl.lockf(self._locks[slot], fcntl.LOCK_UN)
+
+    def create(self, slot: Slot) -> int:
+        """A new empty file for a slot that the caller holds; a descriptor for reading and writing."""
+        with directory(slot.root, slot.parent) as parent:
+            _unlink(slot.name, parent)
+            return os.open(slot.name, _FILE | os.O_EXCL, 0o600, dir_fd=parent)
+
+    def remove(self, slot: Slot) -> None:
+        """Removes the file of a slot that the caller holds. The lock's file stays: two processes could otherwise each
+        lock a file of that name."""
+        with directory(slot.root, slot.parent) as parent:
+            _unlink(slot.name, parent)
+
+    def free_stale(self, root: str) -> None:
+        """Removes this user's files whose owners are dead."""
+        for path, names in _walk(root):
+            for name in names:
+                if _SLOT.fullmatch(name):
+                    self._set_aside(Slot(root, path, name))
+            with directory(root, path) as parent:
+                for name in os.listdir(parent):
+                    if _STALE.fullmatch(name):
+                        _unlink(name, parent)
+
+    def _set_aside(self, slot: Slot) -> None:
+        """Renames a dead owner's file, so that its lock is held for a moment only: freeing many pages takes long."""
+        with self._guard:
+            if slot in self._held or not self._lock(slot):
+                return
+            try:
+                with directory(slot.root, slot.parent) as parent:
+                    os.rename(slot.name, f"{slot.name}.stale-{os.getpid()}", src_dir_fd=parent, dst_dir_fd=parent)
+            except FileNotFoundError:
+                pass  # freed by another process that is starting too
+            finally:
+                fcntl.lockf(self._locks[slot], fcntl.LOCK_UN)
+
+    def _lock(self, slot: Slot) -> bool:
+        descriptor = self._locks.get(slot)
+        if descriptor is None:
+            with directory(slot.root, slot.parent, create=True) as parent:
+                descriptor = os.open(slot.name + ".lock", _FILE, 0o600, dir_fd=parent)
+            self._locks[slot] = descriptor
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+
+@contextmanager
+def directory(root: str, below: str = "", *, create: bool = False) -> Iterator[int]:
+    """A descriptor of this user's directory in shared memory, or of one below it, every step checked to be our own.
+
+    /dev/shm is everybody's: a link, or a directory that someone else laid there, is refused.
+    """
+    descriptor = os.open(root, _DIRECTORY)
+    try:
+        for name in [f"holdfast-{os.geteuid()}", *filter(None, below.split("/"))]:
+            if create:
+                _make(name, descriptor)
+            inner = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+            status = os.fstat(descriptor)
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise PermissionError(errno.EPERM, f"{root}/…/{name} belongs to another user or is open to others")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _walk(root: str) -> Iterator[tuple[str, list[str]]]:
+    """`<repository>/<run>` and the names in it, of everything that this user has in shared memory."""
+    for repository in _names(root, ""):
+        for run in _names(root, repository):
+            yield f"{repository}/{run}", _names(root, f"{repository}/{run}")
+
+
+def _names(root: str, below: str) -> list[str]:
+    try:
+        with directory(root, below) as descriptor:
+            return sorted(os.listdir(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _make(name: str, parent: int) -> None:
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        pass  # ours or not: checked once it is open
+
+
+def _unlink(name: str, parent: int) -> None:
+    try:
+        os.unlink(name, dir_fd=parent)
+    except FileNotFoundError:
+        pass  # what is to be gone is gone
