@@ -1,0 +1,104 @@
+"""The save side: what a policy is told, what it answers, and how policies combine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from holdfast.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where training is when it asks. `now_s` is any monotonic clock in seconds, the same one as in SaveHistory."""
+
+    step: int
+    """Completed steps."""
+    now_s: float
+    epoch: int | None = None
+    """Completed epochs, the one that ends now included; None outside `epochs`."""
+    epoch_ended: bool = False
+    ending: bool = False
+    """Training ends after this step: the loop is done, or `stop` was called."""
+    signal: str | None = None
+    """The name of the signal that asked this process to leave."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveHistory:
+    """What this process has done so far. `last_saved_step` counts a save in flight, and the step that was restored."""
+
+    started_s: float
+    first_step: int = 0
+    """The step that this process began from: 0, or the restored one."""
+    last_saved_step: int | None = None
+    last_saved_s: float | None = None
+    """When this process last began a save; None before its first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether to save now, and why, in words that follow "saved: " or "not saved: "."""
+
+    save: bool
+    reason: str
+
+
+class SavePolicy(ABC):
+    """When to save. Policies combine with `|`: the save is made when any of them wants it.
+
+    To write one, implement `wants`. It must be a function of its arguments alone.
+    """
+
+    @abstractmethod
+    def wants(self, now: Moment, history: SaveHistory) -> str | None:
+        """Why to save now, or None."""
+
+    @property
+    def catches_signals(self) -> bool:
+        """Whether this policy waits for a signal, so that handlers for it are needed."""
+        return False
+
+    @final
+    def decide(self, now: Moment, history: SaveHistory) -> Decision:
+        """A step is never saved twice, and nothing is saved before a first step is complete, whatever is wanted."""
+        if now.step <= history.first_step:
+            return Decision(False, "no step was completed since the start")
+        if history.last_saved_step is not None and now.step <= history.last_saved_step:
+            return Decision(False, f"step {history.last_saved_step} is saved already")
+        reason = self.wants(now, history)
+        return Decision(False, "nothing asked for it") if reason is None else Decision(True, reason)
+
+    @final
+    def __or__(self, other: object) -> SavePolicy:
+        if not isinstance(other, SavePolicy):
+            raise UsageError(
+                f"{self!r} | {other!r} does not combine: the second one does not say when to save",
+                hint="combine every(...), on.end() and on.signal() with |; keep.latest(n) and the like go to keep=",
+            )
+        return AnyOf(_parts(self) + _parts(other))
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(SavePolicy):
+    """Saves when any of `parts` wants to; all reasons are told."""
+
+    parts: tuple[SavePolicy, ...]
+
+    def wants(self, now: Moment, history: SaveHistory) -> str | None:
+        reasons = [reason for part in self.parts if (reason := part.wants(now, history)) is not None]
+        return "; ".join(dict.fromkeys(reasons)) or None
+
+    @property
+    def catches_signals(self) -> bool:
+        return any(part.catches_signals for part in self.parts)
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+def _parts(policy: SavePolicy) -> tuple[SavePolicy, ...]:
+    return policy.parts if isinstance(policy, AnyOf) else (policy,)

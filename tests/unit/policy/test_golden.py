@@ -1,0 +1,66 @@
+"""Verdicts with their reasons, as whole tables: tests/golden/policy holds what a person is shown.
+
+A line of a table is `attempt/step  walk  facts`; the same line comes back with its verdict. To look at a change, print
+`table(...)` and compare; the files are edited by hand.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.model.names import CheckpointId
+from holdfast.policy import every, keep, on  # noqa: F401 - named by the tables
+from holdfast.policy.keeping import CheckpointFacts
+from holdfast.policy.saving import Moment, SaveHistory
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "policy"
+
+
+def facts(line):
+    name, place, *words = line.split("->")[0].split()
+    attempt, step = name.split("/")
+    metrics = {key: float(value) for key, _, value in (w.partition("=") for w in words) if value and key != "needed"}
+    flags = {word.replace("-", "_"): True for word in words if "=" not in word}
+    needed = tuple(w.split("=")[1].replace("_", " ") for w in words if w.startswith("needed="))
+    walk = None if place == "-" else int(place)
+    return CheckpointFacts(CheckpointId("gpt", int(attempt), int(step)), walk, metrics, needed_by=needed, **flags)
+
+
+def keep_table(policy, lines):
+    verdicts = policy.decide([facts(line) for line in lines])
+    return [f"{line.split('->')[0].rstrip():<36} -> {verdict}" for line, verdict in zip(lines, verdicts, strict=True)]
+
+
+def moment(line, minutes):
+    """`step  minute  words`; what is saved becomes history for the next line."""
+    step, minute, *words = line.split("->")[0].split()
+    given = {"ending": "ending" in words, "epoch_ended": "epoch-ended" in words}
+    for key, _, value in (word.partition("=") for word in words):
+        if value:
+            given[key] = int(value) if key == "epoch" else value
+    return Moment(step=int(step), now_s=float(minute) * minutes, **given)
+
+
+def save_table(policy, lines):
+    out, history = [], SaveHistory(started_s=0.0)
+    for line in lines:
+        now = moment(line, 60.0)
+        decision = policy.decide(now, history)
+        if decision.save:
+            history = SaveHistory(started_s=0.0, last_saved_step=now.step, last_saved_s=now.now_s)
+        verdict = f"{'saved' if decision.save else 'not saved'}: {decision.reason}"
+        out.append(f"{line.split('->')[0].rstrip():<36} -> {verdict}")
+    return out
+
+
+def table(text):
+    head, *lines = text.splitlines()
+    policy = eval(head)
+    judge = save_table if hasattr(policy, "wants") else keep_table
+    return "\n".join([head, *judge(policy, lines)]) + "\n"
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
+def test_golden(path):
+    text = path.read_text()
+    assert table(text) == text

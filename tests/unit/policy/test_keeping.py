@@ -1,0 +1,235 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import UsageError
+from holdfast.model.names import CheckpointId
+from holdfast.policy import every, keep
+from holdfast.policy.keeping import CheckpointFacts, KeepPolicy, Opinion, protections
+
+NAN, INF = math.nan, math.inf
+
+
+def line(*losses, attempt=1, walk=0, **facts):
+    """Checkpoints of one attempt, newest first, 100 steps apart; None has no metric."""
+    return [
+        CheckpointFacts(
+            CheckpointId("r", attempt, 100 * (len(losses) - place)),
+            None if walk is None else walk + place,
+            {} if loss is None else {"loss": loss},
+            **facts,
+        )
+        for place, loss in enumerate(losses)
+    ]
+
+
+def kept(policy, history):
+    return [verdict.id.step for verdict in policy.decide(history) if verdict.keep]
+
+
+def test_latest_keeps_the_newest():
+    assert kept(keep.latest(2), line(*[None] * 5)) == [500, 400]
+
+
+def test_all_keeps_all():
+    assert kept(keep.all(), line(None, None, None)) == [300, 200, 100]
+
+
+def test_best_keeps_the_lowest_or_the_highest_and_what_latest_means():
+    history = line(0.5, 0.2, 0.9, 0.1, 0.3)
+    assert kept(keep.best(2, "loss"), history) == [500, 400, 200]
+    assert kept(keep.best(2, "loss", mode="max"), history) == [500, 300]
+
+
+def test_best_prefers_the_newer_of_equals():
+    assert kept(keep.best(1, "loss"), line(0.5, 0.2, 0.2)) == [300, 200]
+
+
+def test_nan_is_never_best_not_even_the_only_one():
+    assert kept(keep.best(1, "loss"), line(0.5, NAN, 0.4)) == [300, 100]
+    assert kept(keep.best(3, "loss"), line(NAN, NAN, NAN)) == [300]
+    assert kept(keep.best(1, "loss", mode="max"), line(0.5, NAN, 0.6)) == [300, 100]
+
+
+def test_infinity_compares():
+    assert kept(keep.best(1, "loss"), line(0.5, INF, -INF)) == [300, 100]
+    assert kept(keep.best(1, "loss", mode="max"), line(0.5, INF, -INF)) == [300, 200]
+
+
+def test_i7_one_without_its_metric_is_judged_only_when_a_newer_one_has_it():
+    assert kept(keep.best(1, "loss"), line(None, None, 0.3, None, 0.2)) == [500, 400, 100]
+    assert kept(keep.best(1, "loss"), line(None, None, None)) == [300, 200, 100]
+
+
+def test_best_after_a_rollback_keeps_the_best_of_the_run_and_of_the_line_that_goes_on():
+    history = [*line(0.5, 0.4, attempt=2), *line(0.1, 0.2, attempt=1, walk=None)]
+    assert [v.keep for v in keep.best(1, "loss").decide(history)] == [True, True, True, False]
+
+
+def test_latest_after_a_rollback_counts_the_line_that_goes_on_first():
+    left = line(None, None, attempt=1, walk=None)
+    assert [v.keep for v in keep.latest(3).decide([*line(None, None, attempt=2), *left])] == [True, True, True, False]
+    assert [v.keep for v in keep.latest(2).decide([*line(None, None, attempt=2), *left])] == [True, True, False, False]
+
+
+def test_a_damaged_one_takes_no_place():
+    whole, damaged = line(None, None, None, None), line(None, None, None, None, suspect=True)
+    history = [whole[0], damaged[1], whole[2], damaged[3]]
+    assert kept(keep.latest(2), history) == [400, 300, 200]
+    whole, damaged = line(0.9, 0.1, 0.2, 0.3), line(0.9, 0.1, 0.2, 0.3, suspect=True)
+    assert kept(keep.best(1, "loss"), [whole[0], damaged[1], whole[2], whole[3]]) == [400, 300, 200]
+
+
+def test_verdicts_come_in_the_order_given():
+    history = line(None, None, None)[::-1]
+    assert [verdict.id for verdict in keep.latest(1).decide(history)] == [facts.id for facts in history]
+
+
+def test_a_union_tells_the_metrics_it_needs():
+    policy = keep.best(1, "loss") | keep.latest(1) | keep.best(2, "accuracy", mode="max")
+    assert policy.metrics() == {"loss", "accuracy"}
+    assert keep.latest(1).metrics() == frozenset()
+    assert eval(repr(policy)) == policy
+
+
+@pytest.mark.parametrize("bad", [0, -3, 1.0, NAN, True, "3", None])
+def test_counts_must_be_whole_and_positive(bad):
+    with pytest.raises(UsageError, match=r"keep\.latest"):
+        keep.latest(bad)
+    with pytest.raises(UsageError, match=r"keep\.best"):
+        keep.best(bad, "loss")
+
+
+def test_mode_and_metric_are_checked():
+    with pytest.raises(UsageError, match="neither 'min' nor 'max'"):
+        keep.best(1, "loss", mode="lowest")
+    with pytest.raises(UsageError, match="names no metric"):
+        keep.best(1, "")
+
+
+def test_a_checkpoint_given_twice_is_an_error():
+    with pytest.raises(UsageError, match="twice"):
+        keep.latest(1).decide(line(None) * 2)
+
+
+def test_only_a_keep_policy_combines():
+    with pytest.raises(UsageError, match="does not combine"):
+        keep.latest(1) | every(steps=1)
+
+
+class Nothing(KeepPolicy):
+    def judge(self, history):
+        return [Opinion(False, "not wanted") for _ in history]
+
+
+values = st.one_of(st.none(), st.sampled_from([NAN, INF, -INF, 0.0, -0.0]), st.floats(-2, 2))
+flags = st.booleans()
+
+
+@st.composite
+def histories(draw):
+    """Runs of several attempts that go on from, or fall back behind, what came before; some are gone."""
+    facts, walk = {}, []
+    for attempt in range(1, draw(st.integers(1, 4)) + 1):
+        if walk and draw(flags):
+            walk = walk[: draw(st.integers(1, len(walk)))]
+        start = walk[-1][1] if walk else 0
+        steps = sorted(draw(st.sets(st.integers(start + 1, start + 30), max_size=6)))
+        walk = [*walk, *((attempt, step) for step in steps)]
+        for step in steps:
+            loss = draw(values)
+            facts[attempt, step] = {
+                "metrics": {} if loss is None else {"loss": loss},
+                "verified": draw(st.integers(0, 3)) == 0,
+                "suspect": draw(st.integers(0, 5)) == 0,
+                "pinned": draw(st.integers(0, 7)) == 0,
+                "held": draw(st.integers(0, 7)) == 0,
+                "being_copied": draw(st.integers(0, 7)) == 0,
+                "needed_by": ("run b was started from it",) if draw(st.integers(0, 7)) == 0 else (),
+            }
+    position = {key: place for place, key in enumerate(reversed(walk))}
+    history = [CheckpointFacts(CheckpointId("r", *key), position.get(key), **fact) for key, fact in facts.items()]
+    return draw(st.permutations([facts for facts in history if draw(st.integers(0, 4))]))
+
+
+counts = st.integers(1, 4)
+latest_policies = counts.map(keep.latest)
+best_policies = st.builds(keep.best, counts, st.just("loss"), st.sampled_from(["min", "max"]))
+singles = st.one_of(st.just(Nothing()), latest_policies, best_policies)
+policies = st.one_of(singles, st.builds(lambda one, other: one | other, singles, singles))
+
+
+@settings(derandomize=True, max_examples=120, deadline=None)
+@given(histories(), policies)
+def test_i7_retention_never_removes_what_is_protected(history, policy):
+    removed = {verdict.id for verdict in policy.decide(history) if not verdict.keep}
+    walk = sorted((facts for facts in history if facts.walk is not None), key=lambda facts: facts.walk)
+    verified = [facts for facts in walk if facts.verified]
+    assert not removed & {facts.id for facts in (*walk[:1], *verified[:1])}
+    for facts in history:
+        if facts.pinned or facts.held or facts.being_copied or facts.needed_by:
+            assert facts.id not in removed
+
+
+@settings(derandomize=True, max_examples=120, deadline=None)
+@given(histories(), best_policies)
+def test_i7_best_judges_only_what_has_its_metric_or_is_older_than_one_that_has(history, policy):
+    newest = max((facts.age_key for facts in history if "loss" in facts.metrics), default=(0, 0))
+    for facts, verdict in zip(history, policy.decide(history), strict=True):
+        if "loss" not in facts.metrics and facts.age_key > newest:
+            assert verdict.keep
+
+
+@settings(derandomize=True, max_examples=120, deadline=None)
+@given(histories(), best_policies)
+def test_best_keeps_n_that_nothing_removed_beats_and_not_many_more(history, policy):
+    sign = 1 if policy.mode == "min" else -1
+    verdicts = {verdict.id: verdict for verdict in policy.decide(history)}
+    judged = [f for f in history if "loss" in f.metrics and not math.isnan(f.metrics["loss"]) and not f.suspect]
+    kept_ones = [facts for facts in judged if verdicts[facts.id].keep]
+    removed = [facts for facts in judged if not verdicts[facts.id].keep]
+    assert not removed or len(kept_ones) >= policy.n
+    for loser in removed:
+        better = [w for w in kept_ones if sign * w.metrics["loss"] <= sign * loser.metrics["loss"]]
+        assert len(better) >= policy.n
+    extra = sum(bool(reasons) for reasons in protections(history).values())
+    assert len(kept_ones) <= 2 * policy.n + extra
+
+
+@settings(derandomize=True, max_examples=120, deadline=None)
+@given(histories(), latest_policies)
+def test_latest_keeps_exactly_n_whole_ones_beside_the_protected(history, policy):
+    whole = [facts for facts in history if not facts.suspect]
+    named = [v for v in policy.decide(history) if v.keep and ("newest of" in v.reason or "the newest" in v.reason)]
+    undamaged = {facts.id for facts in whole}
+    assert sum(v.id in undamaged for v in named) == min(policy.n, len(whole))
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(histories(), policies, st.randoms(use_true_random=False))
+def test_the_order_of_the_facts_does_not_matter_and_every_verdict_has_its_reason(history, policy, random):
+    shuffled = list(history)
+    random.shuffle(shuffled)
+    verdicts = policy.decide(history)
+    assert sorted(verdicts, key=lambda v: v.id) == sorted(policy.decide(shuffled), key=lambda v: v.id)
+    assert all(verdict.reason and verdict.reason == verdict.reason.strip() for verdict in verdicts)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(histories(), singles, singles)
+def test_a_union_keeps_what_either_keeps(history, one, other):
+    def kept_by(policy):
+        return {verdict.id for verdict in policy.decide(history) if verdict.keep}
+
+    assert kept_by(one | other) == kept_by(one) | kept_by(other)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(histories(), policies)
+def test_removing_what_was_judged_and_judging_again_removes_nothing_more_of_the_live_line(history, policy):
+    """What retention leaves stands: a second pass over it finds nothing to do."""
+    left = {verdict.id for verdict in policy.decide(history) if verdict.keep}
+    again = policy.decide([facts for facts in history if facts.id in left])
+    assert all(verdict.keep for verdict in again)
