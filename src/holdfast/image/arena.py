@@ -139,7 +139,7 @@ def _advise(memory: mmap.mmap, name: str) -> None:
 
 
 def _because(error: OSError) -> str:
-    return f"the image lies in anonymous memory: {error.strerror or error}"
+    return error.strerror or str(error)
 
 
 def _forget_after_fork() -> None:

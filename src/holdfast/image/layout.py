@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from holdfast.codec.digest import digest
 from holdfast.errors import DuplicatePath, UsageError
 from holdfast.image.header import ALIGNMENT, entry_text, pad_header
 from holdfast.model.dtypes import DType, dtype
@@ -60,6 +61,10 @@ class Layout:
         """The header block of pack `number`, padding included."""
         template = self.templates[number]
         return template[:_SAVE_ID_AT] + _save_id(save_id) + template[_SAVE_ID_AT + SAVE_ID_CHARACTERS :]
+
+    def header_digest(self, number: int, save_id: str) -> bytes:
+        """The digest of that block, as an index names it."""
+        return digest(self.header(number, save_id))
 
     def stamp(self, buffer: Array, save_id: str) -> None:
         """Writes every header into the image (`buffer`, uint8, at least `nbytes`) and zeroes what no leaf fills."""
