@@ -1,0 +1,89 @@
+"""The position in a torch loader: which kind a loader is, and what of its order can be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from holdfast.integrations.torch.replay import ReplayPosition, index_sampler
+from holdfast.integrations.torch.sampler import ResumableSampler
+from holdfast.integrations.torch.stateful import StatefulLoaderPosition
+from holdfast.state.data import DataPosition, Position, RestartingPosition, has_state
+
+REPEATABLE: Final = frozenset(
+    {SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler, ResumableSampler}
+)
+"""Samplers whose order follows from generators, seed and epoch alone. A subclass may do anything and is none of them."""
+
+UNSEEDED_WORKERS: Final = (
+    "random augmentation in loader workers is repeated only where it is seeded per sample: "
+    "a worker's own generators cannot be put back to where they were inside an epoch"
+)
+STATEFUL_HINT: Final = "torchdata's StatefulDataLoader keeps it"
+
+
+def attach(loader: Any) -> DataPosition | None:
+    """The position of a DataLoader or a subclass, such as torchdata's StatefulDataLoader; None for anything else."""
+    if not isinstance(loader, DataLoader):
+        return None
+    caveats = (UNSEEDED_WORKERS,) if loader.num_workers > 0 else ()
+    if has_state(loader):
+        return StatefulLoaderPosition(loader, (), caveats)
+    if isinstance(loader.dataset, IterableDataset):
+        return _of_stream(loader, caveats)
+    return ReplayPosition(loader, _unrepeatable(loader), caveats)
+
+
+def _unrepeatable(loader: DataLoader[Any]) -> tuple[str, ...]:
+    """Why the order of this loader's batches may differ when it is made again; empty where it cannot."""
+    reasons = []
+    sampler = index_sampler(loader)
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if type(sampler) not in REPEATABLE:
+        kept = f"its own state is not kept ({STATEFUL_HINT})" if has_state(sampler) else "it has no state_dict"
+        reasons.append(
+            f"the order of {type(sampler).__name__} is repeated only if it follows from the global generators; {kept}"
+        )
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        reasons.append("in_order=False delivers batches in whatever order the workers finish")
+    return tuple(reasons)
+
+
+def _of_stream(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPosition:
+    dataset = loader.dataset
+    if not has_state(dataset):
+        return RestartingPosition(loader, f"{type(dataset).__name__} is an IterableDataset without state_dict", caveats)
+    if loader.num_workers:
+        return RestartingPosition(
+            loader, f"the state of {type(dataset).__name__} lies in the loader's workers; {STATEFUL_HINT}", caveats
+        )
+    return StreamPosition(loader, (), caveats)
+
+
+class StreamPosition(Position):
+    """An IterableDataset with a state_dict, read in this process: its state after whole batches is the position."""
+
+    kind = "stream"
+
+    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        return self._counted(epoch, iter(self._data), start)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._progress(), "dataset": self._data.dataset.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._ours(state):
+            self._take(state)
+            self._data.dataset.load_state_dict(state["dataset"])

@@ -1,0 +1,241 @@
+"""A map-style DataLoader's position: an epoch's order is made again from where its generators stood when it began.
+
+A loader draws its order, and the seed of its workers, from generators when an epoch begins. So the position is their
+state at that moment and the number of batches delivered since; continuing sets them back, lets the loader draw what it
+drew, passes over the delivered batches' *indices* (no sample is read), and puts the generators to where training left
+them. Nothing of the loader is replaced but the object that hands out indices, so the numbers are those of the same
+loader without Holdfast.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from holdfast.integrations.torch import rng
+from holdfast.integrations.torch.epochs import EpochOfSampler
+from holdfast.state import rng as global_rng
+from holdfast.state.data import Position
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """What the loader draws from: its batch sampler, or without automatic batching its sampler."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+class Skipping(Sampler[Any]):
+    """Another sampler without the first `skip` draws of the next iteration."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.skip = 0
+        self.latest: Draws | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        # A loader with workers asks for an iterator twice and uses the second, so that asking alone must draw nothing.
+        self.latest = Draws(self.inner, self.skip)
+        return self.latest
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class Draws(Iterator[Any]):
+    """One iteration of a sampler, begun by `begin` or by the first draw."""
+
+    def __init__(self, inner: Any, skip: int) -> None:
+        self._inner = inner
+        self._skip = skip
+        self._draws: Iterator[Any] | None = None
+        self._first: list[Any] = []
+
+    def begin(self) -> Iterator[Any]:
+        """Lets the sampler make its order now, and not at the first batch: it may draw from a global generator."""
+        if self._draws is None:
+            self._draws = iter(self._inner)
+            if self._skip:
+                next(islice(self._draws, self._skip - 1, None), None)
+            else:
+                self._first = list(islice(self._draws, 1))
+        return self._draws
+
+    def __next__(self) -> Any:
+        draws = self.begin()
+        return self._first.pop() if self._first else next(draws)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochStart:
+    """What an epoch's order follows from.
+
+    generators: the global ones, as `state.rng.capture` gives them; own: the loader's and the sampler's, in the order of
+    `ReplayPosition._own`. cold: workers were started in this epoch, so that their seed was drawn in it.
+    """
+
+    generators: Mapping[str, Any]
+    own: tuple[Any, ...]
+    cold: bool
+
+
+class ReplayPosition(Position):
+    """The position of a DataLoader over a map-style dataset."""
+
+    kind = "replay"
+
+    def __init__(self, loader: DataLoader[Any], reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
+        super().__init__(loader, reasons, caveats)
+        self._indices = Skipping(index_sampler(loader))
+        self._loader = _with_indices(loader, self._indices)
+        self._own = _generators(loader)
+        self._sampler_epoch = EpochOfSampler(index_sampler(loader))
+        self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
+        self._started_workers = False
+        self._worker_seed: Any = None
+        """With persistent workers: where the generator stood that their seed was drawn from, epochs ago."""
+        self._start: EpochStart | None = None
+        self._loaded: tuple[int, int] | None = None
+
+    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and epoch == loaded[0] and (start > 0 or loaded[1] == 0):
+            return self._counted(epoch, self._continued(loaded[1]), loaded[1])
+        if start:
+            self._says(
+                "the checkpoint holds no position of this loader, so the batches were passed over in a new order"
+            )
+        self._sampler_epoch.begin(epoch)
+        cold = self._keeps_workers and not self._started_workers and self._worker_seed is None
+        self._start = EpochStart(_order_generators(), self._own_states(), cold)
+        return self._counted(epoch, self._opened(start, cold=cold), start)
+
+    def _continued(self, delivered: int) -> Iterator[Any]:
+        """The rest of the loaded epoch; global generators and the loader's own end where they are now."""
+        if delivered >= (self.batches_per_epoch or delivered + 1):
+            return iter(())
+        assert self._start is not None
+        now, own_now = _order_generators(), self._own_states()
+        global_rng.apply(self._start.generators)
+        self._set_own(self._start.own)
+        self._sampler_epoch.repeat()
+        batches = self._opened(delivered, cold=self._start.cold)
+        global_rng.apply(now)
+        self._set_own(own_now)
+        return batches
+
+    def _opened(self, skip: int, *, cold: bool) -> Iterator[Any]:
+        """The loader's iterator, with everything drawn that belongs to the beginning of the epoch."""
+        self._indices.skip = skip
+        if self._keeps_workers and not self._started_workers and not cold:
+            batches = self._with_seeded_workers()
+        else:
+            if cold:
+                self._worker_seed = self._seed_source().get_state()
+            batches = iter(self._loader)
+        self._started_workers = True
+        self._indices.skip = 0
+        if self._indices.latest is not None:
+            self._indices.latest.begin()
+        return batches
+
+    def _with_seeded_workers(self) -> Iterator[Any]:
+        """New workers in place of persistent ones that an earlier process had: seeded alike, and without the draw that
+        the uninterrupted run made once, epochs ago."""
+        generator = torch.Generator()
+        rng.set_generator(generator, self._worker_seed, "data/worker_seed")
+        before = self._loader.generator
+        self._loader.generator = generator
+        try:
+            return iter(self._loader)
+        finally:
+            self._loader.generator = before
+
+    def _seed_source(self) -> torch.Generator:
+        return self._data.generator if self._data.generator is not None else torch.default_generator
+
+    def _own_states(self) -> tuple[torch.Tensor, ...]:
+        return tuple(generator.get_state() for generator in self._own)
+
+    def _set_own(self, states: tuple[Any, ...]) -> None:
+        for number, (generator, saved) in enumerate(zip(self._own, states, strict=True)):
+            rng.set_generator(generator, saved, f"data/generators/{number}")
+
+    def state_dict(self) -> dict[str, Any]:
+        out = {
+            **self._progress(),
+            "generators": list(self._own_states()),
+            "worker_seed": self._worker_seed,
+            "sampler_epoch": self._sampler_epoch.seen,
+            "samples": len(self._data.dataset),
+            "batch_size": self._data.batch_size,
+        }
+        if self._start is not None and not out["ended"]:
+            out["start"] = {
+                "global": dict(self._start.generators),
+                "own": list(self._start.own),
+                "cold": self._start.cold,
+            }
+        return out
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not self._ours(state):
+            return
+        if len(state["generators"]) != len(self._own):
+            self._says(
+                f"the loader has {len(self._own)} generators of its own, not {len(state['generators'])} as saved"
+            )
+            return
+        # Workers that this process has already started are let go: the saved epoch may have drawn their seed.
+        self._loader, self._started_workers = _with_indices(self._data, self._indices), False
+        self._set_own(tuple(state["generators"]))
+        self._sampler_epoch.seen = state["sampler_epoch"]
+        self._worker_seed = state["worker_seed"]
+        self._take(state)
+        if "start" in state:
+            start = state["start"]
+            self._start = EpochStart(start["global"], tuple(start["own"]), start["cold"])
+            self._loaded = state["epoch"], self._batches_before(state)
+
+    def _batches_before(self, state: Mapping[str, Any]) -> int:
+        """How many of this loader's batches lie before the saved position, counted in samples."""
+        delivered: int = state["delivered"]
+        samples, size = len(self._data.dataset), self._data.batch_size
+        if state["samples"] != samples:
+            self._says(f"the dataset has {samples} samples, and had {state['samples']} when it was saved")
+        if state["batch_size"] == size or not size or not state["batch_size"]:
+            return delivered
+        self._says(
+            f"the batch size is {size}, not {state['batch_size']} as saved; the epoch goes on from the same sample"
+        )
+        return int(delivered * state["batch_size"] // size)
+
+
+def _with_indices(loader: DataLoader[Any], indices: Skipping) -> DataLoader[Any]:
+    """The same loader drawing from `indices`: a shallow copy, so that every setting is the user's own, those of later
+    torch versions and subclasses included."""
+    copied = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    copied.__dict__.update({name: indices, "_iterator": None})
+    return copied
+
+
+def _order_generators() -> dict[str, Any]:
+    """The global generators that an order can be drawn from: those of the host."""
+    captured = global_rng.capture()
+    return {**captured, "torch": {"cpu": captured["torch"]["cpu"]}}
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Generators that belong to the loader, each once: DataLoader hands its own to the sampler that it makes."""
+    found: list[torch.Generator] = []
+    sampler = index_sampler(loader)
+    for owner in (loader, sampler, getattr(sampler, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
+            found.append(generator)
+    return found

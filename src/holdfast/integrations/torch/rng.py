@@ -1,0 +1,64 @@
+"""torch's global generators as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from holdfast.errors import StateMismatch
+
+
+def capture() -> dict[str, Any]:
+    """`cpu`: uint8 [5056]; `cuda`: one uint8 tensor per device, where this process has used CUDA; `mps` likewise.
+
+    CUDA that nothing has initialised is left alone: no number has been drawn there, and asking would set it up.
+    """
+    out: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        out["cuda"] = list(torch.cuda.get_rng_state_all())
+    if torch.backends.mps.is_available():
+        out["mps"] = torch.mps.get_rng_state()
+    return out
+
+
+def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """Puts the generators back; returns what has no counterpart here, in words."""
+    notes: list[str] = []
+    _set(torch.set_rng_state, state["cpu"], "rng/torch/cpu")
+    devices = list(state.get("cuda", ()))
+    present = torch.cuda.device_count() if devices and torch.cuda.is_available() else 0
+    for number, saved in enumerate(devices[:present]):
+        _set(lambda value, device=number: torch.cuda.set_rng_state(value, device), saved, f"rng/torch/cuda/{number}")
+    if len(devices) > present:
+        notes.append(f"the checkpoint holds generators of {len(devices)} CUDA devices, and {present} are here")
+    if "mps" in state:
+        if torch.backends.mps.is_available():
+            _set(torch.mps.set_rng_state, state["mps"], "rng/torch/mps")
+        else:
+            notes.append("the checkpoint holds the generator of an MPS device, and none is here")
+    return tuple(notes)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Within the block draws may be made; afterwards torch's CPU generator is where it was."""
+    before = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+def set_generator(generator: torch.Generator, saved: Any, path: str) -> None:
+    """Sets one generator; StateMismatch where `saved` is no state of such a generator."""
+    _set(generator.set_state, saved, path)
+
+
+def _set(setter: Any, saved: Any, path: str) -> None:
+    try:
+        setter(torch.as_tensor(saved, dtype=torch.uint8, device="cpu").contiguous())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise StateMismatch(f"{path} is no state of this generator: {error}", subject=path) from error

@@ -1,0 +1,243 @@
+"""Where training is in its data: the position that is saved, and the rest of an epoch after it.
+
+What counts is what was *delivered to training*, never what a loader's workers have prefetched. A position is asked for
+an epoch's iterator, counts what it hands out, and says what it is in `state_dict`. What it cannot position, it starts
+again from the epoch's beginning, and says why: training goes on.
+
+A framework's loaders have their own positions (their order depends on that framework's generators); they are found by
+the module of the value's type and loaded only then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, Protocol, cast
+
+from holdfast.errors import UsageError
+
+POSITIONS: Final[Mapping[str, str]] = {
+    "torch": "holdfast.integrations.torch.data",
+    "torchdata": "holdfast.integrations.torch.data",
+}
+"""Top-level module of a type, or of one of its bases -> the module whose `attach` knows such loaders."""
+
+
+class DataPosition(Protocol):
+    """The position in one source of batches.
+
+    exact: a resumed epoch delivers what an uninterrupted one would have; `reasons` says why not (and is empty if so).
+    caveats: what may differ all the same, and is out of this position's sight.
+    batches_per_epoch: None where the source does not say.
+    """
+
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def reasons(self) -> tuple[str, ...]: ...
+    @property
+    def caveats(self) -> tuple[str, ...]: ...
+    @property
+    def batches_per_epoch(self) -> int | None: ...
+
+    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        """The batches of `epoch` that follow `start` delivered ones.
+
+        Everything that creating the iterator draws from global generators is drawn before this returns. Continuing the
+        epoch that was loaded (`load_state_dict`, then its epoch and start) leaves the global generators as they were.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position now: after the batches that training has been given so far."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes a saved position; the next `iterate` continues there. One of another kind of source is refused with a
+        warning, and told in `reasons`."""
+        ...
+
+
+def attach(data: Any) -> DataPosition:
+    """The position of `data`: a torch or torchdata loader, anything with `state_dict` and `load_state_dict`, a
+    sequence of batches, or any other iterable."""
+    for base in type(data).__mro__:
+        module = POSITIONS.get(base.__module__.partition(".")[0])
+        if module is not None:
+            found = importlib.import_module(module).attach(data)
+            if found is not None:
+                return cast(DataPosition, found)
+    return attach_plain(data)
+
+
+def attach_plain(data: Any) -> DataPosition:
+    """The position of something that is no loader of a known framework."""
+    if not isinstance(data, Iterable):
+        raise UsageError(
+            f"data must be something that yields batches, not {type(data).__name__}",
+            subject="data",
+            hint="pass a DataLoader, or any iterable",
+        )
+    if has_state(data):
+        return StatefulPosition(data)
+    if isinstance(data, Sequence):
+        return SequencePosition(data)
+    return RestartingPosition(data, "it has neither a state_dict nor a length and an order of its own")
+
+
+def has_state(data: Any) -> bool:
+    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+
+
+class Delivered(Iterator[Any]):
+    """An epoch's iterator that counts what it hands out."""
+
+    def __init__(self, batches: Iterator[Any], delivered: int = 0) -> None:
+        self._batches = batches
+        self.delivered = delivered
+        self.ended = False
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.ended = True
+            self._batches = iter(())  # lets go of a loader's worker processes
+            raise
+        self.delivered += 1
+        return batch
+
+
+class Position:
+    """What all positions share: counting, and refusing what is not theirs."""
+
+    kind = ""
+
+    def __init__(self, data: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
+        self._data = data
+        self._fixed_reasons = reasons
+        self._caveats = caveats
+        self._met: tuple[str, ...] = ()
+        self._epoch = 0
+        self._current = Delivered(iter(()))
+        self._begun = False
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return self._fixed_reasons + self._met
+
+    @property
+    def exact(self) -> bool:
+        return not self.reasons
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        return self._caveats
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        try:
+            return len(self._data)
+        except TypeError:  # an iterable without a length, or a loader of one
+            return None
+
+    def _counted(self, epoch: int, batches: Iterator[Any], delivered: int) -> Iterator[Any]:
+        self._epoch, self._begun = epoch, True
+        self._current = Delivered(batches, delivered)
+        return self._current
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "epoch": self._epoch,
+            "delivered": self._current.delivered,
+            "ended": self._current.ended or not self._begun,
+        }
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        """Counts from a loaded position, so that saving before the next batch saves the same one."""
+        self._counted(state["epoch"], iter(()), state["delivered"])
+        self._current.ended = state["ended"]
+
+    def _ours(self, state: Mapping[str, Any]) -> bool:
+        if state.get("kind") == self.kind:
+            return True
+        self._says(
+            f"the checkpoint's position is that of another kind of source ({state.get('kind')!r}, not {self.kind!r})"
+        )
+        return False
+
+    def _says(self, reason: str) -> None:
+        """Records why the resume is not exact, and tells the user, once per reason."""
+        if reason not in self._met:
+            self._met += (reason,)
+            warnings.warn(f"the data does not resume exactly: {reason}", RuntimeWarning, stacklevel=4)
+
+
+class StatefulPosition(Position):
+    """Anything with `state_dict` and `load_state_dict` that counts what it yields."""
+
+    kind = "stateful"
+
+    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        return self._counted(epoch, iter(self._data), start)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._progress(), "source": self._data.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._ours(state):
+            self._take(state)
+            self._data.load_state_dict(state["source"])
+
+
+class SequencePosition(Position):
+    """A list of batches, or the like: its order is its own."""
+
+    kind = "sequence"
+
+    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        return self._counted(epoch, islice(iter(self._data), start, None), start)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._progress(), "length": len(self._data)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not self._ours(state):
+            return
+        self._take(state)
+        if state["length"] != len(self._data):
+            self._says(f"the data has {len(self._data)} batches, and had {state['length']} when it was saved")
+
+
+class RestartingPosition(Position):
+    """What cannot be positioned: an interrupted epoch begins again."""
+
+    kind = "restarting"
+
+    def __init__(self, data: Any, reason: str, caveats: tuple[str, ...] = ()) -> None:
+        super().__init__(
+            data, (f"the data cannot be positioned, so an interrupted epoch starts again: {reason}",), caveats
+        )
+        self._told = False
+
+    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        batches = iter(self._data)
+        if batches is self._data and self._current.ended:
+            raise UsageError(
+                "data is an iterator that has been used up, and another epoch is asked of it",
+                subject="data",
+                hint="pass an iterable that can be iterated again, such as a DataLoader or a list",
+            )
+        if start and not self._told:
+            self._told = True
+            warnings.warn(self._fixed_reasons[0], RuntimeWarning, stacklevel=3)
+        return self._counted(epoch, batches, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._progress()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._ours(state)
