@@ -1,0 +1,40 @@
+"""Sizes and durations as people read them."""
+
+from __future__ import annotations
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def size(nbytes: int) -> str:
+    """`nbytes` in binary units, three digits: 512 B, 1.50 KiB, 12.0 MiB, 340 GiB."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in _UNITS:
+        value /= 1024
+        if value < 999.5 or unit == _UNITS[-1]:
+            break
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f} {unit}"
+
+
+def seconds(duration: float) -> str:
+    """A duration in the unit that fits: 340 us, 12.5 ms, 3.10 s, 4 min 10 s, 2 h 05 min."""
+    if duration < 0.0009995:
+        return f"{duration * 1e6:.0f} us"
+    if duration < 0.09995:
+        return f"{duration * 1e3:.1f} ms"
+    if duration < 59.95:
+        return f"{duration:.2f} s" if duration < 9.995 else f"{duration:.1f} s"
+    minutes, rest = divmod(round(duration), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 leaf`, `3,000 steps`: the plural of `noun` is regular, or that of leaf."""
+    if number == 1:
+        return f"1 {noun}"
+    plural = noun[:-1] + "ves" if noun.endswith("leaf") else noun + "s"
+    return f"{number:,} {plural}"

@@ -1,0 +1,33 @@
+"""Events as one sentence each, for logs and terminals."""
+
+from __future__ import annotations
+
+from holdfast import events
+from holdfast.report.measures import count, seconds, size
+
+
+def sentence(event: events.Event) -> str | None:
+    """What happened, in one line; None for events that only a meter wants (progress, single packs)."""
+    match event:
+        case events.AttemptClaimed(run, attempt, parent):
+            return f"{run}: attempt {attempt} begins" + (f", from {parent}" if parent else ", from nothing")
+        case events.SaveStarted(id, _, nbytes, leaves, reason):
+            return f"saving {id}: {size(nbytes)} in {count(leaves, 'leaf')}" + (f" ({reason})" if reason else "")
+        case events.Captured(id, stall_s, _):
+            return f"captured {id}: training was held for {seconds(stall_s)}"
+        case events.Committed(id, nbytes, took):
+            return f"saved {id}: {size(nbytes)} in {seconds(took)}"
+        case events.SaveFailedEvent(id, error, phase):
+            return f"the save of {id} FAILED while {phase}: {error}"
+        case events.SaveSkipped(run, step, reason):
+            return f"{run}: step {step} is not saved: {reason}"
+        case events.CandidateSkipped(id, reason):
+            return f"{id} is damaged and was passed over: {reason}"
+        case events.RestoredEvent(id, nbytes, took):
+            return f"restored {id}: {size(nbytes)} in {seconds(took)}"
+        case events.Removed(id, reason):
+            return f"removed {id}: {reason}"
+        case events.Warned(message, _):
+            return message
+        case _:
+            return None

@@ -1,0 +1,205 @@
+import io
+import json
+import logging
+import math
+import threading
+import warnings
+
+import pytest
+
+from holdfast import events
+from holdfast.model.names import CheckpointId
+from holdfast.report import JsonLines, LogSink, ProgressBar
+from holdfast.report.jsonlines import SCHEMA
+from holdfast.report.story import sentence
+
+ID = CheckpointId("gpt", 7, 500)
+EVENTS = [
+    events.AttemptClaimed("gpt", 7, CheckpointId("gpt", 6, 300)),
+    events.AttemptClaimed("gpt", 1, None),
+    events.SaveStarted(ID, "ab" * 16, 3 << 30, 1, "step 500 (every 100 steps)"),
+    events.Captured(ID, 0.125, "shared memory"),
+    events.Progress("save", str(ID), 1, 2),
+    events.PackWritten(ID, "rank-00000.safetensors", 3 << 30, 1.5),
+    events.Committed(ID, 3 << 30, 1.75),
+    events.SaveFailedEvent(ID, "no space left", "writing the index"),
+    events.SaveSkipped("gpt", 510, "the last save is still being written"),
+    events.CandidateSkipped(ID, "rank-00000.safetensors is 3 bytes short"),
+    events.RestoredEvent(ID, 3 << 30, 0.5),
+    events.Removed(ID, "not among the newest 3"),
+    events.Warned("shared memory does not fit", "/dev/shm"),
+]
+
+
+def drawing():
+    """The threads that draw; one that was told to end is joined first."""
+    threads = [thread for thread in threading.enumerate() if type(thread).__name__ == "_RefreshThread"]
+    for thread in threads:
+        if thread.done.is_set():
+            thread.join(10)
+    return [thread for thread in threads if thread.is_alive()]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_story_is_one_line_for_what_a_person_wants_to_know():
+    assert [sentence(event) for event in EVENTS] == [
+        "gpt: attempt 7 begins, from gpt/a0006/300",
+        "gpt: attempt 1 begins, from nothing",
+        "saving gpt/a0007/500: 3.00 GiB in 1 leaf (step 500 (every 100 steps))",
+        "captured gpt/a0007/500: training was held for 0.12 s",
+        None,
+        None,
+        "saved gpt/a0007/500: 3.00 GiB in 1.75 s",
+        "the save of gpt/a0007/500 FAILED while writing the index: no space left",
+        "gpt: step 510 is not saved: the last save is still being written",
+        "gpt/a0007/500 is damaged and was passed over: rank-00000.safetensors is 3 bytes short",
+        "restored gpt/a0007/500: 3.00 GiB in 0.50 s",
+        "removed gpt/a0007/500: not among the newest 3",
+        "shared memory does not fit",
+    ]
+
+
+def test_every_kind_of_event_has_an_example_here():
+    kinds = {kind.__name__ for kind in events.Event.__subclasses__()}
+    assert {type(event).__name__ for event in EVENTS} == kinds
+
+
+def test_json_lines_holds_every_event_with_all_its_fields(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with JsonLines(path) as sink:
+        assert not path.exists(), "a sink that has heard nothing touches nothing"
+        for event in EVENTS:
+            sink.emit(event)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["event"] for line in lines] == [type(event).__name__.removesuffix("Event") for event in EVENTS]
+    assert all(line["schema"] == SCHEMA and line["time"] > 0 for line in lines)
+    assert lines[6] | {"time": 0} == {
+        "schema": SCHEMA,
+        "event": "Committed",
+        "time": 0,
+        "id": {"run": "gpt", "attempt": 7, "step": 500},
+        "bytes": 3 << 30,
+        "seconds": 1.75,
+    }
+
+
+def test_json_lines_appends_writes_at_once_and_names_what_json_lacks(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text("earlier\n")
+    sink = JsonLines(str(path))
+    sink.emit(events.Captured(ID, math.nan))
+    sink.emit(events.Warned("\ud800 odd"))
+    earlier, first, second = path.read_text().splitlines()
+    assert (earlier, json.loads(first)["stall_s"]) == ("earlier", "nan")
+    assert json.loads(second)["message"] == "\ud800 odd"
+    sink.close()
+    sink.emit(events.Warned("again"))
+    assert len(path.read_text().splitlines()) == 4
+    sink.close()
+
+
+def test_json_lines_of_threads_and_sinks_do_not_mix(tmp_path):
+    path = tmp_path / "events.jsonl"
+    sinks = [JsonLines(path), JsonLines(path)]
+    message = "x" * 20_000
+
+    def work(sink):
+        for _ in range(50):
+            sink.emit(events.Warned(message))
+
+    threads = [threading.Thread(target=work, args=(sink,)) for sink in sinks * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [json.loads(line)["message"] for line in path.read_text().splitlines()] == [message] * 200
+    for sink in sinks:
+        sink.close()
+
+
+def test_json_lines_to_a_stream_leaves_it_open():
+    stream = io.StringIO()
+    with JsonLines(stream) as sink:
+        sink.emit(EVENTS[6])
+    assert json.loads(stream.getvalue())["event"] == "Committed"
+    assert not stream.closed
+
+
+def test_log_levels(caplog):
+    caplog.set_level(logging.INFO, logger="holdfast")
+    for event in EVENTS:
+        LogSink().emit(event)
+    told = [(record.levelname, record.getMessage().split()[0]) for record in caplog.records]
+    assert told == [
+        ("INFO", "gpt:"),
+        ("INFO", "gpt:"),
+        ("INFO", "saved"),
+        ("ERROR", "the"),
+        ("WARNING", "gpt:"),
+        ("WARNING", "gpt/a0007/500"),
+        ("INFO", "restored"),
+        ("INFO", "removed"),
+        ("WARNING", "shared"),
+    ]
+
+
+def test_log_does_no_work_when_nobody_listens():
+    class Untold:
+        def __getattribute__(self, name):
+            if name == "__class__":
+                return events.Committed
+            raise AssertionError("looked at")
+
+    logger = logging.Logger("quiet", level=logging.CRITICAL)
+    LogSink(logger).emit(Untold())
+
+
+def test_bar_draws_on_a_terminal_and_goes_away():
+    terminal = Terminal()
+    bar = ProgressBar(terminal, min_bytes=0)
+    bar.emit(events.Progress("verify", "gpt [7]", 10, 100))
+    bar.emit(events.Progress("save", str(ID), 10, 100))
+    bar.emit(events.Progress("verify", "gpt [7]", 100, 100))
+    bar.emit(events.Committed(ID, 100, 1.0))
+    assert "verifying gpt [7]" in terminal.getvalue()
+    assert f"saving {ID}" in terminal.getvalue()
+    assert not drawing()
+
+
+@pytest.mark.parametrize("ending", [events.SaveFailedEvent(ID, "broke", "writing"), None])
+def test_bar_of_work_that_broke_off_ends(ending):
+    bar = ProgressBar(Terminal(), min_bytes=0)
+    bar.emit(events.Progress("save", str(ID), 10, 100))
+    assert drawing()
+    bar.emit(ending) if ending else bar.close()
+    assert not drawing()
+
+
+def test_bar_shows_nothing_without_a_terminal_nor_for_small_work():
+    stream, terminal = io.StringIO(), Terminal()
+    for bar in (ProgressBar(stream, min_bytes=0), ProgressBar(terminal)):
+        bar.emit(events.Progress("save", str(ID), 10, 1 << 20))
+        assert bar._bars is None
+        bar.close()
+    assert stream.getvalue() == terminal.getvalue() == ""
+
+
+def test_bar_leaves_stdout_alone(monkeypatch):
+    import sys
+
+    bar, out, err = ProgressBar(Terminal(), min_bytes=0), sys.stdout, sys.stderr
+    bar.emit(events.Progress("save", str(ID), 10, 100))
+    assert (sys.stdout, sys.stderr) == (out, err)
+    bar.close()
+
+
+def test_sinks_stand_behind_an_emitter():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        emitter = events.Emitter.of([JsonLines(io.StringIO()), LogSink(), ProgressBar(io.StringIO())])
+        for event in EVENTS:
+            emitter.emit(event)
