@@ -1,0 +1,71 @@
+"""What a disk holds at one instant: a frozen tree of directories and file contents in blocks of 4096 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import xxhash
+
+BLOCK: Final = 4096
+ZEROES: Final = bytes(BLOCK)
+ROOT: Final = 0
+"""The inode of `/`, which is always there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A file's bytes: `size` of them, in blocks of 4096; blocks beyond the tuple read as zeroes."""
+
+    blocks: tuple[bytes, ...] = ()
+    size: int = 0
+
+    def data(self) -> bytes:
+        whole = b"".join(self.blocks)
+        return whole[: self.size] + bytes(max(0, self.size - len(whole)))
+
+
+@dataclass(frozen=True, slots=True)
+class DiskImage:
+    """Directories by inode (name -> inode) and files by inode. Only what is reachable from ROOT counts."""
+
+    directories: Mapping[int, Mapping[str, int]]
+    files: Mapping[int, Contents]
+
+    def tree(self) -> dict[str, Contents | None]:
+        """Every reachable path with its contents, None for a directory; sorted by path."""
+        found: dict[str, Contents | None] = {}
+        pending = [("", ROOT)]
+        while pending:
+            prefix, directory = pending.pop()
+            for name, inode in self.directories[directory].items():
+                path = f"{prefix}/{name}"
+                if inode in self.directories:
+                    found[path] = None
+                    pending.append((path, inode))
+                else:
+                    found[path] = self.files[inode]
+        return dict(sorted(found.items()))
+
+    def fingerprint(self) -> bytes:
+        """16 bytes, equal for disks that hold the same names with the same bytes, whatever the inode numbers."""
+        whole = xxhash.xxh3_128()
+        for path, contents in self.tree().items():
+            whole.update(path.encode())
+            if contents is None:
+                whole.update(b"\0directory\0")
+                continue
+            whole.update(b"\0%d\0" % contents.size)
+            for number, block in enumerate(contents.blocks):
+                room = contents.size - number * BLOCK
+                if room <= 0:
+                    break
+                whole.update(_digest(block) if room >= BLOCK else xxhash.xxh3_128_digest(block[:room]))
+        return whole.digest()
+
+
+@lru_cache(maxsize=65536)
+def _digest(block: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(block)
