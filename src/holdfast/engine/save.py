@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.crashpoints import crashpoint
@@ -27,6 +27,7 @@ from holdfast.repo.attempts import Attempt
 from holdfast.repo.commit import abort, begin, commit, free
 from holdfast.repo.index import put_index
 from holdfast.repo.manifest import content_digest
+from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened
 
 SMALL_OBJECTS_BYTES = 4 << 20
@@ -68,24 +69,37 @@ class _Job:
     digester: Digester
     digest_while_writing: bool
     created: str
+    begun: bool = False
+    receipts: list[Receipt] = field(default_factory=list)
+    """Of the packs, in order: a save that goes on after room was made does not write them again."""
 
 
 class Saver:
-    """Saves the states of one attempt, one at a time, from one training thread."""
+    """Saves the states of one run, one at a time, from one training thread.
+
+    `attempt` is set once the run is claimed, before the first save. `on_end` is called in the writing thread with the
+    handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place full;
+    if it returns True the save goes on from where it was.
+    """
 
     def __init__(
         self,
-        attempt: Attempt,
+        repo: Repo,
+        run: str,
         *,
         emitter: Emitter | None = None,
         memory_budget: int | None = None,
         rank: int = 0,
+        on_end: Callable[[Save], None] | None = None,
+        make_room: Callable[[], bool] | None = None,
     ) -> None:
-        self.attempt = attempt
-        self.repo = attempt.repo
+        self.repo = repo
+        self.attempt: Attempt | None = None
         self._emitter = emitter or Emitter()
         self._rank = rank
-        self._arenas = ArenaHolder(self.repo.id, attempt.run, rank, memory_budget)
+        self._on_end = on_end
+        self._make_room = make_room
+        self._arenas = ArenaHolder(repo.id, run, rank, memory_budget)
         self._plan: _Plan | None = None
         self._thread: threading.Thread | None = None
         self.current: Save | None = None
@@ -108,7 +122,7 @@ class Saver:
         is in the handle.
         """
         began = time.perf_counter()
-        self.attempt.check()
+        self._claimed().check()
         plan = self._prepare(flattened)
         save = handle or self.plan_save(step, reason=about.reason)
         save.bytes = sum(pack.length for pack in plan.layout.packs)
@@ -133,7 +147,8 @@ class Saver:
 
     def plan_save(self, step: int, *, reason: str = "") -> Save:
         """The handle of a save that is going to be taken."""
-        return Save(CheckpointId(self.attempt.run, self.attempt.number, step), uuid.uuid4().hex, reason=reason)
+        attempt = self._claimed()
+        return Save(CheckpointId(attempt.run, attempt.number, step), uuid.uuid4().hex, reason=reason)
 
     def join(self, timeout: float | None) -> bool:
         """Waits for the writer; False if it is still at work after `timeout` seconds."""
@@ -146,6 +161,10 @@ class Saver:
         if not self.busy:
             self._plan = None
             self._arenas.release()
+
+    def _claimed(self) -> Attempt:
+        assert self.attempt is not None, "a save needs a claimed attempt"
+        return self.attempt
 
     def _prepare(self, flattened: Flattened) -> _Plan:
         if self._plan is not None and self._plan.fingerprint == flattened.fingerprint:
@@ -172,6 +191,7 @@ class Saver:
         except BaseException as error:
             job.filling.fail(SaveFailed(f"the capture of {job.save.id} broke off: {error!r}", subject=str(job.save.id)))
             raise
+        crashpoint("image captured")
         job.save.state = "writing"
         job.filling.advance(job.plan.layout.nbytes)
 
@@ -189,13 +209,20 @@ class Saver:
         save = job.save
         began = time.perf_counter()
         try:
-            self._write(job)
-        except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; the handle carries it to the user
+            try:
+                self._write(job)
+            except StoreFull:
+                if self._make_room is None or not self._make_room():
+                    raise
+                self._write(job)
+        except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; the handle carries it
             self._failed(job, error)
-            return
-        save.seconds = time.perf_counter() - began
-        self._emitter.emit(Committed(save.id, save.bytes, save.seconds))
-        save.end()
+        else:
+            save.seconds = time.perf_counter() - began
+            self._emitter.emit(Committed(save.id, save.bytes, save.seconds))
+            save.end()
+        if self._on_end is not None:
+            self._on_end(save)
 
     def _failed(self, job: _Job, error: BaseException) -> None:
         save = job.save
@@ -228,18 +255,19 @@ class Saver:
         save.phase = "asking for space"
         self._check_space(job)
         save.phase = "beginning"
-        index_name = f"rank-{self._rank:05d}.index"
-        begin(self.attempt, save.step, save.save_id, [*(pack.name for pack in layout.packs), index_name])
+        if not job.begun:
+            index_name = f"rank-{self._rank:05d}.index"
+            begin(self._claimed(), save.step, save.save_id, [*(pack.name for pack in layout.packs), index_name])
+            job.begun = True
         crashpoint("save begun")
-        receipts: list[Receipt] = []
-        for pack in range(len(layout.packs)):
-            receipts.append(self._write_pack(job, pack))
+        for pack in range(len(job.receipts), len(layout.packs)):
+            job.receipts.append(self._write_pack(job, pack))
         crashpoint("pack durable, index not yet")
         save.phase = "writing the index"
         job.digester.advance(layout.nbytes)
         index = self._index(job)
         receipt, entry = put_index(repo, save.id, index)
-        receipts.append(receipt)
+        receipts = [*job.receipts, receipt]
         crashpoint("packs and indexes durable, manifest not yet")
         save.phase = "committing"
         manifest = Manifest(

@@ -1,0 +1,93 @@
+"""Restoring and claiming: the one restores and claims nothing, the other makes this process the run's owner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from holdfast.api import ownership
+from holdfast.api.position import Position
+from holdfast.api.restored import Restored
+from holdfast.engine.restore import RestoreResult, chosen, restore_checkpoint, restore_latest
+from holdfast.errors import Superseded, UsageError
+from holdfast.events import AttemptClaimed, Emitter, Warned
+from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.names import CheckpointId, run_key
+from holdfast.repo.attempts import Attempt, claim
+from holdfast.repo.lineage import latest
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Prepared
+from holdfast.state.prepare import prepare
+
+ResumeFrom = Literal["latest"] | int | None
+CLAIMS = 3
+"""How often a claim is made anew because another process committed between the restore and the claim."""
+
+
+class Claiming:
+    """Restores one run into one state, and claims it."""
+
+    def __init__(
+        self, repo: Repo, run: str, state: Mapping[str, Any], position: Position, *, resume_from: ResumeFrom, takeover: bool, emitter: Emitter
+    ) -> None:
+        if not (resume_from is None or resume_from == "latest" or (isinstance(resume_from, int) and not isinstance(resume_from, bool))):
+            raise UsageError(f"resume_from={resume_from!r} is neither 'latest', a step, nor None", hint='resume_from="latest", or a step such as 500')
+        self._repo = repo
+        self._run = run
+        self._state = state
+        self._position = position
+        self._resume_from = resume_from
+        self._takeover = takeover
+        self._emitter = emitter
+        self.restored: Restored | None = None
+        self.done = False
+
+    @property
+    def parent(self) -> CheckpointId | None:
+        return self.restored.checkpoint.id if self.restored is not None else None
+
+    def restore(self) -> Restored | None:
+        """Restores what `resume_from` says, once. None if there is nothing to restore."""
+        if not self.done:
+            result = self._restore()
+            self.restored = None
+            if result is not None:
+                self._position.load(result.private, result.manifest.progress)
+                self.restored = Restored.of(result, self._repo.url)
+            self.done = True
+        return self.restored
+
+    def exists(self) -> bool:
+        """Whether the run has a checkpoint."""
+        return latest(self._repo, self._run) is not None
+
+    def claim(self) -> Attempt:
+        """Claims the run for this process: what was restored is the parent. Another answer of `latest` since is restored."""
+        owner = ownership.live((self._repo.id, run_key(self._run)))
+        if owner is not None:
+            self._emitter.emit(Warned(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed", self._run))
+            owner.close()
+        for _ in range(CLAIMS):
+            attempt = claim(self._repo, self._run, self.parent, takeover=self._takeover)
+            self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
+            if self._resume_from != "latest" or latest(self._repo, self._run, below=attempt.number) == self.parent:
+                return attempt
+            attempt.release()
+            self.done = False
+            self.restore()
+        raise Superseded(
+            f"another process keeps committing to run {self._run!r} while this one starts",
+            subject=self._run,
+            hint=f"holdfast ls {self._repo.url} --run {self._run}",
+        )
+
+    def _restore(self) -> RestoreResult | None:
+        if self._resume_from is None:
+            return None
+        if self._resume_from == "latest":
+            return restore_latest(self._repo, self._run, self._prepare, emitter=self._emitter)
+        id = chosen(self._repo, self._run, self._resume_from)
+        return restore_checkpoint(self._repo, id, self._prepare, emitter=self._emitter)
+
+    def _prepare(self, manifest: Manifest, index: Index) -> Prepared:
+        return prepare(manifest.tree, index.private, index.specs, self._state)

@@ -1,0 +1,112 @@
+"""Where training is, and the random state that goes with it: captured with every save, put back on resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.model.checkpoint import Json
+from holdfast.state.data import DataPosition, attach
+from holdfast.state.rng import apply, capture
+
+
+@dataclass(slots=True)
+class Counters:
+    """Completed steps and epochs, and batches that training has been given in the epoch that is open."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+
+    def progress(self) -> dict[str, Json]:
+        return {"step": self.step, "epoch": self.epoch, "batch": self.batch}
+
+    def load(self, progress: Mapping[str, Json]) -> None:
+        self.step = int(progress.get("step", 0))
+        self.epoch = int(progress.get("epoch", 0))
+        self.batch = int(progress.get("batch", 0))
+
+
+class Position:
+    """The user's data and the random state, with the counters that say how much of the data is used.
+
+    The order on resume is what makes it exact: saved inside an epoch, the random state is put back after the rebuilt
+    iterator exists; saved at an epoch's end, before the next iterator is made (making one draws from it).
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.counters = Counters()
+        self.data: DataPosition | None = attach(data) if data is not None else None
+        self._iterator: Iterator[Any] | None = None
+        self._pending: Any = None
+
+    def private(self) -> dict[str, Any]:
+        """What belongs to this process alone and goes into every save."""
+        data = self.data.state_dict() if self.data is not None else None
+        return {"data": data, "random": capture()}
+
+    def load(self, private: Any, progress: Mapping[str, Json]) -> None:
+        """Takes over a checkpoint's position. The random state is put back now, and again where `settle` says."""
+        self.counters.load(progress)
+        self._iterator = None
+        if not isinstance(private, dict):
+            return
+        if self.data is not None and private.get("data") is not None:
+            self.data.load_state_dict(private["data"])
+        self._pending = private.get("random")
+        if self._pending is not None:
+            apply(self._pending)
+
+    def roll_over_finished_epoch(self) -> None:
+        """An epoch whose last batch was used is over, where epochs end by themselves (`steps`)."""
+        if self._at_end():
+            self.counters.epoch += 1
+            self.counters.batch = 0
+            self._iterator = None
+
+    def settle(self) -> None:
+        """Before the body of the first step: the random state is as it was at the save."""
+        if self._pending is None:
+            return
+        if self.data is not None and self.counters.batch > 0 and not self._at_end():
+            self.iterator()
+        apply(self._pending)
+        self._pending = None
+
+    @property
+    def unsettled(self) -> bool:
+        return self._pending is not None
+
+    def iterator(self) -> Iterator[Any]:
+        """The rest of this epoch's batches; the same iterator until the epoch ends."""
+        if self.data is None:
+            raise UsageError("this Checkpointer was given no data=", subject="batches", hint="Checkpointer(..., data=loader)")
+        if self._iterator is None:
+            inside = self.counters.batch > 0
+            if self._at_end():
+                self._iterator = iter(())
+            else:
+                self._iterator = self.data.iterate(self.counters.epoch, self.counters.batch)
+                # Data that cannot be positioned starts its epoch again; then the count does too.
+                self.counters.batch = int(getattr(self._iterator, "delivered", self.counters.batch))
+            if inside and self._pending is not None:
+                apply(self._pending)
+                self._pending = None
+        return self._iterator
+
+    def next_batch(self) -> Any:
+        """The next batch of this epoch; StopIteration at its end."""
+        batch = next(self.iterator())
+        self.counters.batch += 1
+        return batch
+
+    def end_epoch(self) -> None:
+        self.counters.epoch += 1
+        self.counters.batch = 0
+        self._iterator = None
+
+    def _at_end(self) -> bool:
+        length = self.data.batches_per_epoch if self.data is not None else None
+        return length is not None and 0 < length <= self.counters.batch

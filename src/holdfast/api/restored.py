@@ -1,0 +1,68 @@
+"""What a restore and a one-off save give back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.engine.restore import RestoreResult
+from holdfast.model.checkpoint import Json
+from holdfast.model.names import CheckpointId
+from holdfast.state.contract import LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint: where it lies and what it holds. `content` is the SHA-256 of all it holds."""
+
+    where: str
+    id: CheckpointId
+    bytes: int
+    leaves: int
+    content: str
+    metrics: Mapping[str, float]
+
+    @property
+    def run(self) -> str:
+        return self.id.run
+
+    @property
+    def attempt(self) -> int:
+        return self.id.attempt
+
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A restored state. `report` names what matched and what did not, by path; `certificate` says what could make a
+    resume from it inexact; `skipped` are damaged checkpoints that were passed over, with the reason."""
+
+    state: Any
+    report: LoadReport
+    certificate: Mapping[str, Json]
+    checkpoint: Checkpoint
+    progress: Mapping[str, Json]
+    seconds: float
+    skipped: tuple[tuple[CheckpointId, str], ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+    @classmethod
+    def of(cls, result: RestoreResult, where: str) -> Restored:
+        manifest = result.manifest
+        checkpoint = Checkpoint(where, result.id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
+        return cls(
+            state=result.state,
+            report=result.report,
+            certificate=manifest.certificate,
+            checkpoint=checkpoint,
+            progress=manifest.progress,
+            seconds=result.seconds,
+            skipped=result.skipped,
+        )

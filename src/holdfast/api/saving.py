@@ -1,0 +1,219 @@
+"""Taking saves: one in flight, failures made known, retention after each commit, metrics that come late."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Literal
+
+from holdfast.engine.handle import Save
+from holdfast.engine.save import About, Saver
+from holdfast.errors import DeadlineExceeded, HoldfastError, MetricNotLogged, OwnershipError, SaveFailed, StateError
+from holdfast.events import Emitter, SaveFailedEvent, SaveSkipped, Warned
+from holdfast.guard.exitstatus import ExitStatus
+from holdfast.model.names import CheckpointId
+from holdfast.policy.keeping import KeepPolicy
+from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
+from holdfast.repo.attempts import Attempt
+from holdfast.repo.notes import add_note
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Flattened
+from holdfast.upkeep.retention import execute, plan_retention
+
+OnBusy = Literal["wait", "skip"]
+OnError = Literal["warn", "raise"]
+
+BUSY_DEADLINE_S = 600.0
+"""How long the training thread waits for the save before, when `on_busy` is "wait"."""
+
+
+class Saving:
+    """Everything between "a step is completed" and "a checkpoint is committed", for one run."""
+
+    def __init__(
+        self,
+        repo: Repo,
+        run: str,
+        *,
+        policy: SavePolicy,
+        keep: KeepPolicy,
+        on_busy: OnBusy,
+        on_error: OnError,
+        memory_budget: int | None,
+        emitter: Emitter,
+    ) -> None:
+        self.repo = repo
+        self.run = run
+        self.policy = policy
+        self.keep = keep
+        self._on_busy = on_busy
+        self._on_error = on_error
+        self._emitter = emitter
+        self.saver = Saver(
+            repo, run, emitter=emitter, memory_budget=memory_budget, on_end=self._ended, make_room=self._make_room
+        )
+        self.last: Save | None = None
+        """The last save taken, or the restored checkpoint as a save that is committed already."""
+        self.lock = threading.Lock()
+        self._failure: HoldfastError | None = None
+        self._exit_status = ExitStatus()
+        self._late: dict[CheckpointId, dict[str, float]] = {}
+        self._metrics_seen: set[str] = set()
+        self._first_step = 0
+        self._started_s = time.monotonic()
+        self._last_saved_s: float | None = None
+
+    @property
+    def attempt(self) -> Attempt | None:
+        return self.saver.attempt
+
+    def begin(self, attempt: Attempt, first_step: int, restored: CheckpointId | None) -> None:
+        """The run is claimed: from here on saves may be taken."""
+        self.saver.attempt = attempt
+        self._first_step = first_step
+        self._started_s = time.monotonic()
+        if restored is not None:
+            self.last = Save(restored, "", reason="restored")
+            self.last.end()
+
+    def decide(self, moment: Moment) -> Decision:
+        self._metrics_seen.update(moment.metrics)
+        history = SaveHistory(
+            started_s=self._started_s,
+            first_step=self._first_step,
+            last_saved_step=self.last.step if self.last is not None else None,
+            last_saved_s=self._last_saved_s,
+        )
+        return self.policy.decide(moment, history)
+
+    def take(self, flattened: Flattened, step: int, about: About, *, wait: bool, handle: Save | None = None) -> Save | None:
+        """Takes a save, or None if it was skipped because one is in flight. What it raises follows `on_error`; ownership
+        and what cannot be represented always raise."""
+        if self.saver.busy and not self._free_for(step):
+            return None
+        self._last_saved_s = time.monotonic()
+        save = handle or self.saver.plan_save(step, reason=about.reason)
+        try:
+            self.saver.save(flattened, step, wait=wait, about=about, handle=save)
+        except (OwnershipError, StateError) as error:
+            save.end(error)
+            raise
+        except HoldfastError as error:
+            save.end(error)
+            self._emitter.emit(SaveFailedEvent(save.id, error.message, save.phase))
+            self._fail(error)
+        self.last = save
+        return save
+
+    def _free_for(self, step: int) -> bool:
+        """Waits for the save in flight or gives this one up, as `on_busy` says."""
+        if self._on_busy == "skip":
+            self._emitter.emit(SaveSkipped(self.run, step, "the save before is still being written"))
+            return False
+        if self.saver.join(BUSY_DEADLINE_S):
+            return True
+        before = self.last
+        self._fail(
+            DeadlineExceeded(
+                f"no save of step {step}: the one before has been {before.phase if before else 'at work'} for {BUSY_DEADLINE_S:g} s",
+                subject=str(before.id) if before else self.run,
+                hint=f"look at {self.repo.url}: does it still answer?",
+            )
+        )
+        return False
+
+    def wait(self, timeout: float | None) -> None:
+        """Waits for the save in flight; DeadlineExceeded if it is still at work after `timeout` seconds."""
+        if not self.saver.join(timeout):
+            current = self.saver.current
+            raise DeadlineExceeded(
+                f"the save of {current.id if current else self.run} has not ended within {timeout:g} s",
+                subject=str(current.id) if current else self.run,
+                hint=f"look at {self.repo.url}: does it still answer? `holdfast ls` shows the last committed checkpoint",
+            )
+
+    def raise_failure(self) -> None:
+        """Raises what failed in the background since the last call, if it is to be raised. Ownership always is."""
+        with self.lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def note(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
+        """Metrics of a checkpoint that is taken already: noted once it is committed."""
+        self._metrics_seen.update(metrics)
+        with self.lock:
+            self._late.setdefault(id, {}).update(metrics)
+        if not self.saver.busy:
+            self._write_notes()
+
+    def seen(self, metrics: Mapping[str, float]) -> None:
+        self._metrics_seen.update(metrics)
+
+    def warn_of_unlogged_metrics(self) -> None:
+        """Says which metrics the keep policy judges by and nothing has logged."""
+        missing = sorted(self.keep.metrics() - self._metrics_seen)
+        if missing and self.last is not None and self.last.reason != "restored":
+            names = ", ".join(map(repr, missing))
+            message = f"{self.keep!r} judges by {names}, which nothing has logged; every checkpoint is kept until it is"
+            self._warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
+
+    def close(self) -> None:
+        self.saver.close()
+
+    def _ended(self, save: Save) -> None:
+        """In the writing thread, after each save."""
+        if save.error is not None:
+            self._fail(save.error)
+            return
+        self._exit_status.clear()
+        self._write_notes()
+        self._retain()
+
+    def _fail(self, error: HoldfastError) -> None:
+        """A failure is known at once, and in the exit status unless a later save commits."""
+        self._exit_status.fail(error.message)
+        if self._on_error == "raise" or isinstance(error, OwnershipError):
+            with self.lock:
+                self._failure = error
+        if not isinstance(error, OwnershipError):
+            self._warn(str(error))
+
+    def _warn(self, message: str) -> None:
+        self._emitter.emit(Warned(message, self.run))
+        warnings.warn(f"holdfast: {message}", RuntimeWarning, stacklevel=3)
+
+    def _write_notes(self) -> None:
+        last = self.last
+        with self.lock:
+            ready = {id: metrics for id, metrics in self._late.items() if last is None or id != last.id or last.done}
+            for id in ready:
+                del self._late[id]
+        for id, metrics in ready.items():
+            if last is not None and id == last.id and not last.committed:
+                continue
+            try:
+                add_note(self.repo, id, "metric", dict(metrics))
+            except HoldfastError as error:
+                self._warn(f"the metrics {sorted(metrics)} of {id} could not be noted: {error.message}")
+
+    def _retain(self) -> int:
+        """Applies the keep policy; returns how many checkpoints went."""
+        attempt = self.saver.attempt
+        if attempt is None:
+            return 0
+        try:
+            plan = plan_retention(self.repo, attempt, self.keep)
+            return len(execute(self.repo, attempt, plan, emitter=self._emitter))
+        except HoldfastError as error:
+            self._warn(f"retention of run {self.run!r} did not finish: {error.message}")
+            return 0
+
+    def _make_room(self) -> bool:
+        return self._retain() > 0
+
+
+def failed_save(error: HoldfastError) -> SaveFailed:
+    return error if isinstance(error, SaveFailed) else SaveFailed(error.message, subject=error.subject, hint=error.hint)

@@ -1,0 +1,70 @@
+"""The state as it goes into a save: the user's, this process's own, and what the manifest says about both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.api.certifying import Certifier
+from holdfast.api.environment import environment
+from holdfast.api.position import Position
+from holdfast.engine.save import About
+from holdfast.errors import HoldfastError
+from holdfast.model.checkpoint import Json
+from holdfast.model.names import CheckpointId
+from holdfast.state.contract import Flattened
+from holdfast.state.flatten import Flattener
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A completed step that could still be saved, as long as nothing has touched the state since."""
+
+    step: int
+    flattened: Flattened
+    versions: tuple[Any, ...]
+    progress: Mapping[str, Json]
+
+
+class Snapshots:
+    """Flattens one training state again and again."""
+
+    def __init__(self, state: Mapping[str, Any], position: Position) -> None:
+        self._state = state
+        self._position = position
+        self._flattener = Flattener()
+        self._certifier = Certifier(state, position)
+        self._environment: dict[str, Json] | None = None
+
+    def now(self) -> Flattened:
+        return self._flattener.flatten(self._state, private=self._position.private())
+
+    def about(self, *, parent: CheckpointId | None, metrics: Mapping[str, float], reason: str, progress: Mapping[str, Json] | None = None) -> About:
+        if self._environment is None:
+            self._environment = environment()
+        return About(
+            parent=parent,
+            metrics=dict(metrics),
+            progress=dict(progress) if progress is not None else self._position.counters.progress(),
+            environment=self._environment,
+            certificate=self._certifier.certificate(),
+            reason=reason,
+        )
+
+    def moment(self) -> Moment | None:
+        """What `untouched` compares with later; None where the state cannot be represented (the next save says so)."""
+        try:
+            flattened = self.now()
+        except HoldfastError:
+            return None
+        return Moment(self._position.counters.step, flattened, _versions(flattened), self._position.counters.progress())
+
+    def untouched(self, moment: Moment) -> bool:
+        """Whether every tensor and plain value of the state is as it was at `moment`, as far as tensors count their changes."""
+        now = self.now()
+        return now.fingerprint == moment.flattened.fingerprint and now.tree == moment.flattened.tree and _versions(now) == moment.versions
+
+
+def _versions(flattened: Flattened) -> tuple[Any, ...]:
+    return tuple((id(source), getattr(source, "_version", None)) for source in flattened.sources)
