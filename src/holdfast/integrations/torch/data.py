@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from torch.utils.data import (
@@ -18,13 +17,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 from holdfast.integrations.torch.replay import ReplayPosition, index_sampler
 from holdfast.integrations.torch.sampler import ResumableSampler
-from holdfast.integrations.torch.stateful import StatefulLoaderPosition
-from holdfast.state.data import DataPosition, Position, RestartingPosition, has_state
+from holdfast.integrations.torch.stateful import StatefulLoaderPosition, StreamPosition
+from holdfast.state.data import DataPosition, RestartingPosition, has_state
 
 REPEATABLE: Final = frozenset(
     {SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler, ResumableSampler}
 )
-"""Samplers whose order follows from generators, seed and epoch alone. A subclass may do anything and is none of them."""
+"""Samplers whose order follows from generators, seed and epoch alone. A subclass may do anything: it is not here."""
 
 UNSEEDED_WORKERS: Final = (
     "random augmentation in loader workers is repeated only where it is seeded per sample: "
@@ -70,20 +69,3 @@ def _of_stream(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPositio
             loader, f"the state of {type(dataset).__name__} lies in the loader's workers; {STATEFUL_HINT}", caveats
         )
     return StreamPosition(loader, (), caveats)
-
-
-class StreamPosition(Position):
-    """An IterableDataset with a state_dict, read in this process: its state after whole batches is the position."""
-
-    kind = "stream"
-
-    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
-        return self._counted(epoch, iter(self._data), start)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self._progress(), "dataset": self._data.dataset.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._ours(state):
-            self._take(state)
-            self._data.dataset.load_state_dict(state["dataset"])

@@ -92,7 +92,7 @@ class ReplayPosition(Position):
         super().__init__(loader, reasons, caveats)
         self._indices = Skipping(index_sampler(loader))
         self._loader = _with_indices(loader, self._indices)
-        self._own = _generators(loader)
+        self._own = rng.generators_of(loader)
         self._sampler_epoch = EpochOfSampler(index_sampler(loader))
         self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
         self._started_workers = False
@@ -147,7 +147,7 @@ class ReplayPosition(Position):
         """New workers in place of persistent ones that an earlier process had: seeded alike, and without the draw that
         the uninterrupted run made once, epochs ago."""
         generator = torch.Generator()
-        rng.set_generator(generator, self._worker_seed, "data/worker_seed")
+        rng.set_generators([generator], [self._worker_seed], "data/worker_seed")
         before = self._loader.generator
         self._loader.generator = generator
         try:
@@ -162,8 +162,7 @@ class ReplayPosition(Position):
         return tuple(generator.get_state() for generator in self._own)
 
     def _set_own(self, states: tuple[Any, ...]) -> None:
-        for number, (generator, saved) in enumerate(zip(self._own, states, strict=True)):
-            rng.set_generator(generator, saved, f"data/generators/{number}")
+        rng.set_generators(self._own, states, "data/generators")
 
     def state_dict(self) -> dict[str, Any]:
         out = {
@@ -228,14 +227,3 @@ def _order_generators() -> dict[str, Any]:
     """The global generators that an order can be drawn from: those of the host."""
     captured = global_rng.capture()
     return {**captured, "torch": {"cpu": captured["torch"]["cpu"]}}
-
-
-def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Generators that belong to the loader, each once: DataLoader hands its own to the sampler that it makes."""
-    found: list[torch.Generator] = []
-    sampler = index_sampler(loader)
-    for owner in (loader, sampler, getattr(sampler, "sampler", None)):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
-            found.append(generator)
-    return found

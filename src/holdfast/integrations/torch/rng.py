@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,9 +52,21 @@ def kept() -> Iterator[None]:
         torch.set_rng_state(before)
 
 
-def set_generator(generator: torch.Generator, saved: Any, path: str) -> None:
-    """Sets one generator; StateMismatch where `saved` is no state of such a generator."""
-    _set(generator.set_state, saved, path)
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that belong to a loader, each once: DataLoader hands its own to the sampler that it makes."""
+    found: list[torch.Generator] = []
+    batch_sampler = loader.batch_sampler
+    for owner in (loader, batch_sampler, getattr(batch_sampler, "sampler", None), loader.sampler):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
+            found.append(generator)
+    return found
+
+
+def set_generators(generators: Sequence[torch.Generator], states: Sequence[Any], path: str) -> None:
+    """Sets generators, one state each; StateMismatch where one is no state of such a generator."""
+    for number, (generator, saved) in enumerate(zip(generators, states, strict=True)):
+        _set(generator.set_state, saved, f"{path}/{number}")
 
 
 def _set(setter: Any, saved: Any, path: str) -> None:

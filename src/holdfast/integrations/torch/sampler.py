@@ -75,7 +75,7 @@ class ResumableSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where `state` was taken; StateMismatch where it is of other data or another order."""
+        """The next iteration goes on where `state` was taken; StateMismatch for other data or another order."""
         for name, here in (("length", len(self)), ("shuffle", self.shuffle)):
             if state[name] != here:
                 raise StateMismatch(

@@ -1,11 +1,9 @@
-"""The position of a torch loader that keeps its own, as torchdata's StatefulDataLoader."""
+"""Loaders that know their own position: torchdata's StatefulDataLoader, and a DataLoader over a stream with state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import torch
 
 from holdfast.integrations.torch import rng
 from holdfast.integrations.torch.epochs import EpochOfSampler
@@ -20,6 +18,7 @@ class StatefulLoaderPosition(Position):
     def __init__(self, loader: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
         super().__init__(loader, reasons, caveats)
         self._sampler_epoch = EpochOfSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        self._own = rng.generators_of(loader)
         self._loaded: tuple[int, int, bool] | None = None
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
@@ -35,25 +34,78 @@ class StatefulLoaderPosition(Position):
         return self._counted(epoch, iter(self._data), 0)
 
     def state_dict(self) -> dict[str, Any]:
-        generator = self._data.generator
         return {
             **self._progress(),
             # A loader that was never iterated would make its iterator for the asking, and draw from a generator.
             "loader": self._data.state_dict() if self._begun or self._loaded is not None else None,
-            "generator": generator.get_state() if isinstance(generator, torch.Generator) else None,
+            "generators": [generator.get_state() for generator in self._own],
             "sampler_epoch": self._sampler_epoch.seen,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self._ours(state) or state["loader"] is None:
+        if not self._ours(state):
             return
         self._sampler_epoch.seen = state["sampler_epoch"]
-        with rng.kept():
-            self._data.load_state_dict(state["loader"])
-            # torchdata makes an iterator from the state here, and not at the next `iter`: what that draws is a
-            # repetition. One that is at its end is replaced at `iter`, which draws what the uninterrupted run draws.
-            self._data.state_dict()
-        if state["generator"] is not None and isinstance(self._data.generator, torch.Generator):
-            rng.set_generator(self._data.generator, state["generator"], "data/generator")
+        if state["loader"] is not None:
+            with rng.kept():
+                self._data.load_state_dict(state["loader"])
+                # torchdata makes an iterator from the state here, and not at the next `iter`: what that draws was drawn
+                # before. One that is at its end is replaced at `iter`, which draws what the uninterrupted run draws.
+                self._data.state_dict()
+            self._take(state)
+            self._loaded = state["epoch"], state["delivered"], state["ended"]
+        if len(state["generators"]) == len(self._own):
+            rng.set_generators(self._own, state["generators"], "data/generators")
+        else:
+            self._says(
+                f"the loader has {len(self._own)} generators of its own, not {len(state['generators'])} as saved"
+            )
+
+
+class StreamPosition(Position):
+    """A DataLoader over an IterableDataset with a state_dict, read in this process: the dataset's state after whole
+    batches is the position."""
+
+    kind = "stream"
+
+    def __init__(self, loader: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
+        super().__init__(loader, reasons, caveats)
+        self._own = rng.generators_of(loader)
+        self._loaded: tuple[int, bool] | None = None
+        self._batches: Iterator[Any] = iter(())
+
+    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or loaded[0] != epoch or not start:
+            self._batches = iter(self._data)
+        elif loaded[1]:
+            self._batches = iter(())
+        else:
+            own = [generator.get_state() for generator in self._own]
+            with rng.kept():
+                self._batches = iter(self._data)
+            rng.set_generators(self._own, own, "data/generators")
+        return self._counted(epoch, self._batches, start)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **self._progress(),
+            "dataset": self._data.dataset.state_dict(),
+            "read": self._read(),
+            "generators": [generator.get_state() for generator in self._own],
+        }
+
+    def _read(self) -> bool:
+        """Whether the last batch was cut short by the stream's end: a dataset may then stand at its beginning again."""
+        if self._loaded is not None:
+            return self._loaded[1]
+        return bool(getattr(getattr(self._batches, "_dataset_fetcher", None), "ended", False))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not self._ours(state):
+            return
         self._take(state)
-        self._loaded = state["epoch"], state["delivered"], state["ended"]
+        self._data.dataset.load_state_dict(state["dataset"])
+        if len(state["generators"]) == len(self._own):
+            rng.set_generators(self._own, state["generators"], "data/generators")
+        self._loaded = state["epoch"], state["read"]

@@ -1,0 +1,446 @@
+"""An interrupted epoch goes on as if nothing had happened: batches, their order, and every later random draw."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from holdfast.integrations.torch.replay import ReplayPosition
+from holdfast.integrations.torch.sampler import ResumableSampler
+from holdfast.integrations.torch.stateful import StatefulLoaderPosition
+from holdfast.state import rng
+from holdfast.state.data import DataPosition, attach
+
+SAMPLES = 21
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    """Sample i, and with `noisy` a draw of the process that reads it."""
+
+    def __init__(self, length: int = SAMPLES, *, noisy: bool = False) -> None:
+        self.length = length
+        self.noisy = noisy
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = torch.rand(()).item() + random.random() + np.random.rand() if self.noisy else 0.0
+        return torch.tensor([float(index), noise], dtype=torch.float64)
+
+
+Make = Callable[[], Any]
+
+
+def script(make: Make, seed: int = 7) -> tuple[Any, DataPosition]:
+    """What a training script does before its loop, the same in every process."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    loader = make()
+    return loader, attach(loader)
+
+
+def draw() -> tuple[float, float, float]:
+    """What training itself draws in a step: dropout and the like."""
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+class Training:
+    """A loop over epochs that counts steps, and can be saved between them."""
+
+    def __init__(self, make: Make, seed: int = 7) -> None:
+        self.loader, self.position = script(make, seed)
+        self.epoch, self.start = 0, 0
+        self.batches: Iterator[Any] | None = None
+        self.seen: list[Any] = []
+
+    def step(self) -> None:
+        for _ in range(2):
+            if self.batches is None:
+                self.batches = self.position.iterate(self.epoch, self.start)
+            for batch in self.batches:
+                self.start += 1
+                self.seen.append((self.epoch, batch.tolist(), draw()))
+                return
+            self.batches, self.epoch, self.start = None, self.epoch + 1, 0
+        raise AssertionError("an epoch without batches")
+
+    def save(self) -> Any:
+        return copy.deepcopy((self.epoch, self.start, self.position.state_dict(), rng.capture()))
+
+    @classmethod
+    def resume(cls, make: Make, saved: Any, *, iterator_first: bool, seed: int = 99) -> Training:
+        new = cls(make, seed)
+        torch.rand(3)
+        new.epoch, new.start, position, generators = copy.deepcopy(saved)
+        new.position.load_state_dict(position)
+        if iterator_first and new.start:
+            new.batches = new.position.iterate(new.epoch, new.start)
+        rng.apply(generators)
+        return new
+
+
+def check(make: Make, steps: int, stops: list[int], *, iterator_first: bool = True, plain: bool = True) -> None:
+    """Stopping after each of `stops` (counted from the start) and going on in a new 'process' changes nothing."""
+    whole = Training(make)
+    for _ in range(steps):
+        whole.step()
+    if plain:
+        assert whole.seen == without_holdfast(make, steps)
+    pieces, seen = Training(make), []
+    for stop in [*stops, steps]:
+        while len(seen) + len(pieces.seen) < stop:
+            pieces.step()
+        seen += pieces.seen
+        pieces = Training.resume(make, pieces.save(), iterator_first=iterator_first)
+    assert seen == whole.seen
+
+
+def without_holdfast(make: Make, steps: int) -> list[Any]:
+    loader, _ = script(make)
+    seen: list[Any] = []
+    for epoch in itertools.count():
+        for batch in loader:
+            seen.append((epoch, batch.tolist(), draw()))
+            if len(seen) == steps:
+                return seen
+    raise AssertionError
+
+
+def generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler([float(i + 1) for i in range(SAMPLES)], 17)
+
+
+IN_PROCESS: dict[str, Make] = {
+    "sequential": lambda: DataLoader(Numbers(noisy=True), batch_size=4),
+    "shuffled": lambda: DataLoader(Numbers(noisy=True), batch_size=4, shuffle=True),
+    "shuffled, last batch dropped": lambda: DataLoader(Numbers(noisy=True), batch_size=4, shuffle=True, drop_last=True),
+    "own generator": lambda: DataLoader(Numbers(noisy=True), batch_size=4, shuffle=True, generator=generator()),
+    "sampler's own generator": lambda: DataLoader(
+        Numbers(noisy=True), batch_size=4, sampler=RandomSampler(range(SAMPLES), generator=generator())
+    ),
+    "with replacement": lambda: DataLoader(
+        Numbers(noisy=True), batch_size=4, sampler=RandomSampler(range(SAMPLES), replacement=True, num_samples=70)
+    ),
+    "with replacement, own generator": lambda: DataLoader(
+        Numbers(noisy=True),
+        batch_size=8,
+        sampler=RandomSampler(range(SAMPLES), replacement=True, num_samples=100, generator=generator()),
+    ),
+    "weighted": lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=weighted()),
+    "subset": lambda: DataLoader(Numbers(noisy=True), batch_size=2, sampler=SubsetRandomSampler(range(3, 17))),
+    "batch sampler": lambda: DataLoader(
+        Numbers(noisy=True), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 4, False)
+    ),
+    "no batching": lambda: DataLoader(Numbers(5, noisy=True), batch_size=None, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("make", IN_PROCESS.values(), ids=IN_PROCESS.keys())
+@pytest.mark.parametrize(
+    "iterator_first", [True, False], ids=["iterator, then generators", "generators, then iterator"]
+)
+def test_resumes_anywhere_and_again_and_again(make: Make, iterator_first: bool) -> None:
+    per_epoch = len(make())
+    steps = 2 * per_epoch + 3
+    for stop in range(steps):
+        check(make, steps, [stop], iterator_first=iterator_first)
+    check(make, steps, list(range(1, steps)), iterator_first=iterator_first)
+    assert script(make)[1].exact
+    assert script(make)[1].batches_per_epoch == per_epoch
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_our_sampler_repeats_its_order_whatever_else_draws(shuffle: bool) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(
+            Numbers(noisy=True), batch_size=4, sampler=ResumableSampler(range(SAMPLES), seed=1, shuffle=shuffle)
+        )
+
+    for stop in range(9):
+        check(make, 9, [stop])
+    assert script(make)[1].exact
+
+
+def test_a_distributed_sampler_is_told_its_epoch_unless_the_loop_does() -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(
+            Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), num_replicas=2, rank=1, seed=5)
+        )
+
+    for stop in range(8):
+        check(make, 8, [stop], plain=False)
+    training = Training(make)
+    for _ in range(6):
+        training.step()
+    assert training.loader.sampler.epoch == 1
+
+    position = attach(loader := make())
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch + 100)
+        for _ in position.iterate(epoch, 0):
+            pass
+        assert loader.sampler.epoch == epoch + 100
+
+
+WITH_WORKERS: dict[str, Make] = {
+    "shuffled": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2),
+    "prefetching far": lambda: DataLoader(
+        Numbers(), batch_size=2, shuffle=True, num_workers=1, prefetch_factor=5, generator=generator()
+    ),
+    "persistent": lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
+    "persistent, own generator": lambda: DataLoader(
+        Numbers(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True, generator=generator()
+    ),
+}
+
+
+@pytest.mark.parametrize("make", WITH_WORKERS.values(), ids=WITH_WORKERS.keys())
+def test_prefetched_batches_do_not_count(make: Make) -> None:
+    per_epoch = len(make())
+    steps = 2 * per_epoch + 2
+    check(make, steps, [2, per_epoch, per_epoch + 1, 2 * per_epoch])
+    position = script(make)[1]
+    assert position.exact
+    assert "augmentation" in position.caveats[0]
+
+
+class Seeds(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        return torch.tensor([index, info.seed - info.id], dtype=torch.int64)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_are_seeded_as_in_the_uninterrupted_run(persistent: bool) -> None:
+    check(
+        lambda: DataLoader(Seeds(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=persistent),
+        14,
+        [3, 6, 12, 13],
+    )
+
+
+STATEFUL: dict[str, Make] = {
+    "in process": lambda: StatefulDataLoader(Numbers(noisy=True), batch_size=4, shuffle=True),
+    "own generator": lambda: StatefulDataLoader(Numbers(noisy=True), batch_size=4, shuffle=True, generator=generator()),
+    "our sampler": lambda: StatefulDataLoader(
+        Numbers(noisy=True), batch_size=4, sampler=ResumableSampler(range(SAMPLES), seed=4)
+    ),
+    "workers": lambda: StatefulDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2),
+}
+
+
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
+def test_a_stateful_loader_keeps_its_own_position(make: Make) -> None:
+    assert isinstance(script(make)[1], StatefulLoaderPosition)
+    steps = 15
+    stops = [[3], [6], [7], [12], [2, 4, 6, 8, 13]] if make().num_workers else [[stop] for stop in range(1, steps)]
+    for where in stops:
+        check(make, steps, where, plain=make().num_workers == 0 and not isinstance(make().sampler, ResumableSampler))
+
+
+def test_saving_a_stateful_loader_before_its_first_batch_draws_nothing() -> None:
+    _, position = script(STATEFUL["in process"])
+    before = torch.get_rng_state()
+    saved = position.state_dict()
+    assert torch.equal(before, torch.get_rng_state())
+    check(STATEFUL["in process"], 8, [0])
+    _, other = script(STATEFUL["in process"])
+    other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("make", [IN_PROCESS["own generator"], STATEFUL["own generator"], WITH_WORKERS["persistent"]])
+def test_an_epoch_that_the_loop_left_early_is_not_resumed(make: Make) -> None:
+    def run(interrupted: bool) -> list[Any]:
+        training = Training(make)
+        training.step()
+        training.step()
+        training.batches, training.epoch, training.start = None, 1, 0
+        if interrupted:
+            training = Training.resume(make, training.save(), iterator_first=True)
+        for _ in range(8):
+            training.step()
+        return training.seen[-8:]
+
+    assert run(interrupted=True) == run(interrupted=False)
+
+
+@pytest.mark.parametrize("make", [IN_PROCESS["shuffled"], STATEFUL["own generator"], WITH_WORKERS["persistent"]])
+def test_going_back_within_one_process(make: Make) -> None:
+    training = Training(make)
+    training.step()
+    saved = training.save()
+    for _ in range(9):
+        training.step()
+    training.epoch, training.start, training.batches = saved[0], saved[1], None
+    training.position.load_state_dict(saved[2])
+    rng.apply(saved[3])
+    for _ in range(9):
+        training.step()
+    assert training.seen[10:] == training.seen[1:10]
+
+
+def test_saving_again_before_the_first_batch_after_a_resume() -> None:
+    for make in (IN_PROCESS["shuffled"], STATEFUL["own generator"]):
+        for stop in (0, 2, 6):
+            whole = Training(make)
+            for _ in range(9):
+                whole.step()
+            pieces = Training(make)
+            for _ in range(stop):
+                pieces.step()
+            saved = pieces.save()
+            twice = Training.resume(
+                make, Training.resume(make, saved, iterator_first=False).save(), iterator_first=True
+            )
+            for _ in range(9 - stop):
+                twice.step()
+            assert twice.seen == whole.seen[stop:]
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(SAMPLES):
+            yield torch.tensor([number, 0])
+
+
+class Counted(Stream):
+    """A stream that knows where it is."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.next < SAMPLES:
+            self.next += 1
+            yield torch.tensor([self.next, 0])
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def test_a_stream_with_state_resumes_in_this_process_only() -> None:
+    for stop in range(12):
+        check(lambda: DataLoader(Counted(), batch_size=4), 14, [stop])
+        check(lambda: DataLoader(Counted(), batch_size=7, generator=generator()), 12, [stop], iterator_first=False)
+    assert attach(DataLoader(Counted(), batch_size=4)).exact
+    assert "StatefulDataLoader" in attach(DataLoader(Counted(), batch_size=4, num_workers=2)).reasons[0]
+
+
+def test_a_stream_without_state_starts_its_epoch_again_and_says_so() -> None:
+    training = Training(lambda: DataLoader(Stream(), batch_size=4))
+    training.step()
+    assert not training.position.exact
+    assert training.position.batches_per_epoch is None
+    with pytest.warns(RuntimeWarning, match="Stream is an IterableDataset without state_dict"):
+        resumed = Training.resume(lambda: DataLoader(Stream(), batch_size=4), training.save(), iterator_first=True)
+    resumed.step()
+    assert resumed.seen[0][1] == training.seen[0][1]
+
+
+class Odd(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(SAMPLES).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def test_an_unknown_sampler_is_replayed_and_named() -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(noisy=True), batch_size=4, sampler=Odd())
+
+    check(make, 9, [2, 7])
+    position = attach(make())
+    assert not position.exact
+    assert "Odd" in position.reasons[0]
+
+    class OwnRandom(RandomSampler):
+        pass
+
+    assert not attach(DataLoader(Numbers(), sampler=OwnRandom(range(3)))).exact
+    assert not attach(DataLoader(Numbers(), num_workers=2, in_order=False)).exact
+
+
+def test_another_kind_of_source_is_refused_in_words() -> None:
+    _, position = script(IN_PROCESS["shuffled"])
+    _, other = script(STATEFUL["in process"])
+    with pytest.warns(RuntimeWarning, match="another kind of source"):
+        position.load_state_dict(other.state_dict())
+    assert not position.exact
+
+
+def test_another_batch_size_goes_on_from_the_same_sample() -> None:
+    training = Training(lambda: DataLoader(Numbers(), batch_size=4, shuffle=True))
+    for _ in range(2):
+        training.step()
+    with pytest.warns(RuntimeWarning, match="batch size"):
+        resumed = Training.resume(
+            lambda: DataLoader(Numbers(), batch_size=2, shuffle=True), training.save(), iterator_first=True
+        )
+    rest = [sample[0] for batch in resumed.batches or () for sample in batch.tolist()]
+    seen = [sample[0] for _, batch, _ in training.seen for sample in batch]
+    assert sorted(seen + rest) == list(range(SAMPLES))
+
+
+def test_a_checkpoint_without_a_position_says_that_the_order_is_new() -> None:
+    _, position = script(IN_PROCESS["shuffled"])
+    with pytest.warns(RuntimeWarning, match="no position"):
+        rest = list(position.iterate(0, 4))
+    assert len(rest) == 2
+
+
+def test_the_users_loader_is_not_touched() -> None:
+    loader = DataLoader(Numbers(), batch_size=4, sampler=SequentialSampler(range(SAMPLES)))
+    before = dict(loader.__dict__)
+    position = attach(loader)
+    next(position.iterate(0, 0))
+    assert isinstance(position, ReplayPosition)
+    assert loader.__dict__ == before
+    assert type(loader.batch_sampler) is BatchSampler
+
+
+def test_a_stale_iterator_does_not_move_the_position() -> None:
+    _, position = script(IN_PROCESS["sequential"])
+    stale = position.iterate(0, 0)
+    next(stale)
+    next(position.iterate(1, 0))
+    next(stale)
+    assert position.state_dict()["delivered"] == 1
+    assert position.state_dict()["epoch"] == 1
+
+
+def test_no_warning_where_all_is_well() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(IN_PROCESS["shuffled"], 9, [4, 6])
