@@ -1,0 +1,1 @@
+"""Staying alive, and leaving honestly: signals that ask this process to leave, and what its exit status says."""
