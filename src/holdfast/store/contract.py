@@ -7,6 +7,7 @@ errors of the `StoreError` branch (and what `Content.pieces` itself raises). Not
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -89,7 +90,8 @@ class Reader(Protocol):
         ...
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer` with the bytes from `offset`; CorruptionError naming object and offset if the object ends first.
+        """Fills `buffer` with the bytes from `offset`; CorruptionError naming object and offset if the object ends
+        first.
 
         An aligned read may reach beyond the end by less than `alignment`: what lies beyond is left undefined. Several
         threads may read at once.
@@ -100,7 +102,9 @@ class Reader(Protocol):
 
     def __enter__(self) -> Reader: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 @runtime_checkable
@@ -122,9 +126,9 @@ class Store(Protocol):
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
         """Puts an object: whole or not at all, durable when this returns.
 
-        `token` (the save id) tells this writer's temporaries from others'. Raises AlreadyExists, changing nothing, if the
-        name is taken; StoreFull before the first byte where space can be reserved; StoreUnreliable if a flush failed
-        (permanent: the caller abandons the name). After any other error the object may or may not exist.
+        `token` (the save id) tells this writer's temporaries from others'. Raises AlreadyExists, changing nothing, if
+        the name is taken; StoreFull before the first byte where space can be reserved; StoreUnreliable if a flush
+        failed (permanent: the caller abandons the name). After any other error the object may or may not exist.
         """
         ...
 
@@ -141,7 +145,8 @@ class Store(Protocol):
         ...
 
     def children(self, prefix: str) -> Listing:
-        """The level below `prefix` (no trailing slash; empty for the root), without leftovers. A missing prefix is empty."""
+        """The level below `prefix` (no trailing slash; empty for the root), without leftovers. A missing prefix is
+        empty."""
         ...
 
     def walk(self, prefix: str) -> Iterator[Entry]:
@@ -168,3 +173,7 @@ class Store(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+Where = str | os.PathLike[str] | Store
+"""What a user writes for a place: a path, a URL, or a store already made."""

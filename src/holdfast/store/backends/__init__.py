@@ -1,0 +1,1 @@
+"""Places that hold objects. Reached through `holdfast.store.registry` alone."""

@@ -1,14 +1,14 @@
 """The one seam through which every file-system call of the local store goes.
 
-Tests put a recording, failing or simulated file system here; nothing in `store.backends.local` may import `os` to touch a
-file. Paths are absolute strings. Methods raise OSError as the operating system does.
+Tests put a recording, failing or simulated file system here; nothing in `store.backends.local` may import `os` to touch
+a file. Paths are absolute strings. Methods raise OSError as the operating system does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 Kind = Literal["file", "directory", "other"]
 
@@ -18,6 +18,8 @@ class Status:
     kind: Kind
     size: int
     modified_ns: int
+    links: int = 1
+    """Names that the file has, where the file system counts them."""
 
 
 class FileSystem(Protocol):
@@ -76,3 +78,10 @@ class FileSystem(Protocol):
     def free_bytes(self, path: str) -> int: ...
 
 
+@runtime_checkable
+class Forgetful(Protocol):
+    """A file system that can be told to drop pages from its cache."""
+
+    def forget(self, descriptor: int, offset: int, length: int) -> None:
+        """Drops what is cached of this range and is on the disk already. Advice only."""
+        ...

@@ -1,0 +1,1 @@
+"""Stores around a store: each adds one behaviour and keeps the contract."""
