@@ -114,6 +114,8 @@ class Position:
     """What all positions share: counting, and refusing what is not theirs."""
 
     kind = ""
+    _has_length = True
+    """False where the source has a length that is only a guess."""
 
     def __init__(self, data: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
         self._data = data
@@ -138,6 +140,8 @@ class Position:
 
     @property
     def batches_per_epoch(self) -> int | None:
+        if not self._has_length:
+            return None
         try:
             return len(self._data)
         except TypeError:  # an iterable without a length, or a loader of one

@@ -1,0 +1,249 @@
+"""numpy's arrays and random generators, and long bytes: leaves that lie in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from holdfast.errors import CorruptionError, Unserialisable
+from holdfast.model.checkpoint import Json
+from holdfast.model.dtypes import DTYPES, dtype
+from holdfast.model.leaf import LeafSpec
+from holdfast.state.atoms import encode_scalar
+from holdfast.state.contract import Bound, Buffer, Sink
+from holdfast.state.memory import Geometry
+from holdfast.state.nodes import ROOT
+from holdfast.state.registry import Refresh
+from holdfast.state.tagged import type_name
+from holdfast.state.writer import Changed, Writer
+
+if TYPE_CHECKING:
+    from holdfast.state.restorer import Restorer, Thunk
+
+Array = np.ndarray[Any, Any]
+
+_NAMES: Final = {row.numpy: row.name for row in DTYPES.values() if row.numpy is not None}
+_BIT_GENERATORS: Final = {
+    kind.__name__: kind
+    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+}
+
+
+def dtype_name(kind: np.dtype[Any], path: str = "") -> str:
+    """The name of an array's type. Unserialisable for objects and for types that their type string does not give back."""
+    if kind.hasobject or kind.names is not None or np.dtype(kind.str) != kind:
+        raise Unserialisable(
+            f"{path or ROOT}: an array of {kind} has no representation",
+            subject=path,
+            hint="save its fields as arrays of their own",
+        )
+    return _NAMES.get(kind.str) or f"numpy:{kind.str}"
+
+
+def array_dtype(name: str) -> np.dtype[Any]:
+    """numpy's type for a leaf's dtype; where numpy has none, items of its size without a meaning."""
+    row = dtype(name)
+    return np.dtype(row.numpy if row.numpy is not None else f"V{row.size}")
+
+
+def as_bytes(array: Array) -> Buffer:
+    """The bytes of a C-contiguous array, not copied."""
+    return np.asarray(array).reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+
+
+class HostBound:
+    """Destinations for arrays and bytes."""
+
+    def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> None:
+        self._views = views
+        self._arrays = [
+            np.ndarray(spec.shape, array_dtype(spec.dtype), view) if spec.nbytes else np.empty(0, np.uint8)
+            for spec, view in zip(specs, views, strict=True)
+        ]
+
+    def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
+        for leaf in range(start, stop):
+            source, view = sources[leaf], self._views[leaf]
+            if isinstance(source, np.ndarray):
+                if source.nbytes:
+                    np.copyto(self._arrays[leaf], source, casting="no")
+            else:
+                view[:] = np.frombuffer(source, np.uint8)
+
+    def copy_part(self, source: Any, leaf: int, start: int, stop: int) -> None:
+        content = as_bytes(source) if isinstance(source, np.ndarray) else np.frombuffer(source, np.uint8)
+        self._views[leaf][start:stop] = content[start:stop]
+
+    def splits(self, source: Any) -> bool:
+        return not isinstance(source, np.ndarray) or bool(source.flags.c_contiguous)
+
+    def wait(self) -> None:
+        pass
+
+
+class HostDevice:
+    name = "host"
+
+    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> Bound:
+        return HostBound(specs, views)
+
+
+HOST: Final = HostDevice()
+
+
+class ArraySink:
+    """An existing or new array that a leaf's bytes go into."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    @property
+    def buffer(self) -> Buffer | None:
+        return as_bytes(self._array) if self._array.flags.c_contiguous and self._array.flags.writeable else None
+
+    def fill(self, data: Buffer) -> None:
+        np.copyto(self._array, np.ndarray(self._array.shape, self._array.dtype, data), casting="no")
+
+
+def _geometry(array: Array) -> Geometry:
+    low, high = np.lib.array_utils.byte_bounds(array)
+    return Geometry("cpu", high - low if array.nbytes else 0, ("numpy", array.dtype.str, array.shape, array.strides))
+
+
+def _address(array: Array) -> int:
+    return array.__array_interface__["data"][0] if array.nbytes else id(array)
+
+
+class NumpyAdapter:
+    def claims(self, kind: type) -> bool:
+        return (
+            kind is np.ndarray
+            or kind is np.memmap
+            or issubclass(kind, np.generic | np.random.Generator | np.random.RandomState | np.random.BitGenerator)
+        )
+
+    def owners(self, value: Any, path: str) -> Iterable[tuple[Any, str]]:
+        return ()
+
+    def encode(self, value: Any, path: str, writer: Writer) -> tuple[Json, Refresh]:
+        if isinstance(value, np.ndarray):
+            return self._encode_array(value, path, writer)
+        if isinstance(value, bytes | bytearray):
+            return self._encode_bytes(value, path, writer)
+        if isinstance(value, np.generic):
+            return _scalar_node(value, path), lambda again, _: _scalar_node(again, path)
+        return _random_node(value, path, writer), lambda again, replay: _random_node(again, path, replay)
+
+    def _encode_array(self, value: Array, path: str, writer: Writer) -> tuple[Json, Refresh]:
+        name = dtype_name(value.dtype, path)
+        geometry = _geometry(value)
+        node = writer.leaf(path, {"as": "numpy"}, (name, value.shape), value, HOST, _address(value), geometry)
+        known, shape, strides = value.dtype, value.shape, value.strides
+
+        def refresh(again: Array, replay: Writer) -> Json:
+            if again.dtype != known or again.shape != shape or again.strides != strides:
+                raise Changed
+            replay.again(again, _address(again))
+            return node
+
+        return node, refresh
+
+    def _encode_bytes(self, value: bytes | bytearray, path: str, writer: Writer) -> tuple[Json, Refresh]:
+        length, kind = len(value), type(value).__name__
+        geometry = Geometry("bytes", 0, (kind, length))
+        node = writer.leaf(
+            path, {"as": "bytes", "type": kind}, ("uint8", (length,)), bytes(value), HOST, id(value), geometry
+        )
+
+        def refresh(again: bytes | bytearray, replay: Writer) -> Json:
+            if len(again) != length:
+                raise Changed
+            replay.again(bytes(again), id(again))
+            return node
+
+        return node, refresh
+
+    def restore(self, value: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
+        kind = node["!"] if isinstance(node, dict) else ""
+        if isinstance(value, np.ndarray) and kind in ("leaf", "alias"):
+            return self._restore_array(value, node, path, restorer)
+        if kind == "nprandom" and not isinstance(value, np.generic | np.ndarray):
+            if node.get("type") != type(value).__name__:
+                return restorer.mismatch(value, path, f"a numpy {node.get('type')}", f"a numpy {type(value).__name__}")
+            state = restorer.rebuild(node.get("v"), path)
+            restorer.later(path, lambda: _set_random(value, state(), path))
+            return lambda: value
+        if isinstance(value, np.generic):
+            return restorer.rebuild(node, path)
+        return restorer.mismatch(value, path, restorer.words(node), type_name(type(value)))
+
+    def _restore_array(self, value: Array, node: Json, path: str, restorer: Restorer) -> Thunk:
+        number, spec = restorer.spec(node, path)
+        ours = dtype_name(value.dtype, path)
+        if spec.dtype != ours or spec.shape != value.shape:
+            return restorer.mismatch(value, path, f"{spec.dtype} {list(spec.shape)}", f"{ours} {list(value.shape)}")
+        if not value.flags.writeable:
+            return restorer.rebuild(node, path)
+        restorer.want(number, ArraySink(value), path, (_address(value), _geometry(value)))
+        return lambda: value
+
+    def fresh(self, node: Json, path: str, restorer: Restorer) -> Thunk:
+        state = restorer.rebuild(node.get("v"), path)
+        return lambda: _set_random(_new_random(node, state, path), state(), path)
+
+    def allocate(self, spec: LeafSpec, node: Json, device: Any) -> tuple[Any, Sink]:
+        array = np.empty(spec.shape, array_dtype(spec.dtype))
+        return array, ArraySink(array)
+
+    def view(self, base: Any, node: Json) -> Any:
+        if node.get("as") != "bytes":
+            return base
+        return bytearray(base) if node.get("type") == "bytearray" else bytes(base)
+
+
+def _scalar_node(value: np.generic, path: str) -> Json:
+    try:
+        return encode_scalar(value)
+    except Unserialisable as error:
+        raise Unserialisable(f"{path or ROOT}: {error.message}", subject=path, hint="save it as plain values") from None
+
+
+def _random_node(value: Any, path: str, writer: Writer) -> Json:
+    state = value.get_state(legacy=False) if isinstance(value, np.random.RandomState) else _bits(value).state
+    name = type(value).__name__
+    if name not in _BIT_GENERATORS and name not in ("Generator", "RandomState"):
+        raise Unserialisable(f"{path or ROOT}: a bit generator {type_name(type(value))} is not known", subject=path)
+    return {"!": "nprandom", "type": name, "v": writer.encode(state, path)}
+
+
+def _bits(value: Any) -> Any:
+    return value.bit_generator if isinstance(value, np.random.Generator) else value
+
+
+def _set_random(value: Any, state: Any, path: str) -> Any:
+    try:
+        if isinstance(value, np.random.RandomState):
+            value.set_state(state)
+        else:
+            _bits(value).state = state
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptionError(
+            f"{path or ROOT}: no state of a numpy {type(value).__name__} ({error})", subject=path
+        ) from None
+    return value
+
+
+def _new_random(node: Json, state: Thunk, path: str) -> Any:
+    held = state()
+    name = held.get("bit_generator") if isinstance(held, dict) else None
+    bits = _BIT_GENERATORS.get(str(name))
+    if bits is None:
+        raise CorruptionError(f"{path or ROOT}: a numpy generator of kind {name!r} is not known", subject=path)
+    if node.get("type") == "Generator":
+        return np.random.Generator(bits())
+    return np.random.RandomState(bits()) if node.get("type") == "RandomState" else bits()
+
+
+adapter: Final = NumpyAdapter()

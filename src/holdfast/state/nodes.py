@@ -1,0 +1,148 @@
+"""The tree of a state: which nodes have children, and at which paths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from holdfast.errors import CorruptionError, DuplicatePath
+from holdfast.model.checkpoint import Json
+from holdfast.model.paths import escape, join
+
+MAX_DEPTH: Final = 90
+"""Containers inside containers; canonical JSON allows 400 brackets, and a dictionary takes three."""
+
+PRIVATE: Final = "#private"
+ROOT: Final = "#value"
+
+KEYED: Final = frozenset({"dict", "ordereddict", "defaultdict", "counter"})
+NAMED: Final = frozenset({"module", "dataclass", "namedtuple", "sparse", "subclass"})
+SEQUENCES: Final = frozenset({"tuple", "deque"})
+WRAPPERS: Final = frozenset({"object", "optimizer", "tagged", "nprandom", "generator", "private"})
+LEAVES: Final = frozenset({"leaf", "alias"})
+STRUCTURE: Final = frozenset(
+    {"leaf", "alias", "module", "optimizer", "object", "sparse", "subclass", "generator", "nprandom", "random"}
+)
+"""Kinds that hold tensors or live in an object: a value without any of them is plain, and replaced as a whole."""
+
+
+def kind_of(node: Json) -> str:
+    """The node's kind; "" for what JSON has itself, "list" for an array."""
+    if type(node) is dict:
+        kind = node.get("!")
+        if type(kind) is not str:
+            raise CorruptionError("the tree holds an object without a kind")
+        return kind
+    return "list" if type(node) is list else ""
+
+
+def segment(key: Json) -> str:
+    """The path segment of a dictionary key's node."""
+    if type(key) is str:
+        return escape(key) if key else "#s:"
+    if key is None:
+        return "#n"
+    if type(key) is bool:
+        return f"#b:{str(key).lower()}"
+    if type(key) is int:
+        return f"#i:{key}"
+    if type(key) is float:
+        return f"#f:{key!r}"
+    return "#k:" + escape(json.dumps(key, sort_keys=True, separators=(",", ":")))
+
+
+def items(node: Json, field: str = "i") -> list[tuple[Any, Json]]:
+    """The pairs of a node that has some; CorruptionError for anything else in their place."""
+    found = node.get(field)
+    if type(found) is not list or any(type(pair) is not list or len(pair) != 2 for pair in found):
+        raise CorruptionError(f"a {node.get('!')} node without pairs")
+    return [(pair[0], pair[1]) for pair in found]
+
+
+def sequence(node: Json) -> list[Json]:
+    found = node if type(node) is list else node.get("i")
+    if type(found) is not list:
+        raise CorruptionError(f"a {node.get('!')} node without items")
+    return found
+
+
+def name_of(key: Any) -> str:
+    if type(key) is not str:
+        raise CorruptionError("a name in the tree is no string")
+    return key
+
+
+def children(node: Json, path: str) -> list[tuple[str, Json]]:
+    """The nodes below `node` that can hold leaves, each with its path."""
+    kind = kind_of(node)
+    if kind in KEYED:
+        return [(join(path, segment(key)), child) for key, child in items(node)]
+    if kind in NAMED:
+        return [(join(path, segment(name_of(key))), child) for key, child in items(node)]
+    if kind == "bypath":
+        return [(join(path, name_of(key)), child) for key, child in items(node)]
+    if kind in SEQUENCES or kind == "list":
+        return [(join(path, str(number)), child) for number, child in enumerate(sequence(node))]
+    if kind in WRAPPERS:
+        if "v" not in node:
+            raise CorruptionError(f"a {kind} node without content", subject=path)
+        return [(join(path, PRIVATE) if kind == "private" else path, node["v"])]
+    return []
+
+
+def walk(node: Json, path: str = "", depth: int = 0) -> Iterator[tuple[str, Json]]:
+    """Every node below and at `node`, parents first. CorruptionError where it is nested too deeply."""
+    if depth > 3 * MAX_DEPTH:
+        raise CorruptionError("the tree is nested too deeply", subject=path)
+    yield path, node
+    if type(node) in (dict, list):
+        for where, child in children(node, path):
+            yield from walk(child, where, depth + 1)
+
+
+def is_plain(node: Json) -> bool:
+    """Whether the node holds neither leaves (other than long bytes) nor objects."""
+    return all(kind_of(child) not in STRUCTURE or is_bytes(child) for _, child in walk(node))
+
+
+def is_bytes(node: Json) -> bool:
+    return kind_of(node) in LEAVES and node.get("as") == "bytes"
+
+
+def number_of(node: Json, count: int, path: str = "") -> int:
+    """The leaf number that a leaf or alias node names, below `count`."""
+    number = node.get("n")
+    if type(number) is not int or not 0 <= number < count:
+        raise CorruptionError(f"{path}: the tree names leaf {number!r} of {count}", subject=path)
+    return number
+
+
+def leaf_paths(tree: Json) -> list[str]:
+    """The path of each leaf, by leaf number.
+
+    Strict: CorruptionError for a tree that `flatten` cannot have made (numbers that are not 0..n-1 once each, aliases of
+    nothing, malformed nodes), DuplicatePath for two leaves at one path.
+    """
+    found: dict[int, str] = {}
+    aliases: list[tuple[str, Json]] = []
+    paths: set[str] = set()
+    for path, node in walk(tree):
+        if type(node) is not dict or node["!"] not in LEAVES:
+            continue
+        where = path or ROOT
+        if where in paths:
+            raise DuplicatePath(f"two leaves lie at {where}", subject=where)
+        paths.add(where)
+        if node["!"] == "alias":
+            aliases.append((where, node))
+            continue
+        number = node.get("n")
+        if type(number) is not int or number in found:
+            raise CorruptionError(f"{where}: leaf number {number!r} is no number or named twice", subject=where)
+        found[number] = where
+    for where, node in aliases:
+        number_of(node, len(found), where)
+    if found and (min(found) < 0 or max(found) != len(found) - 1):
+        raise CorruptionError("the tree's leaf numbers have gaps")
+    return [found[number] for number in range(len(found))]

@@ -1,0 +1,188 @@
+"""Matching a checkpoint with a target: what will be restored, all that does not fit told at once, nothing touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.errors import CorruptionError, StateError, StateMismatch
+from holdfast.model.checkpoint import Json
+from holdfast.model.leaf import LeafSpec
+from holdfast.state import registry
+from holdfast.state.contract import LoadReport, Prepared, Rename
+from holdfast.state.nodes import PRIVATE, children, items, kind_of, leaf_paths
+from holdfast.state.rebuild import holds_structure, mapping_entries
+from holdfast.state.restorer import Restorer, Thunk
+from holdfast.state.selection import Patterns, Renaming, Selection
+from holdfast.state.tagged import type_name
+from holdfast.state.writer import is_stateful
+
+SHOWN = 10
+"""How many of what does not fit an error lists."""
+
+
+def prepare(
+    tree: Json,
+    private_tree: Json,
+    specs: Sequence[LeafSpec],
+    into: Any = None,
+    *,
+    private_into: Any = None,
+    strict: bool = True,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    device: Any = None,
+) -> Prepared:
+    """Matches a checkpoint with `into`, or plans new values where `into` is None.
+
+    `specs` are the leaves of `tree`, then those of `private_tree` (restored only into `private_into`, a mapping). `rename` maps the checkpoint's paths
+    to the target's: a mapping of prefixes, or a function. `include` and `exclude` are globs or compiled expressions over the target's paths.
+    `device` is where new tensors and meta targets go (default: host memory).
+
+    Raises StateMismatch that lists what does not fit (with `strict`), StateError for targets that cannot be filled at
+    all, CorruptionError for a tree that `flatten` cannot have made. The target is unchanged until a sink is filled.
+    """
+    paths = _checked_paths(tree, private_tree, specs)
+    restorer = Restorer(
+        specs,
+        {"shared": into, "private": private_into} if into is None else into,
+        Selection(include, exclude),
+        device,
+        strict,
+    )
+    count = restorer.begin(tree, 0)
+    matched = Renaming(rename).apply(tree) if rename is not None else tree
+    restorer.locate(matched)
+    root = _root(restorer, matched, into)
+    if private_into is not None and private_tree is not None:
+        restorer.begin(private_tree, count)
+        private = _root(restorer, private_tree["v"], private_into, PRIVATE)
+    else:
+        restorer.skipped.extend(paths[count:])
+        private = None
+    _check(restorer)
+
+    def apply() -> Any:
+        restorer.act()
+        state = root()
+        if private is not None:
+            private()
+        return state
+
+    return Prepared(restorer.wants(), apply, _report(restorer))
+
+
+def _checked_paths(tree: Json, private_tree: Json, specs: Sequence[LeafSpec]) -> list[str]:
+    if private_tree is not None and kind_of(private_tree) != "private":
+        raise CorruptionError("the private tree is none")
+    paths = leaf_paths(tree) + (leaf_paths(private_tree) if private_tree is not None else [])
+    if paths != [spec.path for spec in specs]:
+        raise CorruptionError("the index does not list the leaves that the tree names", hint="holdfast verify")
+    return paths
+
+
+def _root(restorer: Restorer, tree: Json, into: Any, path: str = "") -> Thunk:
+    if into is None:
+        before = len(restorer.created)
+        built = restorer.rebuild(tree, path) if restorer.selection.everything else _selected(restorer, tree)
+        restorer.restored.extend(restorer.created[before:])
+        del restorer.created[before:]
+        return built
+    is_object = registry.adapter_for(type(into)) is not None or is_stateful(into)
+    keyed = kind_of(tree) in ("dict", "ordereddict", "defaultdict", "counter")
+    if is_object and keyed:
+        names = [str(key) for key, _ in items(tree)]
+        likely = next(
+            (str(key) for key, child in items(tree) if kind_of(child) in ("module", "object")),
+            names[0] if names else "model",
+        )
+        raise StateMismatch(
+            f"the checkpoint has the entries {', '.join(names[:SHOWN])}; the target is one {type_name(type(into))}",
+            subject=type_name(type(into)),
+            hint=f'into={{"{likely}": …}}',
+        )
+    if isinstance(into, Mapping) and not is_object:
+        if not keyed and kind_of(tree) != "module":
+            raise StateMismatch(
+                f"the checkpoint is {restorer.words(tree)}; the target is a mapping",
+                hint="into=…, without a mapping around it",
+            )
+        if not keyed and not any(isinstance(key, str) and key in into for key, _ in items(tree)):
+            raise StateMismatch(
+                "the checkpoint is one module's entries; the target is a mapping with none of them", hint="into=model"
+            )
+        return mapping_entries(restorer, tree, into, path, root=keyed)
+    return restorer.value(tree, into, path)
+
+
+def _selected(restorer: Restorer, tree: Json) -> Thunk:
+    """A new state of what include and exclude leave of the tree."""
+    kept = _prune(restorer, tree, "")
+    return restorer.rebuild(kept if kept is not None else {"!": "dict", "i": []}, "")
+
+
+def _prune(restorer: Restorer, node: Json, path: str) -> Json:
+    kind = kind_of(node)
+    if kind in ("dict", "ordereddict", "module"):
+        pairs = zip(items(node), children(node, path), strict=True)
+        kept = [
+            [key, pruned]
+            for (key, child), (where, _) in pairs
+            if (pruned := _prune(restorer, child, where)) is not _NOTHING
+        ]
+        return {**node, "i": kept} if kept else _NOTHING
+    if any(restorer.selection.takes(where) for where in _terminals(node, path)):
+        return node
+    restorer.skipped.append(path)
+    return _NOTHING
+
+
+_NOTHING: Json = object()
+
+
+def _terminals(node: Json, path: str) -> list[str]:
+    below = children(node, path) if isinstance(node, dict | list) else []
+    return [path] if not below else [one for where, child in below for one in _terminals(child, where)]
+
+
+def _check(restorer: Restorer) -> None:
+    if restorer.faults:
+        raise StateError(_listed(restorer.faults, "cannot be restored"), subject=_subject(restorer.faults[0]))
+    problems = [
+        *restorer.mismatched,
+        *(f"{path}: not in the checkpoint" for path in restorer.missing),
+        *(f"{path}: in the checkpoint only" for path in restorer.unexpected),
+    ]
+    if restorer.strict and problems:
+        raise StateMismatch(
+            _listed(problems, "the checkpoint and the target differ"),
+            subject=_subject(problems[0]),
+            hint="strict=False restores what fits; rename=, include= and exclude= say what belongs where",
+        )
+
+
+def _subject(problem: str) -> str:
+    return re.split(r": ", problem, maxsplit=1)[0]
+
+
+def _listed(problems: Sequence[str], title: str) -> str:
+    shown = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
+    more = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return f"{title} ({len(problems)}):{shown}{more}"
+
+
+def _report(restorer: Restorer) -> LoadReport:
+    return LoadReport(
+        restored=tuple(restorer.restored),
+        created=tuple(restorer.created),
+        missing=tuple(restorer.missing),
+        unexpected=tuple(restorer.unexpected),
+        skipped=tuple(restorer.skipped),
+        mismatched=tuple(restorer.mismatched),
+        notes=tuple(restorer.notes),
+    )
+
+
+__all__ = ["holds_structure", "prepare"]

@@ -1,0 +1,219 @@
+"""Walking the tree back up: nodes are matched with what the target holds, and nothing is touched yet.
+
+Each node becomes a *thunk*: called once every leaf has arrived, it returns the value, having changed in place what keeps
+its identity. Sinks say where leaves go; problems are gathered, and told all at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from holdfast.errors import CorruptionError, HoldfastError, StateMismatch
+from holdfast.model.checkpoint import Json
+from holdfast.model.leaf import LeafSpec
+from holdfast.state import registry
+from holdfast.state.contract import Buffer, Sink
+from holdfast.state.memory import Geometry
+from holdfast.state.nodes import LEAVES, ROOT, kind_of, leaf_paths, number_of, walk
+from holdfast.state.selection import Selection
+from holdfast.state.writer import owners
+
+Thunk = Callable[[], Any]
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT: Final = _Absent()
+"""There is no value in the target; a thunk that returns it leaves the entry out."""
+
+SWAPS, MODULES, OPTIMIZERS, OBJECTS = range(4)
+"""The order of what is applied: tensors take their place first, then what refers to them."""
+
+
+class FanOut:
+    """One leaf that goes to several places: tied when saved, separate in the target."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    @property
+    def buffer(self) -> Buffer | None:
+        return None
+
+    def fill(self, data: Buffer) -> None:
+        for sink in self._sinks:
+            sink.fill(data)
+
+
+class Restorer:
+    """What one restore is going to do. `target` is what the parameters of optimizers are looked up in."""
+
+    def __init__(self, specs: Sequence[LeafSpec], target: Any, selection: Selection, device: Any, strict: bool) -> None:
+        self.device = device
+        self.strict = strict
+        self.selection = selection
+        self.restored: list[str] = []
+        self.created: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.skipped: list[str] = []
+        self.mismatched: list[str] = []
+        self.notes: list[str] = []
+        self.faults: list[str] = []
+        """What no strictness can overlook."""
+        self._specs = specs
+        self._target = target
+        self._base = 0
+        self._end = 0
+        self._sinks: dict[int, list[Sink]] = {}
+        self._memory: dict[tuple[int, Geometry], tuple[int, str]] = {}
+        self._bases: dict[tuple[int, str], Any] = {}
+        self._views: dict[str, Any] = {}
+        self._actions: list[tuple[int, str, Callable[[], Any]]] = []
+        self._owners: dict[int, tuple[Any, str]] | None = None
+        self._numbers: dict[str, int] = {}
+
+    # -- the checkpoint's side -------------------------------------------------------------------------------
+
+    def begin(self, tree: Json, base: int) -> int:
+        """Turns to a tree whose leaf 0 is leaf `base`; returns how many leaves it has."""
+        paths = leaf_paths(tree)
+        if base + len(paths) > len(self._specs):
+            raise CorruptionError(f"the tree names {base + len(paths)} leaves, the index has {len(self._specs)}")
+        self._base, self._end = base, base + len(paths)
+        return len(paths)
+
+    def locate(self, tree: Json) -> None:
+        """Notes at which paths (renamed, if so asked) the leaves lie, to tell tied parameters."""
+        for path, node in walk(tree):
+            if kind_of(node) in LEAVES:
+                self._numbers[path] = self._base + number_of(node, self._end - self._base, path)
+
+    def number_at(self, path: str) -> int | str:
+        """What identifies the tensor saved at `path`: its leaf number, the same for every name of a tied one."""
+        return self._numbers.get(path, path)
+
+    def spec(self, node: Json, path: str) -> tuple[int, LeafSpec]:
+        """The number (over shared and private leaves) and spec of the leaf that a leaf or alias node means."""
+        number = self._base + number_of(node, self._end - self._base, path)
+        return number, self._specs[number]
+
+    def words(self, node: Json) -> str:
+        """What a node is, for a person."""
+        kind = kind_of(node)
+        if kind in LEAVES:
+            _, spec = self.spec(node, "")
+            return f"{spec.dtype} {list(spec.shape)}"
+        if kind == "":
+            return f"the value {node!r}"[:60]
+        named = {
+            "dict": "a dict of entries",
+            "list": "a list",
+            "module": "a module's entries",
+            "object": "an object's state",
+        }
+        return named.get(kind, f"a {kind}") + (
+            f" ({node['type']})" if isinstance(node, dict) and "type" in node else ""
+        )
+
+    # -- the target's side -----------------------------------------------------------------------------------
+
+    def owner(self, tensor: Any) -> str | None:
+        """The path at which the target holds this very tensor."""
+        if self._owners is None:
+            self._owners = owners(self._target)
+        found = self._owners.get(id(tensor))
+        return None if found is None else found[1]
+
+    def takes(self, path: str) -> bool:
+        """Whether `path` is to be restored; if not, that is noted."""
+        taken = self.selection.takes(path)
+        if not taken:
+            self.skipped.append(path)
+        return taken
+
+    def want(self, number: int, sink: Sink, path: str, memory: tuple[int, Geometry] | None) -> None:
+        """Leaf `number` goes to `sink`. `memory` is that of an existing target: filled once, and from one leaf only."""
+        if memory is not None:
+            self.restored.append(path)
+            held = self._memory.setdefault(memory, (number, path))
+            if held[0] != number:
+                self.mismatched.append(f"{path}: one tensor with {held[1]} in the target, two in the checkpoint")
+            if held != (number, path):
+                return
+        self._sinks.setdefault(number, []).append(sink)
+
+    def mismatch(self, value: Any, path: str, theirs: str, ours: str) -> Thunk:
+        self.mismatched.append(f"{path or ROOT}: {theirs} in the checkpoint, {ours} in the target")
+        return lambda: value
+
+    def later(self, path: str, action: Callable[[], Any], phase: int = OBJECTS) -> None:
+        """`action` runs when every leaf has arrived, before plain values are set."""
+        self._actions.append((phase, path, action))
+
+    # -- new values --------------------------------------------------------------------------------------------
+
+    def rebuild(self, node: Json, path: str, like: Any = ABSENT) -> Thunk:
+        """Plans a new value; `like` only offers classes that the checkpoint cannot name for itself."""
+        from holdfast.state.rebuild import value
+
+        return value(self, node, like, path, False)
+
+    def value(self, node: Json, like: Any, path: str) -> Thunk:
+        """Plans restoring `like` in its place."""
+        from holdfast.state.rebuild import value
+
+        return value(self, node, like, path, True)
+
+    def new_leaf(self, node: Json, path: str, device: Any = None) -> Thunk:
+        """A new tensor, array or bytes for a leaf; every alias of it gets the same one."""
+        number, spec = self.spec(node, path)
+        self.created.append(path or ROOT)
+        adapter, framework = self._framework(node, path)
+        where = device if device is not None else self.device
+        key = (number, f"{framework} {where}")
+        if key not in self._bases:
+            self._bases[key], sink = adapter.allocate(spec, node, where)
+            self._sinks.setdefault(number, []).append(sink)
+        base = self._bases[key]
+        about = json.dumps([number, key[1], {name: node[name] for name in sorted(node) if name not in ("!", "n")}])
+
+        def view() -> Any:
+            if about not in self._views:
+                self._views[about] = adapter.view(base, node)
+            return self._views[about]
+
+        return view
+
+    def _framework(self, node: Json, path: str) -> tuple[registry.Adapter, str]:
+        name = node.get("as")
+        if name == "torch":
+            try:
+                return registry.home("torch"), "torch"
+            except ImportError:
+                return registry.home("numpy"), "numpy"
+        if name not in ("numpy", "bytes"):
+            raise CorruptionError(f"{path}: a leaf of {name!r} is not known here", subject=path)
+        return registry.home("numpy"), "numpy"
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def wants(self) -> list[tuple[int, Sink]]:
+        return [
+            (number, sinks[0] if len(sinks) == 1 else FanOut(sinks)) for number, sinks in sorted(self._sinks.items())
+        ]
+
+    def act(self) -> None:
+        """Runs what was put off. Whatever an object of the user's raises becomes a StateMismatch that names it."""
+        for _, path, action in sorted(self._actions, key=lambda item: item[0]):
+            try:
+                action()
+            except HoldfastError:
+                raise
+            except Exception as error:
+                raise StateMismatch(f"{path or ROOT}: its state could not be set: {error}", subject=path) from error

@@ -1,0 +1,383 @@
+"""Walking the state down: values become nodes, tensors become leaves.
+
+One walk serves both the first look and every later one. What only frameworks know goes through `_foreign`: at first the
+adapter encodes and leaves a *refresh* behind; later that refresh tells the present sources, and raises `Changed` where
+the structure is no longer what it was.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import enum
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from holdfast.errors import HoldfastError, StateError, Unserialisable
+from holdfast.model.checkpoint import Json
+from holdfast.model.leaf import LeafSpec
+from holdfast.model.paths import METADATA, join
+from holdfast.state import registry
+from holdfast.state.atoms import ENCODERS, INLINE_BYTES, encode_bytes
+from holdfast.state.contract import Device
+from holdfast.state.memory import Geometry
+from holdfast.state.nodes import MAX_DEPTH, PRIVATE, ROOT, segment
+from holdfast.state.tagged import Tagged, type_name
+
+FACTORIES: Final[dict[Any, str]] = {
+    kind: kind.__name__
+    for kind in (
+        int,
+        float,
+        bool,
+        str,
+        bytes,
+        complex,
+        list,
+        dict,
+        set,
+        tuple,
+        frozenset,
+        collections.deque,
+        collections.Counter,
+    )
+}
+"""Default factories that a checkpoint may name; a defaultdict with any other comes back only into an existing one."""
+
+
+class Changed(Exception):
+    """The structure is not what it was at the last full look."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One value of a framework met on the walk: where, and how to tell its sources again."""
+
+    path: str
+    kind: type
+    refresh: registry.Refresh | None = None
+
+
+@dataclass(slots=True)
+class Leaves:
+    """Every leaf in the order met, aliases included."""
+
+    sources: list[Any] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    geometries: list[Geometry] = field(default_factory=list)
+    specs: list[LeafSpec] = field(default_factory=list)
+    devices: list[Device] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    """The leaf number of each, or of the one that it aliases."""
+
+
+class Writer:
+    """One walk over a state. `root` is what optimizers' parameters are looked up in."""
+
+    def __init__(self, root: Any, private_root: Any = None, *, script: Sequence[Step] | None = None) -> None:
+        self.leaves = Leaves()
+        self.script: list[Step] = list(script) if script is not None else []
+        self.count = 0
+        self._root = root
+        self._private_root = private_root
+        self._replaying = script is not None
+        self._cursor = 0
+        self._open: set[int] = set()
+        self._private = False
+        self._inline = False
+        self._first: dict[tuple[int, Geometry], int] = {}
+        self._owners: dict[int, tuple[Any, str]] | None = None
+        self._base = 0
+
+    # -- the walk ------------------------------------------------------------------------------------------
+
+    def begin_private(self) -> None:
+        """What follows belongs to this rank alone; its leaves are numbered from 0 again in its own tree."""
+        self._private = True
+        self._base = self.count
+        self._first.clear()
+
+    def encode(self, value: Any, path: str) -> Json:
+        """The node of any value. Unserialisable, naming the path, for what has none."""
+        kind = type(value)
+        encoder = ENCODERS.get(kind)
+        if encoder is not None:
+            try:
+                return encoder(value)
+            except Unserialisable as error:
+                raise _located(error, path) from None
+        container = _CONTAINERS.get(kind)
+        if container is not None:
+            with self._inside(value, path):
+                return container(self, value, path)
+        return self._other(value, kind, path)
+
+    def encode_root(self, state: Any, path: str = "") -> Json:
+        """The state as a whole: any mapping is entries, also one that is no dict."""
+        if (
+            isinstance(state, Mapping)
+            and registry.adapter_for(type(state)) is None
+            and registry.registered(type(state)) is None
+        ):
+            with self._inside(state, path):
+                return {"!": "dict", "i": self.pairs(state.items(), path)}
+        return self.encode(state, path)
+
+    def pairs(self, entries: Iterable[tuple[Any, Any]], path: str) -> list[Json]:
+        found: list[Json] = []
+        for key, value in entries:
+            node = key if type(key) is str and key.isascii() else self.closed(key, f"{path or ROOT} (a key)")
+            found.append([node, self.encode(value, join(path, segment(node)))])
+        return found
+
+    def closed(self, value: Any, path: str) -> Json:
+        """The node of a key or a set's element, which have no path of their own and so hold no leaves."""
+        before, self._inline = len(self.leaves.sources), True
+        try:
+            node = self.encode(value, path)
+        finally:
+            self._inline = False
+        if len(self.leaves.sources) != before:
+            raise Unserialisable(f"{path} cannot hold tensors or arrays", subject=path, hint="use a list")
+        return node
+
+    @contextmanager
+    def _inside(self, value: Any, path: str) -> Iterator[None]:
+        mark = id(value)
+        if mark in self._open:
+            raise Unserialisable(f"{path or ROOT}: the state contains itself here", subject=path)
+        if len(self._open) >= MAX_DEPTH:
+            raise Unserialisable(f"{path or ROOT}: more than {MAX_DEPTH} containers inside each other", subject=path)
+        self._open.add(mark)
+        try:
+            yield
+        finally:
+            self._open.discard(mark)
+
+    def _other(self, value: Any, kind: type, path: str) -> Json:
+        known = registry.registered(kind)
+        if known is not None:
+            with self._inside(value, path):
+                return {"!": "tagged", "type": known.name, "v": self.encode(known.to_plain(value), path)}
+        adapter = registry.adapter_for(kind)
+        if adapter is not None:
+            return self._foreign(value, kind, path, adapter)
+        if isinstance(value, enum.Enum):
+            return {
+                "!": "enum",
+                "type": type_name(kind),
+                "name": value.name,
+                "v": self.encode(_enum_value(value), path),
+            }
+        if is_stateful(value):
+            with self._inside(value, path):
+                return {"!": "object", "type": type_name(kind), "v": self.encode(_state_of(value, path), path)}
+        if dataclasses.is_dataclass(value):
+            entries = [
+                (one.name, getattr(value, one.name)) for one in dataclasses.fields(value) if hasattr(value, one.name)
+            ]
+            return self._fields("dataclass", value, kind, entries, path)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._fields("namedtuple", value, kind, zip(value._fields, value, strict=True), path)
+        raise Unserialisable(
+            f"{path or ROOT}: a {type_name(kind)} has no representation", subject=path, hint=_hint(value)
+        )
+
+    def _fields(self, name: str, value: Any, kind: type, entries: Iterable[tuple[str, Any]], path: str) -> Json:
+        with self._inside(value, path):
+            return {"!": name, "type": type_name(kind), "i": self.pairs(entries, path)}
+
+    def long_bytes(self, value: bytes | bytearray, path: str) -> Json:
+        return encode_bytes(value) if self._inline else self._foreign(value, type(value), path, registry.home("numpy"))
+
+    def _foreign(self, value: Any, kind: type, path: str, adapter: registry.Adapter) -> Json:
+        if self._replaying:
+            if self._cursor >= len(self.script):
+                raise Changed
+            step = self.script[self._cursor]
+            self._cursor += 1
+            if step.kind is not kind or step.path != path or step.refresh is None:
+                raise Changed
+            return step.refresh(value, self)
+        step = Step(path, kind)
+        self.script.append(step)
+        node, step.refresh = adapter.encode(value, path, self)
+        return node
+
+    def finish_replay(self) -> None:
+        if self._cursor != len(self.script):
+            raise Changed
+
+    # -- leaves --------------------------------------------------------------------------------------------
+
+    def leaf(
+        self,
+        path: str,
+        about: Json,
+        spec: tuple[str, tuple[int, ...]],
+        source: Any,
+        device: Device,
+        address: int,
+        geometry: Geometry,
+    ) -> Json:
+        """A leaf, or an alias of one seen before: its node, which also carries `about`."""
+        where = path or ROOT
+        if where == METADATA:
+            raise Unserialisable(f"a leaf cannot be called {METADATA}", subject=where, hint="rename the entry")
+        leaves = self.leaves
+        leaves.sources.append(source)
+        leaves.addresses.append(address)
+        leaves.geometries.append(geometry)
+        known = self._first.setdefault((address, geometry), self.count)
+        if known != self.count:
+            leaves.numbers.append(known)
+            return {"!": "alias", "n": known - self._base, **about}
+        leaves.numbers.append(known)
+        leaves.specs.append(LeafSpec(where, spec[0], spec[1], self._private))
+        leaves.devices.append(device)
+        self.count += 1
+        return {"!": "leaf", "n": known - self._base, **about}
+
+    def again(self, source: Any, address: int) -> None:
+        """A leaf met again, in the place it had at first."""
+        self.leaves.sources.append(source)
+        self.leaves.addresses.append(address)
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    def owner(self, tensor: Any) -> str | None:
+        """The path at which the state holds this very tensor, or None."""
+        if self._owners is None:
+            self._owners = owners(self._root)
+            if self._private_root is not None:
+                for mark, (held, path) in owners(self._private_root, PRIVATE).items():
+                    self._owners.setdefault(mark, (held, path))
+        found = self._owners.get(id(tensor))
+        return None if found is None else found[1]
+
+
+def owners(root: Any, path: str = "") -> dict[int, tuple[Any, str]]:
+    """Identity -> (tensor, path) for every tensor that an optimizer may hold, the first path winning.
+
+    The tensors are held, so that no identity is reused while the table lives.
+    """
+    found: dict[int, tuple[Any, str]] = {}
+    stack: set[int] = set()
+
+    def visit(value: Any, where: str) -> None:
+        kind = type(value)
+        if kind in ENCODERS or id(value) in stack:
+            return
+        stack.add(id(value))
+        adapter = registry.adapter_for(kind)
+        if adapter is not None:
+            for tensor, name in adapter.owners(value, where):
+                found.setdefault(id(tensor), (tensor, name))
+        else:
+            for key, child in _members(value):
+                visit(child, join(where, key))
+        stack.discard(id(value))
+
+    visit(root, path)
+    return found
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            if type(key) is str or type(key) in ENCODERS:
+                yield segment(ENCODERS[type(key)](key)), child
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from zip((segment(name) for name in value._fields), value, strict=True)
+    elif isinstance(value, list | tuple | collections.deque):
+        for number, child in enumerate(value):
+            yield str(number), child
+    elif dataclasses.is_dataclass(value) and not is_stateful(value):
+        for one in dataclasses.fields(value):
+            if hasattr(value, one.name):
+                yield segment(one.name), getattr(value, one.name)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether the value says its state itself, and takes it back."""
+    kind = type(value)
+    return (
+        not isinstance(value, type)
+        and callable(getattr(kind, "state_dict", None))
+        and callable(getattr(kind, "load_state_dict", None))
+    )
+
+
+def _state_of(value: Any, path: str) -> Any:
+    try:
+        return value.state_dict()
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"{path or ROOT}: state_dict() of {type_name(type(value))} failed: {error!r}", subject=path
+        ) from error
+
+
+def _enum_value(value: enum.Enum) -> Any:
+    return value.value if type(value.value) in ENCODERS else None
+
+
+def _hint(value: Any) -> str:
+    if isinstance(value, datetime.tzinfo):
+        return "use datetime.timezone with a fixed offset"
+    if callable(value):
+        return "functions are code, not state; leave it out of the state"
+    return "give it state_dict and load_state_dict, or holdfast.state.register its type"
+
+
+def _located(error: Unserialisable, path: str) -> Unserialisable:
+    return Unserialisable(f"{path or ROOT}: {error.message}", subject=path, hint=error.hint)
+
+
+def _sorted_elements(writer: Writer, value: Iterable[Any], path: str) -> list[Json]:
+    found = [writer.closed(element, f"{path or ROOT} (an element)") for element in value]
+    return sorted(found, key=lambda node: json.dumps(node, sort_keys=True))
+
+
+def _defaultdict(writer: Writer, value: collections.defaultdict[Any, Any], path: str) -> Json:
+    factory = value.default_factory
+    name = None if factory is None else FACTORIES.get(factory, "?") if isinstance(factory, type) else "?"
+    return {"!": "defaultdict", "factory": name, "i": writer.pairs(value.items(), path)}
+
+
+def _deque(writer: Writer, value: collections.deque[Any], path: str) -> Json:
+    return {
+        "!": "deque",
+        "maxlen": value.maxlen,
+        "i": [writer.encode(one, join(path, str(n))) for n, one in enumerate(value)],
+    }
+
+
+def _bytes(writer: Writer, value: bytes | bytearray, path: str) -> Json:
+    return encode_bytes(value) if len(value) < INLINE_BYTES else writer.long_bytes(value, path)
+
+
+def _slice(writer: Writer, value: slice, path: str) -> Json:
+    return {"!": "slice", "v": [writer.encode(part, path) for part in (value.start, value.stop, value.step)]}
+
+
+_CONTAINERS: Final[dict[type, Callable[[Writer, Any, str], Json]]] = {
+    dict: lambda w, v, p: {"!": "dict", "i": w.pairs(v.items(), p)},
+    collections.OrderedDict: lambda w, v, p: {"!": "ordereddict", "i": w.pairs(v.items(), p)},
+    collections.Counter: lambda w, v, p: {"!": "counter", "i": w.pairs(v.items(), p)},
+    collections.defaultdict: _defaultdict,
+    list: lambda w, v, p: [w.encode(one, join(p, str(n))) for n, one in enumerate(v)],
+    tuple: lambda w, v, p: {"!": "tuple", "i": [w.encode(one, join(p, str(n))) for n, one in enumerate(v)]},
+    set: lambda w, v, p: {"!": "set", "i": _sorted_elements(w, v, p)},
+    frozenset: lambda w, v, p: {"!": "frozenset", "i": _sorted_elements(w, v, p)},
+    collections.deque: _deque,
+    slice: _slice,
+    bytes: _bytes,
+    bytearray: _bytes,
+    Tagged: lambda w, v, p: {"!": "tagged", "type": v.type_name, "v": w.encode(v.value, p)},
+}
