@@ -63,9 +63,15 @@ def _unrepeatable(loader: DataLoader[Any]) -> tuple[str, ...]:
 def _of_stream(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPosition:
     dataset = loader.dataset
     if not has_state(dataset):
-        return RestartingPosition(loader, f"{type(dataset).__name__} is an IterableDataset without state_dict", caveats)
+        return RestartingStream(loader, f"{type(dataset).__name__} is an IterableDataset without state_dict", caveats)
     if loader.num_workers:
-        return RestartingPosition(
+        return RestartingStream(
             loader, f"the state of {type(dataset).__name__} lies in the loader's workers; {STATEFUL_HINT}", caveats
         )
     return StreamPosition(loader, (), caveats)
+
+
+class RestartingStream(RestartingPosition):
+    """A DataLoader over a stream that cannot be positioned."""
+
+    _has_length = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from holdfast.integrations.torch import rng
 from holdfast.integrations.torch.epochs import EpochOfSampler
 from holdfast.state.data import Position
@@ -17,6 +19,7 @@ class StatefulLoaderPosition(Position):
 
     def __init__(self, loader: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
         super().__init__(loader, reasons, caveats)
+        self._has_length = not isinstance(loader.dataset, IterableDataset)
         self._sampler_epoch = EpochOfSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         self._own = rng.generators_of(loader)
         self._loaded: tuple[int, int, bool] | None = None
@@ -67,6 +70,7 @@ class StreamPosition(Position):
     batches is the position."""
 
     kind = "stream"
+    _has_length = False  # torch's own documentation calls the length of a loader over a stream a guess
 
     def __init__(self, loader: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
         super().__init__(loader, reasons, caveats)

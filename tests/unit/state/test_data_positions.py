@@ -1,0 +1,99 @@
+"""Positions in data that belongs to no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.state.data import attach
+
+
+class Stateful:
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < 5:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Again:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+@pytest.mark.parametrize("make", [Stateful, lambda: [0, 1, 2, 3, 4], lambda: range(5)])
+@pytest.mark.parametrize("taken", [0, 1, 4, 5])
+def test_the_rest_of_an_epoch(make: Any, taken: int) -> None:
+    position = attach(make())
+    batches = position.iterate(2, 0)
+    first = [next(batches) for _ in range(taken)]
+    saved = position.state_dict()
+    assert saved["delivered"] == taken and saved["epoch"] == 2
+
+    resumed = attach(make())
+    resumed.load_state_dict(saved)
+    assert resumed.state_dict() == saved
+    assert first + list(resumed.iterate(2, taken)) == [0, 1, 2, 3, 4]
+    assert position.exact and resumed.exact
+    assert list(resumed.iterate(3, 0)) == [0, 1, 2, 3, 4]
+
+
+def test_what_cannot_be_positioned_starts_again_and_says_so() -> None:
+    position = attach(Again())
+    next(position.iterate(0, 0))
+    assert not position.exact
+    assert position.batches_per_epoch is None
+    resumed = attach(Again())
+    resumed.load_state_dict(position.state_dict())
+    with pytest.warns(RuntimeWarning, match="starts again"):
+        batches = resumed.iterate(0, 1)
+    assert list(batches) == [0, 1, 2, 3, 4]
+    assert batches.delivered == 5  # type: ignore[attr-defined]
+
+
+def test_a_used_up_iterator_is_an_error_and_not_an_empty_epoch() -> None:
+    position = attach(iter([1, 2]))
+    assert list(position.iterate(0, 0)) == [1, 2]
+    with pytest.raises(UsageError, match="used up"):
+        position.iterate(1, 0)
+
+
+def test_an_endless_iterator_goes_on_over_epochs() -> None:
+    def endless() -> Iterator[int]:
+        number = 0
+        while True:
+            yield number
+            number += 1
+
+    position = attach(endless())
+    assert next(position.iterate(0, 0)) == 0
+    assert next(position.iterate(1, 0)) == 1
+
+
+def test_another_length_or_kind_is_said() -> None:
+    position = attach([1, 2, 3])
+    next(position.iterate(0, 0))
+    other = attach([1, 2])
+    with pytest.warns(RuntimeWarning, match="2 batches"):
+        other.load_state_dict(position.state_dict())
+    stateful = attach(Stateful())
+    with pytest.warns(RuntimeWarning, match="another kind"):
+        stateful.load_state_dict(position.state_dict())
+    assert not stateful.exact
+
+
+def test_what_is_no_data_at_all() -> None:
+    with pytest.raises(UsageError, match="int"):
+        attach(3)
