@@ -1,0 +1,217 @@
+"""Attempts: who trains on a run now. Claimed by create-if-absent, never removed, never renumbered."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from typing import Final
+
+from holdfast.crashpoints import crashpoint
+from holdfast.errors import AlreadyExists, CheckpointNotFound, CorruptionError, HoldfastError, RunInUse, Superseded
+from holdfast.model.checkpoint import AttemptRecord
+from holdfast.model.names import CheckpointId, check_run, run_key
+from holdfast.repo import layout, objects
+from holdfast.repo.lease import BEAT_S, Lease, Trouble, read_last
+from holdfast.repo.liveness import Clock, judge, this_process
+from holdfast.repo.records import encode_attempt
+from holdfast.repo.repository import Repo, now_text
+from holdfast.repo.tombstones import is_tombstoned, take_back_dead
+from holdfast.repo.unfinished import close_unfinished
+from holdfast.repo.watch import Found, Watch, let_go, take_hold
+
+__all__ = ["Attempt", "Clock", "Watch", "claim", "judge", "this_process"]
+
+_POLL_S: Final = 0.25
+
+Report = Callable[[str], None]
+
+
+class Attempt:
+    """A claimed attempt: the fencing token of one process. Every object that a save of it writes lies under it."""
+
+    def __init__(self, repo: Repo, record: AttemptRecord, lease: Lease) -> None:
+        self.repo = repo
+        self.record = record
+        self._lease = lease
+        self._pid = os.getpid()
+
+    @property
+    def run(self) -> str:
+        return self.record.run
+
+    @property
+    def number(self) -> int:
+        return self.record.number
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def parent(self) -> CheckpointId | None:
+        return self.record.parent
+
+    def __repr__(self) -> str:
+        return f"Attempt({self.run}/{self.number})"
+
+    def check(self) -> None:
+        """Raises Superseded if a higher attempt has been claimed. One listing."""
+        for number in self.repo.attempts(self.run):
+            if number <= self.number:
+                continue
+            try:
+                newer = self.repo.find_attempt(self.run, number)
+                if newer is None:
+                    continue
+                who = f"process {newer.owner.pid} of {newer.owner.user} on {newer.owner.host}"
+            except CorruptionError:
+                who = "a process whose record is damaged"
+            raise Superseded(
+                f"run {self.run!r} has been claimed as attempt {number} by {who}; attempt {self.number} saves no more",
+                subject=self.run,
+                hint="let one of the two processes train, or give each a run of its own",
+            )
+
+    def release(self) -> None:
+        """Says that this process is done with the run. Once; in a forked child it does nothing. Raises what
+        `Lease.release` raises: the run then counts as used until its lease runs out."""
+        if os.getpid() == self._pid:
+            let_go(self.repo, self.run, self.number)
+            self._lease.release()
+
+
+def claim(
+    repo: Repo,
+    run: str,
+    parent: CheckpointId | None,
+    *,
+    takeover: bool = False,
+    wait_s: float = 60.0,
+    observe: Watch | None = None,
+    beat_s: float = BEAT_S,
+    trouble: Trouble | None = None,
+    report: Report | None = None,
+) -> Attempt:
+    """Claims the run's next attempt, whose training goes on from `parent` (None: from nothing).
+
+    A dead owner is claimed over at once; one that may be dying is waited for, `wait_s` at most, and then raises
+    RunInUse, or is claimed over with `takeover`. `observe`: a watch begun earlier (before the restore), so that waiting
+    for a lease to run out has begun too. Afterwards unfinished saves of earlier attempts are closed and freed.
+
+    Raises CheckpointNotFound if `parent` vanished or is being removed: the attempt stays, as one that goes on from
+    there and has no commit, and the caller chooses anew and claims again. The caller walks I4 again after the claim,
+    with `below=attempt.number`; if the answer is another than `parent`, it restores that and claims again.
+
+    `trouble` is told of lease beats that fail, `report` of damage that was passed over.
+    """
+    run = run_key(check_run(run))
+    watch = observe or Watch(repo, run)
+    say: Report = report or (lambda message: None)
+    record, previous = _put_claim(repo, run, parent, watch, takeover=takeover, wait_s=wait_s)
+    crashpoint("attempt claimed")
+    lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
+    attempt = Attempt(repo, record, lease)
+    take_hold(repo, run, record.number)
+    lease.start()
+    try:
+        dead_below = record.number if previous.verdict in ("dead", "free") else 0
+        take_back_dead(repo, run, now_name=layout.attempt_name(run, record.number), dead_below=dead_below)
+        _rely_on(repo, parent)
+        _close_earlier(repo, record, lease, previous, say)
+    except BaseException:
+        attempt.release()
+        raise
+    return attempt
+
+
+def _put_claim(
+    repo: Repo, run: str, parent: CheckpointId | None, watch: Watch, *, takeover: bool, wait_s: float
+) -> tuple[AttemptRecord, Found]:
+    deadline = watch.clock.now() + wait_s
+    while True:
+        found = watch.look()
+        over = watch.clock.now() >= deadline
+        if found.verdict in ("free", "dead") or (takeover and (over or found.verdict == "here")):
+            record = _try_put(repo, run, found.number + 1, parent)
+            if record is not None:
+                return record, found
+            continue
+        # An owner elsewhere whose lease has not been watched for long enough is neither: that ends within the ttl.
+        if found.verdict == "here" or (over and found.verdict == "alive"):
+            raise _in_use(repo, run, found)
+        watch.clock.sleep(_POLL_S)
+
+
+def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> AttemptRecord | None:
+    """The claim of the first number from `number` on that no copied directory occupies; None if somebody was faster."""
+    while True:
+        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text())
+        assert parent is None or parent.run != run or parent.attempt < number, "an attempt's parent is lower (I4)"
+        try:
+            objects.put(repo.store, layout.attempt_name(run, number), encode_attempt(record), token=record.id)
+            return record
+        except AlreadyExists:
+            try:
+                if repo.find_attempt(run, number) is not None:
+                    return None
+            except CorruptionError:
+                return None
+            number += 1
+
+
+def _in_use(repo: Repo, run: str, found: Found) -> RunInUse:
+    owner = found.record.owner if found.record else None
+    who = f"process {owner.pid} of {owner.user} on {owner.host}" if owner else "a process whose record is damaged"
+    where = "this very process" if found.verdict == "here" else who
+    return RunInUse(
+        f"run {run!r} at {repo.url} is in use: attempt {found.number} belongs to {where} ({found.reason})",
+        subject=run,
+        hint="stop that process, use another run name, or pass takeover=True",
+    )
+
+
+def _rely_on(repo: Repo, parent: CheckpointId | None) -> None:
+    """The claim is durable by now, so a remover that comes later sees it; one that came before is seen here."""
+    if parent is None:
+        return
+    repo.store.settle(parent.manifest)
+    if not repo.exists(parent) or is_tombstoned(repo, parent):
+        raise CheckpointNotFound(
+            f"checkpoint {parent} was removed, or is being removed, while it was being claimed",
+            subject=str(parent),
+            hint=f"holdfast ls {repo.url} shows what is left",
+        )
+
+
+def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Found, say: Report) -> None:
+    """Closes unfinished saves of earlier attempts, highest first, down to one that has seen to all below it.
+
+    Leases are removed only after this attempt's own lease durably says that everything below is closed: so there always
+    is one that says so, and a claim never has to look at every attempt there has ever been.
+    """
+    by = f"attempt {record.number} claimed run {record.run}"
+    owner_dead = previous.verdict in ("dead", "free")
+    looked_at: list[int] = []
+    for number in reversed(repo.attempts(record.run)):
+        if number >= record.number:
+            continue
+        dead = owner_dead or number != previous.number
+        close_unfinished(repo, record.run, number, by=by, owner_dead=dead, report=say)
+        last = read_last(repo, record.run, number)[1]
+        if dead:
+            looked_at.append(number)
+        if last is not None and last.closed:
+            break
+    if not owner_dead:
+        return
+    try:
+        lease.say_closed()
+    except HoldfastError as error:
+        say(f"the lease could not say that earlier saves are closed: {error}")
+        return
+    for number in looked_at:
+        directory = layout.lease_directory(record.run, number)
+        names = [entry.name for entry in repo.store.walk(directory)]
+        names += [entry.name for entry in repo.store.leftovers(directory)]
+        repo.store.delete(names)

@@ -1,0 +1,308 @@
+"""An index's bytes: a safetensors file of one-dimensional columns, one row a leaf.
+
+Reading trusts nothing: the manifest vouches for length and digest, and even so every count and offset is checked
+against what is there before it is used, for a digest keeps accidents out, not a hostile writer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from holdfast.errors import CorruptionError, StateError
+from holdfast.image.header import build_header, parse_header
+from holdfast.model import canonical
+from holdfast.model.checkpoint import Index, Json, PackEntry
+from holdfast.model.dtypes import dtype
+from holdfast.model.leaf import LeafSpec
+from holdfast.model.names import CheckpointId
+from holdfast.repo.layout import check_file, index_file
+from holdfast.repo.manifest import MAX_CHUNK
+from holdfast.repo.objects import FORMAT, Fields, check_format
+from holdfast.state import leaf_paths
+
+Array = np.ndarray[Any, Any]
+
+MAX_INDEX: Final = 1 << 32
+MAX_PACKS: Final = 100_000
+MAX_DTYPES: Final = 4096
+MAX_DIMENSIONS: Final = 64
+_LIMIT: Final = 2**62
+"""Bytes that one checkpoint may have: sums of two such numbers still fit into 64 bits."""
+_ALIGN: Final = 64
+_NUMPY_DTYPE: Final = re.compile(r"numpy:[<>|][a-zA-Z][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?", re.ASCII)
+
+COLUMNS: Final = (
+    ("digests.ends", "U64", "<u8"),
+    ("leaf", "U64", "<u8"),
+    ("length", "U64", "<u8"),
+    ("offset", "U64", "<u8"),
+    ("shape", "U64", "<u8"),
+    ("shape.ends", "U64", "<u8"),
+    ("pack", "U32", "<u4"),
+    ("dtype", "U16", "<u2"),
+    ("digests", "U8", "|u1"),
+    ("head", "U8", "|u1"),
+    ("private", "U8", "|u1"),
+)
+"""Name, safetensors dtype, numpy dtype; widest first, so that each column is aligned for its items."""
+
+
+def encode_index(index: Index, id: CheckpointId) -> bytes:
+    """The bytes of an index of checkpoint `id`. Shared leaves' paths are not in it: they are in the manifest's tree."""
+    count = len(index.specs)
+    dtypes = sorted({spec.dtype for spec in index.specs})
+    codes = {name: code for code, name in enumerate(dtypes)}
+    shared = sum(not spec.private for spec in index.specs)
+    assert all(spec.private == (row >= shared) for row, spec in enumerate(index.specs)), "shared leaves come first"
+    assert len(index.chunk_start) == count + 1
+    assert len(index.digests) == int(index.chunk_start[-1])
+    dims = [size for spec in index.specs for size in spec.shape]
+    ends = np.cumsum(np.fromiter((len(spec.shape) for spec in index.specs), dtype=np.int64, count=count))
+    columns: dict[str, Array] = {
+        "digests.ends": np.asarray(index.chunk_start)[1:],
+        "leaf": np.arange(count),
+        "length": index.length,
+        "offset": index.offset,
+        "shape": np.array(dims, dtype=np.uint64),
+        "shape.ends": ends,
+        "pack": index.pack,
+        "dtype": np.fromiter((codes[spec.dtype] for spec in index.specs), dtype=np.uint16, count=count),
+        "digests": np.ascontiguousarray(index.digests, dtype=np.uint8).reshape(-1),
+        "head": _bytes(canonical.dumps(_head(index, id, dtypes, shared))),
+        "private": _bytes(canonical.dumps(index.private)),
+    }
+    parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in COLUMNS]
+    entries = [(name, code, (part.size,)) for (name, code, _), part in zip(COLUMNS, parts, strict=True)]
+    header = build_header(entries, {"holdfast.save_id": index.save_id}, align=_ALIGN)
+    return b"".join([header, *(part.tobytes() for part in parts)])
+
+
+def _head(index: Index, id: CheckpointId, dtypes: list[str], shared: int) -> Json:
+    return {
+        "chunk_bytes": index.chunk_bytes,
+        "dtypes": dtypes,
+        "format": FORMAT,
+        "kind": "index",
+        "packs": [
+            {"digest": p.header_digest.hex(), "header": p.header_length, "length": p.length, "name": p.name}
+            for p in index.packs
+        ],
+        "path": f"{id.directory}/{index_file(index.rank)}",
+        "rank": index.rank,
+        "save_id": index.save_id,
+        "shared": shared,
+    }
+
+
+def decode_index(data: bytes, *, id: CheckpointId, rank: int, tree: Json) -> Index:
+    """The index in `data`, which has been digested already; `tree` is the manifest's, which names the shared leaves."""
+    name = f"{id.directory}/{index_file(rank)}"
+    columns = _columns(data, name)
+    head = _read_head(columns, name, rank)
+    packs = _packs(head)
+    private = _json(columns, "private", name)
+    paths = _paths(tree, "the manifest's tree", head)
+    shared = head.whole("shared")
+    if shared != len(paths):
+        raise head.refuse(f"has {shared} shared leaves, the manifest's tree has {len(paths)}")
+    paths += _paths(private, "the private tree", head)
+    count = len(paths)
+    if len(set(paths)) != count:
+        raise head.refuse("has a private leaf under the path of another leaf")
+    for column in ("leaf", "length", "offset", "pack", "dtype", "shape.ends", "digests.ends"):
+        if columns[column].size != count:
+            raise head.refuse(f"the column {column!r} has {columns[column].size} rows where there are {count} leaves")
+    if not np.array_equal(columns["leaf"], np.arange(count)):
+        raise head.refuse("the leaves are not in the order of the state")
+    specs, length = _specs(columns, head, paths, shared)
+    offset = _bounded(columns["offset"], head, "an offset")
+    pack = columns["pack"].astype(np.int64)
+    _check_rows(head, packs, pack, offset, length)
+    chunk_bytes = head.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK)
+    chunk_start, digests = _chunks(columns, head, length, chunk_bytes)
+    return Index(
+        rank=rank,
+        save_id=head.hex("save_id", 32),
+        chunk_bytes=chunk_bytes,
+        packs=packs,
+        specs=specs,
+        pack=pack,
+        offset=offset,
+        length=length,
+        chunk_start=chunk_start,
+        digests=digests,
+        private=private,
+    )
+
+
+def decode_packs(data: bytes, *, id: CheckpointId, rank: int) -> tuple[str, tuple[PackEntry, ...]]:
+    """The save id and the packs that the index in `data` names, without its rows."""
+    name = f"{id.directory}/{index_file(rank)}"
+    head = _read_head(_columns(data, name), name, rank)
+    return head.hex("save_id", 32), _packs(head)
+
+
+def _columns(data: bytes, name: str) -> dict[str, Array]:
+    header = parse_header(data, name=name)
+    if header.keys() != {column for column, _, _ in COLUMNS}:
+        raise CorruptionError(f"{name} does not have the columns of an index", subject=name)
+    columns = {}
+    for column, code, kind in COLUMNS:
+        entry = header[column]
+        if entry.code != code or len(entry.shape) != 1:
+            raise CorruptionError(f"{name}: the column {column!r} is no row of {code}", subject=name)
+        columns[column] = np.frombuffer(data, dtype=kind, count=entry.shape[0], offset=entry.start)
+    return columns
+
+
+def _json(columns: dict[str, Array], column: str, name: str) -> Json:
+    try:
+        return canonical.loads(columns[column].tobytes())
+    except CorruptionError as error:
+        raise CorruptionError(f"{name}: the column {column!r}: {error.message}", subject=name) from None
+
+
+def _read_head(columns: dict[str, Array], name: str, rank: int) -> Fields:
+    values = _json(columns, "head", name)
+    if not isinstance(values, dict):
+        raise CorruptionError(f"{name}: the column 'head' is no object", subject=name)
+    head = Fields(values, name)
+    check_format(head)
+    if head.text("kind") != "index" or head.text("path") != name or head.whole("rank") != rank:
+        raise head.refuse("is not the index of this rank and checkpoint")
+    return head
+
+
+def _paths(tree: Json, what: str, head: Fields) -> list[str]:
+    try:
+        return list(leaf_paths(tree))
+    except (StateError, KeyError, RecursionError) as error:
+        raise head.refuse(f"{what} is none that a save can have written: {error}") from None
+
+
+def _packs(head: Fields) -> tuple[PackEntry, ...]:
+    rows = head.sequence("packs")
+    if len(rows) > MAX_PACKS:
+        raise head.refuse(f"names {len(rows)} packs")
+    packs = []
+    for row in rows:
+        inner = head.inner(row, "a pack entry")
+        length = inner.whole("length", minimum=8)
+        packs.append(
+            PackEntry(
+                name=check_file(inner.text("name"), subject=head.name),
+                length=length,
+                header_length=inner.whole("header", minimum=8, maximum=length),
+                header_digest=bytes.fromhex(inner.hex("digest", 32)),
+            )
+        )
+    if len({pack.name for pack in packs}) != len(packs):
+        raise head.refuse("names a pack twice")
+    return tuple(packs)
+
+
+def _bounded(column: Array, head: Fields, what: str) -> Array:
+    if column.size and int(column.max()) >= _LIMIT:
+        raise head.refuse(f"{what} is beyond 2^62")
+    return column.astype(np.int64)
+
+
+def _ends(columns: dict[str, Array], name: str, total: int, head: Fields) -> Array:
+    """A column of ends as starts and ends: int64 [n + 1], never falling, from 0 to the number of values there are."""
+    ends = _bounded(columns[name], head, f"an end in {name!r}")
+    bounds = np.concatenate([np.zeros(1, dtype=np.int64), ends])
+    if (np.diff(bounds) < 0).any() or int(bounds[-1]) != total:
+        raise head.refuse(f"the column {name!r} does not divide the {total} values that there are")
+    return bounds
+
+
+def _specs(
+    columns: dict[str, Array], head: Fields, paths: Sequence[str], shared: int
+) -> tuple[tuple[LeafSpec, ...], Array]:
+    """Every row's spec and length in bytes; dtype and shape are checked to give that length."""
+    names, sizes = _dtypes(head)
+    code = columns["dtype"]
+    if code.size and int(code.max()) >= len(names):
+        raise head.refuse("a row has a dtype that the index does not list")
+    dims = _bounded(columns["shape"], head, "a dimension")
+    bounds = _ends(columns, "shape.ends", dims.size, head)
+    length = _bounded(columns["length"], head, "a length")
+    expected = _lengths(dims, bounds, sizes[code], head)
+    if not np.array_equal(expected, length):
+        row = int(np.flatnonzero(expected != length)[0])
+        raise head.refuse(f"leaf {paths[row]!r} has {length[row]} bytes where dtype and shape give {expected[row]}")
+    sizes_, at = dims.tolist(), bounds.tolist()
+    codes = code.tolist()
+    specs = tuple(
+        LeafSpec(path, names[codes[row]], tuple(sizes_[at[row] : at[row + 1]]), row >= shared)
+        for row, path in enumerate(paths)
+    )
+    return specs, length
+
+
+def _dtypes(head: Fields) -> tuple[list[str], Array]:
+    """The dtype names and the size in bytes of one item of each."""
+    names = head.sequence("dtypes")
+    if len(names) > MAX_DTYPES:
+        raise head.refuse(f"lists {len(names)} dtypes")
+    sizes = []
+    for name in names:
+        try:
+            if not isinstance(name, str) or (name.startswith("numpy:") and not _NUMPY_DTYPE.fullmatch(name)):
+                raise KeyError(name)
+            sizes.append(dtype(name).size)
+        except (KeyError, TypeError, ValueError, SyntaxError):
+            raise head.refuse(f"has the dtype {str(name)[:80]!r}, which this version does not know") from None
+    return names, np.array(sizes, dtype=np.int64)
+
+
+def _lengths(dims: Array, bounds: Array, itemsize: Array, head: Fields) -> Array:
+    """Bytes of each row: item size times the product of its dimensions, without overflow. int64 [n]."""
+    ndim = np.diff(bounds)
+    if ndim.size and int(ndim.max()) > MAX_DIMENSIONS:
+        raise head.refuse(f"a leaf has more than {MAX_DIMENSIONS} dimensions")
+    out = itemsize.astype(np.int64)
+    about = itemsize.astype(np.float64)
+    for axis in range(int(ndim.max()) if ndim.size else 0):
+        rows = np.flatnonzero(ndim > axis)
+        size = dims[bounds[rows] + axis]
+        about[rows] *= size
+        with np.errstate(over="ignore"):
+            out[rows] *= size
+    if (about >= float(_LIMIT)).any():
+        raise head.refuse("the shape of a leaf gives more than 2^62 bytes")
+    return out
+
+
+def _check_rows(head: Fields, packs: tuple[PackEntry, ...], pack: Array, offset: Array, length: Array) -> None:
+    """Within each pack the rows follow the header and each other without hole or overlap, to the pack's last byte."""
+    if pack.size and int(pack.max()) >= len(packs):
+        raise head.refuse("a row lies in a pack that the index does not list")
+    order = np.lexsort((length, offset, pack))
+    pack, offset, length = pack[order], offset[order], length[order]
+    starts = np.searchsorted(pack, np.arange(len(packs) + 1))
+    for number, entry in enumerate(packs):
+        rows = slice(int(starts[number]), int(starts[number + 1]))
+        begins, ends = offset[rows], offset[rows] + length[rows]
+        expected = np.concatenate([np.array([entry.header_length], dtype=np.int64), ends])
+        if not np.array_equal(begins, expected[:-1]) or int(expected[-1]) != entry.length:
+            raise head.refuse(f"the leaves in {entry.name} overlap, leave a hole or do not end where it ends")
+
+
+def _chunks(columns: dict[str, Array], head: Fields, length: Array, chunk_bytes: int) -> tuple[Array, Array]:
+    """chunk_start and the digests, checked to be one digest for each chunk of each leaf."""
+    flat = columns["digests"]
+    if flat.size % 16:
+        raise head.refuse("the digests are no whole number of 16 bytes")
+    bounds = _ends(columns, "digests.ends", flat.size // 16, head)
+    if not np.array_equal(np.diff(bounds), -(-length // chunk_bytes)):
+        raise head.refuse("a leaf does not have one digest for each of its chunks")
+    return bounds, flat.reshape(-1, 16)
+
+
+def _bytes(data: bytes) -> Array:
+    return np.frombuffer(data, dtype=np.uint8)

@@ -1,0 +1,88 @@
+"""Where everything lies in a store, and which file names a checkpoint's own directory may hold."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from holdfast.errors import CorruptionError
+from holdfast.model.names import CheckpointId, attempt_key, parse_step, run_key, step_key
+
+REPOSITORY: Final = "holdfast.json"
+RUNS: Final = "runs"
+BEGIN: Final = "begin.json"
+MANIFEST: Final = "manifest.json"
+
+_FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
+_RESERVED: Final = frozenset({BEGIN, MANIFEST, "notes"})
+_NUMBERED: Final = re.compile(r"([1-9][0-9]{0,17})\.json", re.ASCII)
+
+
+def run_directory(run: str) -> str:
+    return f"{RUNS}/{run_key(run)}"
+
+
+def attempt_directory(run: str, attempt: int) -> str:
+    return f"{run_directory(run)}/{attempt_key(attempt)}"
+
+
+def attempt_name(run: str, attempt: int) -> str:
+    return f"{attempt_directory(run, attempt)}/attempt.json"
+
+
+def lease_directory(run: str, attempt: int) -> str:
+    return f"{attempt_directory(run, attempt)}/lease"
+
+
+def begin_name(id: CheckpointId) -> str:
+    return f"{id.directory}/{BEGIN}"
+
+
+def index_file(rank: int) -> str:
+    return f"rank-{rank:05d}.index"
+
+
+def notes_directory(id: CheckpointId) -> str:
+    return f"{id.directory}/notes"
+
+
+def trash_directory(id: CheckpointId) -> str:
+    """Where `rm` keeps the manifest's copy, until gc takes the packs too."""
+    return f"trash/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"
+
+
+def tombstone_directory(id: CheckpointId) -> str:
+    return f"tombstones/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"
+
+
+def numbered(directory: str, number: int) -> str:
+    return f"{directory}/{number}.json"
+
+
+def parse_numbered(file: str) -> int | None:
+    """The number in `<n>.json`, or None for any other spelling."""
+    found = _NUMBERED.fullmatch(file)
+    return int(found[1]) if found else None
+
+
+def is_file(name: object) -> bool:
+    """Whether `name` may name a pack or an index inside a checkpoint's own directory: nothing that leads out of it."""
+    return isinstance(name, str) and _FILE.fullmatch(name) is not None and name not in _RESERVED
+
+
+def check_file(name: object, *, subject: str) -> str:
+    """Returns `name` if `is_file`, else CorruptionError: `subject` is the object that holds it."""
+    if not isinstance(name, str) or not is_file(name):
+        raise CorruptionError(
+            f"{subject} names {str(name)[:120]!r}, which no object of a checkpoint can be called", subject=subject
+        )
+    return name
+
+
+def step_in(attempt: str, name: str) -> tuple[int, str] | None:
+    """For an object below the attempt's directory: (step, rest of the name below the step), or None if in no step."""
+    if not name.startswith(attempt + "/"):
+        return None
+    key, slash, rest = name[len(attempt) + 1 :].partition("/")
+    step = parse_step(key)
+    return None if step is None or not slash else (step, rest)

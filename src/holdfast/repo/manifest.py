@@ -1,0 +1,125 @@
+"""The manifest, and the aborted mark that takes its name when a save must not commit any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.errors import CorruptionError
+from holdfast.model.canonical import tag_number, untag_number
+from holdfast.model.checkpoint import IndexEntry, Json, Manifest
+from holdfast.model.names import CheckpointId
+from holdfast.repo import objects
+from holdfast.repo.layout import check_file
+from holdfast.repo.objects import Fields, checkpoint_json
+from holdfast.repo.records import check_parent
+
+MAX_MANIFEST: Final = 1 << 30
+MAX_ABORTED: Final = 4096
+"""An aborted mark is never longer: a longer object under a manifest's name is a manifest."""
+MAX_CHUNK: Final = 1 << 30
+_MAX_RANKS: Final = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """This save will never be a checkpoint. `save_id`: the one that was closed, or empty where nobody knows it."""
+
+    id: CheckpointId
+    save_id: str
+    by: str
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of the manifest; equal manifests have equal bytes."""
+    id = manifest.id
+    return objects.encode(
+        "manifest",
+        id.manifest,
+        {
+            "attempt": id.attempt,
+            "bytes": manifest.bytes,
+            "certificate": dict(manifest.certificate),
+            "chunk_bytes": manifest.chunk_bytes,
+            "content": manifest.content,
+            "created": manifest.created,
+            "environment": dict(manifest.environment),
+            "indexes": [{"digest": e.digest.hex(), "length": e.length, "name": e.name} for e in manifest.indexes],
+            "leaves": manifest.leaves,
+            "metrics": {name: tag_number(float(value)) for name, value in manifest.metrics.items()},
+            "parent": checkpoint_json(manifest.parent),
+            "progress": dict(manifest.progress),
+            "run": id.run,
+            "save_id": manifest.save_id,
+            "step": id.step,
+            "tree": manifest.tree,
+        },
+    )
+
+
+def encode_aborted(mark: Aborted) -> bytes:
+    data = objects.encode("aborted", mark.id.manifest, {"by": mark.by, "save_id": mark.save_id})
+    assert len(data) <= MAX_ABORTED
+    return data
+
+
+def decode_manifest(data: bytes, id: CheckpointId) -> Manifest | Aborted:
+    """What lies under the manifest's name of `id`. CorruptionError if damaged, a copy, or contradicting itself."""
+    try:
+        found = objects.decode("manifest", id.manifest, data)
+    except CorruptionError:
+        if len(data) > MAX_ABORTED or not data.startswith(b'{"by":'):
+            raise
+        found = objects.decode("aborted", id.manifest, data)
+        return Aborted(id, found.text("save_id"), found.text("by"))
+    if (found.text("run"), found.whole("attempt"), found.whole("step")) != (id.run, id.attempt, id.step):
+        raise found.refuse("names another checkpoint than its own")
+    parent = found.checkpoint("parent")
+    check_parent(parent, id.run, id.attempt + 1, found)
+    return Manifest(
+        id=id,
+        save_id=found.hex("save_id", 32),
+        tree=_tree(found),
+        indexes=_indexes(found),
+        content=found.hex("content", 64),
+        bytes=found.whole("bytes"),
+        leaves=found.whole("leaves"),
+        chunk_bytes=found.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK),
+        parent=parent,
+        metrics=_metrics(found),
+        progress=found.mapping("progress"),
+        environment=found.mapping("environment"),
+        certificate=found.mapping("certificate"),
+        created=found.text("created"),
+    )
+
+
+def _tree(found: Fields) -> Json:
+    if "tree" not in found.values:
+        raise found.refuse("has no tree")
+    return found.values["tree"]
+
+
+def _metrics(found: Fields) -> dict[str, float]:
+    try:
+        return {name: float(untag_number(value)) for name, value in found.mapping("metrics").items()}
+    except (CorruptionError, OverflowError) as error:
+        raise found.refuse(f"a metric is no number: {error}") from None
+
+
+def _indexes(found: Fields) -> tuple[IndexEntry, ...]:
+    rows = found.sequence("indexes")
+    if not 1 <= len(rows) <= _MAX_RANKS:
+        raise found.refuse(f"names {len(rows)} indexes")
+    entries = []
+    for row in rows:
+        inner = found.inner(row, "an index entry")
+        entry = IndexEntry(
+            name=check_file(inner.text("name"), subject=found.name),
+            length=inner.whole("length", minimum=8),
+            digest=bytes.fromhex(inner.hex("digest", 32)),
+        )
+        entries.append(entry)
+    if len({entry.name for entry in entries}) != len(entries):
+        raise found.refuse("names an index twice")
+    return tuple(entries)

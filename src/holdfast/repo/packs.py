@@ -1,0 +1,24 @@
+"""Indexes put into a store. Packs themselves are put by the engine, from the image; the receipts of both go to
+`commit`."""
+
+from __future__ import annotations
+
+from holdfast.codec.digest import digest
+from holdfast.model.checkpoint import Index, IndexEntry, Manifest, Receipt
+from holdfast.model.names import CheckpointId
+from holdfast.repo import objects
+from holdfast.repo.index import encode_index
+from holdfast.repo.layout import index_file
+from holdfast.repo.repository import Repo
+
+
+def put_index(repo: Repo, id: CheckpointId, index: Index) -> tuple[Receipt, IndexEntry]:
+    """Puts one rank's index, durably; the entry is for the manifest. AlreadyExists if it is there with other bytes."""
+    data = encode_index(index, id)
+    file = index_file(index.rank)
+    receipt = objects.put(repo.store, f"{id.directory}/{file}", data, token=index.save_id)
+    return receipt, IndexEntry(file, len(data), digest(data))
+
+
+def read_index(repo: Repo, manifest: Manifest, rank: int = 0) -> Index:
+    return repo.index(manifest, rank)

@@ -1,0 +1,93 @@
+"""Refs: small versioned names that keep a checkpoint. `refs/<kind>/<name>/<n>.json`, the highest number wins.
+
+kind: `tag` (a name for people), `pin` (retention keeps it), `hold` (a machine needs it for now).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from holdfast.errors import CheckpointNotFound, ObjectNotFound, UsageError
+from holdfast.model.names import CheckpointId, run_key
+from holdfast.repo import objects
+from holdfast.repo.layout import numbered
+from holdfast.repo.numbered import append, numbers
+from holdfast.repo.objects import checkpoint_json
+from holdfast.repo.repository import Repo, now_text
+from holdfast.repo.tombstones import is_tombstoned
+
+Kind = Literal["tag", "pin", "hold"]
+KINDS: Final[tuple[Kind, ...]] = ("hold", "pin", "tag")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    kind: str
+    name: str
+    id: CheckpointId
+
+
+def put_ref(repo: Repo, kind: Kind, name: str, id: CheckpointId) -> Ref:
+    """Points the ref at a checkpoint, and relies on it from now on. Raises CheckpointNotFound if that is gone or going:
+    the ref then points where it pointed before."""
+    directory = _directory(kind, name)
+    before = read_ref(repo, kind, name)
+    _put(repo, directory, id)
+    repo.store.settle(id.manifest)
+    if not repo.exists(id) or is_tombstoned(repo, id):
+        _put(repo, directory, before)
+        raise CheckpointNotFound(f"checkpoint {id} is not there, or is being removed", subject=str(id))
+    return Ref(kind, name, id)
+
+
+def clear_ref(repo: Repo, kind: Kind, name: str) -> None:
+    """The ref points at nothing from now on; its history stays."""
+    if read_ref(repo, kind, name) is not None:
+        _put(repo, _directory(kind, name), None)
+
+
+def read_ref(repo: Repo, kind: Kind, name: str) -> CheckpointId | None:
+    """Where the ref points, None if nowhere. CorruptionError if its newest version cannot be read: nobody may then act
+    as if it pointed nowhere."""
+    directory = _directory(kind, name)
+    for number in reversed(numbers(repo, directory)):
+        place = numbered(directory, number)
+        try:
+            data = repo.store.get(place, limit=objects.SMALL)
+        except ObjectNotFound:
+            continue
+        if not objects.is_copy(place, data):
+            return objects.decode("ref", place, data).checkpoint("to")
+    return None
+
+
+def list_refs(repo: Repo) -> list[Ref]:
+    """Every ref that points somewhere, by kind and name. Raises CorruptionError like `read_ref`."""
+    found = []
+    for kind in KINDS:
+        for name in repo.store.children(f"refs/{kind}").directories:
+            if _is_name(name):
+                id = read_ref(repo, kind, name)
+                if id is not None:
+                    found.append(Ref(kind, name, id))
+    return found
+
+
+def _put(repo: Repo, directory: str, id: CheckpointId | None) -> None:
+    append(repo, directory, "ref", {"created": now_text(), "to": checkpoint_json(id)})
+
+
+def _directory(kind: Kind, name: str) -> str:
+    if kind not in KINDS or not _is_name(name):
+        raise UsageError(
+            f"{kind} {name!r} cannot name a ref", subject=name, hint="use lower-case letters, digits and . _ = -"
+        )
+    return f"refs/{kind}/{name}"
+
+
+def _is_name(name: str) -> bool:
+    try:
+        return run_key(name) == name
+    except UsageError:
+        return False

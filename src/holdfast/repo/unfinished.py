@@ -1,0 +1,88 @@
+"""Saves that began and will never commit: closed, and their objects freed.
+
+Only names that the save's own `begin.json` lists are touched, and their temporaries; `begin.json` goes last, so that a
+process that dies here leaves the next one everything it needs. The aborted mark stays.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+
+from holdfast.crashpoints import crashpoint
+from holdfast.errors import AlreadyExists, CorruptionError, ObjectNotFound
+from holdfast.model.names import CheckpointId
+from holdfast.repo import layout, objects
+from holdfast.repo.manifest import MAX_ABORTED, Aborted, encode_aborted
+from holdfast.repo.records import decode_begin
+from holdfast.repo.repository import Repo
+from holdfast.store.names import TEMPORARY
+
+Report = Callable[[str], None]
+
+
+def abort(repo: Repo, id: CheckpointId, save_id: str, *, by: str = "the save failed") -> bool:
+    """Takes the manifest's name for an aborted mark, so that this save can never commit. False if it has committed.
+
+    True also where a mark is there already. CorruptionError if what lies there cannot be read.
+    """
+    mark = Aborted(id, save_id, by[:200])
+    try:
+        objects.put(repo.store, id.manifest, encode_aborted(mark), token=save_id)
+    except AlreadyExists:
+        return isinstance(repo.mark(id), Aborted)
+    return True
+
+
+def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin: bool = False) -> bool:
+    """Deletes the objects of an aborted save; False, touching nothing, if there is no aborted mark.
+
+    `names`: file names that the caller knows it wrote, where `begin.json` may be gone. `keep_begin`: the save's process
+    may still live and put more, so that somebody has to come back.
+    """
+    if not isinstance(repo.mark(id), Aborted):
+        return False
+    begun = layout.begin_name(id)
+    files = {file for file in names if layout.is_file(file)}
+    try:
+        files.update(decode_begin(repo.store.get(begun, limit=objects.SMALL), id).names)
+    except ObjectNotFound:
+        pass  # freed before, or never begun: what the caller knows is all there is
+    wanted = {f"{id.directory}/{file}" for file in files}
+    temporary_of = wanted | {begun, id.manifest}
+    leftovers = [e.name for e in repo.store.leftovers(id.directory) if e.name.partition(TEMPORARY)[0] in temporary_of]
+    repo.store.delete([*sorted(wanted), *leftovers])
+    if not keep_begin:
+        repo.store.delete([begun])
+    return True
+
+
+def close_unfinished(repo: Repo, run: str, attempt: int, *, by: str, owner_dead: bool, report: Report) -> None:
+    """Closes and frees every unfinished save of an earlier attempt. What is damaged is reported and left as it is."""
+    for step in repo.steps(run, attempt):
+        id = CheckpointId(run, attempt, step)
+        here = repo.store.children(id.directory).objects
+        if layout.BEGIN not in here:
+            continue
+        try:
+            if layout.MANIFEST not in here:
+                # A checkpoint in the trash has lost its manifest too, and can still come back.
+                if repo.store.children(layout.trash_directory(id)).objects:
+                    continue
+                if not abort(repo, id, _save_id(repo, id), by=by):
+                    continue
+                crashpoint("unfinished save marked aborted, objects still there")
+            elif repo.store.stat(id.manifest).length > MAX_ABORTED:
+                continue
+            free(repo, id, keep_begin=not owner_dead)
+        except ObjectNotFound:
+            continue  # removed meanwhile by somebody who knew what it was
+        except CorruptionError as error:
+            report(f"an unfinished save was left as it is: {error.message}")
+
+
+def _save_id(repo: Repo, id: CheckpointId) -> str:
+    try:
+        return decode_begin(repo.store.get(layout.begin_name(id), limit=objects.SMALL), id).save_id
+    except (ObjectNotFound, CorruptionError):
+        return secrets.token_hex(16)  # nobody's: the mark counts, not whose save it closed
