@@ -1,0 +1,68 @@
+"""Holdfast keeps deep-learning training alive.
+
+Importing this package loads no framework, and each name only when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from holdfast.version import __version__
+
+if TYPE_CHECKING:
+    from holdfast.api.checkpointer import Checkpointer
+    from holdfast.api.oneoff import load, save
+    from holdfast.api.repository import Repository
+    from holdfast.api.restored import Checkpoint, Restored
+    from holdfast.engine.handle import Save
+    from holdfast.errors import HoldfastError
+    from holdfast.guard.preempted import Preempted
+    from holdfast.policy import every, keep, on
+    from holdfast.state.tagged import Tagged
+
+_HOME = {
+    "Checkpoint": "holdfast.api.restored",
+    "Checkpointer": "holdfast.api.checkpointer",
+    "HoldfastError": "holdfast.errors",
+    "Preempted": "holdfast.guard.preempted",
+    "Repository": "holdfast.api.repository",
+    "Restored": "holdfast.api.restored",
+    "Save": "holdfast.engine.handle",
+    "Tagged": "holdfast.state.tagged",
+    "every": "holdfast.policy",
+    "keep": "holdfast.policy",
+    "load": "holdfast.api.oneoff",
+    "on": "holdfast.policy",
+    "save": "holdfast.api.oneoff",
+}
+
+__all__ = [
+    "Checkpoint",
+    "Checkpointer",
+    "HoldfastError",
+    "Preempted",
+    "Repository",
+    "Restored",
+    "Save",
+    "Tagged",
+    "__version__",
+    "every",
+    "keep",
+    "load",
+    "on",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

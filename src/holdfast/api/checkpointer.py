@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from holdfast.api import ownership
 from holdfast.api.claiming import Claiming, ResumeFrom
-from holdfast.api.ending import close_at_exit
 from holdfast.api.environment import check_platform
 from holdfast.api.loops import Batches, Epochs, Steps
 from holdfast.api.metrics import as_floats
@@ -20,8 +21,9 @@ from holdfast.api.restored import Restored
 from holdfast.api.saving import OnBusy, OnError, Saving
 from holdfast.api.snapshot import Moment, Snapshots
 from holdfast.engine.handle import Save
-from holdfast.errors import ForkedProcess, HoldfastError, UsageError
+from holdfast.errors import ForkedProcess, UsageError
 from holdfast.events import Emitter, Sink
+from holdfast.guard.exitstatus import before_exit, leaving_with
 from holdfast.guard.preempted import Preempted
 from holdfast.guard.signals import SignalWatch
 from holdfast.model.names import run_key
@@ -30,9 +32,10 @@ from holdfast.policy import keep as keeping
 from holdfast.policy import saving as asking
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import SavePolicy
-from holdfast.ranks.solo import check_solo
+from holdfast.ranks.solo import solo
 from holdfast.repo.repository import Repo
-from holdfast.store.registry import Where, open_store
+from holdfast.store.contract import Where
+from holdfast.store.registry import open_store
 
 CLOSE_DEADLINE_S = 600.0
 
@@ -76,7 +79,7 @@ class Checkpointer:
         self.position = Position(data)
         if self._disarmed:
             return
-        check_solo()
+        solo()
         policy, kept = _policies(state, save, keep, on_busy, on_error, memory_budget)
         run_key(run)
         self._run = run
@@ -96,16 +99,16 @@ class Checkpointer:
         self._claiming = Claiming(
             self._repo, run, state, self.position, resume_from=resume_from, takeover=takeover, emitter=self._emitter
         )
-        self._signals = SignalWatch(self._on_signal) if policy.catches_signals else None
+        self._signals = SignalWatch() if policy.catches_signals else None
         self._loop: Steps | Epochs | None = None
         self._open = False
-        self._left_open = False
+        self._inside = False
         self._stopping = False
         self._requested: tuple[Save, bool] | None = None
         self._metrics: dict[str, float] = {}
         self._moment: Moment | None = None
         self.prewarm_s = self._saving.saver.prewarm(self._snapshots.now())
-        close_at_exit(self)
+        self._withdraw = before_exit(_weakly(self))
 
     # -- what a loop sees ----------------------------------------------------------------------------------------------
 
@@ -218,13 +221,12 @@ class Checkpointer:
             self._requested = (handle, wait or bool(self._requested and self._requested[1]))
             return handle
         if last is not None and last.step >= self.step:
-            if last.reason != "restored" or wait is False:
-                warnings.warn(
-                    f"holdfast: no step was completed since the save of step {last.step}, which is returned; "
-                    "a loop of your own says ckpt.step_done() after each step",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            warnings.warn(
+                f"holdfast: no step was completed since the save of step {last.step}, which is returned; "
+                "a loop of your own says ckpt.step_done() after each step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             if wait:
                 last.wait()
             return last
@@ -265,25 +267,27 @@ class Checkpointer:
 
     def open_step(self) -> None:
         """The body of a step begins."""
-        if self._signals is not None and self._signals.name is not None:
-            self._leave(self._signals)
+        if self._signal() is not None:
+            self._consider(epoch_ended=False, ending=True)
         self._metrics = {}
         self._open = True
         self._moment = None
 
     def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None:
         """The body of a step has come to its end: it counts, and is saved if something asks for it."""
-        self._open = False
-        self.position.counters.step += 1
-        self._consider(epoch_ended=epoch_ended, ending=ending)
+        with self._undisturbed():
+            self._open = False
+            self.position.counters.step += 1
+            self._consider(epoch_ended=epoch_ended, ending=ending)
 
     def end_epoch(self, *, ending: bool) -> None:
         """An epoch's body has come to its end."""
-        if self._open:
-            self._open = False
-            self.position.counters.step += 1
-        self.position.end_epoch()
-        self._consider(epoch_ended=True, ending=ending)
+        with self._undisturbed():
+            if self._open:
+                self._open = False
+                self.position.counters.step += 1
+            self.position.end_epoch()
+            self._consider(epoch_ended=True, ending=ending)
 
     def leave_step(self) -> None:
         """The loop is over."""
@@ -291,10 +295,23 @@ class Checkpointer:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """A signal that comes within the block is acted upon after it: it must not find a half-taken save."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+        self._on_signal()
+
+    def _signal(self) -> str | None:
+        return self._signals.name if self._signals is not None else None
+
     def _consider(self, *, epoch_ended: bool, ending: bool) -> None:
         """Between two steps: takes the save that is due, and leaves if a signal came."""
         self._saving.raise_failure()
-        signal = self._signals.name if self._signals is not None else None
+        signal = self._signal()
         epoch = self.position.counters.epoch if isinstance(self._loop, Epochs) else None
         moment = asking.Moment(
             step=self.step,
@@ -339,10 +356,12 @@ class Checkpointer:
         last = self._saving.last
         return last.id if last is not None and last.committed else self._claiming.parent
 
-    def _on_signal(self, name: str) -> None:
+    def _on_signal(self) -> None:
         """In the main thread, between two instructions: outside any step there is nothing to finish, so it acts at once."""
-        if self._open or self._saving.attempt is None or self._closed or self._signals is None:
+        name = self._signal()
+        if name is None or self._inside or self._open or self._saving.attempt is None or self._closed or self._signals is None:
             return
+        self._inside = True
         moment, self._moment = self._moment, None
         if moment is not None and moment.step == self.step and self._unsaved() and self._snapshots.untouched(moment):
             about = self._snapshots.about(parent=self._parent(), metrics=self._metrics, reason=f"{name} came", progress=moment.progress)
@@ -351,10 +370,14 @@ class Checkpointer:
 
     def _leave(self, signals: SignalWatch) -> None:
         """Ends the process as the signal asked, with everything that is in flight committed."""
+        self._inside = True
         self._saving.wait(CLOSE_DEADLINE_S)
-        name, number = signals.name, signals.number
-        assert name is not None and number is not None
-        raise Preempted(name, number, step=self.step)
+        assert signals.received is not None
+        if signals.deferred is not None:
+            raise signals.deferred
+        leaving = Preempted(signals.received)
+        leaving_with(int(leaving.code or 0))
+        raise leaving
 
     def _enter(self) -> None:
         """A loop begins: restored, claimed, and no step left open by an earlier one."""
@@ -367,8 +390,9 @@ class Checkpointer:
                 subject=self._run,
                 hint="build a new Checkpointer: it resumes from the last checkpoint",
             )
-        self.restore()
-        self._claim()
+        with self._undisturbed():
+            self.restore()
+            self._claim()
 
     def _claim(self) -> None:
         if self._saving.attempt is not None:
@@ -379,6 +403,7 @@ class Checkpointer:
         ownership.register((self._repo.id, run_key(self._run)), self)
         self._saving.begin(attempt, self.step, self._claiming.parent)
         if self._signals is not None:
+            self._signals.notify = self._on_signal
             self._signals.install()
 
     def _check_armed(self) -> None:
@@ -402,12 +427,14 @@ class Checkpointer:
     def _close(self, timeout: float, *, ended_well: bool) -> None:
         if self._closed or self._disarmed or os.getpid() != self._pid:
             return
+        self._inside = True
         try:
             if ended_well:
                 self._last_save()
             self._saving.wait(timeout)
         finally:
             self._closed = True
+            self._withdraw()
             if self._signals is not None:
                 self._signals.restore()
             ownership.unregister((self._repo.id, run_key(self._run)), self)
@@ -439,6 +466,18 @@ class Checkpointer:
             )
 
 
+def _weakly(owner: Checkpointer) -> Callable[[], None]:
+    """Closes `owner` at the process's end if it still exists, without keeping it alive until then."""
+    held = weakref.ref(owner)
+
+    def close() -> None:
+        found = held()
+        if found is not None:
+            found.close()
+
+    return close
+
+
 def _policies(
     state: object, save: object, keep: object, on_busy: object, on_error: object, memory_budget: object
 ) -> tuple[SavePolicy, KeepPolicy]:
@@ -468,6 +507,3 @@ def _count(value: object, what: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{what} takes a whole number of at least {least}, not {value!r}", subject=what)
     return value
-
-
-__all__ = ["Checkpointer", "HoldfastError"]

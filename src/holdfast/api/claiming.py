@@ -9,13 +9,14 @@ from holdfast.api import ownership
 from holdfast.api.position import Position
 from holdfast.api.restored import Restored
 from holdfast.engine.restore import RestoreResult, chosen, restore_checkpoint, restore_latest
-from holdfast.errors import Superseded, UsageError
+from holdfast.errors import CheckpointNotFound, HoldfastError, Superseded, UsageError
 from holdfast.events import AttemptClaimed, Emitter, Warned
 from holdfast.model.checkpoint import Index, Manifest
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo.attempts import Attempt, claim
-from holdfast.repo.lineage import latest
+from holdfast.repo.lineage import latest, walk
 from holdfast.repo.repository import Repo
+from holdfast.repo.watch import Watch
 from holdfast.state.contract import Prepared
 from holdfast.state.prepare import prepare
 
@@ -39,7 +40,11 @@ class Claiming:
         self._resume_from = resume_from
         self._takeover = takeover
         self._emitter = emitter
+        self._private: dict[str, Any] = {}
         self.restored: Restored | None = None
+        self._watch: Watch | None = None
+        """Begun before the restore, so that a lease that no longer moves runs out meanwhile."""
+        self._newest: CheckpointId | None = None
         self.done = False
 
     @property
@@ -49,10 +54,12 @@ class Claiming:
     def restore(self) -> Restored | None:
         """Restores what `resume_from` says, once. None if there is nothing to restore."""
         if not self.done:
+            self._watch = self._watch or Watch(self._repo, self._run)
+            self._newest = self._first()
             result = self._restore()
             self.restored = None
             if result is not None:
-                self._position.load(result.private, result.manifest.progress)
+                self._position.load(self._private, result.manifest.progress)
                 self.restored = Restored.of(result, self._repo.url)
             self.done = True
         return self.restored
@@ -62,24 +69,55 @@ class Claiming:
         return latest(self._repo, self._run) is not None
 
     def claim(self) -> Attempt:
-        """Claims the run for this process: what was restored is the parent. Another answer of `latest` since is restored."""
-        owner = ownership.live((self._repo.id, run_key(self._run)))
-        if owner is not None:
-            self._emitter.emit(Warned(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed", self._run))
-            owner.close()
+        """Claims the run for this process: what was restored is the parent. If `latest` means another one by then, that is
+        restored and the run claimed anew."""
+        self._close_own()
         for _ in range(CLAIMS):
-            attempt = claim(self._repo, self._run, self.parent, takeover=self._takeover)
+            try:
+                attempt = claim(
+                    self._repo,
+                    self._run,
+                    self.parent,
+                    takeover=self._takeover,
+                    observe=self._watch,
+                    trouble=self._trouble,
+                    report=self._say,
+                )
+            except CheckpointNotFound:
+                if self._resume_from != "latest":
+                    raise
+                self._restore_anew()
+                continue
             self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
-            if self._resume_from != "latest" or latest(self._repo, self._run, below=attempt.number) == self.parent:
+            if self._resume_from != "latest" or self._first(below=attempt.number) == self._newest:
                 return attempt
             attempt.release()
-            self.done = False
-            self.restore()
+            self._restore_anew()
         raise Superseded(
             f"another process keeps committing to run {self._run!r} while this one starts",
             subject=self._run,
             hint=f"holdfast ls {self._repo.url} --run {self._run}",
         )
+
+    def _close_own(self) -> None:
+        """A notebook's cell that is run twice: the Checkpointer that it made before ends here."""
+        owner = ownership.live((self._repo.id, run_key(self._run)))
+        if owner is not None:
+            self._say(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed")
+            owner.close()
+
+    def _restore_anew(self) -> None:
+        self.done = False
+        self.restore()
+
+    def _first(self, below: int | None = None) -> CheckpointId | None:
+        return next(walk(self._repo, self._run, below=below), None)
+
+    def _say(self, message: str) -> None:
+        self._emitter.emit(Warned(message, self._run))
+
+    def _trouble(self, error: HoldfastError) -> None:
+        self._say(f"the lease of run {self._run!r} could not be renewed: {error.message}")
 
     def _restore(self) -> RestoreResult | None:
         if self._resume_from is None:
@@ -90,4 +128,6 @@ class Claiming:
         return restore_checkpoint(self._repo, id, self._prepare, emitter=self._emitter)
 
     def _prepare(self, manifest: Manifest, index: Index) -> Prepared:
-        return prepare(manifest.tree, index.private, index.specs, self._state)
+        # Empty mappings take whatever the checkpoint has: positions and random states know their own form.
+        self._private = {"data": {}, "random": {}}
+        return prepare(manifest.tree, index.private, index.specs, self._state, private_into=self._private)

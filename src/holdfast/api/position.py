@@ -47,15 +47,13 @@ class Position:
         data = self.data.state_dict() if self.data is not None else None
         return {"data": data, "random": capture()}
 
-    def load(self, private: Any, progress: Mapping[str, Json]) -> None:
+    def load(self, private: Mapping[str, Any], progress: Mapping[str, Json]) -> None:
         """Takes over a checkpoint's position. The random state is put back now, and again where `settle` says."""
         self.counters.load(progress)
         self._iterator = None
-        if not isinstance(private, dict):
-            return
-        if self.data is not None and private.get("data") is not None:
+        if self.data is not None and private.get("data"):
             self.data.load_state_dict(private["data"])
-        self._pending = private.get("random")
+        self._pending = private.get("random") or None
         if self._pending is not None:
             apply(self._pending)
 
@@ -71,9 +69,10 @@ class Position:
         if self._pending is None:
             return
         if self.data is not None and self.counters.batch > 0 and not self._at_end():
-            self.iterator()
-        apply(self._pending)
-        self._pending = None
+            self.iterator()  # puts the random state back, after itself
+        if self._pending is not None:
+            apply(self._pending)
+            self._pending = None
 
     @property
     def unsettled(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from holdfast.engine.handle import Save
 from holdfast.engine.save import About, Saver
-from holdfast.errors import DeadlineExceeded, HoldfastError, MetricNotLogged, OwnershipError, SaveFailed, StateError
+from holdfast.errors import DeadlineExceeded, HoldfastError, MetricNotLogged, OwnershipError, StateError
 from holdfast.events import Emitter, SaveFailedEvent, SaveSkipped, Warned
 from holdfast.guard.exitstatus import ExitStatus
 from holdfast.model.names import CheckpointId
@@ -58,7 +58,7 @@ class Saving:
         """The last save taken, or the restored checkpoint as a save that is committed already."""
         self.lock = threading.Lock()
         self._failure: HoldfastError | None = None
-        self._exit_status = ExitStatus()
+        self._exit_status = ExitStatus(f"run {run}")
         self._late: dict[CheckpointId, dict[str, float]] = {}
         self._metrics_seen: set[str] = set()
         self._first_step = 0
@@ -214,6 +214,3 @@ class Saving:
     def _make_room(self) -> bool:
         return self._retain() > 0
 
-
-def failed_save(error: HoldfastError) -> SaveFailed:
-    return error if isinstance(error, SaveFailed) else SaveFailed(error.message, subject=error.subject, hint=error.hint)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.api.certifying import Certifier
 from holdfast.api.environment import environment
 from holdfast.api.position import Position
 from holdfast.engine.save import About
@@ -14,7 +13,8 @@ from holdfast.errors import HoldfastError
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId
 from holdfast.state.contract import Flattened
-from holdfast.state.flatten import Flattener
+from holdfast.state.certificate import certificate
+from holdfast.state.flattener import Flattener
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,13 @@ class Snapshots:
     def __init__(self, state: Mapping[str, Any], position: Position) -> None:
         self._state = state
         self._position = position
-        self._flattener = Flattener()
-        self._certifier = Certifier(state, position)
+        self._private: dict[str, Any] = {}
+        self._flattener = Flattener(state, private=self._private)
         self._environment: dict[str, Json] | None = None
 
     def now(self) -> Flattened:
-        return self._flattener.flatten(self._state, private=self._position.private())
+        self._private.update(self._position.private())
+        return self._flattener.flatten()
 
     def about(self, *, parent: CheckpointId | None, metrics: Mapping[str, float], reason: str, progress: Mapping[str, Json] | None = None) -> About:
         if self._environment is None:
@@ -48,7 +49,7 @@ class Snapshots:
             metrics=dict(metrics),
             progress=dict(progress) if progress is not None else self._position.counters.progress(),
             environment=self._environment,
-            certificate=self._certifier.certificate(),
+            certificate=certificate(self._state, self._position.data),
             reason=reason,
         )
 

@@ -33,7 +33,6 @@ class RestoreResult:
     manifest: Manifest
     state: Any
     report: LoadReport
-    private: Any
     bytes: int
     seconds: float
     skipped: tuple[tuple[CheckpointId, str], ...] = ()
@@ -111,7 +110,7 @@ def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -
     state = prepared.apply()
     seconds = time.perf_counter() - began
     emitter.emit(RestoredEvent(id, moved, seconds))
-    return RestoreResult(id, manifest, state, prepared.report, index.private, moved, seconds)
+    return RestoreResult(id, manifest, state, prepared.report, moved, seconds)
 
 
 def _with_skipped(result: RestoreResult, skipped: Sequence[tuple[CheckpointId, str]]) -> RestoreResult:
@@ -120,7 +119,6 @@ def _with_skipped(result: RestoreResult, skipped: Sequence[tuple[CheckpointId, s
         result.manifest,
         result.state,
         result.report,
-        result.private,
         result.bytes,
         result.seconds,
         tuple(skipped),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.crashpoints import crashpoint
@@ -24,10 +24,12 @@ from holdfast.image.layout import Layout, plan_layout
 from holdfast.model.checkpoint import Index, Json, Manifest, PackEntry, Receipt
 from holdfast.model.names import CheckpointId
 from holdfast.repo.attempts import Attempt
-from holdfast.repo.commit import abort, begin, commit, free
-from holdfast.repo.index import put_index
-from holdfast.repo.manifest import content_digest
+from holdfast.repo.commit import abort, begin, commit
+from holdfast.repo.content import content_digest
+from holdfast.repo.layout import index_file
+from holdfast.repo.packs import put_index
 from holdfast.repo.repository import Repo
+from holdfast.repo.unfinished import free
 from holdfast.state.contract import Flattened
 
 SMALL_OBJECTS_BYTES = 4 << 20
@@ -70,6 +72,7 @@ class _Job:
     digest_while_writing: bool
     created: str
     begun: bool = False
+    names: Sequence[str] = ()
     receipts: list[Receipt] = field(default_factory=list)
     """Of the packs, in order: a save that goes on after room was made does not write them again."""
 
@@ -246,7 +249,7 @@ class Saver:
         try:
             abort(self.repo, save.id, save.save_id)
             crashpoint("unfinished save marked aborted, objects still there")
-            free(self.repo, save.id)
+            free(self.repo, save.id, names=job.names)
         except HoldfastError as error:
             self._emitter.emit(Warned(f"what {save.id} left behind stays until the next claim: {error.message}", str(save.id)))
 
@@ -256,10 +259,9 @@ class Saver:
         self._check_space(job)
         save.phase = "beginning"
         if not job.begun:
-            index_name = f"rank-{self._rank:05d}.index"
-            begin(self._claimed(), save.step, save.save_id, [*(pack.name for pack in layout.packs), index_name])
+            job.names = [*(pack.name for pack in layout.packs), index_file(self._rank)]
+            begin(self._claimed(), save.step, save.save_id, job.names)
             job.begun = True
-        crashpoint("save begun")
         for pack in range(len(job.receipts), len(layout.packs)):
             job.receipts.append(self._write_pack(job, pack))
         crashpoint("pack durable, index not yet")
@@ -275,7 +277,13 @@ class Saver:
             save_id=save.save_id,
             tree=job.flattened.tree,
             indexes=(entry,),
-            content=content_digest(job.flattened.tree, [index]),
+            content=content_digest(
+                job.flattened.tree,
+                index.specs,
+                index.digests,
+                chunk_bytes=repo.chunk_bytes,
+                private=[index.private],
+            ),
             bytes=save.bytes,
             leaves=len(index.specs),
             chunk_bytes=repo.chunk_bytes,
@@ -286,7 +294,7 @@ class Saver:
             certificate=job.about.certificate,
             created=job.created,
         )
-        commit(repo, manifest, receipts, packs=index.packs)
+        commit(repo, manifest, receipts)
         crashpoint("manifest durable, not yet reported")
 
     def _write_pack(self, job: _Job, pack: int) -> Receipt:

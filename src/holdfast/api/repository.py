@@ -1,0 +1,80 @@
+"""The operator's view of a repository: what is there, whether it is whole, and taking things out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from holdfast.api.restored import Checkpoint
+from holdfast.events import Emitter, Sink
+from holdfast.model.checkpoint import Json, Manifest, Note
+from holdfast.model.names import CheckpointId
+from holdfast.repo.lineage import latest, resolve, walk
+from holdfast.repo.notes import notes
+from holdfast.repo.repository import Repo
+from holdfast.store.contract import Where
+from holdfast.store.registry import open_store
+
+
+class Repository:
+    """A repository, opened for looking at. Raises NotARepository (naming the nearest one), FormatTooNew, StoreError."""
+
+    def __init__(self, where: Where, *, sinks: Sequence[Sink] = ()) -> None:
+        self.repo = Repo.open(open_store(where))
+        self._emitter = Emitter.of(sinks)
+
+    @property
+    def url(self) -> str:
+        return self.repo.url
+
+    @property
+    def id(self) -> str:
+        return self.repo.id
+
+    def runs(self) -> list[str]:
+        return self.repo.runs()
+
+    def latest(self, run: str = "main") -> CheckpointId | None:
+        """The checkpoint that `latest` means now, or None."""
+        return latest(self.repo, run)
+
+    def walk(self, run: str = "main") -> Iterator[CheckpointId]:
+        """The line of training that leads to `latest`, newest first."""
+        return walk(self.repo, run)
+
+    def checkpoints(self, run: str = "main") -> list[CheckpointId]:
+        """Every committed checkpoint of the run, on the line of training or left behind, newest first."""
+        return [
+            CheckpointId(run, attempt, step)
+            for attempt in reversed(self.repo.attempts(run))
+            for step in self.repo.committed(run, attempt)
+        ]
+
+    def find(self, run: str = "main", step: int | str = "latest") -> CheckpointId:
+        """The checkpoint of a step. RunNotFound and CheckpointNotFound name what there is instead."""
+        return resolve(self.repo, run, step)
+
+    def checkpoint(self, id: CheckpointId) -> Checkpoint:
+        manifest = self.repo.manifest(id)
+        return Checkpoint(self.url, id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
+
+    def manifest(self, id: CheckpointId) -> Manifest:
+        return self.repo.manifest(id)
+
+    def certificate(self, id: CheckpointId) -> Mapping[str, Json]:
+        """What a resume from it covers, and what could make it inexact."""
+        return self.repo.manifest(id).certificate
+
+    def notes(self, id: CheckpointId) -> list[Note]:
+        return notes(self.repo, id)
+
+    def metrics(self, id: CheckpointId) -> dict[str, Any]:
+        """As logged with the step and as noted later, the later one counting."""
+        found: dict[str, Any] = dict(self.repo.manifest(id).metrics)
+        for note in self.notes(id):
+            if note.kind == "metric":
+                found.update(note.body)
+        return found
+
+    def __repr__(self) -> str:
+        return f"Repository({self.url!r})"
