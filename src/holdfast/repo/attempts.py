@@ -14,11 +14,11 @@ from holdfast.model.names import CheckpointId, check_run, run_key
 from holdfast.repo import layout, objects
 from holdfast.repo.lease import BEAT_S, Lease, Trouble, read_last
 from holdfast.repo.liveness import Clock, judge, this_process
-from holdfast.repo.records import encode_attempt
+from holdfast.repo.records import LeaseRecord, encode_attempt
 from holdfast.repo.repository import Repo, now_text
-from holdfast.repo.tombstones import is_tombstoned, take_back_dead
-from holdfast.repo.unfinished import close_unfinished
-from holdfast.repo.watch import Found, Watch, let_go, take_hold
+from holdfast.repo.tombstones import dead_tombstones, is_tombstoned, take_back
+from holdfast.repo.unfinished import close_save, close_unfinished
+from holdfast.repo.watch import Found, Watch, held_here, let_go, take_hold
 
 __all__ = ["Attempt", "Clock", "Watch", "claim", "judge", "this_process"]
 
@@ -103,32 +103,36 @@ def claim(
     there and has no commit, and the caller chooses anew and claims again. The caller walks I4 again after the claim,
     with `below=attempt.number`; if the answer is another than `parent`, it restores that and claims again.
 
-    `trouble` is told of lease beats that fail, `report` of damage that was passed over.
+    `trouble` is told of lease beats that fail, `report` of damage that was passed
+    over, and of waiting.
     """
     run = run_key(check_run(run))
     watch = observe or Watch(repo, run)
     say: Report = report or (lambda message: None)
-    record, previous = _put_claim(repo, run, parent, watch, takeover=takeover, wait_s=wait_s)
+    record, previous = _put_claim(repo, run, parent, watch, takeover=takeover, wait_s=wait_s, say=say)
     crashpoint("attempt claimed")
     lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
     attempt = Attempt(repo, record, lease)
     take_hold(repo, run, record.number)
     lease.start()
     try:
-        dead_below = record.number if previous.verdict in ("dead", "free") else 0
-        take_back_dead(repo, run, now_name=layout.attempt_name(run, record.number), dead_below=dead_below)
+        _take_back_tombstones(repo, record, previous, say)
         _rely_on(repo, parent)
         _close_earlier(repo, record, lease, previous, say)
     except BaseException:
-        attempt.release()
+        try:
+            attempt.release()
+        except HoldfastError as error:
+            say(f"the attempt just claimed cannot be released, others will watch its lease: {error.message}")
         raise
     return attempt
 
 
 def _put_claim(
-    repo: Repo, run: str, parent: CheckpointId | None, watch: Watch, *, takeover: bool, wait_s: float
+    repo: Repo, run: str, parent: CheckpointId | None, watch: Watch, *, takeover: bool, wait_s: float, say: Report
 ) -> tuple[AttemptRecord, Found]:
     deadline = watch.clock.now() + wait_s
+    waiting = False
     while True:
         found = watch.look()
         over = watch.clock.now() >= deadline
@@ -140,14 +144,18 @@ def _put_claim(
         # An owner elsewhere whose lease has not been watched for long enough is neither: that ends within the ttl.
         if found.verdict == "here" or (over and found.verdict == "alive"):
             raise _in_use(repo, run, found)
+        if not waiting:
+            say(f"run {run} is owned by {_who(found)}; waiting for that to end")
+            waiting = True
         watch.clock.sleep(_POLL_S)
 
 
 def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> AttemptRecord | None:
     """The claim of the first number from `number` on that no copied directory occupies; None if somebody was faster."""
     while True:
+        if parent is not None and parent.run == run and parent.attempt >= number:
+            raise CheckpointNotFound(f"there is no checkpoint {parent} to go on from", subject=str(parent))
         record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text())
-        assert parent is None or parent.run != run or parent.attempt < number, "an attempt's parent is lower (I4)"
         try:
             objects.put(repo.store, layout.attempt_name(run, number), encode_attempt(record), token=record.id)
             return record
@@ -161,14 +169,19 @@ def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> 
 
 
 def _in_use(repo: Repo, run: str, found: Found) -> RunInUse:
-    owner = found.record.owner if found.record else None
-    who = f"process {owner.pid} of {owner.user} on {owner.host}" if owner else "a process whose record is damaged"
-    where = "this very process" if found.verdict == "here" else who
+    where = "this very process" if found.verdict == "here" else _who(found)
     return RunInUse(
         f"run {run!r} at {repo.url} is in use: attempt {found.number} belongs to {where} ({found.reason})",
         subject=run,
         hint="stop that process, use another run name, or pass takeover=True",
     )
+
+
+def _who(found: Found) -> str:
+    if found.record is None:
+        return "a process whose record is damaged"
+    owner = found.record.owner
+    return f"process {owner.pid} of {owner.user} on {owner.host}"
 
 
 def _rely_on(repo: Repo, parent: CheckpointId | None) -> None:
@@ -184,34 +197,58 @@ def _rely_on(repo: Repo, parent: CheckpointId | None) -> None:
         )
 
 
+def _take_back_tombstones(repo: Repo, record: AttemptRecord, previous: Found, say: Report) -> None:
+    """Of dead removers; where one had removed the manifest already, what is left goes too."""
+    now_name = layout.attempt_name(record.run, record.number)
+    dead_below = record.number if previous.verdict in ("dead", "free") else 0
+    for stone in dead_tombstones(repo, record.run, now_name=now_name, dead_below=dead_below):
+        if stone.id.attempt < record.number:
+            close_save(repo, stone.id, by="its removal was cut short", owner_dead=True, report=say)
+        take_back(repo, stone)
+
+
 def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Found, say: Report) -> None:
     """Closes unfinished saves of earlier attempts, highest first, down to one that has seen to all below it.
 
     Leases are removed only after this attempt's own lease durably says that everything below is closed: so there always
-    is one that says so, and a claim never has to look at every attempt there has ever been.
+    is one that says so, and a claim never has to look at every attempt there has ever been. An owner that still lives
+    (it was claimed over) may put objects yet: then nothing is said, and the next claim looks again.
     """
     by = f"attempt {record.number} claimed run {record.run}"
-    owner_dead = previous.verdict in ("dead", "free")
-    looked_at: list[int] = []
-    for number in reversed(repo.attempts(record.run)):
-        if number >= record.number:
-            continue
-        dead = owner_dead or number != previous.number
-        close_unfinished(repo, record.run, number, by=by, owner_dead=dead, report=say)
+    dead: list[int] = []
+    all_dead = True
+    for number in reversed([n for n in repo.attempts(record.run) if n < record.number]):
         last = read_last(repo, record.run, number)[1]
-        if dead:
-            looked_at.append(number)
+        gone = previous.verdict == "dead" if number == previous.number else _is_gone(repo, record.run, number, last)
+        close_unfinished(repo, record.run, number, by=by, owner_dead=gone, report=say)
+        if gone:
+            dead.append(number)
+        all_dead = all_dead and gone
         if last is not None and last.closed:
             break
-    if not owner_dead:
+    if not all_dead:
         return
     try:
         lease.say_closed()
     except HoldfastError as error:
         say(f"the lease could not say that earlier saves are closed: {error}")
         return
-    for number in looked_at:
+    for number in dead:
         directory = layout.lease_directory(record.run, number)
         names = [entry.name for entry in repo.store.walk(directory)]
         names += [entry.name for entry in repo.store.leftovers(directory)]
         repo.store.delete(names)
+
+
+def _is_gone(repo: Repo, run: str, number: int, last: LeaseRecord | None) -> bool:
+    """Whether the owner of an attempt below the previous one has ended. Where only its lease could tell, it counts as
+    ended: somebody has claimed over it, and watched it, before."""
+    try:
+        record = repo.find_attempt(run, number)
+    except CorruptionError:
+        return True
+    if record is None or (last is not None and last.released and last.id == record.id):
+        return True
+    if record.owner == this_process():
+        return not held_here(repo, run, number)
+    return judge(record.owner) != "alive"

@@ -68,9 +68,9 @@ def walk(repo: Repo, run: str, *, below: int | None = None, report: Report | Non
             return
 
 
-def latest(repo: Repo, run: str, *, report: Report | None = None) -> CheckpointId | None:
+def latest(repo: Repo, run: str, *, below: int | None = None, report: Report | None = None) -> CheckpointId | None:
     """What the run means now, or None if it has no checkpoint. Damaged or not: reading it tells."""
-    return next(walk(repo, run, report=report), None)
+    return next(walk(repo, run, below=below, report=report), None)
 
 
 def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> CheckpointId:

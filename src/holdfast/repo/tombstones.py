@@ -59,28 +59,32 @@ def take_back(repo: Repo, stone: Tombstone) -> None:
     repo.store.delete([stone.name])
 
 
-def take_back_dead(repo: Repo, run: str, *, now_name: str, dead_below: int) -> list[Tombstone]:
-    """Takes back the tombstones in `run` of removers that are dead; returns them.
+def dead_tombstones(repo: Repo, run: str, *, now_name: str, dead_below: int) -> list[Tombstone]:
+    """The tombstones in `run` whose removers are dead.
 
     Dead is: no such process any more, where this host can tell; the retention of an attempt below `dead_below` (all of
     which the caller has found dead); else a tombstone that was put STALE_S before the object `now_name`, which the
     caller put just now, by the store's clock.
     """
-    taken = []
+    found = []
     now_ns = repo.store.stat(now_name).modified_ns
     for entry in repo.store.walk(f"tombstones/{run}"):
         stone = _read(repo, entry.name)
-        try:
-            stale = now_ns - repo.store.stat(entry.name).modified_ns > STALE_S * 1e9
-        except ObjectNotFound:
-            continue
         if stone is None:
             continue
         verdict = judge(stone.owner)
-        if verdict == "dead" or (verdict == "unknown" and (stale or 0 < stone.attempt < dead_below)):
-            take_back(repo, stone)
-            taken.append(stone)
-    return taken
+        if verdict == "dead" or (
+            verdict == "unknown" and (0 < stone.attempt < dead_below or _is_stale(repo, stone, now_ns))
+        ):
+            found.append(stone)
+    return found
+
+
+def _is_stale(repo: Repo, stone: Tombstone, now_ns: int) -> bool:
+    try:
+        return now_ns - repo.store.stat(stone.name).modified_ns > STALE_S * 1e9
+    except ObjectNotFound:
+        return False
 
 
 def _read(repo: Repo, name: str) -> Tombstone | None:

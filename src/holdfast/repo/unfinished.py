@@ -51,7 +51,10 @@ def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin:
     wanted = {f"{id.directory}/{file}" for file in files}
     temporary_of = wanted | {begun, id.manifest}
     leftovers = [e.name for e in repo.store.leftovers(id.directory) if e.name.partition(TEMPORARY)[0] in temporary_of]
-    repo.store.delete([*sorted(wanted), *leftovers])
+    # Only a checkpoint that once existed has notes: its removal was cut short.
+    directory = layout.notes_directory(id)
+    notes = [f"{directory}/{file}" for file in repo.store.children(directory).objects if layout.parse_numbered(file)]
+    repo.store.delete([*sorted(wanted), *leftovers, *notes])
     if not keep_begin:
         repo.store.delete([begun])
     return True
@@ -60,25 +63,32 @@ def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin:
 def close_unfinished(repo: Repo, run: str, attempt: int, *, by: str, owner_dead: bool, report: Report) -> None:
     """Closes and frees every unfinished save of an earlier attempt. What is damaged is reported and left as it is."""
     for step in repo.steps(run, attempt):
-        id = CheckpointId(run, attempt, step)
-        here = repo.store.children(id.directory).objects
-        if layout.BEGIN not in here:
-            continue
-        try:
-            if layout.MANIFEST not in here:
-                # A checkpoint in the trash has lost its manifest too, and can still come back.
-                if repo.store.children(layout.trash_directory(id)).objects:
-                    continue
-                if not abort(repo, id, _save_id(repo, id), by=by):
-                    continue
-                crashpoint("unfinished save marked aborted, objects still there")
-            elif repo.store.stat(id.manifest).length > MAX_ABORTED:
-                continue
-            free(repo, id, keep_begin=not owner_dead)
-        except ObjectNotFound:
-            continue  # removed meanwhile by somebody who knew what it was
-        except CorruptionError as error:
-            report(f"an unfinished save was left as it is: {error.message}")
+        close_save(repo, CheckpointId(run, attempt, step), by=by, owner_dead=owner_dead, report=report)
+
+
+def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, report: Report) -> None:
+    """Closes and frees one save of an earlier attempt, unless it is a checkpoint, or one in the trash, or was freed.
+
+    A checkpoint whose removal was cut short after its manifest was gone looks the same, and is freed the same way.
+    """
+    here = repo.store.children(id.directory).objects
+    if layout.BEGIN not in here:
+        return
+    try:
+        if layout.MANIFEST not in here:
+            # A checkpoint in the trash has lost its manifest too, and can still come back.
+            if repo.store.children(layout.trash_directory(id)).objects:
+                return
+            if not abort(repo, id, _save_id(repo, id), by=by):
+                return
+            crashpoint("unfinished save marked aborted, objects still there")
+        elif repo.store.stat(id.manifest).length > MAX_ABORTED:
+            return
+        free(repo, id, keep_begin=not owner_dead)
+    except ObjectNotFound:
+        return  # removed meanwhile by somebody who knew what it was
+    except CorruptionError as error:
+        report(f"an unfinished save was left as it is: {error.message}")
 
 
 def _save_id(repo: Repo, id: CheckpointId) -> str:
