@@ -1,0 +1,202 @@
+import json
+import struct
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import CorruptionError
+from holdfast.image.header import MAX_HEADER, SIZES, HeaderEntry, build_header, header_length, parse_header
+
+
+def file_of(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, str) else json.dumps(header)
+    return struct.pack("<Q", len(text.encode())) + text.encode() + data
+
+
+def entry(code: str = "U8", shape: object = (4,), offsets: object = (0, 4)) -> dict[str, object]:
+    return {"dtype": code, "shape": shape, "data_offsets": offsets}
+
+
+EMPTY = '"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+GOOD = '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+
+
+def test_a_good_file_is_read() -> None:
+    header = parse_header(file_of(GOOD, b"abcd"), name="x")
+    assert dict(header) == {"a": HeaderEntry("U8", (4,), 8 + len(GOOD), 12 + len(GOOD))}
+    assert header.length == 8 + len(GOOD)
+    assert header.metadata == {}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        ("", b"", "cannot hold an object"),
+        ("[]", b"", "no JSON object"),
+        (" " + GOOD, b"abcd", "no JSON object"),
+        ("{", b" ", "cannot hold"),
+        ("{ ", b"", "something other than a string"),
+        ("{}x", b"", "goes on after its end"),
+        ("{}{}", b"", "goes on after its end"),
+        (GOOD + "\n", b"abcd", "goes on after its end"),
+        (GOOD[:-1], b"abcd", "ends where"),
+        (GOOD[:-1] + ",}", b"abcd", "something other than a string"),
+        (GOOD[:-1] + ";}", b"abcd", "has ';' where"),
+        ('{"a" {}}', b"", "without a colon"),
+        ("{1:{}}", b"", "something other than a string"),
+        ('{"a":{"dtype":"U8"', b"", "no flat object"),
+        ('{"a":[]}', b"", "no flat object"),
+        ('{"a":{"dtype":{},"shape":[],"data_offsets":[0,1]}}', b"a", "no flat object"),
+        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":' + " " * 70_000 + "1}}", b"a", "no flat object"),
+        ('{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,1]}}', b"a", "not valid JSON"),
+        ('{"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}}', b"a", "not valid JSON"),
+        ('{"a":{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}}', b"a", "not valid JSON"),
+        ('{"a":{"dtype":"U8","shape":' + "[" * 60_000 + ',"data_offsets":[0,1]}}', b"a", "not valid JSON"),
+        ('{"a":{"dtype":"U8","shape":[' + "9" * 5000 + '],"data_offsets":[0,1]}}', b"a", "not valid JSON"),
+        ('{"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"a", "exactly dtype"),
+        ('{"a":{"dtype":"U8","shape":[1]}}', b"a", "exactly dtype"),
+        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":1}}', b"a", "exactly dtype"),
+        ({"a": entry("U9")}, b"abcd", "dtype 'U9'"),
+        ({"a": entry(code=["U8"])}, b"abcd", "which is not known"),  # type: ignore[arg-type]
+        ({"a": entry(shape=4)}, b"abcd", "no list of sizes"),
+        ({"a": entry(shape=[-4])}, b"abcd", "no list of sizes"),
+        ({"a": entry(shape=[True])}, b"abcd", "no list of sizes"),
+        ({"a": entry(shape=["4"])}, b"abcd", "no list of sizes"),
+        ({"a": entry(shape=[2**64])}, b"abcd", "no list of sizes"),
+        ({"a": entry(offsets=[4, 0])}, b"abcd", "no begin and end"),
+        ({"a": entry(offsets=[0])}, b"abcd", "no begin and end"),
+        ({"a": entry(offsets=[-1, 3])}, b"abcd", "no begin and end"),
+        ({"a": entry(offsets=None)}, b"abcd", "no begin and end"),
+        ({"a": entry(shape=[5])}, b"abcd", "has 4 bytes, where its shape needs 5"),
+        ({"a": entry("F64", [2**61], [0, 2**63 - 1])}, b"", "more than 2^63"),
+        ({"a": entry("U8", [2**40] * 900, [0, 4])}, b"abcd", "more than 2^63"),
+        ({"a": entry()}, b"abc", "ends at byte"),
+        ({"a": entry()}, b"abcde", "belong to no tensor"),
+        ({}, b"a", "belong to no tensor"),
+        ({"a": entry(offsets=[1, 5])}, b"abcde", "belong to no tensor"),
+        ({"a": entry(), "b": entry(offsets=[5, 9])}, b"abcdefghi", "belong to no tensor"),
+        ({"a": entry(), "b": entry(offsets=[3, 7])}, b"abcdefg", "inside the tensor before"),
+        ({"a": entry(), "b": entry()}, b"abcd", "inside the tensor before"),
+        ("{" + EMPTY + "," + EMPTY + "}", b"", "twice"),
+        ("{" + EMPTY + ',"\\u0061":' + json.dumps(entry()) + "}", b"abcd", "twice"),
+        ('{"__metadata__":{},"__metadata__":{}}', b"", "__metadata__ twice"),
+        ('{"__metadata__":{"a":"b","a":"b"}}', b"", "metadata name 'a' twice"),
+        ('{"__metadata__":{"a":1}}', b"", "something other than a string"),
+        ('{"__metadata__":{"a":{"b":"c"}}}', b"", "something other than a string"),
+        ('{"__metadata__":[]}', b"", "'[' where '{'"),
+        ('{"__metadata__":null}', b"", "'n' where '{'"),
+        ('{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "lone surrogate"),
+        ('{"\\x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "escape that JSON does not know"),
+        ('{"a\nb":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "something other than a string"),
+    ],
+)  # fmt: skip
+def test_each_way_to_lie_has_its_message(header: object, data: bytes, message: str) -> None:
+    with pytest.raises(CorruptionError) as caught:
+        parse_header(file_of(header, data), name="runs/x/rank-00000.safetensors")
+    assert message in caught.value.message
+    assert "rank-00000.safetensors" in caught.value.message
+    assert caught.value.subject == "runs/x/rank-00000.safetensors"
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (b"", "too short"),
+        (b"1234567", "too short"),
+        (struct.pack("<Q", MAX_HEADER + 1) + b"{}", "at most"),
+        (struct.pack("<Q", 2**64 - 1) + b"{}", "at most"),
+        (struct.pack("<Q", 3) + b"{}", "ends after 2"),
+        (struct.pack("<Q", 2) + b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_a_length_is_checked_before_it_is_believed(block: bytes, message: str) -> None:
+    with pytest.raises(CorruptionError, match=message):
+        parse_header(block, name="x")
+
+
+def test_a_header_read_in_part_is_refused() -> None:
+    with pytest.raises(CorruptionError, match="were read"):
+        parse_header(file_of(GOOD)[:20], name="x", file_length=1000)
+
+
+def test_the_header_alone_suffices_with_the_length_of_the_file() -> None:
+    block = file_of(GOOD)
+    assert parse_header(block, name="x", file_length=len(block) + 4)["a"].stop == len(block) + 4
+    assert header_length(block[:8], name="x", file_length=len(block) + 4) == len(block)
+    with pytest.raises(CorruptionError, match="ends at byte"):
+        parse_header(block, name="x", file_length=len(block) + 3)
+
+
+def test_what_others_write_is_read() -> None:
+    """Keys in any order, white space, empty tensors at the same offset, names outside ASCII."""
+    text = (
+        '{ "é\\n" : {"data_offsets":[0, 0],\n"shape":[ 0, 7 ],"dtype":"F32"}\t, "b{}":{"dtype":"U8","shape":[],'
+        '"data_offsets":[0,1]},"__metadata__":{"{\\"":"}"}}   '
+    )
+    header = parse_header(file_of(text, b"x"), name="x")
+    assert [(key, one.shape, one.stop - one.start) for key, one in header.items()] == [
+        ("é\n", (0, 7), 0),
+        ("b{}", (), 1),
+    ]
+    assert header.metadata == {'{"': "}"}
+
+
+def test_a_hundred_thousand_empty_lists_cost_no_memory_worth_the_name() -> None:
+    import tracemalloc
+
+    hostile = file_of('{"a":{"dtype":"U8","shape":[' + "[]," * 1_000_000 + '[]],"data_offsets":[0,1]}}', b"x")
+    tracemalloc.start()
+    with pytest.raises(CorruptionError, match="flat object"):
+        parse_header(hostile, name="x")
+    assert tracemalloc.get_traced_memory()[1] < 4 * len(hostile)
+    tracemalloc.stop()
+
+
+NAMES = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda name: name != "__metadata__")
+TENSORS = st.dictionaries(
+    NAMES, st.tuples(st.sampled_from(sorted(SIZES)), st.lists(st.integers(0, 4), max_size=4)), max_size=8
+)
+
+
+@settings(max_examples=80, derandomize=True, deadline=None)
+@given(TENSORS, st.dictionaries(NAMES, NAMES, max_size=3), st.sampled_from([1, 8, 512, 4096]))
+def test_what_is_built_is_read_back(
+    tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str], align: int
+) -> None:
+    block = build_header(((name, code, shape) for name, (code, shape) in tensors.items()), metadata, align=align)
+    assert len(block) % align == 0
+    nbytes = sum(SIZES[code] * int(np.prod(shape, dtype=int)) for code, shape in tensors.values())
+    header = parse_header(block, name="x", file_length=len(block) + nbytes)
+    assert {name: (one.code, list(one.shape)) for name, one in header.items()} == tensors
+    assert header.metadata == metadata
+    assert header.length == len(block)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(st.data())
+def test_a_mutated_header_is_an_error_or_still_covers_the_file(data: st.DataObject) -> None:
+    """Whatever single byte changes: an error of ours, or a header that safetensors, too, would accept."""
+    whole = bytearray(build_header([("a", "F32", (2, 3)), ("b", "U8", (5,))], {"k": "v"}, align=64) + bytes(29))
+    at = data.draw(st.integers(0, len(whole) - 30))
+    whole[at] = data.draw(st.integers(0, 255))
+    try:
+        header = parse_header(bytes(whole), name="x")
+    except CorruptionError:
+        return
+    assert sum(one.stop - one.start for one in header.values()) == 29
+    safetensors.deserialize(bytes(whole))
+
+
+def test_what_safetensors_writes_is_read() -> None:
+    arrays = {"x/y": np.arange(6, dtype=np.float32).reshape(2, 3), "z": np.zeros((0, 2), np.int64)}
+    data = safetensors.numpy.save(arrays, {"k": "v"})
+    header = parse_header(data, name="x")
+    assert header.metadata == {"k": "v"}
+    for name, array in arrays.items():
+        assert data[header[name].start : header[name].stop] == array.tobytes()
+        assert header[name].shape == array.shape
