@@ -29,10 +29,25 @@ class Claiming:
     """Restores one run into one state, and claims it."""
 
     def __init__(
-        self, repo: Repo, run: str, state: Mapping[str, Any], position: Position, *, resume_from: ResumeFrom, takeover: bool, emitter: Emitter
+        self,
+        repo: Repo,
+        run: str,
+        state: Mapping[str, Any],
+        position: Position,
+        *,
+        resume_from: ResumeFrom,
+        takeover: bool,
+        emitter: Emitter,
     ) -> None:
-        if not (resume_from is None or resume_from == "latest" or (isinstance(resume_from, int) and not isinstance(resume_from, bool))):
-            raise UsageError(f"resume_from={resume_from!r} is neither 'latest', a step, nor None", hint='resume_from="latest", or a step such as 500')
+        if not (
+            resume_from is None
+            or resume_from == "latest"
+            or (isinstance(resume_from, int) and not isinstance(resume_from, bool))
+        ):
+            raise UsageError(
+                f"resume_from={resume_from!r} is neither 'latest', a step, nor None",
+                hint='resume_from="latest", or a step such as 500',
+            )
         self._repo = repo
         self._run = run
         self._state = state
@@ -68,8 +83,13 @@ class Claiming:
         """Whether the run has a checkpoint."""
         return latest(self._repo, self._run) is not None
 
+    def hidden_by_saving(self) -> bool:
+        """Whether a fresh start here would hide checkpoints that nobody asked to be hidden."""
+        return self._resume_from is not None and self.exists()
+
     def claim(self) -> Attempt:
-        """Claims the run for this process: what was restored is the parent. If `latest` means another one by then, that is
+        """Claims the run for this process: what was restored is the parent. If `latest` means another one by then,
+        that is
         restored and the run claimed anew."""
         self._close_own()
         for _ in range(CLAIMS):

@@ -1,4 +1,5 @@
-"""What ran: versions and the machine, for a person who asks later. No names of users, no paths, no environment variables."""
+"""What ran: versions and the machine, for a person who asks later. No names of users, no paths, no environment
+variables."""
 
 from __future__ import annotations
 

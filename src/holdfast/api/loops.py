@@ -13,9 +13,7 @@ class Training(Protocol):
     """What a loop tells its Checkpointer."""
 
     position: Position
-
-    @property
-    def stopping(self) -> bool: ...
+    stopping: bool
 
     def open_step(self) -> None: ...
 
@@ -23,7 +21,7 @@ class Training(Protocol):
 
     def end_epoch(self, *, ending: bool) -> None: ...
 
-    def leave_step(self) -> None: ...
+    def leave_loop(self) -> None: ...
 
 
 class Steps(Iterator[int]):
@@ -52,7 +50,7 @@ class Steps(Iterator[int]):
             training.complete_step(ending=last or training.stopping)
         if training.stopping or (self._total is not None and counters.step >= self._total):
             self._over = True
-            training.leave_step()
+            training.leave_loop()
             raise StopIteration
         training.position.settle()
         training.open_step()
@@ -90,7 +88,7 @@ class Epochs(Iterator[int]):
                 self._end_epoch(ending=last or training.stopping)
         if training.stopping or counters.epoch >= self._total:
             self._over = True
-            training.leave_step()
+            training.leave_loop()
             raise StopIteration
         if counters.batch == 0 or training.position.data is None:
             training.position.settle()
@@ -150,7 +148,8 @@ class Batches(Iterator[Any]):
 
 
 class RestOfEpoch(Iterator[Any]):
-    """The batches of this epoch that are still to come. Inside `epochs`, coming back for the next one completes a step."""
+    """The batches of this epoch that are still to come. Inside `epochs`, coming back for the next one completes a
+    step."""
 
     def __init__(self, training: Training, epochs: Epochs | None) -> None:
         self._training = training

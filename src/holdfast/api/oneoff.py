@@ -35,10 +35,13 @@ _loaded: dict[ownership.Key, CheckpointId] = {}
 _lock = threading.Lock()
 
 
-def save(state: Any, where: Where, *, step: int | None = None, run: str = "main", sinks: Sequence[Sink] = ()) -> Checkpoint:
+def save(
+    state: Any, where: Where, *, step: int | None = None, run: str = "main", sinks: Sequence[Sink] = ()
+) -> Checkpoint:
     """Saves `state` and returns once it is committed. `step=None` is the one after `latest`.
 
-    Everything is kept. Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live process (or a
+    Everything is kept. Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live
+    process (or a
     Checkpointer of this one) owns the run, and errors of the store; the checkpoints that were there stay as they are.
     """
     check_platform()
@@ -60,7 +63,9 @@ def save(state: Any, where: Where, *, step: int | None = None, run: str = "main"
         saver = Saver(repo, run, emitter=emitter)
         saver.attempt = attempt
         try:
-            about = About(parent=attempt.parent, progress={"step": number}, environment=environment(), reason="asked for")
+            about = About(
+                parent=attempt.parent, progress={"step": number}, environment=environment(), reason="asked for"
+            )
             handle = saver.save(flattened, number, wait=True, about=about)
             id = handle.wait()
             _attempts[key] = (attempt, number)
@@ -72,7 +77,8 @@ def save(state: Any, where: Where, *, step: int | None = None, run: str = "main"
 
 
 def _attempt(repo: Repo, run: str, key: ownership.Key, step: int | None) -> tuple[Attempt, int]:
-    """This process's attempt for the run if `step` lies above its last one and nobody has claimed since; else a new one."""
+    """This process's attempt for the run if `step` lies above its last one and nobody has claimed since; else a new
+    one."""
     newest = latest(repo, run)
     number = step if step is not None else (newest.step + 1 if newest is not None else 0)
     held = _attempts.get(key)
@@ -102,11 +108,15 @@ def load(
     device: Any = None,
     sinks: Sequence[Sink] = (),
 ) -> Restored:
-    """Loads a checkpoint, every byte verified: into existing objects (`into`, the same kind of thing that was saved), or fresh.
+    """Loads a checkpoint, every byte verified: into existing objects (`into`, the same kind of thing that was saved),
+    or fresh.
 
-    strict: every leaf of `into` is found with equal shape and dtype, and nothing is left over inside an entry that `into` names.
-    include, exclude: globs over paths (or compiled expressions). rename: checkpoint path to target path, a mapping of prefixes or a
-    callable. Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch.
+    strict: every leaf of `into` is found with equal shape and dtype, and nothing is left over inside an entry that
+    `into` names.
+    include, exclude: globs over paths (or compiled expressions). rename: checkpoint path to target path, a mapping of
+    prefixes or a
+    callable. Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError,
+    StateMismatch.
     """
     emitter = Emitter.of(sinks)
     repo = Repo.open(open_store(where))
@@ -128,7 +138,9 @@ def load(
         result = restore_latest(repo, run, match, emitter=emitter)
         if result is None:
             chosen(repo, run, "latest")  # raises, naming what there is
-            raise CheckpointNotFound(f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=f"holdfast ls {repo.url}")
+            raise CheckpointNotFound(
+                f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=f"holdfast ls {repo.url}"
+            )
     else:
         result = restore_checkpoint(repo, chosen(repo, run, step), match, emitter=emitter)
     with _lock:

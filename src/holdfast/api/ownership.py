@@ -1,4 +1,5 @@
-"""Which Checkpointers live in this process: a second one on the same run closes the first (a notebook's cell run twice)."""
+"""Which Checkpointers live in this process: a second one on the same run closes the first (a notebook's cell run
+twice)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import sys
 import threading
 import weakref
+from types import FrameType
 from typing import Protocol
 
 Key = tuple[str, str]
@@ -40,13 +42,12 @@ def unregister(key: Key, owner: Closable) -> None:
 
 
 def imported_by_worker() -> bool:
-    """Whether this code runs because a spawned worker imports its parent's main module anew, not because it was called."""
-    frame = sys._getframe(1)
+    """Whether this code runs because a spawned worker imports its parent's main module anew, not because it was
+    called."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
             return True
-        if frame.f_back is None:
-            return False
         frame = frame.f_back
     return False
 

@@ -59,7 +59,7 @@ class Position:
 
     def roll_over_finished_epoch(self) -> None:
         """An epoch whose last batch was used is over, where epochs end by themselves (`steps`)."""
-        if self._at_end():
+        if self.at_end:
             self.counters.epoch += 1
             self.counters.batch = 0
             self._iterator = None
@@ -68,7 +68,7 @@ class Position:
         """Before the body of the first step: the random state is as it was at the save."""
         if self._pending is None:
             return
-        if self.data is not None and self.counters.batch > 0 and not self._at_end():
+        if self.data is not None and self.counters.batch > 0 and not self.at_end:
             self.iterator()  # puts the random state back, after itself
         if self._pending is not None:
             apply(self._pending)
@@ -81,10 +81,12 @@ class Position:
     def iterator(self) -> Iterator[Any]:
         """The rest of this epoch's batches; the same iterator until the epoch ends."""
         if self.data is None:
-            raise UsageError("this Checkpointer was given no data=", subject="batches", hint="Checkpointer(..., data=loader)")
+            raise UsageError(
+                "this Checkpointer was given no data=", subject="batches", hint="Checkpointer(..., data=loader)"
+            )
         if self._iterator is None:
             inside = self.counters.batch > 0
-            if self._at_end():
+            if self.at_end:
                 self._iterator = iter(())
             else:
                 self._iterator = self.data.iterate(self.counters.epoch, self.counters.batch)
@@ -106,6 +108,8 @@ class Position:
         self.counters.batch = 0
         self._iterator = None
 
-    def _at_end(self) -> bool:
+    @property
+    def at_end(self) -> bool:
+        """Whether the last batch of this epoch is used, where the data says how many there are."""
         length = self.data.batches_per_epoch if self.data is not None else None
         return length is not None and 0 < length <= self.counters.batch

@@ -10,7 +10,7 @@ from typing import Literal
 
 from holdfast.engine.handle import Save
 from holdfast.engine.save import About, Saver
-from holdfast.errors import DeadlineExceeded, HoldfastError, MetricNotLogged, OwnershipError, StateError
+from holdfast.errors import DeadlineExceeded, HoldfastError, MetricNotLogged, OwnershipError, SaveFailed, StateError
 from holdfast.events import Emitter, SaveFailedEvent, SaveSkipped, Warned
 from holdfast.guard.exitstatus import ExitStatus
 from holdfast.model.names import CheckpointId
@@ -88,8 +88,11 @@ class Saving:
         )
         return self.policy.decide(moment, history)
 
-    def take(self, flattened: Flattened, step: int, about: About, *, wait: bool, handle: Save | None = None) -> Save | None:
-        """Takes a save, or None if it was skipped because one is in flight. What it raises follows `on_error`; ownership
+    def take(
+        self, flattened: Flattened, step: int, about: About, *, wait: bool, handle: Save | None = None
+    ) -> Save | None:
+        """Takes a save, or None if it was skipped because one is in flight. What it raises follows `on_error`;
+        ownership
         and what cannot be represented always raise."""
         if self.saver.busy and not self._free_for(step):
             return None
@@ -97,7 +100,7 @@ class Saving:
         save = handle or self.saver.plan_save(step, reason=about.reason)
         try:
             self.saver.save(flattened, step, wait=wait, about=about, handle=save)
-        except (OwnershipError, StateError) as error:
+        except (OwnershipError, SaveFailed, StateError) as error:
             save.end(error)
             raise
         except HoldfastError as error:
@@ -106,6 +109,14 @@ class Saving:
             self._fail(error)
         self.last = save
         return save
+
+    def skipped(self, step: int) -> SaveFailed:
+        """Why a save that was asked for was not taken."""
+        return SaveFailed(
+            f"step {step} was not saved: the save before was still being written",
+            subject=self.run,
+            hint='on_busy="wait" waits for it',
+        )
 
     def _free_for(self, step: int) -> bool:
         """Waits for the save in flight or gives this one up, as `on_busy` says."""
@@ -117,7 +128,8 @@ class Saving:
         before = self.last
         self._fail(
             DeadlineExceeded(
-                f"no save of step {step}: the one before has been {before.phase if before else 'at work'} for {BUSY_DEADLINE_S:g} s",
+                f"no save of step {step}: the one before has been {before.phase if before else 'at work'} for "
+                f"{BUSY_DEADLINE_S:g} s",
                 subject=str(before.id) if before else self.run,
                 hint=f"look at {self.repo.url}: does it still answer?",
             )
@@ -131,7 +143,9 @@ class Saving:
             raise DeadlineExceeded(
                 f"the save of {current.id if current else self.run} has not ended within {timeout:g} s",
                 subject=str(current.id) if current else self.run,
-                hint=f"look at {self.repo.url}: does it still answer? `holdfast ls` shows the last committed checkpoint",
+                hint=(
+                    f"look at {self.repo.url}: does it still answer? `holdfast ls` shows the last committed checkpoint"
+                ),
             )
 
     def raise_failure(self) -> None:
@@ -213,4 +227,3 @@ class Saving:
 
     def _make_room(self) -> bool:
         return self._retain() > 0
-

@@ -12,8 +12,8 @@ from holdfast.engine.save import About
 from holdfast.errors import HoldfastError
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId
-from holdfast.state.contract import Flattened
 from holdfast.state.certificate import certificate
+from holdfast.state.contract import Flattened
 from holdfast.state.flattener import Flattener
 
 
@@ -41,7 +41,14 @@ class Snapshots:
         self._private.update(self._position.private())
         return self._flattener.flatten()
 
-    def about(self, *, parent: CheckpointId | None, metrics: Mapping[str, float], reason: str, progress: Mapping[str, Json] | None = None) -> About:
+    def about(
+        self,
+        *,
+        parent: CheckpointId | None,
+        metrics: Mapping[str, float],
+        reason: str,
+        progress: Mapping[str, Json] | None = None,
+    ) -> About:
         if self._environment is None:
             self._environment = environment()
         return About(
@@ -62,9 +69,14 @@ class Snapshots:
         return Moment(self._position.counters.step, flattened, _versions(flattened), self._position.counters.progress())
 
     def untouched(self, moment: Moment) -> bool:
-        """Whether every tensor and plain value of the state is as it was at `moment`, as far as tensors count their changes."""
+        """Whether every tensor and plain value of the state is as it was at `moment`, as far as tensors count their
+        changes."""
         now = self.now()
-        return now.fingerprint == moment.flattened.fingerprint and now.tree == moment.flattened.tree and _versions(now) == moment.versions
+        return (
+            now.fingerprint == moment.flattened.fingerprint
+            and now.tree == moment.flattened.tree
+            and _versions(now) == moment.versions
+        )
 
 
 def _versions(flattened: Flattened) -> tuple[Any, ...]:

@@ -17,10 +17,12 @@ class ArenaHolder:
         self._arena: Arena | None = None
 
     def acquire(self, nbytes: int) -> Arena:
-        """An arena of at least `nbytes`; SaveFailed if that is beyond the budget. The one given before is no longer valid."""
+        """An arena of at least `nbytes`; SaveFailed if that is beyond the budget. The one given before is no longer
+        valid."""
         if self._budget is not None and nbytes > self._budget:
             raise SaveFailed(
-                f"an image of this state takes {nbytes / 2**20:,.1f} MiB of host memory; the budget is {self._budget / 2**20:,.1f} MiB",
+                f"an image of this state takes {nbytes / 2**20:,.1f} MiB of host memory; the budget is "
+                f"{self._budget / 2**20:,.1f} MiB",
                 subject=self._run,
                 hint="raise memory_budget=, or save less state",
             )

@@ -34,15 +34,20 @@ class Filling:
     def wait(self, position: int) -> None:
         """Returns when the image is filled up to `position`."""
         with self._changed:
-            reached = self._changed.wait_for(lambda: self._failure is not None or self._filled >= position, CAPTURE_DEADLINE_S)
+            reached = self._changed.wait_for(
+                lambda: self._failure is not None or self._filled >= position, CAPTURE_DEADLINE_S
+            )
             if self._failure is not None:
                 raise self._failure
             if not reached:
-                raise DeadlineExceeded(f"the capture did not go beyond byte {self._filled} of the image within {CAPTURE_DEADLINE_S:g} s")
+                raise DeadlineExceeded(
+                    f"the capture did not go beyond byte {self._filled} of the image within {CAPTURE_DEADLINE_S:g} s"
+                )
 
 
 class PackContent:
-    """One pack of an image. `before_piece(end)` is called with the image position up to which bytes are about to go out."""
+    """One pack of an image. `before_piece(end)` is called with the image position up to which bytes are about to go
+    out."""
 
     def __init__(
         self,

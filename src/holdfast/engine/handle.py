@@ -47,12 +47,14 @@ class Save:
     def wait(self, timeout: float | None = None) -> CheckpointId:
         """Returns the checkpoint's id once it is committed.
 
-        Raises what made the save fail (SaveFailed, Superseded), DeadlineExceeded after `timeout` seconds, and UsageError
+        Raises what made the save fail (SaveFailed, Superseded), DeadlineExceeded after `timeout` seconds, and
+        UsageError
         inside the step whose end the save waits for.
         """
         if self.inside_step and not self.done:
             raise UsageError(
-                f"the save of step {self.step} is taken at the end of the step that is still open; waiting here would never end",
+                f"the save of step {self.step} is taken at the end of the step that is still open; waiting "
+                f"here would never end",
                 subject=str(self.id),
                 hint="call save(wait=True), or wait after the step",
             )

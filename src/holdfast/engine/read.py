@@ -52,7 +52,9 @@ class _Bounce(threading.local):
 class LeafReader:
     """Reads wanted leaves of one index. `wants` are leaf numbers and where their bytes go."""
 
-    def __init__(self, repo: Repo, manifest: Manifest, index: Index, *, emitter: Emitter, phase: str = "restore") -> None:
+    def __init__(
+        self, repo: Repo, manifest: Manifest, index: Index, *, emitter: Emitter, phase: str = "restore"
+    ) -> None:
         self._repo = repo
         self._manifest = manifest
         self._index = index
@@ -64,12 +66,13 @@ class LeafReader:
         self._count = threading.Lock()
 
     def read(self, wants: Sequence[tuple[int, Sink]]) -> int:
-        """Fills every sink; returns the bytes of the leaves. CorruptionError names the leaf, the pack and the offset."""
+        """Fills every sink; returns the bytes of the leaves. CorruptionError names the leaf, the pack and the
+        offset."""
         index = self._index
         sinks = [sink for _, sink in wants]
         staged = self._stage(wants)
         offsets, lengths, packs = index.offset.tolist(), index.length.tolist(), index.pack.tolist()
-        total = sum(lengths[leaf] for leaf, _ in wants)
+        total: int = sum(lengths[leaf] for leaf, _ in wants)
         by_pack: dict[int, list[tuple[int, int]]] = {}
         for place, (leaf, _) in enumerate(wants):
             by_pack.setdefault(packs[leaf], []).append((place, leaf))
@@ -101,7 +104,9 @@ class LeafReader:
                 buffer = np.empty(nbytes, np.uint8)
             if len(buffer) != nbytes:
                 path = self._index.specs[leaf].path
-                raise CorruptionError(f"{path} has {nbytes} bytes in the checkpoint and {len(buffer)} in the target", subject=path)
+                raise CorruptionError(
+                    f"{path} has {nbytes} bytes in the checkpoint and {len(buffer)} in the target", subject=path
+                )
             out.append(buffer)
         return out
 
@@ -118,8 +123,8 @@ class LeafReader:
                 message = f"{name} is {reader.length} bytes long; {entry.length} were saved"
                 raise CorruptionError(message, subject=name, hint=_verify_hint(self._repo))
             block = np.empty(entry.header_length, np.uint8)
-            reader.read_into(0, memoryview(block))
-            if xxhash.xxh3_128_digest(block) != entry.header_digest:
+            reader.read_into(0, block.data)
+            if xxhash.xxh3_128_digest(block.data) != entry.header_digest:
                 raise CorruptionError(f"the header of {name} is damaged", subject=name, hint=_verify_hint(self._repo))
         except BaseException:
             reader.close()
@@ -153,7 +158,7 @@ class LeafReader:
     def _straight(self, task: _Task, position: int, part: Part, target: Buffer) -> None:
         """Chunk by chunk into the destination: each is digested while the processor still has it."""
         step = self._index.chunk_bytes
-        view = memoryview(target)
+        view = target.data
         for start in range(part.start, part.stop, step):
             stop = min(start + step, part.stop)
             chunk = view[start:stop]
@@ -167,7 +172,7 @@ class LeafReader:
             start = start // PAGE * PAGE
             stop = -(-stop // PAGE) * PAGE
         bounce = self._bounce.of(stop - start)
-        view = memoryview(bounce)
+        view = bounce.data
         task.reader.read_into(start, view[: stop - start])
         step = self._index.chunk_bytes
         for position, part in task.task.parts:
@@ -185,7 +190,8 @@ class LeafReader:
             path = self._index.specs[part.leaf].path
             offset = position + start - part.start
             raise CorruptionError(
-                f"{path} is damaged: {self._manifest.id.directory}/{task.pack}, {len(chunk)} bytes from offset {offset}, "
+                f"{path} is damaged: {self._manifest.id.directory}/{task.pack}, {len(chunk)} bytes from "
+                f"offset {offset}, "
                 "are not what was saved",
                 subject=path,
                 hint=_verify_hint(self._repo),
@@ -197,7 +203,13 @@ def _verify_hint(repo: Repo) -> str:
 
 
 def read_leaves(
-    repo: Repo, manifest: Manifest, index: Index, wants: Sequence[tuple[int, Sink]], *, emitter: Emitter | None = None, phase: str = "restore"
+    repo: Repo,
+    manifest: Manifest,
+    index: Index,
+    wants: Sequence[tuple[int, Sink]],
+    *,
+    emitter: Emitter | None = None,
+    phase: str = "restore",
 ) -> int:
     """Fills each sink with its leaf's bytes, every chunk verified; returns how many bytes that were."""
     return LeafReader(repo, manifest, index, emitter=emitter or Emitter(), phase=phase).read(wants)

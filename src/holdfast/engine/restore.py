@@ -38,16 +38,20 @@ class RestoreResult:
     skipped: tuple[tuple[CheckpointId, str], ...] = ()
 
 
-class _Vanished(Exception):  # noqa: N818
+class _Vanished(Exception):
     """A candidate's manifest is gone: removed meanwhile, not damaged."""
 
 
-def restore_checkpoint(repo: Repo, id: CheckpointId, prepare: Prepare, *, emitter: Emitter | None = None) -> RestoreResult:
+def restore_checkpoint(
+    repo: Repo, id: CheckpointId, prepare: Prepare, *, emitter: Emitter | None = None
+) -> RestoreResult:
     """Restores exactly this checkpoint. CheckpointNotFound if it does not exist, CorruptionError if it is damaged."""
     try:
         return _attempt(repo, id, prepare, emitter or Emitter())
     except _Vanished as vanished:
-        raise CheckpointNotFound(f"{id} was removed while it was being read", subject=str(id), hint=f"holdfast ls {repo.url}") from vanished
+        raise CheckpointNotFound(
+            f"{id} was removed while it was being read", subject=str(id), hint=f"holdfast ls {repo.url}"
+        ) from vanished
 
 
 def restore_latest(
@@ -60,7 +64,8 @@ def restore_latest(
 ) -> RestoreResult | None:
     """Restores the first whole checkpoint on the walk of I4, and says loudly what it passed over.
 
-    None if the run has no checkpoint; NothingRestorable if it has some and none is whole: nothing starts from scratch by
+    None if the run has no checkpoint; NothingRestorable if it has some and none is whole: nothing starts from scratch
+    by
     itself.
     """
     emit = emitter or Emitter()

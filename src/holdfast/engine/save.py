@@ -81,7 +81,8 @@ class Saver:
     """Saves the states of one run, one at a time, from one training thread.
 
     `attempt` is set once the run is claimed, before the first save. `on_end` is called in the writing thread with the
-    handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place full;
+    handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place
+    full;
     if it returns True the save goes on from where it was.
     """
 
@@ -121,7 +122,8 @@ class Saver:
     def save(self, flattened: Flattened, step: int, *, wait: bool, about: About, handle: Save | None = None) -> Save:
         """Copies the state and returns; what follows runs beside training, or here if `wait`.
 
-        Raises Superseded at once if another process has claimed the run, DeadlineExceeded if an earlier save is stuck. A failure later
+        Raises Superseded at once if another process has claimed the run, DeadlineExceeded if an earlier save is
+        stuck. A failure later
         is in the handle.
         """
         began = time.perf_counter()
@@ -130,7 +132,7 @@ class Saver:
         save = handle or self.plan_save(step, reason=about.reason)
         save.bytes = sum(pack.length for pack in plan.layout.packs)
         filling = Filling()
-        digester = Digester(plan.chunks, memoryview(plan.arena.buffer))
+        digester = Digester(plan.chunks, plan.arena.buffer.data)
         job = _Job(save, plan, flattened, about, filling, digester, not wait, _now())
         self.current = save
         self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
@@ -251,7 +253,9 @@ class Saver:
             crashpoint("unfinished save marked aborted, objects still there")
             free(self.repo, save.id, names=job.names)
         except HoldfastError as error:
-            self._emitter.emit(Warned(f"what {save.id} left behind stays until the next claim: {error.message}", str(save.id)))
+            self._emitter.emit(
+                Warned(f"what {save.id} left behind stays until the next claim: {error.message}", str(save.id))
+            )
 
     def _write(self, job: _Job) -> None:
         save, layout, repo = job.save, job.plan.layout, self.repo
@@ -307,7 +311,7 @@ class Saver:
                 job.digester.advance(end)
             self._emitter.emit(Progress("save", str(save.id), min(end, save.bytes), save.bytes))
 
-        content = PackContent(plan, memoryview(job.plan.arena.buffer), job.filling, before_piece)
+        content = PackContent(plan, job.plan.arena.buffer.data, job.filling, before_piece)
         receipt = self.repo.store.put_if_absent(f"{save.id.directory}/{plan.name}", content, token=save.save_id)
         self._emitter.emit(PackWritten(save.id, plan.name, plan.length, time.perf_counter() - began))
         return receipt
@@ -337,7 +341,14 @@ class Saver:
         needed = job.save.bytes + SMALL_OBJECTS_BYTES
         if free_bytes is not None and free_bytes < needed:
             raise StoreFull(
-                f"{self.repo.url} has {free_bytes / 2**20:,.0f} MiB free; this checkpoint needs {needed / 2**20:,.0f} MiB",
+                f"{self.repo.url} has {free_bytes / 2**20:,.0f} MiB free; this checkpoint needs {needed / "
+                f""
+                f""
+                f""
+                f"2**20:,.0f} "
+                f"MiB",
+              
+               
                 subject=self.repo.url,
                 hint=f"free space there, or keep fewer checkpoints; `holdfast ls {self.repo.url}` shows what is kept",
             )

@@ -1,0 +1,55 @@
+"""The arguments of a Checkpointer, checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from holdfast.errors import UsageError
+from holdfast.policy import every, on
+from holdfast.policy import keep as keeping
+from holdfast.policy.keeping import KeepPolicy
+from holdfast.policy.saving import SavePolicy
+
+
+def policies(
+    state: object, save: object, keep: object, *, on_busy: object, on_error: object, memory_budget: object
+) -> tuple[SavePolicy, KeepPolicy]:
+    """When to save and what to keep, the defaults where nothing was given. UsageError for what makes no sense."""
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state must be a mapping of names to what is to be saved, not {type(state).__name__}",
+            subject="state",
+            hint='write {"model": model, "optimizer": optimizer}',
+        )
+    policy = save if save is not None else every(minutes=10) | on.end() | on.signal()
+    kept = keep if keep is not None else keeping.latest(3)
+    if not isinstance(policy, SavePolicy):
+        raise UsageError(
+            f"save={save!r} does not say when to save", subject="save", hint="save=every(steps=200) | on.end()"
+        )
+    if not isinstance(kept, KeepPolicy):
+        raise UsageError(
+            f"keep={keep!r} does not say what to keep",
+            subject="keep",
+            hint='keep=keep.latest(3) | keep.best(2, "val_loss")',
+        )
+    if on_busy not in ("wait", "skip"):
+        raise UsageError(f"on_busy={on_busy!r} is neither 'wait' nor 'skip'", subject="on_busy")
+    if on_error not in ("warn", "raise"):
+        raise UsageError(f"on_error={on_error!r} is neither 'warn' nor 'raise'", subject="on_error")
+    if memory_budget is not None and (
+        isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget <= 0
+    ):
+        raise UsageError(
+            f"memory_budget={memory_budget!r} is no number of bytes",
+            subject="memory_budget",
+            hint="memory_budget=8 * 2**30",
+        )
+    return policy, kept
+
+
+def count(value: object, what: str, least: int = 0) -> int:
+    """`value` as a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{what} takes a whole number of at least {least}, not {value!r}", subject=what)
+    return value

@@ -1,0 +1,298 @@
+"""One process's training of one run: what the loops tell it, and what follows from that.
+
+A save is taken only between two steps; a signal that comes while one is being taken is acted upon after it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from holdfast.api import ownership
+from holdfast.api.claiming import Claiming
+from holdfast.api.loops import Epochs, Steps
+from holdfast.api.position import Position
+from holdfast.api.saving import Saving
+from holdfast.api.snapshot import Moment, Snapshots
+from holdfast.engine.handle import Save
+from holdfast.errors import UsageError
+from holdfast.guard.exitstatus import leaving_with
+from holdfast.guard.preempted import Preempted
+from holdfast.guard.signals import SignalWatch
+from holdfast.model.names import CheckpointId, run_key
+from holdfast.policy import saving as asking
+
+CLOSE_DEADLINE_S = 600.0
+
+
+class Training:
+    """The state of one training: counters, what is open, what is to be saved. Used from the training thread alone."""
+
+    def __init__(
+        self, run: str, position: Position, snapshots: Snapshots, saving: Saving, claiming: Claiming, *, catch: bool
+    ) -> None:
+        self.run = run
+        self.position = position
+        self.saving = saving
+        self.claiming = claiming
+        self.loop: Steps | Epochs | None = None
+        self.stopping = False
+        self.open = False
+        """Whether the body of a step is running, or was left before its end."""
+        self._snapshots = snapshots
+        self._signals = SignalWatch() if catch else None
+        self._inside = False
+        self._requested: tuple[Save, bool] | None = None
+        self._metrics: dict[str, float] = {}
+        self._moment: Moment | None = None
+
+    @property
+    def step(self) -> int:
+        return self.position.counters.step
+
+    @property
+    def key(self) -> ownership.Key:
+        return (self.saving.repo.id, run_key(self.run))
+
+    # -- beginning -----------------------------------------------------------------------------------------------------
+
+    def enter(self, owner: ownership.Closable) -> None:
+        """A loop begins: restored, claimed, and no step left open by an earlier one."""
+        if self.open:
+            raise UsageError(
+                f"step {self.step + 1} was left incomplete, so nothing after it can be saved",
+                subject=self.run,
+                hint="build a new Checkpointer: it resumes from the last checkpoint",
+            )
+        with self._undisturbed():
+            self.claiming.restore()
+            self.claim(owner)
+
+    def claim(self, owner: ownership.Closable) -> None:
+        """Makes this process the run's owner, once; from then on signals are watched."""
+        if self.saving.attempt is not None:
+            return
+        if not self.claiming.done and not self.claiming.exists():
+            self.claiming.restore()
+        attempt = self.claiming.claim()
+        ownership.register(self.key, owner)
+        self.saving.begin(attempt, self.step, self.claiming.parent)
+        if self._signals is not None:
+            self._signals.notify = self._on_signal
+            self._signals.install()
+
+    # -- what the loops tell -------------------------------------------------------------------------------------------
+
+    def open_step(self) -> None:
+        """The body of a step begins."""
+        if self._signal() is not None:
+            self._consider(epoch_ended=False, ending=True)
+        self._metrics = {}
+        self.open = True
+        self._moment = None
+
+    def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None:
+        """The body of a step has come to its end: it counts, and is saved if something asks for it."""
+        with self._undisturbed():
+            self.open = False
+            self.position.counters.step += 1
+            self._consider(epoch_ended=epoch_ended, ending=ending)
+
+    def end_epoch(self, *, ending: bool) -> None:
+        """An epoch's body has come to its end."""
+        with self._undisturbed():
+            if self.open:
+                self.open = False
+                self.position.counters.step += 1
+            self.position.end_epoch()
+            self._consider(epoch_ended=True, ending=ending)
+
+    def leave_loop(self) -> None:
+        """The loop is over."""
+        self.loop = None
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is completed in a loop that somebody else owns."""
+        self._metrics = {**self._metrics, **metrics} if metrics else self._metrics
+        self.position.counters.step = step - 1
+        self.open = True
+        self.complete_step()
+        self._metrics = {}
+
+    # -- what the user asks for ----------------------------------------------------------------------------------------
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Metrics of the open step; outside, of the last completed one, noted if its checkpoint is taken already."""
+        last = self.saving.last
+        if not self.open and last is not None and last.step == self.step:
+            self.saving.note(last.id, metrics)
+        self._metrics.update(metrics)
+        self.saving.seen(metrics)
+
+    def save(self, *, wait: bool) -> Save:
+        """Saves now; inside a step at its end; where nothing is new, the last save with a warning."""
+        self.saving.raise_failure()
+        if self.open:
+            return self._at_end_of_step(wait)
+        last = self.saving.last
+        if last is None or last.step < self.step:
+            with self._undisturbed():
+                taken = self._take("asked for", wait=wait)
+            last = taken or last
+            assert last is not None, "a save is skipped only because of one before"
+        else:
+            warnings.warn(
+                f"holdfast: no step was completed since the save of step {last.step}, which is returned; "
+                "a loop of your own says ckpt.step_done() after each step",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if wait:
+            last.wait()
+        return last
+
+    def _at_end_of_step(self, wait: bool) -> Save:
+        if self._requested is None:
+            handle = self.saving.saver.plan_save(self.step + 1, reason="asked for")
+            handle.inside_step = True
+        else:
+            handle, before = self._requested
+            wait = wait or before
+        self._requested = (handle, wait)
+        return handle
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def close(self, owner: ownership.Closable, timeout: float, *, ended_well: bool) -> None:
+        """Waits for what is in flight, gives the run back, puts signal handlers back, and says what is left undone."""
+        self._inside = True
+        try:
+            if ended_well:
+                self._last_save()
+            self.saving.wait(timeout)
+        finally:
+            if self._signals is not None:
+                self._signals.restore()
+            ownership.unregister(self.key, owner)
+            if self.saving.attempt is not None:
+                self.saving.attempt.release()
+            self.saving.close()
+        self._say_what_is_left()
+        if ended_well:
+            self.saving.raise_failure()
+
+    def _last_save(self) -> None:
+        """A loop that somebody else owns ends here; the others have told so themselves."""
+        if self.saving.attempt is None or self.open or self.loop is not None or not self._unsaved():
+            return
+        moment = asking.Moment(step=self.step, now_s=time.monotonic(), ending=True, metrics=self._metrics)
+        decision = self.saving.decide(moment)
+        if decision.save:
+            self._take(decision.reason, wait=False)
+
+    def _say_what_is_left(self) -> None:
+        self.saving.warn_of_unlogged_metrics()
+        if self.open and self.saving.attempt is not None:
+            last = self.saving.last
+            since = (
+                f"the last checkpoint is step {last.step}"
+                if last is not None and last.committed
+                else "there is no checkpoint"
+            )
+            warnings.warn(
+                f"holdfast: step {self.step + 1} was left incomplete and is not saved; {since}",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    # -- between two steps ---------------------------------------------------------------------------------------------
+
+    def _consider(self, *, epoch_ended: bool, ending: bool) -> None:
+        """Takes the save that is due, and leaves if a signal came."""
+        self.saving.raise_failure()
+        signal = self._signal()
+        in_epochs = isinstance(self.loop, Epochs)
+        moment = asking.Moment(
+            step=self.step,
+            now_s=time.monotonic(),
+            epoch=self.position.counters.epoch if in_epochs else None,
+            epoch_ended=epoch_ended,
+            ending=ending or signal is not None or self.stopping,
+            signal=signal,
+            metrics=self._metrics,
+        )
+        decision = self.saving.decide(moment)
+        requested, self._requested = self._requested, None
+        if requested is not None:
+            self._take_requested(*requested)
+        elif decision.save:
+            self._take(decision.reason, wait=signal is not None)
+        elif self.stopping and self._unsaved():
+            self._take("stop() was called", wait=False)
+        if signal is not None:
+            self._leave()
+        if in_epochs and self._signals is not None and self._unsaved() and self.position.at_end:
+            self._moment = self._snapshots.moment()
+
+    def _take_requested(self, handle: Save, wait: bool) -> None:
+        handle.inside_step = False
+        if self._take(handle.reason, wait=wait, handle=handle) is None:
+            handle.end(self.saving.skipped(handle.step))
+        if wait:
+            handle.wait()
+
+    def _take(self, reason: str, *, wait: bool, handle: Save | None = None) -> Save | None:
+        flattened = self._snapshots.now()
+        about = self._snapshots.about(parent=self._parent(), metrics=self._metrics, reason=reason)
+        return self.saving.take(flattened, self.step, about, wait=wait, handle=handle)
+
+    def _unsaved(self) -> bool:
+        last = self.saving.last
+        return last is None or last.step < self.step
+
+    def _parent(self) -> CheckpointId | None:
+        last = self.saving.last
+        return last.id if last is not None and last.committed else self.claiming.parent
+
+    # -- signals -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """A signal that comes within the block is acted upon after it: it must not find a half-taken save."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+        self._on_signal()
+
+    def _signal(self) -> str | None:
+        return self._signals.name if self._signals is not None else None
+
+    def _on_signal(self) -> None:
+        """In the main thread, between two instructions: outside any step there is nothing to finish, so it acts."""
+        name = self._signal()
+        if name is None or self._inside or self.open or self.saving.attempt is None:
+            return
+        self._inside = True
+        moment, self._moment = self._moment, None
+        if moment is not None and moment.step == self.step and self._unsaved() and self._snapshots.untouched(moment):
+            reason = f"{name} came"
+            about = self._snapshots.about(
+                parent=self._parent(), metrics=self._metrics, reason=reason, progress=moment.progress
+            )
+            self.saving.take(moment.flattened, moment.step, about, wait=True)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Ends the process as the signal asked, with everything that is in flight committed."""
+        assert self._signals is not None and self._signals.received is not None
+        self._inside = True
+        self.saving.wait(CLOSE_DEADLINE_S)
+        if self._signals.deferred is not None:
+            raise self._signals.deferred
+        leaving = Preempted(self._signals.received)
+        leaving_with(128 + leaving.signum)
+        raise leaving
