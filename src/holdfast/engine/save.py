@@ -340,15 +340,9 @@ class Saver:
         free_bytes = self.repo.store.free_bytes()
         needed = job.save.bytes + SMALL_OBJECTS_BYTES
         if free_bytes is not None and free_bytes < needed:
+            free_mib, needed_mib = free_bytes / 2**20, needed / 2**20
             raise StoreFull(
-                f"{self.repo.url} has {free_bytes / 2**20:,.0f} MiB free; this checkpoint needs {needed / "
-                f""
-                f""
-                f""
-                f"2**20:,.0f} "
-                f"MiB",
-              
-               
+                f"{self.repo.url} has {free_mib:,.0f} MiB free; this checkpoint needs {needed_mib:,.0f} MiB",
                 subject=self.repo.url,
                 hint=f"free space there, or keep fewer checkpoints; `holdfast ls {self.repo.url}` shows what is kept",
             )
