@@ -1,0 +1,117 @@
+"""`holdfast demo`: kills a real training job again and again, and compares it with one that nobody touched."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli import exitcodes, options, output
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.demo.runner import Tell
+
+EXAMPLES = exitcodes.examples(
+    "holdfast demo",
+    "holdfast demo --kills 20 --seed 7",
+    "holdfast demo --keep /tmp/demo --json",
+)
+DIFFERENT = 12
+"""The exit status where the two final states differ: something is not what was saved."""
+
+
+def demo(  # noqa: PLR0917 - options; nobody passes them by position
+    kills: Annotated[int, typer.Option("--kills", min=1, max=10_000, help="How often to kill the training.")] = 8,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Steps of training.")] = 240,
+    save_every: Annotated[int, typer.Option("--save-every", min=1, help="Steps from save to save.")] = 10,
+    seed: Annotated[int, typer.Option("--seed", help="Chooses the moments of the kills.")] = 0,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", help="Leave checkpoints, events and output in this new or empty directory.")
+    ] = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a small GPT, kill it again and again, and show that it ends in the same state as if nobody had.
+
+    Trains on the sources of Python's own standard library, twice: once untouched, once killed with SIGKILL at random
+    moments, during saves and between them, and started again. Then compares both final states in every bit. Needs
+    torch; takes about a minute on two cores. The training script, to take home, is holdfast/demo/train_gpt.py.
+    """
+    from holdfast.demo import account as accounts
+    from holdfast.demo import runner
+
+    with _place(keep) as place:
+        runner.load_framework()
+        plan = runner.plan(kills=kills, steps=steps, save_every=save_every, seed=seed)
+        with _progress() as tell:
+            account = runner.Runner(plan, place, tell).execute()
+        if json:
+            output.document("demo", {**accounts.document(account), "kept": str(keep) if keep else None})
+        else:
+            accounts.show(account, str(keep) if keep else None)
+    if not account.comparison.equal:
+        raise typer.Exit(DIFFERENT)
+    if not account.proven:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _place(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as place:
+            yield Path(place)
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise UsageError(
+            f"{keep} is there and not empty", subject=str(keep), hint="name a directory that does not exist yet"
+        )
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Tell]:
+    """One line on stderr that tells how far it is; without a terminal, a line for each thing that is done."""
+    if not sys.stderr.isatty():
+        yield _lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    # Without rich's own refreshing thread: children are forked from this process, which must have one thread only.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        shown: tuple[str, int] = ("", -1)
+
+        def tell(what: str, done: int, total: int) -> None:
+            nonlocal shown
+            if (what, done) != shown:
+                shown = (what, done)
+                progress.update(task, description=what, completed=done, total=total)
+                progress.refresh()
+
+        yield tell
+
+
+def _lines() -> Tell:
+    told = ""
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal told
+        if what != told:
+            told = what
+            output.story(what)
+
+    return tell
