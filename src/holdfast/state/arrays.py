@@ -152,15 +152,15 @@ class NumpyAdapter:
 
     def _encode_bytes(self, value: bytes | bytearray, path: str, writer: Writer) -> tuple[Json, Refresh]:
         length, kind = len(value), type(value).__name__
+        held = bytes(value)  # a bytearray may change, or be gone and its identity reused, before the leaf is copied
         geometry = Geometry("bytes", 0, (kind, length))
-        node = writer.leaf(
-            path, {"as": "bytes", "type": kind}, ("uint8", (length,)), bytes(value), HOST, id(value), geometry
-        )
+        node = writer.leaf(path, {"as": "bytes", "type": kind}, ("uint8", (length,)), held, HOST, id(held), geometry)
 
         def refresh(again: bytes | bytearray, replay: Writer) -> Json:
             if len(again) != length:
                 raise Changed
-            replay.again(bytes(again), id(again))
+            held = bytes(again)
+            replay.again(held, id(held))
             return node
 
         return node, refresh

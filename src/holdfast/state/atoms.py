@@ -69,9 +69,7 @@ def _offset(zone: dt.tzinfo | None) -> Json:
             hint="use datetime.timezone with a fixed offset",
         )
     offset = zone.utcoffset(None)
-    name = (
-        None if zone == dt.UTC or dt.timezone(offset).tzname(None) == zone.tzname(None) else zone.tzname(None)
-    )
+    name = None if zone == dt.UTC or dt.timezone(offset).tzname(None) == zone.tzname(None) else zone.tzname(None)
     return [offset.days, offset.seconds, offset.microseconds, None if name is None else encode_text(name)]
 
 

@@ -44,6 +44,10 @@ def overlaps(
                 found.append((furthest, position))
             elif addresses[position] + geometries[position].extent <= addresses[furthest] + geometries[furthest].extent:
                 continue
-        if furthest < 0 or geometries[furthest].space != geometries[position].space or addresses[position] + geometries[position].extent > addresses[furthest] + geometries[furthest].extent:
+        if (
+            furthest < 0
+            or geometries[furthest].space != geometries[position].space
+            or addresses[position] + geometries[position].extent > addresses[furthest] + geometries[furthest].extent
+        ):
             furthest = position
     return found

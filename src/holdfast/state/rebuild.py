@@ -28,6 +28,7 @@ from holdfast.state.nodes import (
     walk,
 )
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
+from holdfast.state.selection import Selection
 from holdfast.state.tagged import Tagged, type_name
 from holdfast.state.writer import FACTORIES, Writer, is_stateful
 
@@ -92,6 +93,11 @@ def _foreign(plan: Restorer, node: Json, kind: str, path: str) -> Thunk:
         tagged = Tagged(kind, node.get("v"))
         return lambda: tagged
     return adapter.fresh(node, path, plan)
+
+
+def plain(node: Json) -> Any:
+    """The value of a node without leaves."""
+    return Restorer((), None, Selection(), None, False).rebuild(node, "")()
 
 
 # -- entries that are matched one by one ------------------------------------------------------------------------

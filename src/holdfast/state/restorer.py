@@ -7,7 +7,8 @@ its identity. Sinks say where leaves go; problems are gathered, and told all at 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from holdfast.errors import CorruptionError, HoldfastError, StateMismatch
@@ -31,8 +32,8 @@ class _Absent:
 ABSENT: Final = _Absent()
 """There is no value in the target; a thunk that returns it leaves the entry out."""
 
-SWAPS, MODULES, OPTIMIZERS, OBJECTS = range(4)
-"""The order of what is applied: tensors take their place first, then what refers to them."""
+SWAPS, MODULES, OBJECTS, OPTIMIZERS = range(4)
+"""The order of what is applied: tensors take their place first. Optimizers last: some schedulers set rates as they load."""
 
 
 class FanOut:
@@ -64,6 +65,8 @@ class Restorer:
         self.skipped: list[str] = []
         self.mismatched: list[str] = []
         self.notes: list[str] = []
+        self.extra: dict[str, Any] = {}
+        """What an adapter keeps for the time of one restore."""
         self.faults: list[str] = []
         """What no strictness can overlook."""
         self._specs = specs
@@ -77,6 +80,7 @@ class Restorer:
         self._actions: list[tuple[int, str, Callable[[], Any]]] = []
         self._owners: dict[int, tuple[Any, str]] | None = None
         self._numbers: dict[str, int] = {}
+        self._devices: dict[str, str] = {}
 
     # -- the checkpoint's side -------------------------------------------------------------------------------
 
@@ -93,10 +97,16 @@ class Restorer:
         for path, node in walk(tree):
             if kind_of(node) in LEAVES:
                 self._numbers[path] = self._base + number_of(node, self._end - self._base, path)
+                if "device" in node:
+                    self._devices[path] = str(node["device"])
 
     def number_at(self, path: str) -> int | str:
         """What identifies the tensor saved at `path`: its leaf number, the same for every name of a tied one."""
         return self._numbers.get(path, path)
+
+    def device_at(self, path: str) -> str:
+        """The type of the device on which the tensor saved at `path` lay."""
+        return self._devices.get(path, "cpu")
 
     def spec(self, node: Json, path: str) -> tuple[int, LeafSpec]:
         """The number (over shared and private leaves) and spec of the leaf that a leaf or alias node means."""
@@ -170,18 +180,25 @@ class Restorer:
 
         return value(self, node, like, path, True)
 
+    @contextmanager
+    def on(self, device: Any) -> Iterator[None]:
+        """New tensors made inside go to `device`."""
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
+
     def new_leaf(self, node: Json, path: str, device: Any = None) -> Thunk:
         """A new tensor, array or bytes for a leaf; every alias of it gets the same one."""
         number, spec = self.spec(node, path)
         self.created.append(path or ROOT)
         adapter, framework = self._framework(node, path)
+        base = self.new_base(number, spec, node, adapter, framework, device)
         where = device if device is not None else self.device
-        key = (number, f"{framework} {where}")
-        if key not in self._bases:
-            self._bases[key], sink = adapter.allocate(spec, node, where)
-            self._sinks.setdefault(number, []).append(sink)
-        base = self._bases[key]
-        about = json.dumps([number, key[1], {name: node[name] for name in sorted(node) if name not in ("!", "n")}])
+        about = json.dumps(
+            [number, framework, str(where), {name: node[name] for name in sorted(node) if name not in ("!", "n")}]
+        )
 
         def view() -> Any:
             if about not in self._views:
@@ -189,6 +206,17 @@ class Restorer:
             return self._views[about]
 
         return view
+
+    def new_base(
+        self, number: int, spec: LeafSpec, node: Json, adapter: registry.Adapter, framework: str, device: Any = None
+    ) -> Any:
+        """The memory of a new leaf, one for all its names."""
+        where = device if device is not None else self.device
+        key = (number, f"{framework} {where}")
+        if key not in self._bases:
+            self._bases[key], sink = adapter.allocate(spec, node, where)
+            self._sinks.setdefault(number, []).append(sink)
+        return self._bases[key]
 
     def _framework(self, node: Json, path: str) -> tuple[registry.Adapter, str]:
         name = node.get("as")

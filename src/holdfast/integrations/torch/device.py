@@ -1,0 +1,155 @@
+"""Copying tensors into host memory: as torch does it itself, with its own threads, streams and kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from holdfast.model.leaf import LeafSpec
+from holdfast.state.contract import Bound, Buffer
+
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
+    str(kind)[6:]: kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)
+}
+QUANTISED: Final = frozenset(name for name in TORCH_DTYPES if name.startswith(("qint", "quint")))
+OPAQUE: Final = frozenset(
+    kind
+    for name, kind in TORCH_DTYPES.items()
+    if name.startswith(("bits", "float4", "int", "uint")) and name not in
+    {"int8", "int16", "int32", "int64", "int", "uint8", "uint16", "uint32", "uint64"}
+)  # fmt: skip
+"""Types that torch has no copy kernel for: copied as the bytes that they are."""
+
+_REGISTERED_ALREADY: Final = 712
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or, of a type that torch cannot copy, its bytes in integers of the same size."""
+    if tensor.dtype not in OPAQUE:
+        return tensor
+    return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
+
+
+def over(view: Buffer, kind: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor whose memory is `view` (writable, of the right length)."""
+    if not view.size:
+        return torch.empty(tuple(shape), dtype=kind)
+    return torch.frombuffer(view, dtype=kind).view(tuple(shape))
+
+
+def writable(data: Buffer) -> Buffer:
+    """The same bytes as an array that torch takes without a warning; whoever asks does not write them."""
+    if data.flags.writeable:
+        return data
+    return np.frombuffer((ctypes.c_uint8 * data.size).from_address(data.ctypes.data), np.uint8)
+
+
+class TorchBound:
+    """Destinations in host memory for tensors of one device."""
+
+    def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> None:
+        self._targets = [
+            raw(over(view, TORCH_DTYPES[spec.dtype], spec.shape)) for spec, view in zip(specs, views, strict=True)
+        ]
+        self._views = views
+        self._opaque = any(TORCH_DTYPES[spec.dtype] in OPAQUE for spec in specs)
+
+    def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
+        targets = self._targets
+        with torch.no_grad():
+            if self._opaque:
+                for leaf in range(start, stop):
+                    targets[leaf].copy_(raw(sources[leaf]))
+                return
+            for leaf in range(start, stop):
+                targets[leaf].copy_(sources[leaf])
+
+    def copy_part(self, source: Any, leaf: int, start: int, stop: int) -> None:
+        view = self._views[leaf]
+        with torch.no_grad():
+            part = raw(source).detach().reshape(-1).view(torch.uint8)[start:stop]
+            torch.frombuffer(view, dtype=torch.uint8)[start:stop].copy_(part)
+
+    def splits(self, source: Any) -> bool:
+        return bool(source.is_contiguous() and not source.is_conj() and not source.is_neg() and source.numel())
+
+    def wait(self) -> None:
+        pass
+
+
+class AcceleratorBound(TorchBound):
+    """Destinations for tensors of an accelerator: copies are queued on the current stream and run beside the host.
+
+    The image is registered with the driver as pinned memory where that succeeds; else torch copies through its own
+    staging memory, which is correct and slower.
+    """
+
+    def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer], device: torch.device) -> None:
+        super().__init__(specs, views)
+        self._device = device
+        self._events: list[Any] = []
+        _pin(self, views)
+
+    def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
+        targets = self._targets
+        with torch.no_grad(), torch.cuda.device(self._device):
+            for leaf in range(start, stop):
+                targets[leaf].copy_(raw(sources[leaf]), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._events.append(event)
+
+    def splits(self, source: Any) -> bool:
+        return False
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+        self._events.clear()
+
+
+def _pin(owner: AcceleratorBound, views: Sequence[Buffer]) -> None:
+    held = [view for view in views if view.size]
+    if not held:
+        return
+    begin = min(view.ctypes.data for view in held) & ~4095
+    end = max(view.ctypes.data + view.size for view in held)
+    runtime = torch.cuda.cudart()
+    outcome = int(runtime.cudaHostRegister(begin, end - begin, 0))
+    if outcome == 0:
+        weakref.finalize(owner, _unpin, begin)
+
+
+def _unpin(begin: int) -> None:
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.cudart().cudaHostUnregister(begin)
+
+
+class TorchDevice:
+    """Copies tensors of one torch device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.name = f"torch {device}"
+
+    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> Bound:
+        if self._device.type == "cuda":
+            return AcceleratorBound(specs, views, self._device)
+        return TorchBound(specs, views)
+
+
+_devices: dict[torch.device, TorchDevice] = {}
+
+
+def device_of(tensor: torch.Tensor) -> TorchDevice:
+    """The device that copies this tensor; one for each torch device, so that leaves of one are copied together."""
+    found = _devices.get(tensor.device)
+    if found is None:
+        found = _devices.setdefault(tensor.device, TorchDevice(tensor.device))
+    return found

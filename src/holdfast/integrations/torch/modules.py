@@ -1,0 +1,319 @@
+"""Modules <-> entries: what state_dict() says, under names without wrappers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from holdfast.errors import StateError, StateMismatch
+from holdfast.integrations.torch import tensors
+from holdfast.integrations.torch.meta import materialise, plans
+from holdfast.integrations.torch.wrappers import own_tensors, places
+from holdfast.model.checkpoint import Json
+from holdfast.model.paths import escape, join
+from holdfast.state.nodes import KEYED, LEAVES, ROOT, items, kind_of, name_of
+from holdfast.state.registry import Refresh
+from holdfast.state.restorer import MODULES, Restorer, Thunk
+from holdfast.state.tagged import type_name
+from holdfast.state.writer import Changed, Writer
+
+_EXTRA: Final = "_extra_state"
+_FLAGS: Final = ("param", "buffer", "grad")
+
+
+def overrides(module: nn.Module, *names: str) -> bool:
+    """Whether the class has its own version of a method; torch's own classes are known to keep to the rules."""
+    for name in names:
+        for base in type(module).__mro__:
+            if name in vars(base):
+                if base is not nn.Module and not base.__module__.startswith("torch.nn.modules."):
+                    return True
+                break
+    return False
+
+
+def _saves_its_own_way(module: nn.Module) -> bool:
+    hooks = module._state_dict_hooks or module._state_dict_pre_hooks
+    return (
+        bool(hooks) or overrides(module, "state_dict", "_save_to_state_dict", "get_extra_state") or _has_extra(module)
+    )
+
+
+def _has_extra(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _loads_its_own_way(module: nn.Module) -> bool:
+    hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
+    return bool(hooks) or overrides(module, "load_state_dict", "_load_from_state_dict")
+
+
+@dataclass(slots=True)
+class Entry:
+    """One entry of state_dict(): its key there, its canonical name, and the module's own tensor where it is that."""
+
+    key: str
+    name: str
+    value: Any
+    own: bool
+
+
+def entries(module: nn.Module, path: str) -> tuple[list[Entry], Mapping[str, Any]]:
+    """What state_dict() says, and its metadata by canonical module prefix."""
+    state = module.state_dict()
+    if not isinstance(state, Mapping):
+        raise StateError(f"{path or ROOT}: state_dict() of {type_name(type(module))} is no mapping", subject=path)
+    by_raw, by_name = {}, {}
+    for raw, name, tensor, kept in own_tensors(module):
+        if kept:
+            by_raw[raw], by_name[name] = (name, tensor), tensor
+    prefixes = sorted(((place.raw, place.canonical) for place in places(module)), key=lambda pair: -len(pair[0]))
+    found: list[Entry] = []
+    for key, value in state.items():
+        name = by_raw[key][0] if key in by_raw else key if key in by_name else _canonical(key, prefixes)
+        own = by_name.get(name)
+        same = own is not None and isinstance(value, torch.Tensor) and _same(value, own)
+        found.append(Entry(key, name, own if same else value, same))
+    canonical = {raw.rstrip("."): name.rstrip(".") for raw, name in prefixes}
+    metadata = getattr(state, "_metadata", None) or {}
+    return found, {canonical.get(raw, raw): said for raw, said in metadata.items()}
+
+
+def _canonical(key: Any, prefixes: list[tuple[str, str]]) -> str:
+    if not isinstance(key, str):
+        raise StateError(f"a module's state_dict() has the key {key!r}, which is no string", subject=repr(key))
+    return next(canonical + key[len(raw) :] for raw, canonical in prefixes if key.startswith(raw))
+
+
+def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether an entry is the module's own tensor (as state_dict() gives it: detached)."""
+    if value is own:
+        return True
+    if value.layout is not torch.strided or own.layout is not torch.strided or value.is_meta != own.is_meta:
+        return value.layout is own.layout and type(value) is not torch.Tensor
+    if isinstance(own, nn.parameter.UninitializedTensorMixin):
+        return False
+    if value.shape != own.shape or value.dtype is not own.dtype or value.stride() != own.stride():
+        return False
+    return own.is_meta or type(value) is not torch.Tensor or value.data_ptr() == own.data_ptr()
+
+
+# -- down -------------------------------------------------------------------------------------------------------
+
+
+def encode(module: nn.Module, path: str, writer: Writer) -> tuple[Json, Refresh]:
+    cells = _Cells(module, path)
+    found, metadata = entries(module, path)
+    said = {"!": "module", "type": type_name(type(module)), "meta": _metadata_node(metadata, writer, path)}
+    plain = not any(_saves_its_own_way(place.module) for place in places(module) if not place.wrapper)
+    dense = all(one.own and one.value.layout is torch.strided and not tensors.is_subclass(one.value) for one in found)
+    if not (plain and dense):
+        return {**said, "i": _pairs(found, path, writer)}, _again(cells, said)
+    pairs: list[Json] = []
+    for one in found:
+        where = join(path, escape(one.name))
+        tensors.check(one.value, where)
+        pairs.append([one.name, tensors.dense_leaf(one.value, where, writer)])
+    node = {**said, "i": pairs}
+    looks = tensors.Looks([one.value for one in found])
+
+    def refresh(again: nn.Module, replay: Writer) -> Json:
+        cells.check(again)
+        looks.again(replay)
+        return node
+
+    return node, refresh
+
+
+def _pairs(found: list[Entry], path: str, writer: Writer) -> list[Json]:
+    names: set[str] = set()
+    for one in found:
+        if one.name in names:
+            raise StateError(f"{join(path, escape(one.name))}: two entries of a module have this name", subject=path)
+        names.add(one.name)
+    return [[one.name, writer.encode(one.value, join(path, escape(one.name)))] for one in found]
+
+
+def _again(cells: _Cells, said: dict[str, Json]) -> Refresh:
+    """For modules whose state_dict() must be asked each time: the entries are walked again."""
+
+    def refresh(again: nn.Module, replay: Writer) -> Json:
+        cells.check(again)
+        found, metadata = entries(again, cells.path)
+        return {**said, "meta": _metadata_node(metadata, replay, cells.path), "i": _pairs(found, cells.path, replay)}
+
+    return refresh
+
+
+def _metadata_node(metadata: Mapping[str, Any], writer: Writer, path: str) -> Json:
+    """state_dict()'s metadata where it says more than that a module is of version 1."""
+    return [[prefix, writer.closed(said, path)] for prefix, said in metadata.items() if said != {"version": 1}]
+
+
+class _Cells:
+    """Which tensors and modules sit where, by identity."""
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self.path = path
+        self._module = module
+        self._cells: list[tuple[dict[str, Any], tuple[tuple[str, Any], ...]]] = []
+        self._others: list[tuple[Any, int]] = []
+        for place in places(module):
+            one = place.module
+            self._cells += [
+                (held, tuple(held.items())) for held in (one._parameters, one._buffers, one._modules) if held
+            ]
+            empty = [held for held in (one._parameters, one._buffers, one._modules) if not held]
+            counted = [*empty, one._non_persistent_buffers_set, one._state_dict_hooks, one._state_dict_pre_hooks]
+            self._others += [(held, len(held)) for held in counted]
+
+    def check(self, module: nn.Module) -> None:
+        """Raises Changed where anything is not what it was."""
+        if module is not self._module:
+            raise Changed
+        for held, size in self._others:
+            if len(held) != size:
+                raise Changed
+        for cell, known in self._cells:
+            if len(cell) != len(known):
+                raise Changed
+            for name, value in known:
+                if cell.get(name, cell) is not value:
+                    raise Changed
+
+
+# -- back -------------------------------------------------------------------------------------------------------
+
+
+def restore(module: nn.Module, node: Json, path: str, restorer: Restorer) -> Thunk:
+    kind = kind_of(node)
+    if kind != "module" and kind not in KEYED:
+        return restorer.mismatch(module, path, restorer.words(node), f"a module ({type_name(type(module))})")
+    theirs = {name_of(key): child for key, child in items(node)}
+    found, _ = entries(module, path)
+    direct = all(one.own or one.name.rpartition(".")[2] == _EXTRA for one in found)
+    if not direct or any(_loads_its_own_way(place.module) for place in places(module) if not place.wrapper):
+        _through_load_state_dict(module, node, theirs, found, path, restorer)
+    else:
+        _in_place(module, theirs, found, path, restorer)
+    _check_meta(module, path, restorer)
+    return lambda: module
+
+
+def _in_place(module: nn.Module, theirs: dict[str, Json], found: list[Entry], path: str, restorer: Restorer) -> None:
+    for one in found:
+        where = join(path, escape(one.name))
+        if not restorer.takes(where):
+            theirs.pop(one.name, None)
+        elif one.name not in theirs:
+            restorer.missing.append(where)
+        elif one.own:
+            tensors.restore(one.value, theirs.pop(one.name), where, restorer)
+        else:
+            _extra(module, one, theirs.pop(one.name), where, restorer)
+    _left_over(theirs, path, restorer)
+
+
+def _left_over(theirs: dict[str, Json], path: str, restorer: Restorer) -> None:
+    restorer.unexpected.extend(where for name in theirs if restorer.takes(where := join(path, escape(name))))
+
+
+def _extra(module: nn.Module, one: Entry, node: Json, path: str, restorer: Restorer) -> None:
+    """Extra state: whatever the module's class makes of it."""
+    raw = one.key[: -len(_EXTRA)]
+    owner = next(place.module for place in places(module) if place.raw == raw)
+    value = restorer.rebuild(_bare(node), path, one.value)
+    restorer.restored.append(path)
+    restorer.later(path, lambda: owner.set_extra_state(value()), MODULES)
+
+
+def _through_load_state_dict(
+    module: nn.Module, node: Json, theirs: dict[str, Json], found: list[Entry], path: str, restorer: Restorer
+) -> None:
+    """For modules that load in their own way: they get what they saved, and decide."""
+    keys = {one.name: one.key for one in found}
+    present = {one.name: one.value for one in found}
+    state: OrderedDict[str, Thunk] = OrderedDict()
+    for name, child in theirs.items():
+        where = join(path, escape(name))
+        if not restorer.takes(where):
+            continue
+        ours = present.get(name)
+        if isinstance(ours, torch.Tensor) and kind_of(child) in LEAVES and not _fits(ours, child, where, restorer):
+            continue
+        if isinstance(ours, torch.Tensor) and ours.is_meta and kind_of(child) in LEAVES:
+            number, spec = restorer.spec(child, where)
+            materialise(ours, number, spec, where, restorer)
+        restorer.restored.append(where)
+        device = ours.device if isinstance(ours, torch.Tensor) and not ours.is_meta else restorer.device
+        with restorer.on(device):
+            state[keys.get(name, name)] = restorer.rebuild(_bare(child), where, ours)
+    whole = restorer.strict and restorer.selection.everything
+    metadata = _metadata_for(module, node)
+    restorer.later(path, lambda: _load(module, state, metadata, whole, path), MODULES)
+
+
+def _fits(ours: torch.Tensor, child: Json, path: str, restorer: Restorer) -> bool:
+    if isinstance(ours, nn.parameter.UninitializedTensorMixin):
+        return True
+    _, spec = restorer.spec(child, path)
+    if spec.shape == tuple(ours.shape) and spec.dtype == str(ours.dtype)[6:]:
+        return True
+    restorer.mismatch(ours, path, f"{spec.dtype} {list(spec.shape)}", tensors.words(ours))
+    return False
+
+
+def _load(module: nn.Module, thunks: Mapping[str, Thunk], metadata: Mapping[str, Any], strict: bool, path: str) -> None:
+    state = OrderedDict((key, thunk()) for key, thunk in thunks.items())
+    state._metadata = metadata  # type: ignore[attr-defined]
+    try:
+        if overrides(module, "load_state_dict") and not _takes_strict(module):
+            module.load_state_dict(state)
+        else:
+            module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        raise StateMismatch(f"{path or ROOT}: load_state_dict() refused: {error}", subject=path) from error
+
+
+def _takes_strict(module: nn.Module) -> bool:
+    import inspect
+
+    parameters = inspect.signature(module.load_state_dict).parameters.values()
+    return any(one.name == "strict" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+def _metadata_for(module: nn.Module, node: Json) -> OrderedDict[str, Any]:
+    from holdfast.state.rebuild import plain
+
+    saved = {name_of(prefix): plain(said) for prefix, said in items(node, "meta")} if "meta" in node else {}
+    found: OrderedDict[str, Any] = OrderedDict()
+    for place in places(module):
+        found[place.raw.rstrip(".")] = saved.get(place.canonical.rstrip("."), {"version": 1})
+    return found
+
+
+def _check_meta(module: nn.Module, path: str, restorer: Restorer) -> None:
+    taken = plans(restorer).taken
+    for _, name, tensor, _ in own_tensors(module):
+        if tensor.is_meta and id(tensor) not in taken:
+            restorer.faults.append(f"{join(path, escape(name))}: a meta tensor that no leaf of the checkpoint fills")
+
+
+def fresh(node: Json, path: str, restorer: Restorer) -> Thunk:
+    """A module's entries where there is no module: a dictionary as state_dict() gives it."""
+    thunks = {
+        name_of(key): restorer.rebuild(_bare(child), join(path, escape(name_of(key)))) for key, child in items(node)
+    }
+    return lambda: {name: thunk() for name, thunk in thunks.items()}
+
+
+def _bare(node: Json) -> Json:
+    """A leaf's node as state_dict() would give it: a plain tensor."""
+    if isinstance(node, dict) and node.get("!") in (*LEAVES, "sparse"):
+        return {key: value for key, value in node.items() if key not in _FLAGS}
+    return node
