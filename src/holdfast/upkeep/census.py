@@ -1,0 +1,222 @@
+"""Everything that lies in a repository's store, told apart: checkpoints, unfinished saves, copies, strangers.
+
+One walk over the names, then one read of each save's `begin.json` and of what lies under its manifest's name. What
+cannot be read counts as needed: only an object that was read and understood can ever be called garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from holdfast.errors import CorruptionError, ObjectNotFound, UsageError
+from holdfast.model.checkpoint import Manifest
+from holdfast.model.names import CheckpointId, parse_attempt, parse_step, run_key
+from holdfast.repo import layout, objects
+from holdfast.repo.manifest import MAX_MANIFEST, Aborted, decode_manifest
+from holdfast.repo.records import Begin, decode_begin
+from holdfast.repo.repository import Repo
+from holdfast.store.contract import Entry
+
+State = Literal["committed", "damaged", "unfinished", "closed", "removed", "copied", "foreign"]
+"""committed: has a manifest. damaged: something unreadable lies under the manifest's name, or instead of begin.json.
+unfinished: begun, not committed. closed: carries an aborted mark. removed: `rm` has put its manifest into the trash.
+copied: was written for another place. foreign: holds nothing that says what it is."""
+
+
+@dataclass(slots=True)
+class SaveDirectory:
+    """One step's directory, with what lies elsewhere for it. `manifest`: the one in the trash where `state` is removed;
+    None there if that cannot be read."""
+
+    id: CheckpointId
+    state: State = "foreign"
+    begin: Begin | None = None
+    manifest: Manifest | None = None
+    save_id: str = ""
+    message: str = ""
+    entries: list[Entry] = field(default_factory=list)
+    trash: list[Entry] = field(default_factory=list)
+    tombstones: list[Entry] = field(default_factory=list)
+    marks: list[Entry] = field(default_factory=list)
+    """What gc's first visit has put."""
+
+    def has(self, file: str) -> bool:
+        name = f"{self.id.directory}/{file}"
+        return any(entry.name == name for entry in self.entries)
+
+    def own(self) -> Iterator[Entry]:
+        """What is there of what `begin.json` or the manifest lists, and the notes; not the two themselves."""
+        listed = set(self.begin.names if self.begin else ())
+        listed.update(entry.name for entry in (self.manifest.indexes if self.manifest else ()))
+        for entry in self.entries:
+            file = entry.name[len(self.id.directory) + 1 :]
+            if file in listed or is_note(file):
+                yield entry
+
+    def strangers(self) -> Iterator[Entry]:
+        own = {entry.name for entry in self.own()}
+        keep = {f"{self.id.directory}/{file}" for file in (layout.BEGIN, layout.MANIFEST)}
+        for entry in self.entries:
+            if entry.name not in own and entry.name not in keep:
+                yield entry
+
+
+@dataclass(slots=True)
+class AttemptDirectory:
+    run: str
+    number: int
+    claimed: bool = False
+    leases: list[Entry] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Census:
+    saves: dict[CheckpointId, SaveDirectory] = field(default_factory=dict)
+    attempts: dict[tuple[str, int], AttemptDirectory] = field(default_factory=dict)
+    refs: list[Entry] = field(default_factory=list)
+    foreign: list[Entry] = field(default_factory=list)
+
+    def save(self, id: CheckpointId) -> SaveDirectory:
+        return self.saves.setdefault(id, SaveDirectory(id))
+
+    def attempt(self, run: str, number: int) -> AttemptDirectory:
+        return self.attempts.setdefault((run, number), AttemptDirectory(run, number))
+
+
+def take_census(repo: Repo) -> Census:
+    """Reads names and small objects only; no pack and no index is opened."""
+    census = Census()
+    for entry in repo.store.walk(""):
+        if not _place(census, entry):
+            census.foreign.append(entry)
+    for save in census.saves.values():
+        classify(repo, save)
+    return census
+
+
+def look_at(repo: Repo, id: CheckpointId) -> SaveDirectory:
+    """The census of one checkpoint alone, taken now."""
+    census = Census()
+    save = census.save(id)
+    for prefix in (id.directory, layout.trash_directory(id), layout.tombstone_directory(id)):
+        for entry in repo.store.walk(prefix):
+            _place(census, entry)
+    classify(repo, save)
+    return save
+
+
+def is_note(file: str) -> bool:
+    directory, _, number = file.partition("/")
+    return directory == "notes" and layout.parse_numbered(number) is not None
+
+
+def _place(census: Census, entry: Entry) -> bool:
+    """Files one object under what its name says it is; False if no object of Holdfast is called so."""
+    parts = entry.name.split("/")
+    if entry.name == layout.REPOSITORY:
+        return True
+    if parts[0] == "refs" and len(parts) == 4 and layout.parse_numbered(parts[3]) is not None:
+        census.refs.append(entry)
+        return True
+    if parts[0] not in (layout.RUNS, "trash", "tombstones") or len(parts) < 4:
+        return False
+    if parts[0] == "tombstones" and len(parts) == 6 and parts[1] == "gc":
+        parts = ["marks", *parts[2:]]
+    number = parse_attempt(parts[2])
+    if number is None or not _is_run(parts[1]):
+        return False
+    if parts[0] == layout.RUNS and _place_in_attempt(census, parts, number, entry):
+        return True
+    step = parse_step(parts[3])
+    if step is None or len(parts) < 5:
+        return False
+    id = CheckpointId(parts[1], number, step)
+    if parts[0] == layout.RUNS:
+        census.save(id).entries.append(entry)
+    elif len(parts) != 5 or not parts[4].endswith(".json"):
+        return False
+    elif parts[0] == "trash":
+        census.save(id).trash.append(entry)
+    elif parts[0] == "marks":
+        census.save(id).marks.append(entry)
+    else:
+        census.save(id).tombstones.append(entry)
+    return True
+
+
+def _place_in_attempt(census: Census, parts: list[str], number: int, entry: Entry) -> bool:
+    if parts[3:] == ["attempt.json"]:
+        census.attempt(parts[1], number).claimed = True
+        return True
+    if parts[3] == "lease" and len(parts) == 5 and layout.parse_numbered(parts[4]) is not None:
+        census.attempt(parts[1], number).leases.append(entry)
+        return True
+    return False
+
+
+def _is_run(key: str) -> bool:
+    try:
+        return run_key(key) == key
+    except UsageError:
+        return False
+
+
+def classify(repo: Repo, save: SaveDirectory) -> None:
+    """Sets `state` and what goes with it, from the bytes that lie there now."""
+    begin = _read(repo, layout.begin_name(save.id), objects.SMALL)
+    manifest = _read(repo, save.id.manifest, MAX_MANIFEST)
+    try:
+        save.begin = decode_begin(begin, save.id) if begin is not None else None
+    except CorruptionError as error:
+        copied = objects.is_copy(layout.begin_name(save.id), begin or b"")
+        save.state, save.message = "copied" if copied else "damaged", error.message
+        if manifest is None:
+            return
+    save.save_id = save.begin.save_id if save.begin else ""
+    if manifest is not None:
+        _classify_by_manifest(save, manifest)
+    elif save.trash:
+        _classify_by_trash(repo, save)
+    elif save.begin is not None:
+        save.state = "unfinished"
+
+
+def _classify_by_manifest(save: SaveDirectory, data: bytes) -> None:
+    try:
+        found = decode_manifest(data, save.id)
+    except CorruptionError as error:
+        save.state = "copied" if objects.is_copy(save.id.manifest, data) else "damaged"
+        save.message = error.message
+        return
+    if isinstance(found, Aborted):
+        # A begin.json that cannot be read leaves the save's objects unknown: then they stay.
+        save.state = save.state if save.message else "closed"
+        save.save_id = save.save_id or found.save_id
+    else:
+        save.state, save.manifest, save.save_id = "committed", found, found.save_id
+
+
+def _classify_by_trash(repo: Repo, save: SaveDirectory) -> None:
+    """Only a removal puts a manifest there. One that is damaged was removed all the same, but cannot come back."""
+    for entry in save.trash:
+        data = _read(repo, entry.name, MAX_MANIFEST)
+        try:
+            found = decode_manifest(data, save.id) if data is not None else None
+        except CorruptionError as error:
+            save.message = f"{entry.name} cannot be read: {error.message}"
+            continue
+        if isinstance(found, Manifest):
+            save.manifest, save.save_id = found, found.save_id
+    if save.manifest is not None or save.begin is not None:
+        save.state = "removed"
+    else:
+        save.state = "damaged"
+
+
+def _read(repo: Repo, name: str, limit: int) -> bytes | None:
+    try:
+        return repo.store.get(name, limit=limit)
+    except ObjectNotFound:
+        return None

@@ -1,0 +1,200 @@
+"""One checkpoint's structure: every object that it needs is there, of the right length, and agrees with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from holdfast.codec.digest import digest
+from holdfast.errors import CorruptionError, FormatTooNew, HoldfastError, ObjectNotFound, RepositoryError, StoreError
+from holdfast.image.header import Header, parse_header
+from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.dtypes import dtype
+from holdfast.model.names import CheckpointId
+from holdfast.repo import layout, objects
+from holdfast.repo.content import content_digest
+from holdfast.repo.notes import notes
+from holdfast.repo.records import decode_attempt, decode_begin
+from holdfast.repo.repository import Repo
+from holdfast.upkeep.findings import Finding
+
+UNREADABLE = (CorruptionError, RepositoryError, StoreError)
+
+
+@dataclass(slots=True)
+class Inspection:
+    """What was found of one checkpoint. `packs[i]`: numbers of the packs of `indexes[i]` that are worth reading."""
+
+    id: CheckpointId
+    findings: list[Finding] = field(default_factory=list)
+    manifest: Manifest | None = None
+    indexes: list[Index] = field(default_factory=list)
+    packs: list[set[int]] = field(default_factory=list)
+    objects: int = 0
+    bytes_read: int = 0
+
+    def error(
+        self, message: str, name: str, *, leaf: str | None = None, offset: int | None = None, harms: bool = True
+    ) -> None:
+        self.findings.append(Finding(self.id, "error", message, leaf, name, offset, harms))
+
+    @property
+    def harmed(self) -> bool:
+        return any(finding.severity == "error" and finding.harms_restore for finding in self.findings)
+
+
+def inspect(repo: Repo, id: CheckpointId) -> Inspection:
+    """Reads everything of a checkpoint except what lies behind its packs' headers."""
+    found = Inspection(id)
+    try:
+        found.manifest = repo.manifest(id)
+    except FormatTooNew:
+        raise
+    except UNREADABLE as error:
+        found.error(_words(error), id.manifest)
+        return found
+    found.objects += 1
+    _read_indexes(repo, found, found.manifest)
+    _check_begin(repo, found, found.manifest)
+    _check_attempt(repo, found)
+    _check_notes(repo, found)
+    return found
+
+
+def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
+    for rank, entry in enumerate(manifest.indexes):
+        name = f"{found.id.directory}/{entry.name}"
+        try:
+            index = repo.index(manifest, rank)
+        except FormatTooNew:
+            raise
+        except UNREADABLE as error:
+            found.error(_words(error), name)
+            continue
+        found.objects += 1
+        found.bytes_read += entry.length
+        if index.save_id != manifest.save_id or index.chunk_bytes != manifest.chunk_bytes:
+            found.error("belongs to another save than the manifest", name)
+            continue
+        found.indexes.append(index)
+        found.packs.append({number for number in range(len(index.packs)) if _pack_stands(repo, found, index, number)})
+    if len(found.indexes) == len(manifest.indexes):
+        _check_totals(found, manifest)
+
+
+def _check_totals(found: Inspection, manifest: Manifest) -> None:
+    nbytes = sum(pack.length for index in found.indexes for pack in index.packs)
+    leaves = sum(len(index.specs) for index in found.indexes)
+    if (nbytes, leaves) != (manifest.bytes, manifest.leaves):
+        message = f"counts {manifest.leaves} leaves in {manifest.bytes} bytes, its indexes {leaves} in {nbytes}"
+        found.error(message, found.id.manifest, harms=False)
+    content = content_digest(
+        manifest.tree,
+        [spec for index in found.indexes for spec in index.specs],
+        np.concatenate([index.digests for index in found.indexes]),
+        chunk_bytes=manifest.chunk_bytes,
+        private=[index.private for index in found.indexes],
+    )
+    if content != manifest.content:
+        found.error("its content digest is not that of its leaves", found.id.manifest)
+
+
+def _pack_stands(repo: Repo, found: Inspection, index: Index, number: int) -> bool:
+    """Presence, length and header of one pack; True if its leaves are worth reading."""
+    pack = index.packs[number]
+    name = f"{found.id.directory}/{pack.name}"
+    try:
+        with repo.store.open(name) as reader:
+            if reader.length != pack.length:
+                leaf = _first_leaf(index, number, beyond=reader.length)
+                found.error(f"is {reader.length} bytes long; {pack.length} were saved", name, leaf=leaf)
+                return False
+            block = np.empty(pack.header_length, np.uint8)
+            reader.read_into(0, block.data)
+    except ObjectNotFound:
+        found.error("is missing", name, leaf=_first_leaf(index, number))
+        return False
+    except UNREADABLE as error:
+        found.error(_words(error), name, leaf=_first_leaf(index, number))
+        return False
+    found.objects += 1
+    found.bytes_read += pack.header_length
+    if digest(block) != pack.header_digest:
+        found.error("its header is not what was saved", name, leaf=_first_leaf(index, number), offset=0)
+        return True
+    try:
+        header = parse_header(block.data, name=name, file_length=pack.length)
+    except CorruptionError as error:
+        found.error(_words(error), name, leaf=_first_leaf(index, number), offset=0)
+        return True
+    for leaf, message in _disagreements(header, index, number):
+        found.error(message, name, leaf=leaf)
+    return True
+
+
+def _disagreements(header: Header, index: Index, number: int) -> Iterator[tuple[str | None, str]]:
+    """Where a pack's own header says something else than the index: another tool would read other bytes than we do."""
+    if header.metadata.get("holdfast.save_id") != index.save_id:
+        yield None, "its header carries another save's id"
+    rows = np.flatnonzero(index.pack == number).tolist()
+    for row in rows:
+        spec, start = index.specs[row], int(index.offset[row])
+        entry = header.get(spec.path)
+        code = dtype(spec.dtype).code or "U8"
+        stop = start + int(index.length[row])
+        if entry is None or (entry.start, entry.stop, entry.code) != (start, stop, code):
+            yield spec.path, "the pack's header and the index do not agree on this leaf"
+    if len(header) != len(rows):
+        yield None, f"its header names {len(header)} leaves, the index {len(rows)}"
+
+
+def _first_leaf(index: Index, number: int, *, beyond: int = 0) -> str | None:
+    """Path of the first leaf in a pack that ends behind byte `beyond`."""
+    rows = np.flatnonzero((index.pack == number) & (index.offset + index.length > beyond))
+    return index.specs[int(rows[np.argmin(index.offset[rows])])].path if len(rows) else None
+
+
+def _check_begin(repo: Repo, found: Inspection, manifest: Manifest) -> None:
+    name = layout.begin_name(found.id)
+    try:
+        begin = decode_begin(repo.store.get(name, limit=objects.SMALL), found.id)
+    except FormatTooNew:
+        raise
+    except UNREADABLE as error:
+        found.error(_words(error), name, harms=False)
+        return
+    found.objects += 1
+    if begin.save_id != manifest.save_id:
+        found.error("belongs to another save than the manifest", name, harms=False)
+    named = {entry.name for entry in manifest.indexes}
+    named.update(pack.name for index in found.indexes for pack in index.packs)
+    if not named <= set(begin.names):
+        found.error(f"does not list {', '.join(sorted(named - set(begin.names)))}", name, harms=False)
+
+
+def _check_attempt(repo: Repo, found: Inspection) -> None:
+    id = found.id
+    name = layout.attempt_name(id.run, id.attempt)
+    try:
+        decode_attempt(repo.store.get(name, limit=objects.SMALL), id.run, id.attempt)
+    except FormatTooNew:
+        raise
+    except UNREADABLE as error:
+        found.error(_words(error), name, harms=False)
+        return
+    found.objects += 1
+
+
+def _check_notes(repo: Repo, found: Inspection) -> None:
+    try:
+        found.objects += len(notes(repo, found.id))
+    except FormatTooNew:
+        raise
+    except UNREADABLE as error:
+        found.error(_words(error), error.subject or layout.notes_directory(found.id), harms=False)
+
+
+def _words(error: HoldfastError) -> str:
+    return "is missing" if isinstance(error, ObjectNotFound) else error.message

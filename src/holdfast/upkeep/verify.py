@@ -1,0 +1,149 @@
+"""Verify: proves that every byte is what was saved, or names the leaf, the object and the offset that are not.
+
+Every byte of every object is in some digest: a pack's header in its index, its leaves in the index's chunk digests, the
+index in the manifest, and each small object in its own seal. `assert_whole` is the oracle of the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import CheckpointNotFound, CorruptionError
+from holdfast.events import Emitter, Progress
+from holdfast.model.checkpoint import Json
+from holdfast.model.names import CheckpointId
+from holdfast.repo.notes import add_note
+from holdfast.repo.repository import Repo
+from holdfast.upkeep.census import take_census
+from holdfast.upkeep.findings import Finding, VerifyReport
+from holdfast.upkeep.inspection import inspect
+from holdfast.upkeep.scan import Scan
+from holdfast.upkeep.surroundings import surroundings
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPlan:
+    """`everything`: the store's other objects too (attempts, refs, unfinished saves, copies, strangers). `bytes`: of
+    the packs that will be read, as far as manifests tell."""
+
+    where: str
+    ids: tuple[CheckpointId, ...]
+    every_byte: bool
+    everything: bool
+    bytes: int
+
+    def __str__(self) -> str:
+        what = f"{len(self.ids)} checkpoint{'' if len(self.ids) == 1 else 's'}"
+        how = f"every byte of {self.bytes / 2**20:,.1f} MiB" if self.every_byte else "structure only"
+        return f"verify {what} at {self.where}: {how}{', and everything else there' if self.everything else ''}"
+
+
+def plan_verify(repo: Repo, ids: Sequence[CheckpointId] | None = None, *, every_byte: bool = True) -> VerifyPlan:
+    """What a verification reads. `ids` None: every checkpoint, and everything else in the store.
+
+    Raises CheckpointNotFound for an id that is not there.
+    """
+    everything = ids is None
+    if ids is None:
+        ids = tuple(
+            CheckpointId(run, attempt, step)
+            for run in repo.runs()
+            for attempt in repo.attempts(run)
+            for step in sorted(repo.committed(run, attempt))
+        )
+    nbytes = 0
+    for id in ids:
+        try:
+            nbytes += repo.manifest(id).bytes
+        except CorruptionError:
+            pass  # executing the plan reports it as a finding
+        except CheckpointNotFound:
+            if not everything:
+                raise
+    return VerifyPlan(repo.url, tuple(ids), every_byte, everything, nbytes if every_byte else 0)
+
+
+def execute(
+    repo: Repo, plan: VerifyPlan, *, emitter: Emitter | None = None, threads: int | None = None, note: bool = False
+) -> VerifyReport:
+    """Verifies. `threads`: ranges read at once. With `note`, each checkpoint of which every byte was read gets a note:
+    "verified", or "suspect" if it cannot be restored bit for bit.
+
+    Damage is reported, not raised; FormatTooNew, and a store that cannot be listed, are raised.
+    """
+    began = time.perf_counter()
+    progress = _Progress(repo.url, plan.bytes, emitter or Emitter())
+    findings: list[Finding] = []
+    nbytes = count = 0
+    for id in plan.ids:
+        found, read, number = _verify_one(repo, id, plan, progress, threads or _threads())
+        findings.extend(found)
+        nbytes, count = nbytes + read, count + number
+        if note and plan.every_byte:
+            _note(repo, id, found)
+    if plan.everything:
+        findings.extend(surroundings(repo, take_census(repo), frozenset(plan.ids)))
+    seconds = time.perf_counter() - began
+    return VerifyReport(tuple(findings), plan.ids, nbytes, count, plan.every_byte, seconds)
+
+
+def assert_whole(repo: Repo) -> VerifyReport:
+    """Verifies every byte of everything; CorruptionError with all findings if anything is damaged or missing."""
+    report = execute(repo, plan_verify(repo))
+    if not report.ok:
+        raise CorruptionError(
+            "\n".join([f"{repo.url} is not whole:", *(f"  {finding}" for finding in report.errors)]), subject=repo.url
+        )
+    return report
+
+
+class _Progress:
+    """Counts bytes over all threads and tells."""
+
+    def __init__(self, subject: str, total: int, emitter: Emitter) -> None:
+        self._subject, self._total, self._emitter = subject, total, emitter
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            done = self._done
+        self._emitter.emit(Progress("verify", self._subject, done, max(done, self._total)))
+
+
+def _verify_one(
+    repo: Repo, id: CheckpointId, plan: VerifyPlan, progress: _Progress, threads: int
+) -> tuple[list[Finding], int, int]:
+    """Findings, bytes read and objects read. One that was removed meanwhile has none: removal is no damage."""
+    found = inspect(repo, id)
+    if plan.every_byte:
+        for index, usable in zip(found.indexes, found.packs, strict=True):
+            found.findings.extend(Scan(repo.store, id, index, on_bytes=progress.advance).run(usable, threads))
+            for number in usable:
+                pack = index.packs[number]
+                found.bytes_read += pack.length - pack.header_length
+    if found.findings and not repo.exists(id):
+        removed = Finding(id, "info", "was removed while it was verified")
+        return [removed], found.bytes_read, found.objects
+    return found.findings, found.bytes_read, found.objects
+
+
+def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> None:
+    harmful = [finding for finding in findings if finding.severity == "error" and finding.harms_restore]
+    told: list[Json] = [str(finding)[:1000] for finding in harmful[:20]]
+    try:
+        if harmful:
+            add_note(repo, id, "suspect", {"count": len(harmful), "findings": told})
+        else:
+            add_note(repo, id, "verified", {"every_byte": True})
+    except CheckpointNotFound:
+        pass  # removed while it was verified: nothing is left to say of it
+
+
+def _threads() -> int:
+    return max(2, min(8, (os.cpu_count() or 1) + 1))

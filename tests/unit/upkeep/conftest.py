@@ -1,0 +1,173 @@
+"""A small world: repositories in memory whose attempts live and die on command, and saves of a few tiny leaves."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from holdfast.codec.digest import digest_rows
+from holdfast.errors import ObjectNotFound
+from holdfast.image.layout import plan_layout
+from holdfast.model.checkpoint import AttemptRecord, Index, Manifest, PackEntry
+from holdfast.model.leaf import LeafSpec
+from holdfast.model.names import CheckpointId
+from holdfast.repo import layout, objects
+from holdfast.repo.attempts import Attempt
+from holdfast.repo.commit import begin, commit
+from holdfast.repo.content import content_digest
+from holdfast.repo.lease import Lease
+from holdfast.repo.liveness import this_process
+from holdfast.repo.packs import put_index
+from holdfast.repo.records import encode_attempt
+from holdfast.repo.repository import Repo
+from holdfast.repo.watch import let_go, take_hold
+from holdfast.store.backends.memory import MemoryStore
+from holdfast.store.contract import Bytes
+
+_names = itertools.count()
+
+CHUNK = 64
+
+
+class Abandoned(BaseException):
+    """What an armed crash point raises: the process is gone, nothing may clean up after it."""
+
+
+def abandon() -> None:
+    raise Abandoned
+
+
+class World:
+    def __init__(self) -> None:
+        self.store = MemoryStore(f"upkeep-{next(_names)}")
+        self.repo = Repo.create_or_open(self.store, chunk_bytes=CHUNK)
+        self.contents: dict[CheckpointId, dict[str, bytes]] = {}
+
+    def reopened(self) -> Repo:
+        return Repo.open(MemoryStore(self.store.name))
+
+    def claim(self, run: str = "main", parent: CheckpointId | None = None, *, alive: bool = True) -> Attempt:
+        """An attempt as `claim` leaves it, without a thread that beats its lease."""
+        number = max(self.repo.attempts(run), default=0) + 1
+        owner = this_process()
+        if not alive:
+            owner = replace(owner, pid=2**22 + 7)
+        record = AttemptRecord(run, number, secrets.token_hex(16), parent, owner)
+        name = layout.attempt_name(run, number)
+        objects.put(self.store, name, encode_attempt(record), token=record.id)
+        if alive:
+            take_hold(self.repo, run, number)
+        return Attempt(self.repo, record, Lease(self.repo, record))
+
+    def die(self, attempt: Attempt) -> None:
+        """This process no longer holds the attempt: observers find it dead."""
+        let_go(self.repo, attempt.run, attempt.number)
+
+    def save(
+        self,
+        attempt: Attempt,
+        step: int,
+        *,
+        metrics: dict[str, float] | None = None,
+        until: str = "commit",
+        seed: int = 0,
+    ) -> CheckpointId:
+        """One save of three leaves, one of them of no bytes. `until`: begin, pack, index or commit."""
+        id = CheckpointId(attempt.run, attempt.number, step)
+        save_id = secrets.token_hex(16)
+        values = {
+            "a": np.arange(50, dtype=np.float32) + step + 1000 * attempt.number + seed,
+            "b/c": np.arange(100, dtype=np.uint8),
+            "e": np.zeros((0, 3), np.float32),
+        }
+        specs = [LeafSpec("a", "float32", (50,)), LeafSpec("b/c", "uint8", (100,)), LeafSpec("e", "float32", (0, 3))]
+        tree = {"!": "dict", "i": []}
+        leaf_nodes = [{"!": "leaf", "n": n, "as": "numpy"} for n in range(3)]
+        tree["i"] = [["a", leaf_nodes[0]], ["b", {"!": "dict", "i": [["c", leaf_nodes[1]]]}], ["e", leaf_nodes[2]]]
+        plan = plan_layout(specs)
+        image = np.zeros(plan.nbytes, np.uint8)
+        plan.stamp(image, save_id)
+        for number, value in enumerate(values.values()):
+            raw = np.frombuffer(value.tobytes(), np.uint8)
+            image[plan.start[number] : plan.start[number] + len(raw)] = raw
+        chunk_start, digests = digest_rows(image, plan.start, plan.length, CHUNK)
+        packs = tuple(
+            PackEntry(pack.name, pack.length, pack.header_length, plan.header_digest(number, save_id))
+            for number, pack in enumerate(plan.packs)
+        )
+        begin(attempt, step, save_id, [*(pack.name for pack in packs), layout.index_file(0)])
+        if until == "begin":
+            return id
+        receipts = []
+        for pack in plan.packs:
+            data = image[pack.start : pack.start + pack.length].tobytes()
+            receipts.append(self.store.put_if_absent(f"{id.directory}/{pack.name}", Bytes(data), token=save_id))
+        if until == "pack":
+            return id
+        index = Index(
+            0, save_id, CHUNK, packs, tuple(specs), plan.pack, plan.offset, plan.length, chunk_start, digests, None
+        )
+        receipt, entry = put_index(self.repo, id, index)
+        if until == "index":
+            return id
+        manifest = Manifest(
+            id=id,
+            save_id=save_id,
+            tree=tree,
+            indexes=(entry,),
+            content=content_digest(tree, specs, digests, chunk_bytes=CHUNK, private=[None]),
+            bytes=sum(pack.length for pack in packs),
+            leaves=3,
+            chunk_bytes=CHUNK,
+            parent=attempt.parent,
+            metrics=metrics or {},
+        )
+        commit(self.repo, manifest, [*receipts, receipt])
+        return id
+
+    def flip(self, name: str, offset: int = -1, bit: int = 0) -> None:
+        """Changes one bit behind the store's back."""
+        data, when = self.store.place.objects[name]
+        changed = bytearray(data)
+        changed[offset] ^= 1 << bit
+        self.store.place.objects[name] = bytes(changed), when
+
+    def truncate(self, name: str, nbytes: int) -> None:
+        data, when = self.store.place.objects[name]
+        self.store.place.objects[name] = data[:nbytes], when
+
+    def lose(self, name: str) -> None:
+        if self.store.place.objects.pop(name, None) is None:
+            raise ObjectNotFound(name)
+
+    def put(self, name: str, data: bytes = b"somebody else's") -> None:
+        self.store.place.objects[name] = data, self.store.place.tick()
+
+    def copy(self, source: str, target: str) -> None:
+        """Copies a directory as a person would."""
+        for name in [name for name in self.store.place.objects if name.startswith(f"{source}/")]:
+            self.put(target + name[len(source) :], self.store.place.objects[name][0])
+
+    def names(self, prefix: str = "") -> list[str]:
+        return sorted(name for name in self.store.place.objects if name.startswith(prefix))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    yield World()
+
+
+@pytest.fixture
+def make_world() -> type[World]:
+    return World
+
+
+@pytest.fixture
+def crash() -> tuple[type[BaseException], object]:
+    """The exception of an armed crash point, and the action that raises it."""
+    return Abandoned, abandon

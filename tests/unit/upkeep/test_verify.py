@@ -1,0 +1,190 @@
+"""Verify finds every kind of damage, names leaf and object, and calls nothing damaged that is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.errors import CheckpointNotFound, CorruptionError
+from holdfast.events import Emitter, Event, Progress
+from holdfast.model.names import CheckpointId
+from holdfast.repo import layout
+from holdfast.repo.notes import add_note, notes
+from holdfast.repo.refs import put_ref
+from holdfast.upkeep.verify import assert_whole, execute, plan_verify
+
+
+def test_a_whole_repository_has_no_error(world):
+    attempt = world.claim()
+    first = world.save(attempt, 1)
+    second = world.save(attempt, 2)
+    add_note(world.repo, first, "metric", {"loss": 1.0})
+    put_ref(world.repo, "pin", "keep", first)
+    report = assert_whole(world.repo)
+    assert report.findings == ()
+    assert report.checked == (first, second)
+    lengths = sum(len(world.store.place.objects[name][0]) for name in world.names() if "rank-" in name)
+    assert report.bytes_read == lengths
+
+
+def test_an_empty_repository_is_whole(world):
+    assert assert_whole(world.repo).findings == ()
+
+
+def test_the_plan_prints_what_it_will_read(world):
+    world.save(world.claim(), 1)
+    assert "1 checkpoint at memory://" in str(plan_verify(world.repo))
+    assert "structure only" in str(plan_verify(world.repo, every_byte=False))
+
+
+def test_an_id_that_is_not_there_is_refused(world):
+    world.claim()
+    with pytest.raises(CheckpointNotFound):
+        plan_verify(world.repo, [CheckpointId("main", 1, 5)])
+
+
+def flips(world, id):
+    """One position in each class of bytes: object name, offset."""
+    pack = f"{id.directory}/rank-00000.safetensors"
+    index = f"{id.directory}/rank-00000.index"
+    size = len(world.store.place.objects[pack][0])
+    length = len(world.store.place.objects[index][0])
+    yield from [(pack, 0), (pack, 60), (pack, 4000), (pack, 4096), (pack, 4296), (pack, size - 1)]
+    yield from [(index, offset) for offset in range(0, length, 97)]
+    for name in (id.manifest, layout.begin_name(id), layout.attempt_name(id.run, id.attempt), layout.REPOSITORY):
+        yield from [(name, 1), (name, len(world.store.place.objects[name][0]) // 2), (name, -1)]
+    yield f"{id.directory}/notes/1.json", 30
+    yield "refs/pin/keep/1.json", 30
+
+
+def test_i5_a_flipped_bit_anywhere_is_found(world):
+    id = world.save(world.claim(), 1)
+    add_note(world.repo, id, "metric", {"loss": 1.0})
+    put_ref(world.repo, "pin", "keep", id)
+    for name, offset in flips(world, id):
+        world.flip(name, offset)
+        with pytest.raises(CorruptionError):
+            assert_whole(world.reopened())
+        world.flip(name, offset)
+    assert assert_whole(world.reopened()).ok
+
+
+@pytest.mark.parametrize(("offset", "leaf"), [(4096, "a"), (4096 + 199, "a"), (4096 + 200, "b/c"), (4096 + 299, "b/c")])
+def test_i5_damage_names_leaf_object_and_offset(world, offset, leaf):
+    id = world.save(world.claim(), 1)
+    pack = f"{id.directory}/rank-00000.safetensors"
+    world.flip(pack, offset)
+    (finding,) = execute(world.repo, plan_verify(world.repo)).errors
+    assert (finding.id, finding.leaf, finding.object) == (id, leaf, pack)
+    assert finding.offset <= offset < finding.offset + 64
+    assert finding.harms_restore
+    assert pack in str(finding)
+    assert leaf in str(finding)
+
+
+def test_a_wholly_wrong_leaf_is_one_finding(world):
+    id = world.save(world.claim(), 1)
+    for offset in range(4096, 4296):
+        world.flip(f"{id.directory}/rank-00000.safetensors", offset)
+    (finding,) = execute(world.repo, plan_verify(world.repo)).errors
+    assert "3 more chunks" in finding.message
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 4096, 4200, 4395])
+def test_a_truncated_pack_is_found(world, keep):
+    id = world.save(world.claim(), 1)
+    pack = f"{id.directory}/rank-00000.safetensors"
+    world.truncate(pack, keep)
+    (finding,) = execute(world.repo, plan_verify(world.repo, every_byte=False)).errors
+    assert finding.object == pack
+    assert finding.leaf == ("a" if keep < 4296 else "b/c")
+
+
+@pytest.mark.parametrize(
+    "file", ["rank-00000.safetensors", "rank-00000.index", "begin.json", "../attempt.json"], ids=lambda file: file
+)
+def test_a_missing_object_is_found(world, file):
+    id = world.save(world.claim(), 1)
+    name = f"{id.directory}/{file}" if not file.startswith("..") else layout.attempt_name("main", 1)
+    world.lose(name)
+    errors = execute(world.repo, plan_verify(world.repo)).errors
+    assert {finding.object for finding in errors} == {name}
+    assert [finding.harms_restore for finding in errors] == ["rank" in file] * len(errors)
+
+
+def test_another_objects_bytes_under_the_right_name_are_found(world):
+    attempt = world.claim()
+    one, two = world.save(attempt, 1), world.save(attempt, 2)
+    for file in ("rank-00000.safetensors", "rank-00000.index", "manifest.json", "begin.json"):
+        was = world.store.place.objects[f"{one.directory}/{file}"]
+        world.store.place.objects[f"{one.directory}/{file}"] = world.store.place.objects[f"{two.directory}/{file}"]
+        report = execute(world.repo, plan_verify(world.repo, [two]))
+        assert report.ok
+        if file == "manifest.json":
+            # A copied manifest makes no checkpoint: what lies there is shown, and the save is not among those checked.
+            found = execute(world.repo, plan_verify(world.repo))
+            assert one not in found.checked
+            assert any("copied" in finding.message for finding in found.of(one))
+        else:
+            assert not execute(world.repo, plan_verify(world.repo, [one])).ok
+        world.store.place.objects[f"{one.directory}/{file}"] = was
+    assert_whole(world.repo)
+
+
+def test_structure_alone_reads_no_leaf(world):
+    id = world.save(world.claim(), 1)
+    world.flip(f"{id.directory}/rank-00000.safetensors", -1)
+    assert execute(world.repo, plan_verify(world.repo, every_byte=False)).ok
+    assert not execute(world.repo, plan_verify(world.repo)).ok
+
+
+def test_unusual_things_are_shown_and_are_no_error(world):
+    attempt = world.claim()
+    id = world.save(attempt, 1)
+    open_save = world.save(attempt, 2, until="pack")
+    world.put("README.txt")
+    world.put(f"{id.directory}/mine.txt")
+    world.put(f"{id.directory}/rank-00000.safetensors.tmp-abc")
+    world.copy(id.directory, "runs/main/a0001/step-00000009")
+    world.copy("runs/main/a0001", "runs/main/a0007")
+    world.copy("runs/main", "runs/elsewhere")
+    world.copy("runs/main", "runs/main copy")
+    report = assert_whole(world.repo)
+    said = {finding.object: finding.message for finding in report.findings}
+    assert all(finding.severity == "info" for finding in report.findings)
+    assert "unfinished" in said[open_save.directory]
+    assert "not written by Holdfast" in said["README.txt"]
+    assert "not written by Holdfast" in said[f"{id.directory}/mine.txt"]
+    assert "left over" in said[f"{id.directory}/rank-00000.safetensors.tmp-abc"]
+    assert "copied" in said["runs/main/a0001/step-00000009"]
+    assert "copied" in said["runs/main/a0007/attempt.json"]
+    assert "copied" in said["runs/elsewhere/a0001/attempt.json"]
+    assert report.checked == (id,)
+
+
+def test_notes_are_left_where_asked_for(world):
+    attempt = world.claim()
+    good, bad = world.save(attempt, 1), world.save(attempt, 2)
+    world.flip(f"{bad.directory}/rank-00000.safetensors", -1)
+    execute(world.repo, plan_verify(world.repo))
+    assert notes(world.repo, good) == []
+    execute(world.repo, plan_verify(world.repo, every_byte=False), note=True)
+    assert notes(world.repo, good) == []
+    execute(world.repo, plan_verify(world.repo), note=True)
+    assert [note.kind for note in notes(world.repo, good)] == ["verified"]
+    (note,) = notes(world.repo, bad)
+    assert note.kind == "suspect"
+    assert "b/c" in note.body["findings"][0]
+
+
+def test_progress_reaches_the_total(world):
+    world.save(world.claim(), 1)
+    seen: list[Event] = []
+
+    class Sink:
+        def emit(self, event: Event) -> None:
+            seen.append(event)
+
+    execute(world.repo, plan_verify(world.repo), emitter=Emitter.of([Sink()]))
+    assert seen
+    assert all(isinstance(event, Progress) and event.phase == "verify" for event in seen)
+    assert max(event.done for event in seen) == 300
