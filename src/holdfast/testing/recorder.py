@@ -92,6 +92,15 @@ class Recorder:
             self._descriptors[descriptor] = (self._lookup(path), self._below(path))
             return descriptor
 
+    def reopen(self, path: str) -> int:
+        """Empties an existing file and opens it for writing; no part of the seam, only for seeded bugs."""
+        with self._lock:
+            descriptor: int = self.inner.reopen(path)  # type: ignore[attr-defined]
+            inode = self._lookup(path)
+            self._descriptors[descriptor] = (inode, self._below(path))
+            self.log.append(Call("truncate", self._below(path), inode))
+            return descriptor
+
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         with self._lock:
             done = self.inner.pwrite(descriptor, buffers, offset)

@@ -33,6 +33,7 @@ class _File:
     modified: int
     reserved: int = 0
     """Blocks promised by `reserve`; written or not, they count as used."""
+    links: int = 0
 
     @property
     def allocated(self) -> int:
@@ -72,6 +73,10 @@ class SimulatedDisk:
         disk = cls(direct_io=direct_io)
         disk._directories = {inode: _Directory(dict(entries)) for inode, entries in image.directories.items()}
         disk._files = {inode: _File(list(held.blocks), held.size, 1) for inode, held in image.files.items()}
+        for held in disk._directories.values():
+            for inode in held.entries.values():
+                if inode in disk._files:
+                    disk._files[inode].links += 1
         disk._next = max((*disk._directories, *disk._files)) + 1
         return disk
 
@@ -82,6 +87,13 @@ class SimulatedDisk:
                 {inode: dict(held.entries) for inode, held in self._directories.items()},
                 {inode: Contents(tuple(held.blocks), held.size) for inode, held in self._files.items()},
             )
+
+    def files(self, directory: str) -> dict[str, tuple[int, tuple[bytes, ...]]]:
+        """Size and blocks of each file directly in `directory`, by name."""
+        with self._lock:
+            entries = self._directories[self._lookup(directory)].entries
+            held = {name: self._files[inode] for name, inode in entries.items() if inode in self._files}
+            return {name: (file.size, tuple(file.blocks)) for name, file in held.items()}
 
     @property
     def open_descriptors(self) -> int:
@@ -96,7 +108,7 @@ class SimulatedDisk:
                 raise fault(errno.EEXIST, path)
             self._check_direct(direct, path)
             inode = self._new_inode()
-            self._files[inode] = _File([], 0, self._tick())
+            self._files[inode] = _File([], 0, self._tick(), links=1)
             directory.entries[name] = inode
             return self._descriptor(_Open(path, inode, direct, writable=True))
 
@@ -107,6 +119,13 @@ class SimulatedDisk:
                 raise fault(errno.EISDIR, path)
             self._check_direct(direct, path)
             return self._descriptor(_Open(path, inode, direct, writable=False))
+
+    def reopen(self, path: str) -> int:
+        """An existing file for writing, emptied (O_TRUNC). No part of the seam: the seeded bugs use it."""
+        with self._lock:
+            file = self._files[self._lookup(path)]
+            file.blocks, file.size = [], 0
+            return self._descriptor(_Open(path, self._lookup(path), direct=False, writable=True))
 
     def close(self, descriptor: int) -> None:
         with self._lock:
@@ -179,6 +198,7 @@ class SimulatedDisk:
             if inode in self._directories:
                 raise fault(errno.EPERM, source)
             directory.entries[name] = inode
+            self._files[inode].links += 1
 
     def rename_noreplace(self, source: str, target: str) -> None:
         with self._lock:
@@ -192,15 +212,20 @@ class SimulatedDisk:
             inode = self._lookup(source)
             old, old_name = self._parent(source)
             new, new_name = self._parent(target)
+            replaced = self._files.get(new.entries.get(new_name, -1))
+            if replaced is not None:
+                replaced.links -= 1
             new.entries[new_name] = inode
             del old.entries[old_name]
 
     def unlink(self, path: str) -> None:
         with self._lock:
-            if self._lookup(path) in self._directories:
+            inode = self._lookup(path)
+            if inode in self._directories:
                 raise fault(errno.EISDIR, path)
             directory, name = self._parent(path)
             del directory.entries[name]
+            self._files[inode].links -= 1
 
     def mkdir(self, path: str) -> None:
         with self._lock:
@@ -273,7 +298,9 @@ class SimulatedDisk:
 
     def _status_of(self, inode: int) -> Status:
         file = self._files.get(inode)
-        return Status("directory", 0, 1) if file is None else Status("file", file.size, file.modified)
+        if file is None:
+            return Status("directory", 0, 1)
+        return Status("file", file.size, file.modified, file.links)
 
     def _descriptor(self, held: _Open) -> int:
         self._next_descriptor += 1
@@ -301,9 +328,8 @@ class SimulatedDisk:
         return self._clock
 
     def _used(self) -> int:
-        reachable = {inode for held in self._directories.values() for inode in held.entries.values()}
-        reachable |= {held.inode for held in self._open.values()}
-        return BLOCK * sum(file.allocated for inode, file in self._files.items() if inode in reachable)
+        opened = {held.inode for held in self._open.values()}
+        return BLOCK * sum(file.allocated for inode, file in self._files.items() if file.links or inode in opened)
 
     def _admit(self, file: _File, blocks: int, path: str) -> None:
         if self.capacity is not None and self._used() + BLOCK * max(0, blocks - file.allocated) > self.capacity:

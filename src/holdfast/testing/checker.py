@@ -1,0 +1,181 @@
+"""Judges the disk that a crash left: what must be there is there and whole, nothing torn passes, and work can go on.
+
+Rules, each named as in the design's list of invariants:
+- I1: a checkpoint that exists names packs and indexes that exist, whole.
+- I3: what was reported as committed, and that nobody began to remove, exists.
+- I4: `latest` is what the walk gives, and is no older than the last checkpoint that was reported.
+- I5: every byte read is the byte that was saved.
+- I2: what was reported as removed does not come back.
+The expected bytes come from the scenario, not from digests that Holdfast computed itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import xxhash
+
+from holdfast.codec.digest import chunk_count
+from holdfast.errors import HoldfastError, NotARepository
+from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.names import CheckpointId
+from holdfast.repo.lineage import latest
+from holdfast.repo.repository import Repo
+from holdfast.store.backends.filesystem import FileSystem
+from holdfast.store.backends.local import LocalStore
+from holdfast.store.contract import Store
+from holdfast.testing.expectations import Expected, Presence, Saved
+from holdfast.testing.simulated_disk import SimulatedDisk
+
+PLACE: Final = "/data/team/checkpoints"
+"""Where scenarios keep their repository: two directories above it have to be made and flushed as well."""
+
+
+class Checker:
+    """Judges many disks of one recording. What was found out about a checkpoint whose objects are the same, byte for
+    byte, is not found out again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], list[str]] = {}
+
+    def __call__(self, disk: SimulatedDisk, expected: Expected) -> list[str]:
+        def whole(repo: Repo, id: CheckpointId, saved: Saved) -> list[str]:
+            key = (id, *sorted(disk.files(f"{PLACE}/{id.directory}").items()))
+            if key not in self._known:
+                self._known[key] = list(check_checkpoint(repo, id, saved))
+            return self._known[key]
+
+        return check(disk, expected, whole)
+
+
+Whole = Callable[[Repo, CheckpointId, Saved], Iterable[str]]
+
+
+def check(disk: FileSystem, expected: Expected, whole: Whole | None = None) -> list[str]:
+    """What is wrong with this disk; empty if nothing is. Reads only."""
+    store = LocalStore(PLACE, filesystem=disk, create=False)
+    try:
+        repo = Repo.open(store)
+    except NotARepository as error:
+        return [f"I3: the repository is gone: {error.message}"] if expected.opened else []
+    except HoldfastError as error:
+        return [f"I3: the repository does not open: {error!r}"]
+    return [problem for run in expected.runs for problem in check_run(repo, run, expected, whole or check_checkpoint)]
+
+
+def check_run(repo: Repo, run: str, expected: Expected, whole: Whole) -> Iterator[str]:
+    """Judges one run of an opened repository."""
+    try:
+        attempts = repo.attempts(run)
+        steps = {number: repo.committed(run, number) for number in attempts}
+        newest = latest(repo, run)
+        claimed = [number for number in attempts if repo.find_attempt(run, number) is not None]
+    except HoldfastError as error:
+        yield f"I4: run {run} cannot be listed: {error!r}"
+        return
+    if max(claimed, default=0) < expected.attempts.get(run, 0):
+        yield f"I4: attempt {expected.attempts[run]} of {run} was claimed and is gone; there are {claimed}"
+    there = {CheckpointId(run, number, step) for number, held in steps.items() for step in held}
+    there |= set(_named(repo.store, run))
+    for id, presence in expected.presence.items():
+        if id.run == run and presence is Presence.MUST and id not in there:
+            yield f"I3: {id} was reported as committed and is lost"
+        if id.run == run and presence is Presence.GONE and id in there:
+            yield f"I2: {id} was closed or removed, and is back"
+    for id in sorted(there):
+        if id not in expected.saved:
+            yield f"I1: {id} exists and was never saved"
+        else:
+            yield from whole(repo, id, expected.saved[id])
+    yield from _check_latest(repo, run, newest, expected, claimed, steps)
+
+
+def _named(store: Store, run: str) -> Iterator[CheckpointId]:
+    """Checkpoints found by looking for manifests, without `Repo`; those that hold an aborted mark are none."""
+    for entry in store.walk(f"runs/{run}"):
+        parts = entry.name.split("/")
+        if len(parts) == 5 and parts[4] == "manifest.json":
+            if not store.get(entry.name, limit=1 << 20).startswith(b'{"by":'):
+                yield CheckpointId(run, int(parts[2][1:]), int(parts[3][5:]))
+
+
+def _check_latest(
+    repo: Repo,
+    run: str,
+    newest: CheckpointId | None,
+    expected: Expected,
+    attempts: list[int],
+    steps: dict[int, list[int]],
+) -> Iterator[str]:
+    walked = _walk(repo, run, attempts, steps)
+    if newest != walked:
+        yield f"I4: latest is {newest}, the walk gives {walked}"
+    reported = expected.newest(run)
+    if reported is not None and newest not in expected.as_new_as(run, reported):
+        yield f"I4: latest is {newest}, although {reported} was reported as committed"
+
+
+def _walk(repo: Repo, run: str, attempts: list[int], steps: dict[int, list[int]]) -> CheckpointId | None:
+    """The walk of I4, written a second time from the design's words. Runs without forks only."""
+    bound: int | None = None
+    number = max(attempts, default=0)
+    while number > 0:
+        held = [step for step in steps.get(number, []) if bound is None or step <= bound]
+        if held:
+            return CheckpointId(run, number, max(held))
+        parent = repo.attempt(run, number).parent if number in attempts else None
+        if parent is not None:
+            number, bound = parent.attempt, parent.step
+        else:
+            number, bound = max((lower for lower in attempts if lower < number), default=0), None
+    return None
+
+
+def check_checkpoint(repo: Repo, id: CheckpointId, saved: Saved) -> Iterator[str]:
+    """Whether an existing checkpoint is whole, bit for bit."""
+    try:
+        manifest = repo.manifest(id)
+        if manifest.tree != saved.tree:
+            yield f"I5: {id}: the tree is not the one saved"
+        found: dict[str, bytes] = {}
+        for rank, _ in enumerate(manifest.indexes):
+            index = repo.index(manifest, rank)
+            found.update(_leaves(repo, manifest, index))
+    except HoldfastError as error:
+        yield f"I1: {id} exists and is not whole: {type(error).__name__}: {error}"
+        return
+    except _Differs as error:
+        yield f"I5: {id}: {error}"
+        return
+    if found.keys() != saved.leaves.keys():
+        yield f"I5: {id} has the leaves {sorted(found)}, not {sorted(saved.leaves)}"
+    for path, data in found.items():
+        if data != saved.leaves.get(path, data):
+            yield f"I5: {id}: {path} has other bytes than were saved"
+
+
+class _Differs(Exception):  # noqa: N818 - never leaves this module
+    """Bytes that contradict their digest."""
+
+
+def _leaves(repo: Repo, manifest: Manifest, index: Index) -> Iterator[tuple[str, bytes]]:
+    packs = []
+    for entry in index.packs:
+        with repo.store.open(f"{manifest.id.directory}/{entry.name}") as reader:
+            data = bytearray(reader.length)
+            reader.read_into(0, memoryview(data))
+        if len(data) != entry.length:
+            raise _Differs(f"{entry.name} has {len(data)} bytes, not {entry.length}")
+        if xxhash.xxh3_128_digest(data[: entry.header_length]) != entry.header_digest:
+            raise _Differs(f"the header of {entry.name} is damaged")
+        packs.append(bytes(data))
+    for row, spec in enumerate(index.specs):
+        start, length = int(index.offset[row]), int(index.length[row])
+        data_of = packs[int(index.pack[row])][start : start + length]
+        first = int(index.chunk_start[row])
+        for chunk in range(chunk_count(length, index.chunk_bytes)):
+            piece = data_of[chunk * index.chunk_bytes : (chunk + 1) * index.chunk_bytes]
+            if xxhash.xxh3_128_digest(piece) != index.digests[first + chunk].tobytes():
+                raise _Differs(f"{spec.path}: chunk {chunk} does not have its digest")
+        yield spec.path, data_of

@@ -1,0 +1,242 @@
+"""The program that is recorded: a small training job over a store, telling by marks what it was told.
+
+Drives the repository as the engine does (begin, packs, index, commit), step by step in one thread, so that a recording is
+the same each time and can be broken off anywhere.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from holdfast.codec.digest import chunk_starts, digest_chunks
+from holdfast.image.layout import plan_layout
+from holdfast.model.checkpoint import Index, Manifest, PackEntry
+from holdfast.model.names import CheckpointId
+from holdfast.repo.attempts import Attempt, claim
+from holdfast.repo.commit import abort, begin, commit
+from holdfast.repo.content import content_digest
+from holdfast.repo.layout import index_file
+from holdfast.repo.lease import Lease
+from holdfast.repo.lineage import latest
+from holdfast.repo.liveness import Clock
+from holdfast.repo.packs import put_index
+from holdfast.repo.repository import Repo
+from holdfast.repo.unfinished import free
+from holdfast.repo.watch import Watch
+from holdfast.state import flatten
+from holdfast.store.backends import local, writing
+from holdfast.store.backends.filesystem import FileSystem
+from holdfast.store.backends.local import LocalStore
+from holdfast.store.contract import Bytes, Store
+from holdfast.store.wrappers.retry import Patience, RetryingStore
+from holdfast.testing.checker import PLACE
+from holdfast.testing.disk_image import DiskImage
+from holdfast.testing.expectations import CLAIMED, OPENED, Saved
+from holdfast.testing.processes import Processes, simulated
+from holdfast.testing.recorder import Recorder
+from holdfast.testing.simulated_disk import SimulatedDisk
+
+RUN = "main"
+
+
+def state_at(seed: int, attempt: int, step: int, *, elements: int) -> dict[str, Any]:
+    """Some training state that no other attempt or step has."""
+    source = np.random.default_rng([seed, attempt, step])
+    return {
+        "model": {"weights": source.random(elements, np.float32), "bias": source.random(7)},
+        "optimizer": {"moments": source.random((3, elements // 3), np.float32), "rate": float(source.random())},
+        "step": step,
+    }
+
+
+def saved(state: dict[str, Any]) -> Saved:
+    found = flatten(state)
+    leaves = {spec.path: _bytes(value) for spec, value in zip(found.specs, found.sources, strict=True)}
+    return Saved(found.tree, leaves)
+
+
+def _bytes(value: Any) -> bytes:
+    return np.ascontiguousarray(value).tobytes()
+
+
+class Faster:
+    """A clock on which every look takes five seconds, so that nobody waits."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        self._now += 5.0
+        return self._now
+
+    def clock(self) -> Clock:
+        return Clock(self.now, lambda seconds: None)
+
+
+@dataclass
+class Program:
+    """One recording. `beneath` lays file systems between recorder and disk (faults of the disk), `above` between the
+    store and the recorder (a faulty store), `around` wraps the store; the last two are where bugs are seeded."""
+
+    seed: int
+    base: DiskImage | None = None
+    beneath: Callable[[FileSystem], FileSystem] = field(default=lambda inner: inner)
+    above: Callable[[FileSystem], FileSystem] = field(default=lambda inner: inner)
+    around: Callable[[Store], Store] = field(default=lambda inner: inner)
+    elements: int = 900
+    direct_above: int | None = None
+    """Objects from this size on are written past the page cache; None: as the store decides."""
+    processes: Processes = field(default_factory=Processes)
+
+    def __post_init__(self) -> None:
+        disk = SimulatedDisk() if self.base is None else SimulatedDisk.holding(self.base, direct_io=True)
+        self.recorder = Recorder(self.beneath(disk), base=self.base)
+        if self.base is None:
+            self.recorder.mkdir("/data")
+            self.recorder.fsync_directory("/")
+        self.source = random.Random(f"saves {self.seed}")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Everything that a job does happens within this block."""
+        with ExitStack() as stack:
+            stack.enter_context(quiet(self.processes, self.seed))
+            if self.direct_above is not None:
+                for module in (local, writing):
+                    stack.enter_context(mock.patch.object(module, "WORTH_DIRECT", self.direct_above))
+            yield
+
+    def start(self, layer: Callable[[FileSystem], FileSystem] | None = None) -> Job:
+        """A new process, with a store of its own; `layer` is a file system of its own, nearest to the store."""
+        filesystem = self.above(self.recorder)
+        return Job(self, layer(filesystem) if layer else filesystem)
+
+
+@contextmanager
+def quiet(processes: Processes, seed: int) -> Iterator[None]:
+    """Simulated processes, and leases that beat only when told."""
+    with simulated(processes, seed), mock.patch.object(Lease, "_run", lambda lease: None):
+        yield
+
+
+class Job:
+    """One process of the program."""
+
+    def __init__(self, program: Program, filesystem: FileSystem) -> None:
+        self.program = program
+        self.number = program.processes.start()
+        self.mark = program.recorder.mark
+        store = RetryingStore(LocalStore(PLACE, filesystem=filesystem), Patience(wait_s=0.0))
+        self.repo = Repo.create_or_open(program.around(store))
+        self.mark(OPENED)
+        self.attempt: Attempt | None = None
+        self.id: CheckpointId | None = None
+        self.save_id = ""
+
+    def act(self) -> None:
+        """This process goes on, after another has acted."""
+        self.program.processes.current = self.number
+
+    def claim(self, run: str = RUN, *, takeover: bool = False) -> Attempt:
+        watch = Watch(self.repo, run, clock=Faster().clock())
+        parent = latest(self.repo, run)
+        self.attempt = claim(self.repo, run, parent, takeover=takeover, wait_s=0.0, observe=watch)
+        self.mark(CLAIMED, (run, self.attempt.number))
+        return self.attempt
+
+    def release(self) -> None:
+        assert self.attempt is not None
+        self.attempt.release()
+
+    def die(self) -> None:
+        """Killed: nothing is released, and from now on others see it."""
+        self.program.processes.end(self.number)
+
+    def save(self, step: int) -> CheckpointId:
+        work = self.saving(step)
+        *_, id = work
+        return id
+
+    def saving(self, step: int) -> Iterator[CheckpointId]:
+        """A save in stages: begun, packs put, index put, committed. It goes on when the next one is asked for."""
+        attempt = self.attempt
+        assert attempt is not None
+        id = CheckpointId(attempt.run, attempt.number, step)
+        state = state_at(self.program.seed, attempt.number, step, elements=self.program.elements)
+        self.id, self.save_id = id, self.program.source.randbytes(16).hex()
+        self.mark("begun", id, saved(state))
+        yield from save_stages(self.repo, attempt, id, state, self.save_id)
+        self.mark("acknowledged", id)
+
+    def give_up(self) -> None:
+        """Closes the save that failed, as the engine does."""
+        assert self.id is not None
+        if abort(self.repo, self.id, self.save_id):
+            self.mark("closed", self.id)
+            free(self.repo, self.id)
+
+
+def save_stages(
+    repo: Repo, attempt: Attempt, id: CheckpointId, state: dict[str, Any], save_id: str
+) -> Iterator[CheckpointId]:
+    """Saves `state` as `id` in the engine's order, stopping after each stage."""
+    found = flatten(state)
+    layout = plan_layout(found.specs)
+    image = np.frombuffer(mmap.mmap(-1, layout.nbytes), np.uint8)  # page aligned, as direct writes want it
+    for row, source in enumerate(found.sources):
+        start = int(layout.start[row])
+        image[start : start + int(layout.length[row])] = np.frombuffer(_bytes(source), np.uint8)
+    layout.stamp(image, save_id)
+    begin(attempt, id.step, save_id, [*(pack.name for pack in layout.packs), index_file(0)])
+    yield id
+    receipts = []
+    for pack in layout.packs:
+        content = Bytes(memoryview(image)[pack.start : pack.start + pack.length])
+        receipts.append(repo.store.put_if_absent(f"{id.directory}/{pack.name}", content, token=save_id))
+    yield id
+    starts = chunk_starts(layout.length, repo.chunk_bytes)
+    digests = np.zeros((int(starts[-1]), 16), np.uint8)
+    for row in range(len(found.specs)):
+        start = int(layout.start[row])
+        view = memoryview(image)[start : start + int(layout.length[row])]
+        digest_chunks(view, repo.chunk_bytes, digests[int(starts[row]) : int(starts[row + 1])])
+    packs = tuple(
+        PackEntry(pack.name, pack.length, pack.header_length, layout.header_digest(number, save_id))
+        for number, pack in enumerate(layout.packs)
+    )
+    index = Index(
+        0,
+        save_id,
+        repo.chunk_bytes,
+        packs,
+        found.specs,
+        layout.pack,
+        layout.offset,
+        layout.length,
+        starts,
+        digests,
+        found.private,
+    )
+    receipt, entry = put_index(repo, id, index)
+    yield id
+    manifest = Manifest(
+        id=id,
+        save_id=save_id,
+        tree=found.tree,
+        indexes=(entry,),
+        content=content_digest(found.tree, found.specs, digests, chunk_bytes=repo.chunk_bytes),
+        bytes=sum(pack.length for pack in layout.packs),
+        leaves=len(found.specs),
+        chunk_bytes=repo.chunk_bytes,
+        parent=attempt.parent,
+    )
+    commit(repo, manifest, [*receipts, receipt])
+    yield id
