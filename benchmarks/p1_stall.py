@@ -1,0 +1,118 @@
+"""P1: how long an eager asynchronous save holds the training thread.
+
+    python benchmarks/p1_stall.py --gib 1
+
+Target: at most 1.05 of one warm memcpy + 5 us a leaf; the first save, prewarmed, at most 1.2 of one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peers
+import raw
+from harness import (
+    Contender,
+    Result,
+    Target,
+    arguments,
+    compare,
+    empty_directory,
+    make_state,
+    note,
+    report,
+    tensors_of,
+    timed,
+    workplace,
+)
+
+import holdfast
+
+FIRST_SAVES = 7
+
+
+def steady(where: Path, state: dict[str, Any]) -> tuple[holdfast.Checkpointer, Contender]:
+    checkpointer = holdfast.Checkpointer(where, state, keep=holdfast.keep.latest(1))
+
+    def measure() -> float:
+        checkpointer.step_done()
+        begun = time.perf_counter()
+        save = checkpointer.save()
+        stall = time.perf_counter() - begun
+        save.wait()
+        return stall
+
+    return checkpointer, Contender("holdfast save()", measure)
+
+
+def first_saves(place: Path, state: dict[str, Any], memcpy: raw.Memcpy, rounds: int) -> dict[str, list[float]]:
+    """Each by a Checkpointer of its own, constructed (and so prewarmed) outside the figure."""
+    found: dict[str, list[float]] = {"holdfast first save()": [], "memcpy beside first": [], "prewarm": []}
+    for _ in range(rounds):
+        with holdfast.Checkpointer(empty_directory(place / "first"), state) as checkpointer:
+            checkpointer.step_done()
+            memcpy()
+            found["memcpy beside first"].append(memcpy())
+            begun = time.perf_counter()
+            save = checkpointer.save()
+            found["holdfast first save()"].append(time.perf_counter() - begun)
+            save.wait()
+            found["prewarm"].append(checkpointer.prewarm_s)
+    shutil.rmtree(place / "first")
+    return found
+
+
+def dcp_stall(place: Path, state: dict[str, Any], mode: str) -> Contender:
+    def measure() -> float:
+        stall = peers.dcp_async_stall(state, empty_directory(place / mode), mode)
+        shutil.rmtree(place / mode)
+        return stall
+
+    return Contender(f"dcp.async_save, {mode}", measure)
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    state = make_state(options.gib, options.leaves)
+    tensors = tensors_of(state)
+    with workplace(options) as place:
+        peers.start_group()
+        memcpy = raw.Memcpy(tensors)
+        checkpointer, own = steady(place / "ours", state)
+        torch_file = place / "state.pt"
+        contenders = [
+            Contender("memcpy", memcpy),
+            own,
+            dcp_stall(place, state, "thread"),
+            dcp_stall(place, state, "process"),
+            Contender("torch.save", lambda: timed(lambda: peers.torch.save(state, torch_file))),
+        ]
+        seconds = compare(contenders, rounds=options.rounds, own=own.name, note=note)
+        checkpointer.close()
+        seconds |= first_saves(place, state, memcpy, min(options.rounds or FIRST_SAVES, FIRST_SAVES))
+        prewarm = seconds.pop("prewarm")
+        result = Result("p1_stall", seconds, sum(one.nbytes for one in tensors))
+        result.facts["prewarm_s"] = round(float(np.median(prewarm)), 3)
+        per_leaf = 5e-6 * options.leaves
+        result.judge(
+            Target("stall <= 1.05 memcpy + 5 us a leaf", own.name, "memcpy", at_most=1.05, allowance_s=per_leaf)
+        )
+        result.judge(
+            Target(
+                "first stall, prewarmed, <= 1.2 memcpy + 5 us a leaf",
+                "holdfast first save()",
+                "memcpy beside first",
+                at_most=1.2,
+                allowance_s=per_leaf,
+            )
+        )
+        report(result, options, place)
+        peers.end_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""P5: restoring into tensors that exist, every byte verified.
+
+    python benchmarks/p5_restore.py --gib 1 --cache hot
+    python benchmarks/p5_restore.py --gib 1 --cache cold
+
+Target: cold at least 90 % of the raw O_DIRECT read of the same file, hot at most 1.4 of one memcpy, twice dcp.load.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peers
+import raw
+import torch
+from harness import (
+    Contender,
+    Result,
+    Target,
+    arguments,
+    compare,
+    drop_cache,
+    make_state,
+    note,
+    report,
+    tensors_of,
+    timed,
+    warm_cache,
+    workplace,
+)
+
+import holdfast
+
+
+def cache_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache", choices=["hot", "cold"], default="hot", help="whether the page cache holds the files"
+    )
+
+
+class Reading:
+    """Contenders that restore the same state, each from files of its own, in the same condition of the cache."""
+
+    def __init__(self, place: Path, state: dict[str, Any], cold: bool) -> None:
+        self.cold = cold
+        self.how = ""
+        self.place = place
+        self.state = state
+        self.target = {"model": {name: torch.zeros_like(one) for name, one in state["model"].items()}, "epoch": 0}
+
+    def contender(self, name: str, root: Path, restore: Callable[[], float]) -> Contender:
+        def measure() -> float:
+            if self.cold:
+                self.how = drop_cache(root)
+            else:
+                warm_cache(root)
+            return restore()
+
+        return Contender(name, measure)
+
+    def all(self) -> list[Contender]:
+        where, state, target = self.place, self.state, self.target
+        holdfast.save(state, where / "ours")
+        peers.torch_save(state, where / "state.pt")
+        peers.safetensors_save(state["model"], where / "state.safetensors")
+        (where / "dcp").mkdir()
+        peers.dcp_save(state, where / "dcp")
+        pack = max((where / "ours").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+        buffer = raw.aligned(pack.stat().st_size // 4096 * 4096)
+        piece = raw.fastest_piece("read", pack, buffer)
+        self.piece = piece
+        found = [
+            Contender("memcpy", raw.Memcpy(tensors_of(state))),
+            self.contender("raw O_DIRECT read", pack, lambda: raw.read(pack, buffer, piece)),
+            self.contender(
+                "holdfast.load", where / "ours", lambda: timed(lambda: holdfast.load(where / "ours", into=target))
+            ),
+            self.contender(
+                "torch.load + copy", where / "state.pt", lambda: peers.torch_load(target, where / "state.pt")
+            ),
+            self.contender(
+                "torch.load(mmap) + copy", where / "state.pt", lambda: peers.torch_load_mmap(target, where / "state.pt")
+            ),
+            self.contender("dcp.load", where / "dcp", lambda: peers.dcp_load(target, where / "dcp")),
+            self.contender(
+                "safetensors + copy",
+                where / "state.safetensors",
+                lambda: peers.safetensors_load(target, where / "state.safetensors"),
+            ),
+        ]
+        return found
+
+    def check(self) -> None:
+        """What was timed was the whole work: the bytes are there."""
+        for tensor in tensors_of(self.target):
+            tensor.zero_()
+        holdfast.load(self.place / "ours", into=self.target)
+        assert all(torch.equal(self.target["model"][name], one) for name, one in self.state["model"].items())
+        assert self.target["epoch"] == self.state["epoch"]
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", add=cache_option)
+    state = make_state(options.gib, options.leaves)
+    with workplace(options) as place:
+        reading = Reading(place, state, options.cache == "cold")
+        contenders = reading.all()
+        reading.check()
+        seconds = compare(contenders, rounds=options.rounds, own="holdfast.load", note=note)
+        result = Result(f"p5_restore_{options.cache}", seconds, sum(one.nbytes for one in tensors_of(state)))
+        result.facts["cache"] = f"cold: {reading.how}" if reading.cold else "hot: each file read once before"
+        result.facts["raw_piece_mib"] = reading.piece >> 20
+        if reading.cold:
+            result.judge(Target("cold >= 90 % of raw read", "raw O_DIRECT read", "holdfast.load", at_least=0.90))
+        else:
+            result.judge(Target("hot <= 1.4 memcpy", "holdfast.load", "memcpy", at_most=1.4))
+        result.judge(Target(">= 2 times dcp.load", "dcp.load", "holdfast.load", at_least=2.0))
+        report(result, options, place)
+
+
+if __name__ == "__main__":
+    main()
