@@ -1,0 +1,80 @@
+"""The command line as a whole: its commands, its options, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from holdfast.cli import errors, exitcodes
+
+COMMANDS = ("ls", "show", "verify", "restore", "rm", "undelete", "gc", "demo")
+"""Each is the function of its own name in the module of its own name."""
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+def application() -> typer.Typer:
+    """The commands, put together. Plain help: it reads the same in every terminal, and costs no import of rich."""
+    app = typer.Typer(
+        name="holdfast",
+        help="Looks after checkpoints of deep-learning training: what is there, whether it is whole, getting it out.",
+        epilog=exitcodes.examples(
+            "holdfast ls /data/checkpoints",
+            "holdfast show /data/checkpoints --run gpt",
+            "holdfast verify /data/checkpoints",
+            "holdfast restore /data/checkpoints weights.safetensors --include 'model/*'",
+        )
+        + "\n\n"
+        + exitcodes.table(),
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        no_args_is_help=True,
+        context_settings=SETTINGS,
+    )
+    app.callback()(_root)
+    for name in COMMANDS:
+        module = importlib.import_module(f"holdfast.cli.{name}")
+        app.command(name, epilog=module.EXAMPLES, context_settings=SETTINGS)(getattr(module, name))
+    return app
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and leaves by SystemExit with the status of `exitcodes`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _never_fail_to_encode()
+    try:
+        application()(args=words, prog_name="holdfast")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:  # noqa: BLE001 - the edge: what is no HoldfastError is told as a fault of ours
+        sys.exit(errors.report(error, debug="--debug" in words, as_json="--json" in words))
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from holdfast.version import __version__
+
+        typer.echo(f"holdfast {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _never_fail_to_encode() -> None:
+    """A terminal that lacks a character gets it escaped, rather than an error in the middle of the data."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, io.UnsupportedOperation, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -1,0 +1,148 @@
+"""What a repository holds, one row for each thing that a person may look for; nothing is hidden for being broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from holdfast.errors import CorruptionError, RunNotFound, StoreError
+from holdfast.model.names import CheckpointId, run_key
+
+if TYPE_CHECKING:
+    from holdfast.model.checkpoint import Note
+    from holdfast.repo.repository import Repo
+    from holdfast.upkeep.census import SaveDirectory
+
+STATES: Final[Mapping[str, str]] = {
+    "committed": "",
+    "damaged": "DAMAGED",
+    "unfinished": "not finished",
+    "closed": "aborted",
+    "removed": "removed",
+    "copied": "a copy",
+}
+"""States of `upkeep.census` in words; what is foreign is no checkpoint and not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step's directory. `message` says what is wrong with it, in words of the reader that refused it."""
+
+    id: CheckpointId
+    state: str
+    latest: bool = False
+    on_walk: bool = False
+    bytes: int | None = None
+    leaves: int | None = None
+    created: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+    message: str = ""
+
+    def marks(self) -> list[str]:
+        """What is to be said of it, in a few words."""
+        marks = ["latest"] if self.latest else []
+        if STATES[self.state]:
+            marks.append(STATES[self.state])
+        if self.state == "committed" and not self.on_walk:
+            marks.append("left behind")
+        verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
+        if verdicts and self.state == "committed":
+            marks.append("SUSPECT" if verdicts[-1] == "suspect" else verdicts[-1])
+        return marks
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "attempt": self.id.attempt,
+            "step": self.id.step,
+            "state": self.state,
+            "latest": self.latest,
+            "on_walk": self.on_walk,
+            "bytes": self.bytes,
+            "leaves": self.leaves,
+            "created": self.created or None,
+            "metrics": dict(self.metrics),
+            "notes": [{"kind": note.kind, **note.body} for note in self.notes],
+            "message": self.message or None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunRows:
+    """One run: its rows, newest first (a higher attempt is newer), and its attempts, also those that saved nothing."""
+
+    run: str
+    attempts: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def latest(self) -> Row | None:
+        return next((row for row in self.rows if row.latest), None)
+
+
+def listing(repo: Repo, only: str | None = None) -> list[RunRows]:
+    """Every run, or `only` one. Raises RunNotFound, naming what there is."""
+    from holdfast.upkeep.census import take_census
+
+    census = take_census(repo)
+    runs: dict[str, list[SaveDirectory]] = {run: [] for run, _ in census.attempts}
+    for save in census.saves.values():
+        if save.state in STATES:
+            runs.setdefault(save.id.run, []).append(save)
+    if only is not None:
+        key = run_key(only)
+        if key not in runs:
+            there = ", ".join(sorted(runs)) or "none"
+            raise RunNotFound(
+                f"no run {only!r} at {repo.url}; there are: {there}", subject=only, hint=f"holdfast ls {repo.url}"
+            )
+        runs = {key: runs[key]}
+    found = []
+    for run, saves in sorted(runs.items()):
+        attempts = tuple(sorted(number for name, number in census.attempts if name == run))
+        found.append(RunRows(run, attempts, tuple(_rows(repo, run, saves))))
+    return found
+
+
+def _rows(repo: Repo, run: str, saves: list[SaveDirectory]) -> Iterator[Row]:
+    from holdfast.repo.lineage import walk
+
+    line = list(walk(repo, run))
+    on_walk = set(line)
+    for save in sorted(saves, key=lambda save: (save.id.attempt, save.id.step), reverse=True):
+        manifest = save.manifest
+        notes = notes_of(repo, save.id) if save.state == "committed" else ()
+        yield Row(
+            id=save.id,
+            state=save.state,
+            latest=bool(line) and line[0] == save.id,
+            on_walk=save.id in on_walk,
+            bytes=manifest.bytes if manifest else None,
+            leaves=manifest.leaves if manifest else None,
+            created=manifest.created if manifest else "",
+            metrics=metrics_of(manifest.metrics, notes) if manifest else {},
+            notes=notes,
+            message=save.message,
+        )
+
+
+def notes_of(repo: Repo, id: CheckpointId) -> tuple[Note, ...]:
+    """The checkpoint's notes; none where they cannot be read, which `verify` reports."""
+    from holdfast.repo.notes import notes
+
+    try:
+        return tuple(notes(repo, id))
+    except (CorruptionError, StoreError):
+        return ()
+
+
+def metrics_of(saved: Mapping[str, float], notes: tuple[Note, ...]) -> dict[str, float]:
+    """As logged with the step and as noted later, the later one counting."""
+    from holdfast.model.canonical import untag_number
+
+    found = dict(saved)
+    for note in notes:
+        if note.kind == "metric":
+            found.update({name: float(untag_number(value)) for name, value in note.body.items()})
+    return found

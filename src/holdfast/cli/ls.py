@@ -1,0 +1,88 @@
+"""`holdfast ls`: the runs and checkpoints of a repository."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from holdfast.cli import options, output
+from holdfast.cli.columns import Columns
+from holdfast.cli.exitcodes import examples
+from holdfast.cli.places import repository
+from holdfast.model.names import attempt_key
+from holdfast.report.measures import size
+
+if TYPE_CHECKING:
+    from holdfast.cli.listing import RunRows
+
+EXAMPLES = examples(
+    "holdfast ls /data/checkpoints",
+    "holdfast ls /data/checkpoints --run gpt",
+    "holdfast ls /data/checkpoints --json | jq '.runs[].latest.step'",
+)
+SHOWN_METRICS = 2
+
+
+def ls(
+    where: options.Where, run: options.OnlyRun = None, json: options.Json = False, debug: options.Debug = False
+) -> None:
+    """List runs and checkpoints, newest first.
+
+    Damaged, aborted, removed and copied ones are listed as such. "left behind" marks a checkpoint that does not lead to
+    the latest: training went back behind it. Times are those of the machine that saved, in UTC.
+    """
+    from holdfast.cli.listing import listing
+
+    repo = repository(where)
+    runs = listing(repo, run)
+    if json:
+        output.document("ls", {"where": repo.url, "repository": repo.id, "runs": [_json(found) for found in runs]})
+        return
+    if not runs:
+        output.story(f"{repo.url}: no runs yet")
+    for number, found in enumerate(runs):
+        if number:
+            output.line()
+        _print(found)
+
+
+def _json(found: RunRows) -> dict[str, object]:
+    latest = found.latest
+    return {
+        "run": found.run,
+        "attempts": list(found.attempts),
+        "latest": latest.id if latest else None,
+        "checkpoints": [row.json() for row in found.rows],
+    }
+
+
+def _print(found: RunRows) -> None:
+    if not found.rows:
+        claimed = f"attempt {found.attempts[-1]} was begun" if found.attempts else "nothing was begun"
+        output.line(f"run {found.run}: no checkpoint yet; {claimed}")
+        return
+    output.line(f"run {found.run}")
+    table = Columns(
+        ("ATTEMPT", "STEP", "SIZE", "LEAVES", "CREATED", "STATE", "METRICS"),
+        right=frozenset({"STEP", "SIZE", "LEAVES"}),
+        dispensable=("LEAVES", "CREATED", "METRICS", "SIZE"),
+    )
+    for row in found.rows:
+        table.add(
+            attempt_key(row.id.attempt),
+            str(row.id.step),
+            size(row.bytes) if row.bytes is not None else "",
+            f"{row.leaves:,}" if row.leaves is not None else "",
+            row.created[:16].replace("T", " "),
+            ", ".join(row.marks()),
+            metrics(row.metrics),
+            style="damaged" if row.state == "damaged" else "" if row.state == "committed" else "gone",
+        )
+    table.print()
+
+
+def metrics(found: Mapping[str, float]) -> str:
+    """The first few, in the order of their names; `show` has all."""
+    shown = [f"{name}={value:.4g}" for name, value in sorted(found.items())[:SHOWN_METRICS]]
+    more = len(found) - len(shown)
+    return " ".join([*shown, *([f"+{more}"] if more > 0 else [])])

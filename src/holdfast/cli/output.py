@@ -1,0 +1,101 @@
+"""Where a command writes: data on stdout, as text or as one JSON document; the story on stderr.
+
+What comes out of a store (names, messages, metrics) may hold anything, also what would move a terminal's cursor:
+control characters are shown escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+from holdfast.model.names import CheckpointId
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+UNLIMITED = 100_000
+PAGE = 100
+"""Columns of running text, which nobody reads in longer lines."""
+
+
+def clean(text: str) -> str:
+    """`text` without what a terminal would obey, or a reader could not see: such characters are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(char if _is_shown(char) else _escaped(char) for char in text)
+
+
+def line(text: str = "") -> None:
+    """One or more lines of data."""
+    _write(sys.stdout, text)
+
+
+def story(text: str) -> None:
+    """One or more lines for the person who waits."""
+    _write(sys.stderr, text)
+
+
+def document(name: str, body: Mapping[str, Any]) -> None:
+    """The command's whole result as one JSON object with its schema, `holdfast.<name>/1`."""
+    record = {"schema": f"holdfast.{name}/1", **body}
+    sys.stdout.write(json.dumps(jsonable(record), indent=2, allow_nan=False) + "\n")
+
+
+def rendered(what: RenderableType) -> None:
+    """Something of rich's, as wide as stdout. Without a terminal there is no colour."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, width=min(width(), PAGE), highlight=False, markup=False, emoji=False)
+    with console.capture() as capture:
+        console.print(what)
+    text = capture.get()
+    if not console.is_terminal or console.no_color:
+        text = "".join(row.rstrip() + "\n" for row in text.splitlines())
+    sys.stdout.write(text)
+
+
+def width() -> int:
+    """Columns of stdout: COLUMNS if it is set, what the terminal has, else no limit: lines of a file stay lines."""
+    if not os.environ.get("COLUMNS", "").isdigit() and not sys.stdout.isatty():
+        return UNLIMITED
+    return shutil.get_terminal_size().columns
+
+
+def jsonable(value: Any) -> Any:
+    """`value` as JSON can hold it: a checkpoint as an object, a number that JSON lacks as a string ("nan")."""
+    if isinstance(value, CheckpointId):
+        return {"run": value.run, "attempt": value.attempt, "step": value.step}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+def rows(pairs: Sequence[tuple[str, str]], indent: str = "  ") -> str:
+    """Names and values in two columns."""
+    wide = max((len(name) for name, _ in pairs), default=0)
+    return "\n".join(f"{indent}{name:<{wide}}  {value}" for name, value in pairs)
+
+
+def _write(stream: IO[str], text: str) -> None:
+    stream.write("\n".join(clean(row) for row in text.split("\n")) + "\n")
+
+
+def _is_shown(char: str) -> bool:
+    return unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii") if ord(char) < 0x110000 else "?"

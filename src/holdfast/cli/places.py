@@ -1,0 +1,43 @@
+"""From what was typed to a repository, a run and a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from holdfast.model.names import CheckpointId
+    from holdfast.repo.repository import Repo
+
+MAIN = "main"
+
+
+def repository(where: str) -> Repo:
+    """Opens for reading; nothing is created. NotARepository names the nearest one."""
+    from holdfast.repo.repository import Repo
+    from holdfast.store.registry import open_store
+
+    return Repo.open(open_store(where))
+
+
+def run_of(repo: Repo, run: str | None) -> str:
+    """The run that is meant: the one named, else `main`, else the only one. UsageError if that does not tell."""
+    if run is not None:
+        return run
+    runs = repo.runs()
+    if MAIN in runs or not runs:
+        return MAIN
+    if len(runs) == 1:
+        return runs[0]
+    shown = ", ".join(runs[:20]) + (", …" if len(runs) > 20 else "")
+    raise UsageError(f"which run? There are {shown}", subject=repo.url, hint=f"--run {runs[0]}")
+
+
+def checkpoint(repo: Repo, run: str | None, step: str) -> CheckpointId:
+    """The checkpoint that is meant. RunNotFound and CheckpointNotFound name what there is instead."""
+    from holdfast.repo.lineage import resolve
+
+    if step.count("/") > 1 and run is None:
+        run = step.partition("/")[0]
+    return resolve(repo, run_of(repo, run), step)

@@ -1,0 +1,148 @@
+"""`holdfast show`: one checkpoint: what it holds, where it came from, what a resume from it covers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli import options, output
+from holdfast.cli.exitcodes import examples
+from holdfast.cli.places import checkpoint, repository
+
+if TYPE_CHECKING:
+    from holdfast.model.checkpoint import Index, Manifest, Note
+    from holdfast.repo.repository import Repo
+
+EXAMPLES = examples(
+    "holdfast show /data/checkpoints",
+    "holdfast show /data/checkpoints --run gpt --step 500",
+    "holdfast show /data/checkpoints --depth 1           # sums only",
+)
+CERTIFICATE = ("exact", "reasons", "caveats", "covers", "leaves_out", "code", "versions", "settings")
+
+
+def show(
+    where: options.Where,
+    *,
+    run: options.Run = None,
+    step: options.Step = "latest",
+    depth: Annotated[
+        int | None, typer.Option("--depth", min=1, metavar="N", help="Sum up what lies deeper than N levels.")
+    ] = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show one checkpoint: its leaves, its plain values, its certificate and where it came from."""
+    from holdfast.cli.listing import notes_of
+    from holdfast.cli.tree import columns, lines
+    from holdfast.repo.lineage import latest
+
+    repo = repository(where)
+    id = checkpoint(repo, run, step)
+    manifest = repo.manifest(id)
+    indexes = [repo.index(manifest, rank) for rank in range(len(manifest.indexes))]
+    notes = notes_of(repo, id)
+    is_latest = latest(repo, id.run) == id
+    if json:
+        output.document("show", _json(repo, manifest, indexes, notes, is_latest))
+        return
+    output.line(f"{id}{'  (latest)' if is_latest else ''}")
+    output.line(output.rows(list(_about(repo, manifest, indexes, notes))))
+    for title, pairs in (("environment", _pairs(manifest.environment)), ("certificate", _certificate(manifest))):
+        if pairs:
+            output.line(f"\n{title}")
+            output.line(output.rows(pairs))
+    output.line("\nstate")
+    shared = next((index.specs for index in indexes), ())
+    for text in columns(lines(manifest.tree, [spec for spec in shared if not spec.private], depth=depth)):
+        output.line(text)
+    for index in indexes:
+        private = [spec for spec in index.specs if spec.private]
+        if index.private is not None:
+            output.line(f"\nof rank {index.rank}")
+            for text in columns(lines(index.private, private, depth=depth)):
+                output.line(text)
+
+
+def _about(repo: Repo, manifest: Manifest, indexes: list[Index], notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:
+    from holdfast.cli.listing import metrics_of
+    from holdfast.report.measures import count, size
+
+    packs = sum(len(index.packs) for index in indexes)
+    yield "lies in", f"{repo.url.rstrip('/')}/{manifest.id.directory}"
+    yield "holds", f"{size(manifest.bytes)}, {count(manifest.leaves, 'leaf')} in {count(packs, 'pack')}"
+    yield "saved", f"{manifest.created or 'at an unknown time'}, save id {manifest.save_id}"
+    yield "content", manifest.content
+    yield "parent", str(manifest.parent) if manifest.parent else "none: begun from nothing"
+    if manifest.progress:
+        yield "progress", ", ".join(f"{name} {_short(value)}" for name, value in manifest.progress.items())
+    metrics = metrics_of(manifest.metrics, notes)
+    if metrics:
+        yield "metrics", ", ".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items()))
+    kinds = [note.kind for note in notes if note.kind != "metric"]
+    if kinds:
+        yield "noted", ", ".join(kinds)
+
+
+def _certificate(manifest: Manifest) -> list[tuple[str, str]]:
+    """Lists as one line an item, the first of them beside its name; what matters most first."""
+    found = manifest.certificate
+    names = [name for name in CERTIFICATE if name in found] + [name for name in found if name not in CERTIFICATE]
+    rows: list[tuple[str, str]] = []
+    for name in names:
+        value = found[name]
+        if isinstance(value, Mapping):
+            parts = [f"{key} {_short(inner)}" for key, inner in value.items()]
+        else:
+            parts = [_short(one) for one in value] if isinstance(value, list) else [_short(value)]
+        rows += [(name.replace("_", " ") if number == 0 else "", part) for number, part in enumerate(parts)]
+    return rows
+
+
+def _pairs(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name, _short(value)) for name, value in found.items()]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else "none" if value is None else str(output.jsonable(value))
+
+
+def _json(
+    repo: Repo, manifest: Manifest, indexes: list[Index], notes: tuple[Note, ...], is_latest: bool
+) -> dict[str, Any]:
+    from holdfast.cli.listing import metrics_of
+    from holdfast.cli.tree import lines, values
+
+    shared = [spec for spec in next((index.specs for index in indexes), ()) if not spec.private]
+    leaves = shared + [spec for index in indexes for spec in index.specs if spec.private]
+    return {
+        "where": repo.url,
+        "checkpoint": manifest.id,
+        "latest": is_latest,
+        "save_id": manifest.save_id,
+        "created": manifest.created or None,
+        "content": manifest.content,
+        "bytes": manifest.bytes,
+        "parent": manifest.parent,
+        "progress": manifest.progress,
+        "metrics": metrics_of(manifest.metrics, notes),
+        "notes": [{"kind": note.kind, **note.body} for note in notes],
+        "environment": manifest.environment,
+        "certificate": manifest.certificate,
+        "packs": [{"name": pack.name, "bytes": pack.length} for index in indexes for pack in index.packs],
+        "leaves": [
+            {
+                "path": spec.path,
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "bytes": spec.nbytes,
+                "private": spec.private,
+            }
+            for spec in leaves
+        ],
+        "values": values(lines(manifest.tree, shared)),
+    }

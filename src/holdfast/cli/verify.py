@@ -1,0 +1,144 @@
+"""`holdfast verify`: reads everything and compares it with what was saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli import options, output
+from holdfast.cli.exitcodes import examples
+from holdfast.cli.places import checkpoint, repository
+
+if TYPE_CHECKING:
+    from holdfast.model.names import CheckpointId
+    from holdfast.repo.repository import Repo
+    from holdfast.upkeep.findings import Finding, VerifyReport
+
+EXAMPLES = examples(
+    "holdfast verify /data/checkpoints",
+    "holdfast verify /data/checkpoints --run gpt --step latest",
+    "holdfast verify /data/checkpoints --structure        # fast: sizes and headers only",
+    "holdfast verify /data/checkpoints --note             # let retention know what is whole",
+)
+DAMAGED = 12
+
+
+def verify(
+    where: options.Where,
+    *,
+    run: options.OnlyRun = None,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            "--step", metavar="STEP", help="Only this one: a step, latest, or attempt/step such as a0007/500."
+        ),
+    ] = None,
+    structure: Annotated[
+        bool, typer.Option("--structure", help="Only that every object is there, with its length and header.")
+    ] = False,
+    note: Annotated[
+        bool, typer.Option("--note", help="Note the result beside each checkpoint; needs permission to write.")
+    ] = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Read every byte and compare it with what was saved.
+
+    Without --run and --step everything in the repository is looked at. What is damaged is named by leaf, object and
+    offset, and the exit status is 12.
+    """
+    from holdfast.events import Emitter
+    from holdfast.report.progress import ProgressBar
+    from holdfast.upkeep.verify import execute, plan_verify
+
+    repo = repository(where)
+    plan = plan_verify(repo, _ids(repo, run, step), every_byte=not structure)
+    output.story(str(plan))
+    bar = ProgressBar()
+    try:
+        report = execute(repo, plan, emitter=Emitter.of([bar]), note=note)
+    finally:
+        bar.close()
+    if json:
+        output.document("verify", _json(repo, report))
+    else:
+        _print(report)
+    if not report.ok:
+        _hint(repo, report)
+        raise typer.Exit(DAMAGED)
+
+
+def _ids(repo: Repo, run: str | None, step: str | None) -> list[CheckpointId] | None:
+    """What to verify; None is everything."""
+    from holdfast.cli.listing import listing
+
+    if step is not None:
+        return [checkpoint(repo, run, step)]
+    if run is None:
+        return None
+    (found,) = listing(repo, run)
+    return sorted(row.id for row in found.rows if row.state == "committed" or (row.state == "damaged" and row.on_walk))
+
+
+def _print(report: VerifyReport) -> None:
+    from holdfast.report.measures import count, seconds, size
+
+    for finding in report.findings:
+        output.line(_words(finding))
+    many = count(len(report.checked), "checkpoint")
+    read = f"{size(report.bytes_read)} read in {seconds(report.seconds)}"
+    if report.ok:
+        output.line(f"{many}: whole ({read})" if report.every_byte else f"{many}: structure whole ({read})")
+        return
+    damaged = report.damaged()
+    wrong = count(len(report.errors), "error")
+    which = f"{len(damaged)} of {many} DAMAGED" if damaged else f"{many} can be restored"
+    output.line(f"{which}; {wrong} ({read})")
+
+
+def _words(finding: Finding) -> str:
+    """One finding: what is wrong, then where."""
+    head = "DAMAGED" if finding.severity == "error" else "note"
+    subject = " ".join(part for part in (str(finding.id) if finding.id else "", finding.leaf or "") if part)
+    place = finding.object or ""
+    if finding.offset is not None:
+        place += f" at byte {finding.offset}"
+    text = f"{head:<7}  {subject or place}: {finding.message}"
+    return f"{text}\n         in {place}" if subject and place and place not in finding.message else text
+
+
+def _hint(repo: Repo, report: VerifyReport) -> None:
+    damaged = report.damaged()
+    if not damaged:
+        return
+    checked = set(report.checked)
+    whole = [id for id in sorted(checked - set(damaged), reverse=True) if id.run == damaged[-1].run]
+    if whole:
+        output.story(f"hint: {whole[0]} is whole; restoring passes over damaged ones by itself")
+    else:
+        output.story(f"hint: holdfast ls {repo.url} shows what else there is")
+
+
+def _json(repo: Repo, report: VerifyReport) -> dict[str, Any]:
+    return {
+        "where": repo.url,
+        "ok": report.ok,
+        "every_byte": report.every_byte,
+        "bytes_read": report.bytes_read,
+        "seconds": report.seconds,
+        "checked": list(report.checked),
+        "damaged": list(report.damaged()),
+        "findings": [
+            {
+                "checkpoint": finding.id,
+                "severity": finding.severity,
+                "message": finding.message,
+                "leaf": finding.leaf,
+                "object": finding.object,
+                "offset": finding.offset,
+                "harms_restore": finding.harms_restore,
+            }
+            for finding in report.findings
+        ],
+    }
