@@ -1,0 +1,297 @@
+"""Index and manifest bytes: they come back as they were, every flipped bit is noticed, and a liar is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.codec.digest import chunk_starts, digest
+from holdfast.errors import CorruptionError, FormatTooNew
+from holdfast.image.header import build_header
+from holdfast.image.layout import plan_layout
+from holdfast.model import canonical
+from holdfast.model.checkpoint import Index, IndexEntry, Manifest, PackEntry
+from holdfast.model.leaf import LeafSpec
+from holdfast.model.names import CheckpointId
+from holdfast.repo.index import COLUMNS, decode_index, decode_packs, encode_index
+from holdfast.repo.manifest import Aborted, decode_manifest, encode_aborted, encode_manifest
+
+ID = CheckpointId("gpt", 3, 500)
+SAVE = "0123456789abcdef" * 2
+FILE = f"{ID.directory}/rank-00000.index"
+CHUNK = 1024
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+dtypes = st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "int64", "bool", "complex128", "numpy:<f16", "uint8"])
+
+
+def tree_of(specs: tuple[LeafSpec, ...]) -> Any:
+    return {"!": "dict", "i": [[spec.path, {"!": "leaf", "n": row, "as": "torch"}] for row, spec in enumerate(specs)]}
+
+
+def index_of(specs: tuple[LeafSpec, ...], *, max_leaves: int = 500_000) -> Index:
+    plan = plan_layout(specs, max_leaves=max_leaves)
+    packs = tuple(
+        PackEntry(p.name, p.length, p.header_length, plan.header_digest(k, SAVE)) for k, p in enumerate(plan.packs)
+    )
+    starts = chunk_starts(plan.length, CHUNK)
+    digests = np.random.default_rng(0).integers(0, 256, (int(starts[-1]), 16), dtype=np.uint8)
+    private = tree_of(tuple(spec for spec in specs if spec.private))
+    return Index(0, SAVE, CHUNK, packs, specs, plan.pack, plan.offset, plan.length, starts, digests, private)
+
+
+@st.composite
+def indexes(draw: st.DrawFn) -> Index:
+    rows = draw(st.lists(st.tuples(dtypes, shapes), max_size=6))
+    shared = draw(st.integers(0, len(rows)))
+    specs = tuple(LeafSpec(f"leaf{i}", name, shape, i >= shared) for i, (name, shape) in enumerate(rows))
+    return index_of(specs, max_leaves=draw(st.sampled_from([1, 2, 100])))
+
+
+def shared_tree(index: Index) -> Any:
+    return tree_of(tuple(spec for spec in index.specs if not spec.private))
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(indexes())
+def test_an_index_comes_back_as_it_was(index: Index) -> None:
+    data = encode_index(index, ID)
+    back = decode_index(data, id=ID, rank=0, tree=shared_tree(index))
+    for name in ("rank", "save_id", "chunk_bytes", "packs", "specs", "private"):
+        assert getattr(back, name) == getattr(index, name)
+    for name in ("pack", "offset", "length", "chunk_start", "digests"):
+        np.testing.assert_array_equal(getattr(back, name), getattr(index, name))
+        assert getattr(back, name).dtype == (np.uint8 if name == "digests" else np.int64)
+    assert decode_packs(data, id=ID, rank=0) == (SAVE, index.packs)
+    assert encode_index(back, ID) == data
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(indexes(), st.data())
+def test_a_damaged_index_that_reaches_the_parser_is_an_error_or_reads_within_bounds(
+    index: Index, data: st.DataObject
+) -> None:
+    good = encode_index(index, ID)
+    at = data.draw(st.integers(0, len(good) - 1))
+    bad = data.draw(
+        st.sampled_from(
+            [good[:at], good[:at] + bytes([good[at] ^ (1 << data.draw(st.integers(0, 7)))]) + good[at + 1 :]]
+        )
+    )
+    try:
+        back = decode_index(bad, id=ID, rank=0, tree=shared_tree(index))
+    except CorruptionError as error:
+        assert error.subject == FILE
+        return
+    for row in range(len(back.specs)):
+        assert back.offset[row] + back.length[row] <= back.packs[back.pack[row]].length
+        assert back.length[row] == back.specs[row].nbytes
+
+
+def rebuilt(index: Index, **changes: Any) -> bytes:
+    """The index's file with columns replaced, which no digest has to vouch for here."""
+    data = encode_index(index, ID)
+    columns = {}
+    at = 8 + int.from_bytes(data[:8], "little")
+    from holdfast.image.header import parse_header
+
+    header = parse_header(data, name="x")
+    for name, _, kind in COLUMNS:
+        entry = header[name]
+        columns[name] = np.frombuffer(data, dtype=kind, count=entry.shape[0], offset=entry.start).copy()
+    assert at
+    for name, change in changes.items():
+        name = name.replace("__", ".")
+        columns[name] = change(columns[name]) if callable(change) else change
+    entries = [(name, code, (columns[name].size,)) for name, code, _ in COLUMNS]
+    parts = [columns[name].astype(kind).tobytes() for name, _, kind in COLUMNS]
+    return build_header(entries, {}, align=64) + b"".join(parts)
+
+
+def with_head(**changes: Any) -> Callable[[Any], Any]:
+    def change(column: Any) -> Any:
+        head = canonical.loads(column.tobytes())
+        for key, value in changes.items():
+            head[key] = value(head[key]) if callable(value) else value
+        return np.frombuffer(canonical.dumps(head), dtype=np.uint8)
+
+    return change
+
+
+def first(value: int, row: int = 0) -> Callable[[Any], Any]:
+    def change(column: Any) -> Any:
+        column[row] = value
+        return column
+
+    return change
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "an offset before the header's end": {"offset": first(0)},
+    "an offset beyond the pack": {"offset": first(1 << 40)},
+    "an offset beyond 64 bits": {"offset": first(2**64 - 1)},
+    "a length that dtype and shape do not give": {"length": first(61)},
+    "a length beyond 64 bits": {"length": first(2**64 - 8)},
+    "two leaves at one place": {"offset": lambda column: np.full_like(column, column[0])},
+    "a hole": {"head": with_head(packs=lambda packs: [{**packs[0], "length": packs[0]["length"] + 8}])},
+    "a pack shorter than its leaves": {
+        "head": with_head(packs=lambda packs: [{**packs[0], "length": packs[0]["length"] - 8}])
+    },
+    "a header longer than the pack": {"head": with_head(packs=lambda packs: [{**packs[0], "header": 1 << 50}])},
+    "a pack number that is not listed": {"pack": first(7)},
+    "a dtype number that is not listed": {"dtype": first(9)},
+    "a dtype that nobody knows": {"head": with_head(dtypes=["float32", "float12"])},
+    "a dtype that holds objects": {"head": with_head(dtypes=["float32", "numpy:|O8"])},
+    "a dtype that is a program": {"head": with_head(dtypes=["float32", "numpy:" + "i4," * 99])},
+    "a shape of too many elements": {"shape": lambda column: np.full_like(column, 2**33)},
+    "a shape whose product wraps round": {
+        "shape": lambda column: np.array([2**32, 2**32, 3], dtype=np.uint64)[: column.size]
+    },
+    "a dimension beyond 64 bits": {"shape": first(2**64 - 1)},
+    "shape ends that fall": {"shape__ends": first(3)},
+    "shape ends beyond the column": {"shape__ends": first(2**63, -1)},
+    "fewer digests than chunks": {"digests": lambda column: column[:-16]},
+    "a digest cut short": {"digests": lambda column: column[:-1]},
+    "digest ends that do not fit the lengths": {"digests__ends": first(0)},
+    "leaves out of order": {"leaf": lambda column: column[::-1].copy()},
+    "a row too many": {"pack": lambda column: np.append(column, 0)},
+    "another number of shared leaves": {"head": with_head(shared=1)},
+    "a path that leads out": {
+        "head": with_head(packs=lambda packs: [{**packs[0], "name": "../rank-00000.safetensors"}])
+    },
+    "an absolute path": {"head": with_head(packs=lambda packs: [{**packs[0], "name": "/etc/passwd"}])},
+    "the manifest as a pack": {"head": with_head(packs=lambda packs: [{**packs[0], "name": "manifest.json"}])},
+    "a pack twice": {"head": with_head(packs=lambda packs: packs * 2)},
+    "another rank": {"head": with_head(rank=1)},
+    "another checkpoint": {"head": with_head(path="runs/gpt/a0003/step-00000501/rank-00000.index")},
+    "chunks of no bytes": {"head": with_head(chunk_bytes=0)},
+    "chunks of half a byte": {"head": with_head(chunk_bytes=0.5)},
+    "no head": {"head": np.zeros(0, dtype=np.uint8)},
+    "a head that is no object": {"head": np.frombuffer(b"[]", dtype=np.uint8)},
+    "a private leaf under a shared one's path": {
+        "private": np.frombuffer(canonical.dumps(tree_of((LeafSpec("x", "int64", ()),))), dtype=np.uint8)
+    },
+    "a private tree without kinds": {"private": np.frombuffer(b'{"x":1}', dtype=np.uint8)},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_i10_an_index_that_lies_is_refused(lie: str) -> None:
+    specs = (LeafSpec("x", "float32", (3, 5)), LeafSpec("y", "int64", (2,)))
+    index = index_of(specs)
+    assert decode_index(rebuilt(index), id=ID, rank=0, tree=tree_of(specs)).specs == specs
+    with pytest.raises(CorruptionError) as caught:
+        decode_index(rebuilt(index, **LIES[lie]), id=ID, rank=0, tree=tree_of(specs))
+    assert caught.value.subject == FILE
+
+
+def test_a_newer_format_says_to_upgrade() -> None:
+    specs = (LeafSpec("x", "float32", (3, 5)),)
+    with pytest.raises(FormatTooNew) as caught:
+        decode_index(rebuilt(index_of(specs), head=with_head(format=2)), id=ID, rank=0, tree=tree_of(specs))
+    assert "upgrade" in str(caught.value)
+
+
+MANIFEST = Manifest(
+    ID,
+    SAVE,
+    tree_of((LeafSpec("x", "float32", (3, 5)),)),
+    (IndexEntry("rank-00000.index", 1234, digest(b"")),),
+    "ab" * 32,
+    60,
+    1,
+    CHUNK,
+    parent=CheckpointId("other", 9, 7),
+    metrics={"loss": float("inf"), "accuracy": 0.5},
+    progress={"step": 500, "epoch": 1},
+    environment={"python": "3.13"},
+    certificate={"exact": True},
+    created="2026-01-01T00:00:00Z",
+)
+
+
+def test_a_manifest_comes_back_as_it_was() -> None:
+    assert decode_manifest(encode_manifest(MANIFEST), ID) == MANIFEST
+    nan = replace(MANIFEST, metrics={"loss": float("nan")})
+    assert encode_manifest(decode_manifest(encode_manifest(nan), ID)) == encode_manifest(nan)  # type: ignore[arg-type]
+
+
+def test_an_aborted_mark_is_told_from_a_manifest() -> None:
+    mark = Aborted(ID, SAVE, "a reason " * 20)
+    assert decode_manifest(encode_aborted(mark), ID) == mark
+
+
+@pytest.mark.parametrize(
+    "data", [encode_manifest(MANIFEST), encode_aborted(Aborted(ID, SAVE, "why"))], ids=["manifest", "mark"]
+)
+def test_every_flipped_bit_and_every_cut_of_a_manifest_is_noticed(data: bytes) -> None:
+    for at in range(len(data)):
+        for bit in range(8):
+            with pytest.raises(CorruptionError):
+                decode_manifest(data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :], ID)
+        with pytest.raises(CorruptionError):
+            decode_manifest(data[:at], ID)
+
+
+def sealed(**changes: Any) -> bytes:
+    body = {k: v for k, v in canonical.unseal(encode_manifest(MANIFEST), name=ID.manifest).items() if k != "digest"}
+    body.update(changes)
+    return canonical.seal({k: v for k, v in body.items() if v is not ...})
+
+
+ENTRY = {"digest": "00" * 16, "length": 100, "name": "rank-00000.index"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"path": "runs/gpt/a0004/step-00000500/manifest.json"},
+        {"step": 501},
+        {"attempt": 4},
+        {"run": "other"},
+        {"kind": "note"},
+        {"save_id": "../../../etc"},
+        {"save_id": ...},
+        {"tree": ...},
+        {"indexes": []},
+        {"indexes": [{**ENTRY, "name": "../rank-00000.index"}]},
+        {"indexes": [{**ENTRY, "name": "begin.json"}]},
+        {"indexes": [{**ENTRY, "length": -1}]},
+        {"indexes": [{**ENTRY, "length": 1.5}]},
+        {"indexes": [{**ENTRY, "length": True}]},
+        {"indexes": [{**ENTRY, "digest": "00"}]},
+        {"indexes": [ENTRY, ENTRY]},
+        {"indexes": [7]},
+        {"bytes": "60"},
+        {"leaves": -1},
+        {"chunk_bytes": 0},
+        {"chunk_bytes": 1 << 40},
+        {"metrics": {"loss": "low"}},
+        {"metrics": {"loss": {"!": "int", "v": "1" + "0" * 400}}},
+        {"metrics": []},
+        {"progress": 5},
+        {"parent": {"run": "gpt", "attempt": 4, "step": 1}},
+        {"parent": {"run": "../x", "attempt": 1, "step": 1}},
+        {"parent": {"run": "gpt", "attempt": 0, "step": 1}},
+        {"parent": "gpt/a0001/1"},
+        {"format": "1"},
+        {"format": ...},
+    ],
+    ids=lambda changes: str(changes)[:70],
+)
+def test_i10_a_manifest_that_lies_is_refused(changes: dict[str, Any]) -> None:
+    assert decode_manifest(sealed(), ID) == MANIFEST
+    with pytest.raises(CorruptionError) as caught:
+        decode_manifest(sealed(**changes), ID)
+    assert caught.value.subject == ID.manifest
+
+
+def test_a_manifest_of_a_newer_format_says_to_upgrade() -> None:
+    with pytest.raises(FormatTooNew):
+        decode_manifest(sealed(format=2, kind="other"), ID)
