@@ -196,8 +196,6 @@ def test_a_copy_is_told_from_damage() -> None:
         {"!": "int", "v": "1" * 5000},
         {"!": "int", "v": "0x10"},
         {"!": "float", "v": "1.5"},
-    ]
-    + [
         {"!": "float", "v": "nan:7ff0000000000000"},
         {"!": "float", "v": "nan:"},
         {"!": "float"},

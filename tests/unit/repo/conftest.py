@@ -1,4 +1,4 @@
-"""A repository in memory or on disk, and a maker of attempts and checkpoints that needs no engine and starts no thread."""
+"""A repository in memory or on disk, and a maker of attempts and checkpoints without engine or threads."""
 
 from __future__ import annotations
 
