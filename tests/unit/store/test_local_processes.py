@@ -1,0 +1,90 @@
+"""Real processes that race for names, and one that is killed in the middle."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.store.backends.local import LocalStore
+from holdfast.store.contract import Bytes
+
+RACER = """
+import sys
+from holdfast.errors import AlreadyExists
+from holdfast.store.backends.local import LocalStore
+from holdfast.store.contract import Bytes
+
+where, me, names = sys.argv[1], sys.argv[2], int(sys.argv[3])
+store = LocalStore(where)
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(names):
+    try:
+        store.put_if_absent(f"refs/tag/{number}/x", Bytes(me.encode() * 5000), token=me)
+        print(number, flush=True)
+    except AlreadyExists:
+        pass
+    store.delete([f"refs/other/{number}/x"])
+    store.put_if_absent(f"refs/other/{number}/{me}/y", Bytes(b"1"), token=me)
+    store.delete([f"refs/other/{number}/{me}/y"])
+"""
+
+KILLED = """
+import os, signal, sys
+from holdfast.store.backends.local import LocalStore
+
+class Deadly:
+    length = 3 * 2**20
+    def pieces(self):
+        yield memoryview(bytes(2**20))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+LocalStore(sys.argv[1]).put_if_absent("runs/a/x", Deadly(), token="t0")
+"""
+
+
+@pytest.mark.parametrize("racers", [3])
+def test_processes_that_race_for_names_have_one_winner_each(tmp_path, racers):
+    names = 25
+    command = [sys.executable, "-c", RACER, str(tmp_path / "store")]
+    processes = [
+        subprocess.Popen(
+            [*command, f"p{number}", str(names)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(racers)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    won = {}
+    for number, process in enumerate(processes):
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        for line in out.split():
+            assert int(line) not in won, "two winners"
+            won[int(line)] = f"p{number}"
+    assert sorted(won) == list(range(names))
+    store = LocalStore(tmp_path / "store")
+    for number, winner in won.items():
+        assert store.get(f"refs/tag/{number}/x", limit=10**5) == winner.encode() * 5000
+    assert len(list(store.walk(""))) == names
+    assert not list(store.leftovers(""))
+
+
+def test_a_process_killed_while_it_puts_leaves_a_temporary_and_no_object(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "store")], timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    store = LocalStore(tmp_path / "store")
+    assert not list(store.walk(""))
+    assert [entry.name for entry in store.leftovers("")] == ["runs/a/x.tmp-t0"]
+    assert store.put_if_absent("runs/a/x", Bytes(b"whole"), token="t0").length == 5
+    assert not list(store.leftovers(""))
