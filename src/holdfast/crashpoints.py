@@ -25,6 +25,7 @@ NAMES: Final[frozenset[str]] = frozenset(
         "manifest removed, packs still there",
         "packs removed, notes still there",
         "manifest put back from trash, not yet checked",
+        "objects swept, copy in trash still there",
     }
 )
 

@@ -6,9 +6,10 @@ cannot be read counts as needed: only an object that was read and understood can
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from holdfast.errors import CorruptionError, ObjectNotFound, UsageError
 from holdfast.model.checkpoint import Manifest
@@ -18,6 +19,8 @@ from holdfast.repo.manifest import MAX_MANIFEST, Aborted, decode_manifest
 from holdfast.repo.records import Begin, decode_begin
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Entry
+
+_TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 
 State = Literal["committed", "damaged", "unfinished", "closed", "removed", "copied", "foreign"]
 """committed: has a manifest. damaged: something unreadable lies under the manifest's name, or instead of begin.json.
@@ -89,7 +92,7 @@ def take_census(repo: Repo) -> Census:
     """Reads names and small objects only; no pack and no index is opened."""
     census = Census()
     for entry in repo.store.walk(""):
-        if not _place(census, entry):
+        if not place(census, entry):
             census.foreign.append(entry)
     for save in census.saves.values():
         classify(repo, save)
@@ -102,7 +105,7 @@ def look_at(repo: Repo, id: CheckpointId) -> SaveDirectory:
     save = census.save(id)
     for prefix in (id.directory, layout.trash_directory(id), layout.tombstone_directory(id)):
         for entry in repo.store.walk(prefix):
-            _place(census, entry)
+            place(census, entry)
     classify(repo, save)
     return save
 
@@ -112,7 +115,7 @@ def is_note(file: str) -> bool:
     return directory == "notes" and layout.parse_numbered(number) is not None
 
 
-def _place(census: Census, entry: Entry) -> bool:
+def place(census: Census, entry: Entry) -> bool:
     """Files one object under what its name says it is; False if no object of Holdfast is called so."""
     parts = entry.name.split("/")
     if entry.name == layout.REPOSITORY:
@@ -135,7 +138,7 @@ def _place(census: Census, entry: Entry) -> bool:
     id = CheckpointId(parts[1], number, step)
     if parts[0] == layout.RUNS:
         census.save(id).entries.append(entry)
-    elif len(parts) != 5 or not parts[4].endswith(".json"):
+    elif len(parts) != 5 or not _TOKEN.fullmatch(parts[4]):
         return False
     elif parts[0] == "trash":
         census.save(id).trash.append(entry)

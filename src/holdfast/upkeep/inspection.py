@@ -45,11 +45,12 @@ class Inspection:
         return any(finding.severity == "error" and finding.harms_restore for finding in self.findings)
 
 
-def inspect(repo: Repo, id: CheckpointId) -> Inspection:
-    """Reads everything of a checkpoint except what lies behind its packs' headers."""
+def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> Inspection:
+    """Reads everything of a checkpoint except what lies behind its packs' headers. `manifest`: the one to go by, where
+    it does not lie in its place."""
     found = Inspection(id)
     try:
-        found.manifest = repo.manifest(id)
+        found.manifest = repo.manifest(id) if manifest is None else manifest
     except FormatTooNew:
         raise
     except UNREADABLE as error:

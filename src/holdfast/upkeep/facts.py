@@ -1,0 +1,99 @@
+"""What retention has to know of a run's checkpoints: where they are on the walk, how good, and who needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.errors import CorruptionError
+from holdfast.model.canonical import untag_number
+from holdfast.model.checkpoint import Note
+from holdfast.model.names import CheckpointId
+from holdfast.policy.keeping import CheckpointFacts
+from holdfast.repo.lineage import walk
+from holdfast.repo.notes import notes
+from holdfast.repo.refs import list_refs
+from holdfast.repo.repository import Repo
+from holdfast.upkeep.needs import standing, standing_of
+
+
+def gather_facts(repo: Repo, run: str, *, metrics: bool = True) -> list[CheckpointFacts]:
+    """Every checkpoint of `run`, also on lines of training that were left behind. `metrics`: read manifests for them.
+
+    Raises CorruptionError where a ref cannot be read: it may name any of them.
+    """
+    refs = list_refs(repo)
+    line = {id: place for place, id in enumerate(walk(repo, run))}
+    needed = list(_needed_elsewhere(repo, run))
+    found = []
+    for attempt in repo.attempts(run):
+        for step in repo.committed(run, attempt):
+            id = CheckpointId(run, attempt, step)
+            damaged, logged = _logged(repo, id) if metrics else (False, {})
+            told = notes(repo, id, report=_pass)
+            logged.update(_noted(told))
+            note = standing_of(told)
+            facts = CheckpointFacts(
+                id=id,
+                walk=line.get(id),
+                metrics=logged,
+                verified=note == "verified",
+                suspect=damaged or note == "suspect",
+                pinned=any(ref.id == id and ref.kind != "hold" for ref in refs),
+                held=any(ref.id == id and ref.kind == "hold" for ref in refs),
+                needed_by=tuple(reason for needed_id, reason in needed if needed_id == id),
+            )
+            found.append(facts)
+    return found
+
+
+def _logged(repo: Repo, id: CheckpointId) -> tuple[bool, dict[str, float]]:
+    """Whether the manifest is damaged, and the metrics in it."""
+    try:
+        return False, dict(repo.manifest(id).metrics)
+    except CorruptionError:
+        return True, {}
+
+
+def _noted(told: list[Note]) -> dict[str, float]:
+    """Metrics that came after the commit; a later one counts."""
+    out: dict[str, float] = {}
+    for note in told:
+        if note.kind == "metric":
+            for name, value in note.body.items():
+                try:
+                    out[name] = float(untag_number(value))
+                except (CorruptionError, OverflowError):
+                    continue
+    return out
+
+
+def _needed_elsewhere(repo: Repo, run: str) -> Iterator[tuple[CheckpointId, str]]:
+    """Checkpoints of `run` that other runs, forked from it, go on from or would fall back to."""
+    for other in repo.runs():
+        if other == run or not _forked_from(repo, other, run):
+            continue
+        line = walk(repo, other)
+        for place, id in enumerate(line):
+            state = standing(repo, id)
+            if id.run == run and place == 0:
+                yield id, f"what latest means in run {other!r}"
+            elif id.run == run and state == "verified":
+                yield id, f"the last one verified that run {other!r} has"
+            if state == "verified":
+                break
+
+
+def _forked_from(repo: Repo, other: str, run: str) -> bool:
+    """Whether an attempt of `other` may lead to `run`, directly or through other runs: any parent elsewhere will do."""
+    for number in repo.attempts(other):
+        try:
+            record = repo.find_attempt(other, number)
+        except CorruptionError:
+            return True
+        if record is not None and record.parent is not None and record.parent.run != other:
+            return True
+    return False
+
+
+def _pass(message: str) -> None:
+    """A damaged note says nothing about the checkpoint; verify reports it."""

@@ -1,0 +1,238 @@
+"""Gc: frees what no manifest, ref or live save reaches, in two visits with a grace between them.
+
+The first visit marks, the second deletes what still is unreached. It deletes only names that a save listed itself;
+what cannot be read or was not written by Holdfast counts as reached (I6). Before it deletes, it takes the manifest's
+name for an aborted mark, so that neither a late commit nor an undelete can come to rely on what goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.crashpoints import crashpoint
+from holdfast.errors import CorruptionError, HoldfastError
+from holdfast.model.names import CheckpointId
+from holdfast.repo.lease import read_last
+from holdfast.repo.refs import list_refs
+from holdfast.repo.repository import Repo
+from holdfast.repo.tombstones import put_tombstone, stands, take_back
+from holdfast.store.contract import Entry
+from holdfast.store.names import TEMPORARY
+from holdfast.upkeep.census import Census, SaveDirectory, look_at, place, take_census
+from holdfast.upkeep.marks import age_s, put_mark, standing_marks, store_now, take_back_marks
+from holdfast.upkeep.owners import Finished, finished_runs, may_still_save
+from holdfast.upkeep.sweeping import close, listed_names, sweep
+from holdfast.upkeep.undelete import GRACE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """One save that nothing reaches. `left_s`: seconds of grace that are left, 0 if it goes now."""
+
+    id: CheckpointId
+    reason: str
+    objects: int
+    bytes: int
+    marked: bool
+    left_s: float
+
+    @property
+    def due(self) -> bool:
+        return self.marked and self.left_s <= 0
+
+    def __str__(self) -> str:
+        what = "delete" if self.due else f"marked, {self.left_s / 3600:,.1f} h left" if self.marked else "mark"
+        return f"{self.id}  {what}: {self.reason}, {self.objects} objects, {self.bytes / 2**20:,.1f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class GcPlan:
+    """`garbage`: to be marked, waiting, or due. `odds`: single names to be deleted, each with its reason: temporaries
+    and copies in the trash that outlived their use, leases of superseded attempts. `void`: marks that speak of nothing
+    any more. `kept`: saves that look like garbage and are left alone, each with the reason."""
+
+    where: str
+    grace_s: float
+    garbage: tuple[Garbage, ...]
+    odds: tuple[tuple[str, str], ...]
+    void: tuple[str, ...]
+    kept: tuple[tuple[CheckpointId, str], ...]
+    finished: tuple[tuple[str, int], ...]
+
+    @property
+    def bytes(self) -> int:
+        """What executing it frees."""
+        return sum(found.bytes for found in self.garbage if found.due)
+
+    def __str__(self) -> str:
+        due = sum(found.due for found in self.garbage)
+        lines = [f"gc of {self.where}: {due} saves to delete, {self.bytes / 2**20:,.1f} MiB"]
+        lines += [f"  {found}" for found in self.garbage]
+        lines += [f"  {name}  delete: {reason}" for name, reason in self.odds]
+        lines += [f"  {id}  left alone: {reason}" for id, reason in self.kept]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What a visit did. `spared`: was due, and something came to need it, or could not be read, since the plan."""
+
+    marked: tuple[CheckpointId, ...]
+    deleted: tuple[CheckpointId, ...]
+    bytes: int
+    odds: int
+    spared: tuple[tuple[CheckpointId, str], ...] = ()
+
+
+def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None = None) -> GcPlan:
+    """What a visit would mark and delete. `grace_s`: seconds between mark and deletion, by the store's own clock; to
+    read that, one small object is put and deleted again.
+
+    `finished`: runs known to have no live owner; by default found out where it matters, which takes 15 s if one lived
+    on another host and did not say goodbye. Raises CorruptionError where a ref cannot be read: it may name anything.
+    """
+    census = take_census(repo)
+    named = {ref.id for ref in list_refs(repo)}
+    open_runs = {save.id.run for save in census.saves.values() if save.state in ("unfinished", "closed")}
+    known = finished_runs(repo, sorted(open_runs)) if finished is None else dict(finished)
+    now_ns = store_now(repo)
+    garbage, kept, void = [], [], []
+    for save in sorted(census.saves.values(), key=lambda save: save.id):
+        reached = _reached(repo, save, named, known)
+        marks = [] if reached else standing_marks(repo, save)
+        void += [entry.name for entry in save.marks if entry not in marks]
+        if not reached:
+            age = max((age_s(repo, mark, now_ns) for mark in marks), default=0.0)
+            garbage.append(_garbage(save, marked=bool(marks), left_s=max(0.0, grace_s - age)))
+        elif save.state in ("unfinished", "removed", "damaged", "closed"):
+            kept.append((save.id, reached))
+    odds = tuple(_odds(repo, census, now_ns, grace_s))
+    return GcPlan(repo.url, grace_s, tuple(garbage), odds, tuple(void), tuple(kept), tuple(sorted(known.items())))
+
+
+def execute(repo: Repo, plan: GcPlan) -> GcReport:
+    """Marks, and deletes what is due and still unreached, each after one more look."""
+    finished = dict(plan.finished)
+    repo.store.delete(plan.void)
+    marked, deleted, spared = [], [], []
+    nbytes = 0
+    for found in plan.garbage:
+        if found.due:
+            try:
+                why = _delete(repo, found.id, finished)
+            except CorruptionError as error:
+                why = error.message
+            if why:
+                spared.append((found.id, why))
+            else:
+                deleted.append(found.id)
+                nbytes += found.bytes
+        elif not found.marked:
+            put_mark(repo, look_at(repo, found.id))
+            marked.append(found.id)
+    repo.store.delete([name for name, _ in plan.odds])
+    return GcReport(tuple(marked), tuple(deleted), nbytes, len(plan.odds), tuple(spared))
+
+
+def _delete(repo: Repo, id: CheckpointId, finished: Finished) -> str:
+    """Deletes one marked save; or says why it is spared."""
+    stone = put_tombstone(repo, id, reason="gc")
+    crashpoint("tombstone put, manifest still there")
+    try:
+        save = look_at(repo, id)
+        why = _reached(repo, save, {ref.id for ref in list_refs(repo)}, finished)
+        if not why and not standing_marks(repo, save):
+            why = "its mark has been taken back"
+        if not why and not stands(repo, stone):
+            why = "its tombstone has been taken back"
+        if not why and not close(repo, save, by="gc"):
+            why = "it has a manifest"
+        if not why:
+            sweep(repo, save, keep_begin=may_still_save(repo, id, finished))
+            take_back_marks(repo, save.marks)
+    except HoldfastError:
+        take_back(repo, stone)
+        raise
+    take_back(repo, stone)
+    return why
+
+
+def _reached(repo: Repo, save: SaveDirectory, named: set[CheckpointId], finished: Finished) -> str:
+    """Why a save is not garbage; empty if it is."""
+    if save.state == "committed":
+        return "it has a manifest"
+    if save.state in ("copied", "foreign", "damaged"):
+        return save.message or "it was not written by Holdfast for this place"
+    if save.id in named:
+        return "a ref names it"
+    if save.state == "closed":
+        return "" if _anything_left(save) else "nothing is left of it"
+    if save.state == "unfinished" and may_still_save(repo, save.id, finished):
+        return "its process may still be saving it"
+    if save.state == "unfinished" and not _claimed(repo, save.id):
+        return "its attempt has no readable record"
+    return ""
+
+
+def _anything_left(save: SaveDirectory) -> bool:
+    return save.begin is not None or bool(save.trash) or any(True for _ in save.own())
+
+
+def _claimed(repo: Repo, id: CheckpointId) -> bool:
+    try:
+        return repo.find_attempt(id.run, id.attempt) is not None
+    except CorruptionError:
+        return False
+
+
+def _garbage(save: SaveDirectory, *, marked: bool, left_s: float) -> Garbage:
+    reason = {
+        "unfinished": "a save that its process never finished",
+        "closed": "a save that was aborted",
+        "removed": "removed by hand",
+    }[save.state]
+    own = list(save.own())
+    return Garbage(save.id, reason, len(own), sum(entry.length for entry in own), marked, left_s)
+
+
+def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[tuple[str, str]]:
+    """Single names older than the grace that nothing will ever read."""
+
+    def old(entry: Entry) -> bool:
+        return age_s(repo, entry, now_ns) >= grace_s
+
+    for save in census.saves.values():
+        if save.state == "committed" and not save.tombstones:
+            yield from ((e.name, "a copy of a manifest that is in its place") for e in save.trash if old(e))
+    for entry in repo.store.leftovers(""):
+        if _was_ours(repo, census, entry) and old(entry):
+            yield entry.name, "left over from an unfinished put"
+    closed_below = {run: _closing_attempt(repo, run) for run in {run for run, _ in census.attempts}}
+    for attempt in census.attempts.values():
+        if attempt.number < closed_below[attempt.run] and all(old(beat) for beat in attempt.leases):
+            yield from ((beat.name, "the lease of a superseded attempt") for beat in attempt.leases)
+
+
+def _was_ours(repo: Repo, census: Census, leftover: Entry) -> bool:
+    """Whether a temporary was to become an object of Holdfast. Those of open saves go with the save."""
+    directory, _, file = leftover.name.rpartition("/")
+    final = Entry(f"{directory}/{file.partition(TEMPORARY)[0]}", 0)
+    alone = Census()
+    if not place(alone, final):
+        return False
+    for id, there in alone.saves.items():
+        save = census.saves.get(id)
+        if there.entries:
+            return save is not None and save.state == "committed" and final.name in listed_names(repo, save)
+    return True
+
+
+def _closing_attempt(repo: Repo, run: str) -> int:
+    """The highest attempt whose lease says that everything below it is closed; 0 if none does. Leases below it are
+    never asked again."""
+    for number in reversed(repo.attempts(run)):
+        beat = read_last(repo, run, number)[1]
+        if beat is not None and beat.closed:
+            return number
+    return 0

@@ -1,0 +1,148 @@
+"""Retention: frees at once what the keep policy lets go of, for the live attempt of a run and in that run alone.
+
+The order (I2): tombstones; a look at who needs what, and whether this attempt still owns the run (I11); the manifest,
+durably gone before anything else goes; packs and index; notes; begin.json; the tombstone. What I7 protects is judged
+anew after the tombstones are put, whatever the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.crashpoints import crashpoint
+from holdfast.errors import CorruptionError, HoldfastError
+from holdfast.events import Emitter, Removed
+from holdfast.model.names import CheckpointId
+from holdfast.policy.keeping import KeepPolicy, Verdict, protections
+from holdfast.repo import layout
+from holdfast.repo.attempts import Attempt
+from holdfast.repo.repository import Repo
+from holdfast.repo.tombstones import Tombstone, put_tombstone, stands, take_back
+from holdfast.store.names import TEMPORARY
+from holdfast.upkeep.census import SaveDirectory, is_note, look_at
+from holdfast.upkeep.facts import gather_facts
+from holdfast.upkeep.sweeping import listed, listed_names
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan:
+    """One verdict for each checkpoint of the run, newest first. `bytes`: of each one that goes, 0 where nobody knows.
+    `superseded`: the run belongs to a later attempt, and nothing goes (I11)."""
+
+    where: str
+    run: str
+    attempt: int
+    verdicts: tuple[Verdict, ...]
+    bytes: tuple[tuple[CheckpointId, int], ...]
+    superseded: bool = False
+
+    @property
+    def dropped(self) -> tuple[CheckpointId, ...]:
+        """What goes, oldest first: cut short, retention leaves the newest."""
+        return tuple(verdict.id for verdict in reversed(self.verdicts) if not verdict.keep)
+
+    def reason(self, id: CheckpointId) -> str:
+        return next(verdict.reason for verdict in self.verdicts if verdict.id == id)
+
+    def __str__(self) -> str:
+        total = sum(nbytes for _, nbytes in self.bytes)
+        head = f"retention of run {self.run} at {self.where}: {len(self.dropped)} go, {total / 2**20:,.1f} MiB"
+        return "\n".join([head, *(f"  {verdict.id}  {verdict}" for verdict in self.verdicts)])
+
+
+def plan_retention(repo: Repo, attempt: Attempt, policy: KeepPolicy) -> RetentionPlan:
+    """What `policy` lets go of in the attempt's run. Raises CorruptionError where a ref cannot be read."""
+    run = attempt.run
+    if _superseded(repo, attempt):
+        return RetentionPlan(repo.url, run, attempt.number, (), (), superseded=True)
+    facts = sorted(gather_facts(repo, run), key=lambda facts: facts.id, reverse=True)
+    verdicts = tuple(policy.decide(facts))
+    nbytes = tuple((verdict.id, _bytes(repo, verdict.id)) for verdict in verdicts if not verdict.keep)
+    return RetentionPlan(repo.url, run, attempt.number, verdicts, nbytes)
+
+
+def execute(
+    repo: Repo, attempt: Attempt, plan: RetentionPlan, *, emitter: Emitter | None = None
+) -> tuple[CheckpointId, ...]:
+    """Frees; returns what went. What somebody has come to need since the plan stays; once a later attempt has claimed
+    the run, nothing goes. A store that fails is raised, and what it leaves is closed by the next claim."""
+    assert (plan.run, plan.attempt) == (attempt.run, attempt.number), "a plan is executed by the attempt that made it"
+    going = [id for id in plan.dropped if id.run == attempt.run]
+    if not going:
+        return ()
+    stones = [put_tombstone(repo, id, reason="retention", attempt=attempt.number) for id in going]
+    crashpoint("tombstone put, manifest still there")
+    removed = []
+    standing = list(stones)
+    try:
+        for stone in _still_free(repo, attempt, stones):
+            if _free(repo, stone):
+                removed.append(stone.id)
+                (emitter or Emitter()).emit(Removed(stone.id, plan.reason(stone.id)))
+            take_back(repo, stone)
+            standing.remove(stone)
+    except HoldfastError:
+        _take_back_all(repo, standing)
+        raise
+    _take_back_all(repo, standing)
+    return tuple(removed)
+
+
+def _take_back_all(repo: Repo, stones: list[Tombstone]) -> None:
+    repo.store.delete([stone.name for stone in stones])
+
+
+def _superseded(repo: Repo, attempt: Attempt) -> bool:
+    """Whether a higher attempt exists. One whose record is damaged counts; a copied directory does not."""
+    for number in repo.attempts(attempt.run):
+        if number > attempt.number:
+            try:
+                if repo.find_attempt(attempt.run, number) is not None:
+                    return True
+            except CorruptionError:
+                return True
+    return False
+
+
+def _still_free(repo: Repo, attempt: Attempt, stones: list[Tombstone]) -> Iterator[Tombstone]:
+    """Those of the tombstones whose checkpoints nobody needs, seen after all of them were put."""
+    if _superseded(repo, attempt):
+        return
+    protected = protections(gather_facts(repo, attempt.run, metrics=False))
+    for stone in stones:
+        if not protected.get(stone.id, ["it is gone"]):
+            yield stone
+
+
+def _free(repo: Repo, stone: Tombstone) -> bool:
+    """Frees one checkpoint; False if its tombstone was taken back, or nothing says which objects are its own."""
+    save = look_at(repo, stone.id)
+    files = listed(repo, save)
+    if not files or not stands(repo, stone):
+        return False
+    _assert_own(save, files)
+    repo.store.delete([save.id.manifest])
+    repo.store.settle(save.id.manifest)
+    crashpoint("manifest removed, packs still there")
+    names = listed_names(repo, save)
+    directory = save.id.directory
+    leftovers = [e.name for e in repo.store.leftovers(directory) if e.name.partition(TEMPORARY)[0] in names]
+    repo.store.delete([*(f"{directory}/{file}" for file in files), *leftovers])
+    crashpoint("packs removed, notes still there")
+    prefix = len(directory) + 1
+    repo.store.delete([entry.name for entry in save.entries if is_note(entry.name[prefix:])])
+    repo.store.delete([layout.begin_name(save.id)])
+    return True
+
+
+def _assert_own(save: SaveDirectory, files: list[str]) -> None:
+    """I7: a pack that a kept checkpoint needs lies in that one's directory: names with a way out of it are not read."""
+    assert all(layout.is_file(file) for file in files), f"{save.id} lists names outside its own directory"
+
+
+def _bytes(repo: Repo, id: CheckpointId) -> int:
+    try:
+        return repo.manifest(id).bytes
+    except HoldfastError:
+        return 0
