@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.errors import DuplicatePath
 from holdfast.model.checkpoint import Json
+from holdfast.state.collector import collector_paused
 from holdfast.state.contract import Device, Flattened
 from holdfast.state.memory import Geometry, first_of_each, overlaps
 from holdfast.state.nodes import PRIVATE
@@ -71,6 +72,7 @@ class Flattener:
             tree, private, before.specs, sources, before.devices, before.device, before.fingerprint, before.reports
         )
 
+    @collector_paused
     def _look(self) -> Flattened:
         self.full_looks += 1
         writer = Writer(self._state, self._private)

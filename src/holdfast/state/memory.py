@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """What a leaf's memory looks like, its address apart. Equal geometry at an equal address: an alias.
 
     `space` is the memory it lies in ("cpu", "cuda:0"), `extent` bytes from the first to the last element, `shape` is

@@ -91,14 +91,17 @@ def children(node: Json, path: str) -> list[tuple[str, Json]]:
     return []
 
 
-def walk(node: Json, path: str = "", depth: int = 0) -> Iterator[tuple[str, Json]]:
-    """Every node below and at `node`, parents first. CorruptionError where it is nested too deeply."""
-    if depth > 3 * MAX_DEPTH:
-        raise CorruptionError("the tree is nested too deeply", subject=path)
-    yield path, node
-    if type(node) in (dict, list):
-        for where, child in children(node, path):
-            yield from walk(child, where, depth + 1)
+def walk(node: Json, path: str = "") -> Iterator[tuple[str, Json]]:
+    """Every node below and at `node`, parents first, in order. CorruptionError where it is nested too deeply."""
+    stack: list[tuple[int, str, Json]] = [(0, path, node)]
+    while stack:
+        depth, where, at = stack.pop()
+        yield where, at
+        if type(at) is list or (type(at) is dict and at.get("!") not in LEAVES):
+            below = children(at, where)
+            if below and depth > 3 * MAX_DEPTH:
+                raise CorruptionError("the tree is nested too deeply", subject=where)
+            stack.extend([(depth + 1, *child) for child in reversed(below)])
 
 
 def is_plain(node: Json) -> bool:

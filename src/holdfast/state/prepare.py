@@ -10,6 +10,7 @@ from holdfast.errors import CorruptionError, StateError, StateMismatch
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.state import registry
+from holdfast.state.collector import collector_paused
 from holdfast.state.contract import LoadReport, Prepared, Rename
 from holdfast.state.nodes import PRIVATE, children, items, kind_of, leaf_paths
 from holdfast.state.rebuild import holds_structure, mapping_entries
@@ -22,6 +23,7 @@ SHOWN = 10
 """How many of what does not fit an error lists."""
 
 
+@collector_paused
 def prepare(
     tree: Json,
     private_tree: Json,
@@ -44,43 +46,36 @@ def prepare(
     Raises StateMismatch that lists what does not fit (with `strict`), StateError for targets that cannot be filled at
     all, CorruptionError for a tree that `flatten` cannot have made. The target is unchanged until a sink is filled.
     """
-    paths = _checked_paths(tree, private_tree, specs)
-    restorer = Restorer(
-        specs,
-        {"shared": into, "private": private_into} if into is None else into,
-        Selection(include, exclude),
-        device,
-        strict,
-    )
-    count = restorer.begin(tree, 0)
+    shared, private = _checked_paths(tree, private_tree, specs)
+    restorer = Restorer(specs, into, Selection(include, exclude), device, strict)
     matched = Renaming(rename).apply(tree) if rename is not None else tree
-    restorer.locate(matched)
+    restorer.begin(matched, 0, len(shared))
     root = _root(restorer, matched, into)
+    own: Thunk | None = None
     if private_into is not None and private_tree is not None:
-        restorer.begin(private_tree, count)
-        private = _root(restorer, private_tree["v"], private_into, PRIVATE)
+        restorer.begin(private_tree, len(shared), len(private))
+        own = _root(restorer, private_tree["v"], private_into, PRIVATE)
     else:
-        restorer.skipped.extend(paths[count:])
-        private = None
+        restorer.skipped.extend(private)
     _check(restorer)
 
     def apply() -> Any:
         restorer.act()
         state = root()
-        if private is not None:
-            private()
+        if own is not None:
+            own()
         return state
 
     return Prepared(restorer.wants(), apply, _report(restorer))
 
 
-def _checked_paths(tree: Json, private_tree: Json, specs: Sequence[LeafSpec]) -> list[str]:
+def _checked_paths(tree: Json, private_tree: Json, specs: Sequence[LeafSpec]) -> tuple[list[str], list[str]]:
     if private_tree is not None and kind_of(private_tree) != "private":
         raise CorruptionError("the private tree is none")
-    paths = leaf_paths(tree) + (leaf_paths(private_tree) if private_tree is not None else [])
-    if paths != [spec.path for spec in specs]:
+    shared, private = leaf_paths(tree), leaf_paths(private_tree) if private_tree is not None else []
+    if shared + private != [spec.path for spec in specs]:
         raise CorruptionError("the index does not list the leaves that the tree names", hint="holdfast verify")
-    return paths
+    return shared, private
 
 
 def _root(restorer: Restorer, tree: Json, into: Any, path: str = "") -> Thunk:

@@ -17,7 +17,7 @@ from holdfast.model.leaf import LeafSpec
 from holdfast.state import registry
 from holdfast.state.contract import Buffer, Sink
 from holdfast.state.memory import Geometry
-from holdfast.state.nodes import LEAVES, ROOT, kind_of, leaf_paths, number_of, walk
+from holdfast.state.nodes import LEAVES, ROOT, kind_of, number_of, walk
 from holdfast.state.selection import Selection
 from holdfast.state.writer import owners
 
@@ -79,34 +79,34 @@ class Restorer:
         self._views: dict[str, Any] = {}
         self._actions: list[tuple[int, str, Callable[[], Any]]] = []
         self._owners: dict[int, tuple[Any, str]] | None = None
-        self._numbers: dict[str, int] = {}
-        self._devices: dict[str, str] = {}
+        self._tree: Json = None
+        self._places: dict[str, tuple[int, str]] | None = None
 
     # -- the checkpoint's side -------------------------------------------------------------------------------
 
-    def begin(self, tree: Json, base: int) -> int:
-        """Turns to a tree whose leaf 0 is leaf `base`; returns how many leaves it has."""
-        paths = leaf_paths(tree)
-        if base + len(paths) > len(self._specs):
-            raise CorruptionError(f"the tree names {base + len(paths)} leaves, the index has {len(self._specs)}")
-        self._base, self._end = base, base + len(paths)
-        return len(paths)
+    def begin(self, tree: Json, base: int, count: int) -> None:
+        """Turns to a tree of `count` leaves, of which leaf 0 is leaf `base`. Its paths are those of the target."""
+        self._base, self._end = base, base + count
+        self._tree, self._places = tree, None
 
-    def locate(self, tree: Json) -> None:
-        """Notes at which paths (renamed, if so asked) the leaves lie, to tell tied parameters."""
-        for path, node in walk(tree):
-            if kind_of(node) in LEAVES:
-                self._numbers[path] = self._base + number_of(node, self._end - self._base, path)
-                if "device" in node:
-                    self._devices[path] = str(node["device"])
+    def _located(self) -> dict[str, tuple[int, str]]:
+        """Path -> (leaf number, type of the device that the tensor lay on) of the tree at hand."""
+        if self._places is None:
+            self._places = {
+                path: (self.spec(node, path)[0], str(node.get("device", "cpu")))
+                for path, node in walk(self._tree)
+                if kind_of(node) in LEAVES
+            }
+        return self._places
 
     def number_at(self, path: str) -> int | str:
         """What identifies the tensor saved at `path`: its leaf number, the same for every name of a tied one."""
-        return self._numbers.get(path, path)
+        found = self._located().get(path)
+        return path if found is None else found[0]
 
     def device_at(self, path: str) -> str:
         """The type of the device on which the tensor saved at `path` lay."""
-        return self._devices.get(path, "cpu")
+        return self._located().get(path, (0, "cpu"))[1]
 
     def spec(self, node: Json, path: str) -> tuple[int, LeafSpec]:
         """The number (over shared and private leaves) and spec of the leaf that a leaf or alias node means."""

@@ -137,6 +137,7 @@ class TorchDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.name = f"torch {device}"
+        self.space = str(device)
 
     def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> Bound:
         if self._device.type == "cuda":

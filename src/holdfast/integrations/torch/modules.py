@@ -64,7 +64,21 @@ class Entry:
 
 
 def entries(module: nn.Module, path: str) -> tuple[list[Entry], Mapping[str, Any]]:
-    """What state_dict() says, and its metadata by canonical module prefix."""
+    """What state_dict() says, and its metadata by canonical module prefix.
+
+    A tree of modules that all save in torch's own way need not be asked: their state is their tensors, in order.
+    """
+    if is_plain(module):
+        metadata = {place.canonical.rstrip("."): {"version": place.module._version} for place in places(module)}
+        return [Entry(raw, name, tensor, True) for raw, name, tensor, kept in own_tensors(module) if kept], metadata
+    return _asked(module, path)
+
+
+def is_plain(module: nn.Module) -> bool:
+    return not any(_saves_its_own_way(place.module) for place in places(module) if not place.wrapper)
+
+
+def _asked(module: nn.Module, path: str) -> tuple[list[Entry], Mapping[str, Any]]:
     state = module.state_dict()
     if not isinstance(state, Mapping):
         raise StateError(f"{path or ROOT}: state_dict() of {type_name(type(module))} is no mapping", subject=path)
@@ -110,9 +124,8 @@ def encode(module: nn.Module, path: str, writer: Writer) -> tuple[Json, Refresh]
     cells = _Cells(module, path)
     found, metadata = entries(module, path)
     said = {"!": "module", "type": type_name(type(module)), "meta": _metadata_node(metadata, writer, path)}
-    plain = not any(_saves_its_own_way(place.module) for place in places(module) if not place.wrapper)
     dense = all(one.own and one.value.layout is torch.strided and not tensors.is_subclass(one.value) for one in found)
-    if not (plain and dense):
+    if not (dense and is_plain(module)):
         return {**said, "i": _pairs(found, path, writer)}, _again(cells, said)
     pairs: list[Json] = []
     for one in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -47,16 +48,19 @@ def dtype_name(tensor: torch.Tensor, path: str) -> str:
 
 def geometry(tensor: torch.Tensor) -> Geometry:
     """What tells two views of one address apart: type, shape, strides, conjugate and negative bits."""
-    size = tensor.element_size()
-    extent = 0
-    if tensor.numel():
-        extent = size * (
-            1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-        )
-    device = tensor.device
-    space = device.type if device.index is None else f"{device.type}:{device.index}"
+    strides, shape = tensor.stride(), tensor.shape
+    if tensor.is_contiguous():
+        extent = tensor.nbytes
+    elif tensor.numel():
+        reach = sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+        extent = tensor.element_size() * (1 + reach)
+    else:
+        extent = 0
+    special = tensor.is_conj() or tensor.is_neg()
     return Geometry(
-        space, extent, (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        device_of(tensor).space,
+        extent,
+        (tensor.dtype, shape, strides, (tensor.is_conj(), tensor.is_neg()) if special else None),
     )
 
 
@@ -160,32 +164,31 @@ class Looks:
 
     def __init__(self, values: Sequence[torch.Tensor]) -> None:
         self._known = [
-            (one, address(one), one.shape, one.stride(), one.dtype, one.requires_grad, look(one)) for one in values
+            (one, address(one), one.shape, one.stride(), one.dtype, one.requires_grad, one.device) for one in values
         ]
         self._values = values
 
     def again(self, replay: Writer, values: Iterable[torch.Tensor] | None = None) -> None:
         """Tells the leaves to `replay`, in order. Raises Changed where a tensor differs in more than its values."""
         sources, addresses = replay.leaves.sources, replay.leaves.addresses
-        for now, (known, place, shape, stride, dtype, grad, all_of_it) in zip(
-            self._values if values is None else values, self._known, strict=True
-        ):
-            if now is known:
-                here = now.data_ptr() or place
-                if (
-                    here != place
-                    or now.shape != shape
-                    or now.stride() != stride
-                    or now.dtype is not dtype
-                    or now.requires_grad is not grad
-                ) and look(now) != all_of_it:
-                    raise Changed
-            elif not isinstance(now, torch.Tensor) or look(now) != all_of_it:
+        present = self._values if values is None else values
+        for now, (known, place, shape, stride, dtype, grad, device) in zip(present, self._known, strict=True):
+            if now is not known and not _alike(now, known):
                 raise Changed
-            else:
-                here = address(now)
+            here = now.data_ptr() or id(now)
+            if here != place and now.device != device:
+                raise Changed
+            if now.shape != shape or now.stride() != stride or now.dtype is not dtype or now.requires_grad is not grad:
+                raise Changed
             sources.append(now)
             addresses.append(here)
+
+
+def _alike(now: Any, known: torch.Tensor) -> bool:
+    """Whether another object can stand where `known` stood, its shape and place apart."""
+    if type(now) is not type(known) or now.layout is not known.layout or now.device != known.device:
+        return False
+    return bool(now.is_conj() == known.is_conj() and now.is_neg() == known.is_neg())
 
 
 def _parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -242,10 +245,8 @@ class TensorSink:
     @property
     def buffer(self) -> Buffer | None:
         tensor = self._tensor
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
-        if not tensor.numel():
-            return np.empty(0, np.uint8)
         return bytes_of(tensor)
 
     def fill(self, data: Buffer) -> None:
@@ -255,9 +256,12 @@ class TensorSink:
 
 
 def bytes_of(tensor: torch.Tensor) -> Buffer:
-    """The bytes of a contiguous tensor in host memory, not copied."""
-    flat: Buffer = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return flat
+    """The bytes of a contiguous tensor in host memory, not copied. The array keeps the tensor alive."""
+    if not tensor.numel():
+        return np.empty(0, np.uint8)
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return np.frombuffer(memory, np.uint8)
 
 
 def allocate(spec: LeafSpec, device: Any) -> tuple[torch.Tensor, Sink]:
