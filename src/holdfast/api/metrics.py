@@ -13,7 +13,9 @@ def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in metrics.items():
         try:
-            found[name] = float(value)
+            # A tensor's own item(): float() of one that requires gradients warns.
+            item = getattr(value, "item", None)
+            found[name] = float(item() if callable(item) else value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise UsageError(
                 f"the metric {name!r} is no number: {type(value).__name__}",
