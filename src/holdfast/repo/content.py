@@ -26,7 +26,8 @@ def content_digest(
     `specs` in the order of leaf numbers, `digests` uint8 [chunks, 16] in the same order, over all ranks; `private` the
     private trees in the order of ranks. Where leaves lie, in which packs, and who saved them has no part in it.
     """
-    table = [[spec.path, spec.dtype, list(spec.shape)] for spec in specs]
+    # Which leaf lies at which path is in the trees already, by number.
+    table = [f"{spec.dtype} {','.join(map(str, spec.shape))}" for spec in specs]
     digest = hashlib.sha256(canonical.dumps(["holdfast content 1", chunk_bytes, tree, list(private), table]))
     digest.update(np.ascontiguousarray(digests, dtype=np.uint8).data)
     return digest.hexdigest()

@@ -42,6 +42,8 @@ def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin:
     """
     if not isinstance(repo.mark(id), Aborted):
         return False
+    # Somebody else may have put it a moment ago. Were it lost with the power, a commit could come after the freeing.
+    repo.store.settle(id.manifest)
     begun = layout.begin_name(id)
     files = {file for file in names if layout.is_file(file)}
     try:

@@ -21,6 +21,7 @@ from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
 from holdfast.repo.index import COLUMNS, decode_index, decode_packs, encode_index
 from holdfast.repo.manifest import Aborted, decode_manifest, encode_aborted, encode_manifest
+from holdfast.state import flatten
 
 ID = CheckpointId("gpt", 3, 500)
 SAVE = "0123456789abcdef" * 2
@@ -92,6 +93,18 @@ def test_a_damaged_index_that_reaches_the_parser_is_an_error_or_reads_within_bou
     for row in range(len(back.specs)):
         assert back.offset[row] + back.length[row] <= back.packs[back.pack[row]].length
         assert back.length[row] == back.specs[row].nbytes
+
+
+def test_an_index_of_a_flattened_state_names_its_leaves_again() -> None:
+    """Shared leaves by the manifest's tree, private ones by the index's own."""
+    array = np.arange(6.0).reshape(2, 3)
+    state = {"a/b": array, "tied": [array, np.float32(1)], 3: {"#x": np.zeros((0, 2))}}
+    flattened = flatten(state, private={"rng": np.arange(4), "blob": b"x" * 5000})
+    assert [spec.private for spec in flattened.specs] == [False, False, True, True]
+    index = replace(index_of(flattened.specs), private=flattened.private)
+    back = decode_index(encode_index(index, ID), id=ID, rank=0, tree=flattened.tree)
+    assert back.specs == flattened.specs
+    assert back.private == flattened.private
 
 
 def rebuilt(index: Index, **changes: Any) -> bytes:
