@@ -45,12 +45,14 @@ def demo(  # noqa: PLR0917 - options; nobody passes them by position
     """
     from holdfast.demo import account as accounts
     from holdfast.demo import runner
+    from holdfast.demo.plan import draw_plan
 
     with _place(keep) as place:
         runner.load_framework()
-        plan = runner.plan(kills=kills, steps=steps, save_every=save_every, seed=seed)
+        plan = draw_plan(kills=kills, steps=steps, save_every=save_every, seed=seed)
         with _progress() as tell:
-            account = runner.Runner(plan, place, tell).execute()
+            running = runner.Runner(place, tell)
+            account = running.killed(plan, running.untouched(plan))
         if json:
             output.document("demo", {**accounts.document(account), "kept": str(keep) if keep else None})
         else:

@@ -62,12 +62,14 @@ def _lives(account: Account, unicode: bool) -> Table:
     table = Table.grid(padding=(0, 2))
     stroke, end = ("━", "╳") if unicode else ("=", "x")
     for number, life in enumerate(account.lives, 1):
-        begin, stop = (round(step / account.plan.steps * BAR) for step in (life.began, life.reached))
+        begin, stop = (round((step or 0) / account.plan.steps * BAR) for step in (life.began, life.reached))
         bar = Text(" " * begin)
         bar.append(stroke * max(stop - begin, 1), style="cyan" if life.killed else "green")
         bar.append(end if life.killed else "", style="bold red")
         how = "killed" + (" during a save" if life.saving else "") if life.killed else "finished"
-        words = f"steps {life.began} to {life.reached}, {how}"
+        words = (
+            f"steps {life.began} to {life.reached}, {how}" if life.began is not None else f"{how} before its first step"
+        )
         table.add_row(Text(f"process {number}", style="dim"), bar, words)
     return table
 

@@ -33,11 +33,12 @@ Train = Callable[[Path, Callable[[int, float], None]], None]
 class Life:
     """What one process did, from its event stream and the counter that it shared with its parent.
 
-    began: the step that it resumed from (0: from scratch); reached: steps that it completed; status: exit status, or
-    minus the signal that ended it; saving: a save had begun and was neither committed nor failed when it ended.
+    began: the step that it resumed from (0: from scratch; None: it ended before that). reached: steps completed.
+    status: exit status, or minus the signal that ended it. saving: a save had begun, and had neither been committed nor
+    failed, when it ended.
     """
 
-    began: int
+    began: int | None
     reached: int
     status: int
     saving: bool
@@ -120,7 +121,7 @@ class Child:
         ended = {event["id"]["step"] for event in events if event["event"] in ("Committed", "SaveFailed")}
         restored = [event["id"]["step"] for event in events if event["event"] == "Restored"]
         return Life(
-            began=restored[-1] if restored else 0,
+            began=restored[-1] if restored else (0 if self.step else None),
             reached=self.step,
             status=self.status,
             saving=any(event["id"]["step"] not in ended for event in begun),
@@ -144,6 +145,7 @@ def start(train: Train, events: Path, output: Path) -> Child:
         with output.open("ab", buffering=0) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
         train(events, lambda step, loss: struct.pack_into("q", counter, 0, step))
         status = 0
     except BaseException:  # noqa: BLE001 - a forked child must not return into its parent's program, whatever happens

@@ -1,4 +1,4 @@
-"""The demo's plan and its execution: an uninterrupted run, then the same training killed and started again."""
+"""The demo's execution: an uninterrupted run, then the same training killed and started again."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.demo.children import Child, Life, Train, ask, start
 from holdfast.demo.comparison import Comparison, compare, read
+from holdfast.demo.plan import Kill, Plan
 from holdfast.errors import HoldfastError, MissingExtra
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
@@ -20,28 +22,10 @@ UNTOUCHED: Final = "untouched"
 KILLED: Final = "killed"
 FIRST_GUESS_S: Final = 0.02
 """How long a save may take, before the first one has been seen."""
+LONG_STEP_S: Final = 0.2
 
 Tell = Callable[[str, int, int], None]
 """Told how far the demo is: what it does, steps done, steps in all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Once `after` steps are done: at a random moment of a step, or (`aimed`) of the next save. `moment`: in [0, 1)."""
-
-    after: int
-    aimed: bool
-    moment: float
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that the demo will do, so that one seed tells the whole story."""
-
-    steps: int
-    save_every: int
-    kills: tuple[Kill, ...]
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +53,12 @@ class Account:
     @property
     def lost(self) -> tuple[int, ...]:
         """Steps that had to be done again after each kill."""
-        return tuple(
-            max(before.reached - after.began, 0)
-            for before, after in zip(self.lives, self.lives[1:], strict=False)
-            if before.killed
-        )
+        out = []
+        for number, life in enumerate(self.lives):
+            begins = [later.began for later in self.lives[number + 1 :] if later.began is not None]
+            if life.killed:
+                out.append(max(life.reached - begins[0], 0) if begins else 0)
+        return tuple(out)
 
     @property
     def stall_s(self) -> float | None:
@@ -86,44 +71,42 @@ class Account:
         return self.comparison.equal and self.kills >= 1
 
 
-def plan(*, kills: int, steps: int, save_every: int, seed: int) -> Plan:
-    """Kills at random steps; every other one, in random order, is aimed at a save."""
-    draw = random.Random(seed)
-    aims = [number % 2 == 0 for number in range(kills)]
-    draw.shuffle(aims)
-    moments = sorted(draw.randrange(1, max(steps - save_every, 2)) for _ in range(kills))
-    return Plan(
-        steps,
-        save_every,
-        tuple(Kill(after, aim, draw.random()) for after, aim in zip(moments, aims, strict=True)),
-        seed,
-    )
-
-
 @dataclass
 class Runner:
-    """Executes a plan in `place`, which then holds checkpoints, events and what the children printed."""
+    """Executes plans in `place`, which then holds checkpoints, events and what the children printed."""
 
-    plan: Plan
     place: Path
     tell: Tell = lambda what, done, total: None
     _save_s: list[float] = field(default_factory=list)
+    _start_s: float = 0.5
 
-    def execute(self) -> Account:
-        began = time.monotonic()
+    def untouched(self, plan: Plan) -> Life:
+        """The run that nobody kills, in one life."""
         self.place.mkdir(parents=True, exist_ok=True)
-        untouched = self._untouched()
-        lives = self._killed()
+        child = self._start(plan, UNTOUCHED, 0)
+        if child.wait_until(lambda: child.step > 0):
+            self._start_s = time.monotonic() - child.started
+        while child.running():
+            self.tell("training untouched", child.step, plan.steps)
+            time.sleep(0.02)
+        life = self._well(child.life())
+        self._save_s.extend(life.saves_s)
+        return life
+
+    def killed(self, plan: Plan, untouched: Life, run: str = KILLED) -> Account:
+        """The same training again as `run`, killed as planned, and compared with the untouched one."""
+        began = time.monotonic()
+        lives = self._lives(plan, run)
         repo = Repo.open(open_store(self.checkpoints))
-        one, other = read(repo, UNTOUCHED), read(repo, KILLED)
+        one, other = read(repo, UNTOUCHED), read(repo, run)
         return Account(
-            plan=self.plan,
+            plan=plan,
             untouched=untouched,
             lives=tuple(lives),
             comparison=compare(one, other),
             loss=repo.manifest(other.id).metrics.get("loss"),
             copy_s=ask(lambda: copy_seconds(other.bytes), self.output),
-            seconds=time.monotonic() - began,
+            seconds=untouched.seconds + time.monotonic() - began,
             bytes=other.bytes,
         )
 
@@ -135,66 +118,69 @@ class Runner:
     def output(self) -> Path:
         return self.place / "output.txt"
 
-    def _untouched(self) -> Life:
-        child = self._start(UNTOUCHED, 0)
-        while child.running():
-            self.tell("training untouched", child.step, self.plan.steps)
-            time.sleep(0.02)
-        return self._well(child.life())
-
-    def _killed(self) -> list[Life]:
+    def _lives(self, plan: Plan, run: str) -> list[Life]:
         lives: list[Life] = []
-        for kill in self.plan.kills:
-            child = self._start(KILLED, len(lives))
-            if self._until(child, kill):
+        for number, kill in enumerate(plan.kills):
+            child = self._start(plan, run, number)
+            if self._until(child, kill, partial(self._told, plan, number)):
                 child.kill()
             lives.append(self._well(child.life()))
-            self._save_s.extend(lives[-1].saves_s)
             if not lives[-1].killed:
                 return lives
-        child = self._start(KILLED, len(lives))
+        child = self._start(plan, run, len(lives))
         while child.running():
-            self._told(child, len(self.plan.kills))
+            self._told(plan, len(lives), child.step)
             time.sleep(0.02)
         return [*lives, self._well(child.life())]
 
-    def _until(self, child: Child, kill: Kill) -> bool:
-        """Whether the moment came before the child ended."""
-        number = self.plan.kills.index(kill)
-        step_s = time.monotonic()
+    def _until(self, child: Child, kill: Kill, told: Callable[[int], None]) -> bool:
+        """Waits for the moment; whether the child has lived to see it."""
+        if kill.during == "start":
+            time.sleep(kill.moment * self._start_s)
+            return child.running()
 
         def far_enough() -> bool:
-            self._told(child, number)
+            told(child.step)
             return child.step >= kill.after
 
         if not child.wait_until(far_enough):
             return False
-        if not kill.aimed:
-            per_step = (time.monotonic() - step_s) / max(child.step, 1)
-            time.sleep(kill.moment * min(per_step, 0.2))
+        if kill.during == "step":
+            step_s = (time.monotonic() - child.started) / max(child.step, 1)
+            time.sleep(kill.moment * min(step_s, LONG_STEP_S))
             return child.running()
         begun = saves_begun(child)
         if not child.wait_until(lambda: saves_begun(child) > begun):
             return False
-        time.sleep(kill.moment * (statistics.median(self._save_s) if self._save_s else FIRST_GUESS_S))
+        time.sleep(kill.moment * statistics.median(self._save_s or [FIRST_GUESS_S]))
         return child.running()
 
-    def _told(self, child: Child, kills: int) -> None:
-        self.tell(f"training, {kills} of {len(self.plan.kills)} kills", child.step, self.plan.steps)
+    def _told(self, plan: Plan, kills: int, done: int) -> None:
+        self.tell(f"training, {kills} of {len(plan.kills)} kills", done, plan.steps)
 
-    def _start(self, run: str, life: int) -> Child:
-        return start(self._training(run), self.place / f"events-{run}-{life:03d}.jsonl", self.output)
+    def _start(self, plan: Plan, run: str, life: int) -> Child:
+        return start(self._training(plan, run), self.place / f"events-{run}-{life:03d}.jsonl", self.output)
 
-    def _training(self, run: str) -> Train:
+    def _training(self, plan: Plan, run: str) -> Train:
         def train(events: Path, on_step: Callable[[int, float], None]) -> None:
+            import numpy as np
+            import torch
+
             from holdfast.demo import train_gpt
             from holdfast.report import JsonLines
 
+            # One thread: two of them wait for each other for ever longer when something else runs on the machine.
+            torch.set_num_threads(1)
+            # Forking seeds Python's generator anew; the script, which does not use it, seeds torch's alone.
+            random.seed(0)
+            np.random.seed(0)
+            for name, value in plan.sizes.items():
+                setattr(train_gpt, name, value)
             train_gpt.train(
                 str(self.checkpoints),
                 run=run,
-                steps=self.plan.steps,
-                save_every=self.plan.save_every,
+                steps=plan.steps,
+                save_every=plan.save_every,
                 sinks=[JsonLines(events)],
                 on_step=on_step,
             )
@@ -225,11 +211,12 @@ def load_framework() -> None:
     try:
         import torch._dynamo  # the first optimizer of a process imports it, for more than a second
 
+        from holdfast.api import checkpointer
         from holdfast.demo import train_gpt
-        from holdfast.integrations.torch import data
+        from holdfast.integrations.torch import adapter, certificate, data, rng
     except ModuleNotFoundError as error:
         raise MissingExtra(f"the demo trains with torch: {error}", hint="pip install 'holdfast[torch]'") from error
-    assert torch._dynamo and train_gpt and data
+    assert all((torch._dynamo, checkpointer, train_gpt, adapter, certificate, data, rng))
 
 
 def copy_seconds(nbytes: int, repeats: int = 30) -> float:

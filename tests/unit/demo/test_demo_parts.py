@@ -1,0 +1,152 @@
+"""The parts of the demo that need no training: the plan, the comparison, the reading of a killed child's events."""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import holdfast
+from holdfast.demo import account as accounts
+from holdfast.demo.children import Child, Life, ask, start
+from holdfast.demo.comparison import Comparison, compare, read
+from holdfast.demo.plan import draw_plan
+from holdfast.demo.runner import Account
+from holdfast.repo.repository import Repo
+from holdfast.store.registry import open_store
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_script_to_take_home_is_the_one_that_runs_and_is_short() -> None:
+    shipped = (ROOT / "src/holdfast/demo/train_gpt.py").read_text()
+    assert (ROOT / "examples/train_gpt.py").read_text() == shipped
+    assert len(shipped.splitlines()) < 100
+
+
+def test_a_seed_tells_the_whole_plan() -> None:
+    plan = draw_plan(kills=20, steps=200, save_every=7, seed=3, starts=True)
+    assert plan == draw_plan(kills=20, steps=200, save_every=7, seed=3, starts=True)
+    assert plan != draw_plan(kills=20, steps=200, save_every=7, seed=4, starts=True)
+    assert [kill.after for kill in plan.kills] == sorted(kill.after for kill in plan.kills)
+    assert {kill.during for kill in plan.kills} == {"save", "step", "start"}
+    assert {kill.during for kill in draw_plan(kills=8, steps=9, save_every=30, seed=0).kills} == {"save", "step"}
+
+
+def saved(place: Path, run: str, state: dict[str, Any]) -> Any:
+    holdfast.save(state, place, step=5, run=run)
+    return read(Repo.open(open_store(place)), run)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"weights": np.arange(6.0) + np.eye(6)[4] * 1e-300}, None),
+        ({"weights": np.arange(6.0) + np.eye(6)[4] * 1e-12}, "weights: byte 32 of 48 differs"),
+        ({"weights": np.arange(6.0, dtype=np.float32)}, "weights: float64[6] and float32[6]"),
+        ({"count": 4}, "3 and 4"),
+        ({"count": 3.0}, "3 and 3.0"),
+        ({"extra": np.zeros(2)}, "extra: only in"),
+    ],
+)
+def test_the_first_difference_is_named(tmp_path: Path, change: dict[str, Any], named: str | None) -> None:
+    state = {"weights": np.arange(6.0), "count": 3}
+    found = compare(saved(tmp_path, "one", state), saved(tmp_path, "other", {**state, **change}))
+    if named is None:
+        assert found.equal and found.leaves == 1 and found.bytes == 48
+    else:
+        assert found.difference is not None and named in found.difference
+
+
+def test_a_killed_child_is_read_to_its_last_whole_event(tmp_path: Path) -> None:
+    lines = [
+        {"event": "Restored", "id": {"step": 4}},
+        {"event": "SaveStarted", "id": {"step": 6}, "bytes": 10},
+        {"event": "Committed", "id": {"step": 6}, "seconds": 0.5},
+        {"event": "SaveStarted", "id": {"step": 8}, "bytes": 12},
+    ]
+    events = tmp_path / "events"
+    text = "\n".join(json.dumps(line) for line in lines)
+    events.write_text(text[:-9])
+    child = Child(0, events, mmap.mmap(-1, mmap.PAGESIZE), status=-signal.SIGKILL)
+    life = child.life()
+    assert (life.began, life.killed, life.saving, life.saves_s) == (4, True, False, (0.5,))
+    events.write_text(text + "\n")
+    assert child.life().saving and child.life().bytes == 12
+
+
+def test_a_child_is_killed_where_it_is(tmp_path: Path) -> None:
+    def train(events: Path, on_step: Any) -> None:
+        on_step(7, 0.5)
+        while True:
+            time.sleep(0.01)
+
+    child = start(train, tmp_path / "events", tmp_path / "output")
+    assert child.wait_until(lambda: child.step == 7)
+    child.kill()
+    assert not child.running()
+    assert child.life().killed and child.life().reached == 7
+
+
+def test_a_child_that_fails_says_why(tmp_path: Path) -> None:
+    def train(events: Path, on_step: Any) -> None:
+        raise ValueError("no such luck")
+
+    assert start(train, tmp_path / "events", tmp_path / "output").end().status == 1
+    assert "no such luck" in (tmp_path / "output").read_text()
+    assert ask(lambda: {"a": 1}, tmp_path / "output") == {"a": 1}
+    assert ask(lambda: 1 / 0, tmp_path / "output") is None
+
+
+def made(difference: str | None = None, kills: int = 2) -> Account:
+    lives = [Life(0, 12, -9, True, 1.0, (0.002,)), Life(None, 0, -9, False, 1.0), Life(10, 30, 0, False, 1.0, (0.004,))]
+    return Account(
+        plan=draw_plan(kills=kills, steps=30, save_every=10, seed=0),
+        untouched=Life(0, 30, 0, False, 1.0, (0.003,)),
+        lives=tuple(lives if kills else lives[2:]),
+        comparison=Comparison(5, 1000, difference),
+        loss=2.5,
+        copy_s=0.001,
+        seconds=3.0,
+        bytes=1000,
+    )
+
+
+def test_steps_lost_are_those_done_again_by_the_next_life_that_came_so_far() -> None:
+    account = made()
+    assert account.lost == (2, 0)
+    assert (account.kills, account.kills_while_saving, account.stall_s) == (2, 1, 0.003)
+    assert accounts.document(account)["steps_done_again"] == [2, 0]
+    json.dumps(accounts.document(account), allow_nan=False)
+
+
+@pytest.mark.parametrize("unicode", [True, False])
+def test_the_account_says_equal_or_names_the_difference(unicode: bool) -> None:
+    def text(account: Account) -> str:
+        console = Console(file=io.StringIO(), width=100)
+        console.print(accounts.rendered(account, "/tmp/kept", unicode=unicode))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    equal = text(made())
+    assert "EQUAL" in equal and "bit for bit" in equal and "2 times, 1 of them during a save" in equal
+    assert unicode or equal.isascii()
+    assert "model/weight" in text(made("model/weight: byte 3 of 4 differs"))
+    assert "proves nothing" in text(made(kills=0))
+    assert not made(kills=0).proven and made().proven and not made("x").proven
+
+
+def test_importing_the_command_loads_no_framework() -> None:
+    import subprocess
+
+    code = "import sys, holdfast.cli.demo, holdfast.demo.runner, holdfast.demo.plan; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
