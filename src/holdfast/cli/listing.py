@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -144,5 +145,7 @@ def metrics_of(saved: Mapping[str, float], notes: tuple[Note, ...]) -> dict[str,
     found = dict(saved)
     for note in notes:
         if note.kind == "metric":
-            found.update({name: float(untag_number(value)) for name, value in note.body.items()})
+            for name, value in note.body.items():
+                with contextlib.suppress(CorruptionError, OverflowError):
+                    found[name] = float(untag_number(value))
     return found

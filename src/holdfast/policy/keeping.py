@@ -120,10 +120,13 @@ def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[s
     """Why I7 keeps each checkpoint; an empty list where it does not."""
     walk = sorted((facts for facts in history if facts.walk is not None), key=lambda facts: facts.walk or 0)
     latest = walk[0].id if walk else None
+    # What a restore would fall back to: latest itself, unless it is known to be damaged.
+    whole = next((facts.id for facts in walk if not facts.suspect), None)
     last_verified = next((facts.id for facts in walk if facts.verified), None)
     return {
         facts.id: [
             *(["what latest means"] if facts.id == latest else []),
+            *(["the newest not known to be damaged"] if facts.id == whole != latest else []),
             *(["the last one verified"] if facts.id == last_verified else []),
             *(["pinned"] if facts.pinned else []),
             *(["held"] if facts.held else []),

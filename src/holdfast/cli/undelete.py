@@ -1,0 +1,90 @@
+"""`holdfast undelete`: brings removed checkpoints back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli import options, output
+from holdfast.cli.exitcodes import examples
+from holdfast.cli.places import repository, run_of
+from holdfast.errors import CheckpointNotFound
+
+if TYPE_CHECKING:
+    from holdfast.model.names import CheckpointId
+    from holdfast.repo.repository import Repo
+
+EXAMPLES = examples(
+    "holdfast undelete /data/checkpoints 500",
+    "holdfast undelete /data/checkpoints gpt/a0002/500 --dry-run",
+)
+
+
+def undelete(
+    where: options.Where,
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT...",
+            help="A step, or attempt/step (a0007/500), or run/attempt/step.",
+            show_default=False,
+        ),
+    ],
+    *,
+    run: options.Run = None,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Bring removed checkpoints back, every byte verified.
+
+    Works until `holdfast gc` has come near them; `holdfast ls` shows what is removed and still there.
+    """
+    from holdfast.report.measures import size
+    from holdfast.upkeep.undelete import execute, plan_undelete
+
+    repo = repository(where)
+    plans = [plan_undelete(repo, _removed(repo, run, name)) for name in checkpoints]
+    back = []
+    for plan in plans:
+        left = "" if plan.left_s is None else f"; gc may take it in {plan.left_s / 3600:,.1f} h"
+        if dry_run:
+            words = f"can come back, {size(plan.bytes)} to be checked{left}"
+        else:
+            back.append(execute(repo, plan))
+            words = f"is back, {size(plan.bytes)} verified"
+        if not json:
+            output.line(f"{plan.id} {words}")
+    if json:
+        body = {
+            "where": repo.url,
+            "dry_run": dry_run,
+            "plan": [{"checkpoint": plan.id, "bytes": plan.bytes, "left_s": plan.left_s} for plan in plans],
+            "undeleted": back,
+        }
+        output.document("undelete", body)
+
+
+def _removed(repo: Repo, run: str | None, name: str) -> CheckpointId:
+    """The checkpoint in the trash that is meant: of several with one step the one of the highest attempt."""
+    from holdfast.cli.listing import listing
+    from holdfast.model.names import attempt_key
+
+    if name.count("/") > 1 and run is None:
+        run = name.partition("/")[0]
+    (found,) = listing(repo, run_of(repo, run))
+    gone = [row.id for row in found.rows if row.state == "removed"]
+    for id in gone:
+        if name in (str(id.step), f"{attempt_key(id.attempt)}/{id.step}", str(id)):
+            return id
+    if any(
+        name in (str(row.id.step), f"{attempt_key(row.id.attempt)}/{row.id.step}", str(row.id)) for row in found.rows
+    ):
+        raise CheckpointNotFound(f"{name} of run {found.run!r} is not removed", subject=name)
+    there = ", ".join(map(str, gone[:10])) or "nothing"
+    raise CheckpointNotFound(
+        f"no removed checkpoint {name} in run {found.run!r}; in the trash: {there}",
+        subject=name,
+        hint=f"holdfast ls {repo.url}",
+    )

@@ -1,0 +1,177 @@
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from holdfast import errors
+from holdfast.cli import application, exitcodes, output
+from holdfast.cli.asking import agreed
+from holdfast.errors import UsageError
+
+COMMAND = [sys.executable, "-c", "from holdfast.cli import main; main()"]
+
+
+def tree(kind):
+    yield kind
+    for below in kind.__subclasses__():
+        yield from tree(below)
+
+
+def test_every_error_has_a_documented_exit_status():
+    assert {kind.exit_code for kind in tree(errors.HoldfastError)} <= exitcodes.EXIT_CODES.keys()
+
+
+def test_help_names_every_command_and_every_exit_status(cli):
+    status, out, err = cli("--help")
+    assert (status, err) == (0, "")
+    for name in application.COMMANDS:
+        assert f"\n  {name} " in out
+    for code, meaning in exitcodes.EXIT_CODES.items():
+        assert f"  {code:>3}  {meaning}\n" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", application.COMMANDS)
+def test_every_command_has_examples_in_its_help(cli, name):
+    status, out, _ = cli(name, "--help")
+    assert status == 0
+    assert f"\n  Examples:\n    holdfast {name}" in out
+    assert "--json" in out
+    assert max(len(row) for row in out.partition("Examples:")[0].splitlines()) <= 80
+
+
+def test_version(cli):
+    status, out, _ = cli("--version")
+    assert (status, out.split()[0]) == (0, "holdfast")
+
+
+def test_errors_end_with_the_hint_and_json_has_them_too(cli, tmp_path, place):
+    status, out, err = cli("ls", tmp_path)
+    assert (status, out) == (10, "")
+    assert err == f"error: there is no Holdfast repository at {tmp_path}\nhint: there is one at /ckpts\n"
+    status, out, err = cli("ls", tmp_path, "--json")
+    assert err.endswith("hint: there is one at /ckpts\n")
+    assert json.loads(out) == {
+        "schema": "holdfast.error/1",
+        "error": "NotARepository",
+        "message": f"there is no Holdfast repository at {tmp_path}",
+        "subject": str(tmp_path),
+        "hint": "there is one at /ckpts",
+        "exit_code": 10,
+    }
+
+
+def test_a_traceback_only_with_debug(cli, tmp_path):
+    assert "Traceback" not in cli("ls", tmp_path)[2]
+    assert "Traceback" in cli("ls", tmp_path, "--debug")[2]
+
+
+def test_a_fault_of_ours_is_told_in_one_line(cli, made, monkeypatch):
+    from holdfast.repo.repository import Repo
+
+    monkeypatch.setattr(Repo, "open", lambda store: 1 / 0)
+    assert cli("ls", made) == (
+        1,
+        "",
+        "error: a fault in Holdfast itself: ZeroDivisionError: division by zero\n"
+        "hint: --debug shows where; please report it\n",
+    )
+
+
+def test_an_interrupt_leaves_with_130(cli, made, monkeypatch):
+    from holdfast.repo.repository import Repo
+
+    def interrupted(store):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Repo, "open", interrupted)
+    assert cli("ls", made)[0] == 130
+
+
+def test_a_wrong_option_leaves_with_2(cli, made):
+    assert cli("ls", made, "--nope")[0] == 2
+    assert cli("ls")[0] == 2
+
+
+def test_looking_loads_no_framework_and_no_rich(made):
+    script = (
+        "import sys\nfrom holdfast.cli import main\n"
+        f"for words in (['ls'], ['show', '--run', 'gpt'], ['verify'], ['--help']):\n"
+        f"    try: main([*words[:1], {str(made)!r}, *words[1:]] if words[0] != '--help' else words)\n"
+        "    except SystemExit as leaving: assert not leaving.code, leaving.code\n"
+        "print(sorted({'torch', 'safetensors', 'rich', 'asyncio'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def on_a_terminal(words, *, answer=b"", **environment):
+    """Runs the command with a terminal on all three streams; returns status and what it showed."""
+    leader, follower = pty.openpty()
+    env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "NO_COLOR")} | environment
+    process = subprocess.Popen([*COMMAND, *words], stdin=follower, stdout=follower, stderr=follower, env=env)
+    os.close(follower)
+    os.write(leader, answer)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(leader, 65536)
+        except OSError:  # the other end is closed: the process has ended
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(leader)
+    return process.wait(timeout=60), shown.decode()
+
+
+def test_colour_on_a_terminal_and_none_if_asked(place):
+    (place / "runs/gpt/a0001/step-00000006/manifest.json").write_bytes(b"?")
+    words = ["ls", str(place)]
+    assert "\x1b[31m" in on_a_terminal(words)[1]
+    assert "\x1b" not in on_a_terminal(words, NO_COLOR="1")[1]
+
+
+def test_rm_asks_on_a_terminal(place):
+    words = ["rm", str(place), "gpt/a0001/2"]
+    status, shown = on_a_terminal(words, answer=b"n\n")
+    assert (status, "Remove 1 checkpoint? [y/N]" in shown, "nothing was done" in shown) == (0, True, True)
+    assert (place / "runs/gpt/a0001/step-00000002/manifest.json").exists()
+    status, shown = on_a_terminal(words, answer=b"y\n")
+    assert (status, "1 checkpoint removed" in shown) == (0, True)
+    assert not (place / "runs/gpt/a0001/step-00000002/manifest.json").exists()
+
+
+def test_a_reader_that_goes_away_is_no_fault(made):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [*COMMAND, "ls", str(made)], stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+    )
+    os.close(writing)
+    assert "Traceback" not in done.stderr
+    assert "fault" not in done.stderr
+
+
+def test_an_ascii_terminal_gets_escapes(made):
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    script = "from holdfast.cli import main, output; import holdfast.cli.application as a; a._never_fail_to_encode(); "
+    script += "output.line('caf\\u00e9 \\u2026')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=env, check=True, timeout=60)
+    assert done.stdout == b"caf\\xe9 \\u2026\n"
+
+
+def test_clean_escapes_controls_and_leaves_words():
+    assert output.clean("naïve 中 a\tb") == "naïve 中 a\\tb"
+    assert output.clean("\x1b]0;title\x07\u202e\ud800") == "\\x1b]0;title\\x07\\u202e\\ud800"
+
+
+def test_nothing_waits_for_an_answer_that_cannot_come(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    with pytest.raises(UsageError, match="no terminal"):
+        agreed("Sure?", yes=False)
+    assert agreed("Sure?", yes=True)

@@ -1,0 +1,117 @@
+import json
+import shutil
+
+from holdfast.cli.columns import Columns
+
+
+def test_ls_whole(cli, made):
+    assert cli("ls", made) == (
+        0,
+        """\
+run gpt
+  ATTEMPT  STEP     SIZE  STATE        METRICS
+  a0002       7  198 KiB  latest       late=0.25 loss=0.1429 +1
+  a0002       5  198 KiB  verified     loss=0.2 val_loss=0.5
+  a0001       8  198 KiB  left behind  loss=0.125 val_loss=0.5
+  a0001       6  198 KiB  left behind  loss=0.1667 val_loss=nan
+  a0001       4  198 KiB               loss=0.25 val_loss=0.5
+  a0001       2  198 KiB               loss=0.5 val_loss=0.5
+
+run small
+  ATTEMPT  STEP      SIZE  LEAVES  CREATED           STATE   METRICS
+  a0001       1  4.04 KiB       1  2030-01-02 03:04  latest  loss=1 val_loss=0.5
+""",
+        "",
+    )
+
+
+def test_ls_in_a_wide_terminal_shows_all_columns(cli, made, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    _, out, _ = cli("ls", made, "--run", "GPT")
+    first, row = out.splitlines()[1:3]
+    assert first == "  ATTEMPT  STEP     SIZE  LEAVES  CREATED           STATE        METRICS"
+    assert row == "  a0002       7  198 KiB       3  2030-01-02 03:04  latest       late=0.25 loss=0.1429 +1"
+
+
+def test_ls_in_a_narrow_terminal_never_cuts_a_word(cli, made, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    _, out, _ = cli("ls", made, "--run", "gpt")
+    assert out.splitlines()[1:3] == ["  ATTEMPT  STEP  STATE", "  a0002       7  latest"]
+
+
+def test_ls_shows_what_is_broken_as_broken(cli, place):
+    run = place / "runs/gpt"
+    (run / "a0001/step-00000006/manifest.json").write_bytes(b'{"format":1}')
+    (run / "a0001/step-00000002/manifest.json").unlink()
+    shutil.copytree(run / "a0002/step-00000005", run / "a0002/step-00000015")
+    status, out, _ = cli("ls", place, "--run", "gpt")
+    assert status == 0
+    assert (
+        out
+        == """\
+run gpt
+  ATTEMPT  STEP     SIZE  STATE         METRICS
+  a0002      15           a copy
+  a0002       7  198 KiB  latest        late=0.25 loss=0.1429 +1
+  a0002       5  198 KiB  verified      loss=0.2 val_loss=0.5
+  a0001       8  198 KiB  left behind   loss=0.125 val_loss=0.5
+  a0001       6           DAMAGED
+  a0001       4  198 KiB                loss=0.25 val_loss=0.5
+  a0001       2           not finished
+"""
+    )
+
+
+def test_ls_marks_a_damaged_latest_as_latest(cli, place):
+    (place / "runs/gpt/a0002/step-00000007/manifest.json").write_bytes(b"?")
+    _, out, _ = cli("ls", place, "--run", "gpt")
+    assert out.splitlines()[2].split() == ["a0002", "7", "latest,", "DAMAGED"]
+
+
+def test_ls_json(cli, made):
+    status, out, err = cli("ls", made, "--json")
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    assert found["schema"] == "holdfast.ls/1"
+    assert [run["run"] for run in found["runs"]] == ["gpt", "small"]
+    gpt = found["runs"][0]
+    assert gpt["attempts"] == [1, 2]
+    assert gpt["latest"] == {"run": "gpt", "attempt": 2, "step": 7}
+    assert gpt["checkpoints"][3] == {
+        "attempt": 1,
+        "step": 6,
+        "state": "committed",
+        "latest": False,
+        "on_walk": False,
+        "bytes": gpt["checkpoints"][0]["bytes"],
+        "leaves": 3,
+        "created": "2030-01-02T03:04:05Z",
+        "metrics": {"loss": 1 / 6, "val_loss": "nan"},
+        "notes": [],
+        "message": None,
+    }
+    assert gpt["checkpoints"][0]["metrics"]["late"] == 0.25
+
+
+def test_ls_of_an_unknown_run_names_those_there_are(cli, made):
+    status, out, err = cli("ls", made, "--run", "gtp")
+    assert (status, out) == (11, "")
+    assert err == "error: no run 'gtp' at /ckpts; there are: gpt, small\nhint: holdfast ls /ckpts\n"
+
+
+def test_ls_of_an_empty_repository_and_of_a_claimed_run(cli, tmp_path):
+    from holdfast.repo.attempts import claim
+    from holdfast.repo.repository import Repo
+    from holdfast.store.registry import open_store
+
+    repo = Repo.create_or_open(open_store(tmp_path / "ckpts"))
+    assert cli("ls", tmp_path / "ckpts") == (0, "", "/ckpts: no runs yet\n")
+    claim(repo, "new", None).release()
+    assert cli("ls", tmp_path / "ckpts") == (0, "run new: no checkpoint yet; attempt 1 was begun\n", "")
+
+
+def test_columns_escape_what_a_terminal_would_obey(capsys):
+    table = Columns(("A", "B"))
+    table.add("\x1b[31mred\x07", "line\nbreak \u202e é 中")
+    table.print()
+    assert capsys.readouterr().out.splitlines()[1] == "  \\x1b[31mred\\x07  line\\nbreak \\u202e é 中"

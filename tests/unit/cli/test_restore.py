@@ -1,0 +1,95 @@
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from .conftest import STATE, flip
+
+
+def test_restore_safetensors(cli, made, tmp_path):
+    out = tmp_path / "all.safetensors"
+    status, said, err = cli("restore", made, out, "--run", "gpt")
+    assert (status, said) == (0, f"{out}: gpt/a0002/7, 3 leaves, 198 KiB verified in 1 ms\n")
+    assert err == "note: a safetensors file holds no plain values: 8 are left out; a *.pt file holds them\n"
+    found = load_file(out)
+    assert found.keys() == {"model/layers.0.weight", "model/layers.0.bias", "optimizer/state/w/exp_avg"}
+    np.testing.assert_array_equal(found["model/layers.0.weight"], STATE["model"]["layers.0.weight"])
+    np.testing.assert_array_equal(found["model/layers.0.bias"], STATE["model"]["layers.0.bias"])
+    assert [path.name for path in tmp_path.iterdir()] == ["all.safetensors"]
+
+
+def test_restore_a_part_under_its_own_names(cli, made, tmp_path):
+    out = tmp_path / "model.safetensors"
+    cli("restore", made, out, "--run", "gpt", "--include", "model", "--exclude", "*bias", "--strip", "model/")
+    assert load_file(out).keys() == {"layers.0.weight"}
+    status, _, err = cli("restore", made, tmp_path / "x.safetensors", "--run", "gpt", "--strip", "model/layers.0.bias")
+    assert status == 2
+    assert "has none" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_restore_nothing_is_an_empty_file_that_opens(cli, made, tmp_path):
+    assert cli("restore", made, tmp_path / "no.safetensors", "--run", "gpt", "--include", "nothing")[0] == 0
+    assert load_file(tmp_path / "no.safetensors") == {}
+
+
+def test_restore_passes_over_a_damaged_latest_aloud(cli, place, tmp_path):
+    flip(place / "runs/gpt/a0002/step-00000007/rank-00000.safetensors", 5000)
+    status, out, err = cli("restore", place, tmp_path / "a.safetensors", "--run", "gpt", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert (found["schema"], found["checkpoint"]["step"], found["leaves"]) == ("holdfast.restore/1", 5, 3)
+    assert [skipped["checkpoint"]["step"] for skipped in found["skipped"]] == [7]
+    assert err.startswith("warning: gpt/a0002/7 is damaged and was passed over: ")
+    assert load_file(tmp_path / "a.safetensors").keys()
+
+
+def test_restore_of_a_damaged_step_leaves_no_file(cli, place, tmp_path):
+    flip(place / "runs/gpt/a0002/step-00000007/rank-00000.safetensors", 5000)
+    (tmp_path / "out").mkdir()
+    status, out, err = cli("restore", place, tmp_path / "out/a.safetensors", "--run", "gpt", "--step", "7")
+    assert (status, out) == (12, "")
+    assert err.startswith("error: model/layers.0.bias is damaged: ")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_restore_replaces_only_by_force(cli, made, tmp_path):
+    out = tmp_path / "a.safetensors"
+    out.write_text("mine")
+    status, _, err = cli("restore", made, out, "--run", "gpt")
+    assert (status, out.read_text()) == (2, "mine")
+    assert err == f"error: {out} is there already\nhint: --force replaces it\n"
+    assert cli("restore", made, out, "--run", "gpt", "--force")[0] == 0
+    assert load_file(out)
+
+
+def test_restore_into_no_directory_is_a_store_error(cli, made, tmp_path):
+    status, _, err = cli("restore", made, tmp_path / "nowhere/a.safetensors", "--run", "gpt")
+    assert (status, "cannot be written: No such file or directory" in err) == (18, True)
+
+
+def test_restore_knows_two_kinds_of_files(cli, made, tmp_path):
+    status, _, err = cli("restore", made, tmp_path / "a.bin", "--run", "gpt")
+    assert (status, err.splitlines()[1]) == (2, "hint: a.safetensors")
+    assert cli("restore", made, tmp_path / "a.pt", "--strip", "model/")[0] == 2
+
+
+def test_restore_of_a_run_without_checkpoints(cli, tmp_path):
+    from holdfast.repo.attempts import claim
+    from holdfast.repo.repository import Repo
+    from holdfast.store.registry import open_store
+
+    claim(Repo.create_or_open(open_store(tmp_path / "ckpts")), "new", None).release()
+    assert cli("restore", tmp_path / "ckpts", tmp_path / "a.safetensors")[0] == 11
+
+
+def test_restore_pt(cli, made, tmp_path):
+    torch = pytest.importorskip("torch")
+    out = tmp_path / "state.pt"
+    status, _, err = cli("restore", made, out, "--run", "gpt", "--exclude", "optimizer/state")
+    assert (status, err) == (0, "note: 2 of type ndarray written as a tensor\n")
+    found = torch.load(out, weights_only=True)
+    assert torch.equal(found["model"]["layers.0.weight"], torch.from_numpy(STATE["model"]["layers.0.weight"]))
+    assert found["name"] == "gpt"
+    assert found["optimizer"] == {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "nesterov": False}]}

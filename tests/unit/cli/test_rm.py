@@ -1,0 +1,46 @@
+import json
+
+
+def test_rm_prints_its_plan_and_asks_for_yes_without_a_terminal(cli, place):
+    assert cli("rm", place, "gpt/a0001/2") == (
+        2,
+        "  gpt/a0001/2  goes, 198 KiB once gc has run\n",
+        "error: nothing was done: there is no terminal to ask on\nhint: --yes does it without asking\n",
+    )
+    assert (place / "runs/gpt/a0001/step-00000002/manifest.json").exists()
+
+
+def test_rm_removes_and_ls_shows_it_as_removed(cli, place):
+    status, out, err = cli("rm", place, "2", "a0001/8", "--run", "gpt", "--yes")
+    assert (status, err) == (0, "")
+    assert (
+        out
+        == """\
+  gpt/a0001/2  goes, 198 KiB once gc has run
+  gpt/a0001/8  goes, 198 KiB once gc has run
+2 checkpoints removed
+"""
+    )
+    listed = cli("ls", place, "--run", "gpt")[1].splitlines()
+    assert [row.split()[:2] for row in listed if "removed" in row] == [["a0001", "8"], ["a0001", "2"]]
+
+
+def test_rm_refuses_what_latest_means_with_the_reason_and_removes_nothing(cli, place):
+    status, out, err = cli("rm", place, "7", "2", "--run", "gpt", "--yes")
+    assert status == 16
+    assert "  gpt/a0002/7  stays: it is what `latest` means in run 'gpt'" in out.splitlines()
+    assert err.startswith("error: gpt/a0002/7 is not removed: ")
+    assert (place / "runs/gpt/a0001/step-00000002/manifest.json").exists()
+    assert cli("rm", place, "7", "--run", "gpt", "--yes", "--force")[0] == 0
+
+
+def test_rm_dry_run_and_json(cli, place):
+    status, out, _ = cli("rm", place, "2", "7", "--run", "gpt", "--dry-run", "--json")
+    found = json.loads(out)
+    assert (status, found["schema"], found["dry_run"], found["removed"]) == (0, "holdfast.rm/1", True, [])
+    assert [(plan["checkpoint"]["step"], plan["remove"]) for plan in found["plan"]] == [(2, True), (7, False)]
+    assert (place / "runs/gpt/a0001/step-00000002/manifest.json").exists()
+
+
+def test_rm_of_what_is_not_there(cli, place):
+    assert cli("rm", place, "99", "--run", "gpt", "--yes")[0] == 11

@@ -1,0 +1,69 @@
+import json
+
+from .conftest import flip
+
+PACK = "runs/gpt/a0002/step-00000007/rank-00000.safetensors"
+
+
+def test_verify_whole(cli, made):
+    assert cli("verify", made) == (
+        0,
+        "7 checkpoints: whole (1.17 MiB read in 1 ms)\n",
+        "verify 7 checkpoints at /ckpts: every byte of 1.2 MiB, and everything else there\n",
+    )
+
+
+def test_verify_names_the_damaged_leaf_and_leaves_with_12(cli, place):
+    flip(place / PACK, 4096 + 10)
+    status, out, err = cli("verify", place, "--run", "gpt")
+    assert status == 12
+    assert (
+        out
+        == f"""\
+DAMAGED  gpt/a0002/7 model/layers.0.bias: 2048 bytes are not what was saved
+         in {PACK} at byte 4096
+1 of 6 checkpoints DAMAGED; 1 error (1.17 MiB read in 1 ms)
+"""
+    )
+    assert err.splitlines()[-1] == "hint: gpt/a0002/5 is whole; restoring passes over damaged ones by itself"
+
+
+def test_verify_structure_reads_no_leaf(cli, place):
+    flip(place / PACK, 4096 + 10)
+    status, out, _ = cli("verify", place, "--structure")
+    assert status == 0
+    assert "structure whole" in out
+    (place / PACK).unlink()
+    assert cli("verify", place, "--structure")[0] == 12
+
+
+def test_verify_one_step(cli, place):
+    flip(place / PACK, 4096 + 10)
+    assert cli("verify", place, "--run", "gpt", "--step", "5")[0] == 0
+    assert cli("verify", place, "--run", "gpt", "--step", "latest")[0] == 12
+
+
+def test_verify_json(cli, place):
+    flip(place / PACK, 4096 + 10)
+    status, out, _ = cli("verify", place, "--json")
+    found = json.loads(out)
+    assert (status, found["schema"], found["ok"]) == (12, "holdfast.verify/1", False)
+    assert found["damaged"] == [{"run": "gpt", "attempt": 2, "step": 7}]
+    (finding,) = [finding for finding in found["findings"] if finding["severity"] == "error"]
+    assert (finding["leaf"], finding["object"], finding["offset"]) == ("model/layers.0.bias", PACK, 4096)
+
+
+def test_verify_note_is_seen_by_ls(cli, place):
+    flip(place / PACK, 4096 + 10)
+    assert cli("verify", place, "--run", "gpt", "--note")[0] == 12
+    marks = [row.split("  ") for row in cli("ls", place, "--run", "gpt")[1].splitlines()]
+    assert "latest, SUSPECT" in marks[2]
+    assert "left behind, verified" in marks[4]
+
+
+def test_verify_without_note_writes_nothing(cli, place):
+    before = sorted(path for path in place.rglob("*"))
+    cli("verify", place)
+    cli("ls", place)
+    cli("show", place, "--run", "gpt")
+    assert sorted(path for path in place.rglob("*")) == before
