@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
@@ -69,6 +68,8 @@ def _memory_name(url: str) -> str:
 
 
 def _serving(scheme: str, url: str) -> Callable[[str], Store]:
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
+
     for point in entry_points(group=GROUP):
         if point.name.lower() == scheme:
             factory: Callable[[str], Store] = point.load()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -111,6 +112,14 @@ def test_i1_a_thread_that_prunes_does_not_spoil_a_put_beside_it(store):
         stop.set()
         thread.join()
     assert len(list(store.walk(""))) == 40
+
+
+def test_a_root_that_vanishes_is_not_made_again(store):
+    put(store, "runs/a/x")
+    shutil.rmtree(store.root)
+    with pytest.raises(StoreError, match="vanished"):
+        put(store, "runs/a/y")
+    assert not os.path.exists(store.root)
 
 
 def test_delete_goes_in_order_and_flushes_each_directory_once(store, faulty):

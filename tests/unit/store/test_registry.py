@@ -87,7 +87,7 @@ def test_what_is_no_place(where):
 def test_entry_points_serve_further_schemes(monkeypatch):
     point = EntryPoint("mine", f"{__name__}:serve", registry.GROUP)
     monkeypatch.setattr(EntryPoint, "load", lambda self: MemoryStore)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == registry.GROUP else [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point] if group == registry.GROUP else [])
     store = open_store("mine://somewhere")
     assert isinstance(store, RetryingStore) and isinstance(store, Store)
     assert store.inner.name == "mine://somewhere"

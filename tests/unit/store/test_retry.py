@@ -232,6 +232,31 @@ def test_an_object_of_another_length_is_not_read_on(flaky, store):
             reader.read_into(0, memoryview(bytearray(1)))
 
 
+def test_a_padded_read_is_still_one_after_the_object_was_opened_anew(flaky, store):
+    filled(flaky)
+
+    class Direct:
+        length, alignment = 1, 4096
+
+        def read_into(self, offset, buffer):
+            raise passing()
+
+        def close(self):
+            pass
+
+    opened = iter([Direct()])
+    real = flaky.inner.open
+    flaky.inner.open = lambda name: next(opened, None) or real(name)
+    with store.open("x") as reader:
+        assert reader.alignment == 4096
+        buffer = bytearray(4096)
+        reader.read_into(0, memoryview(buffer))
+        assert buffer[:1] == b"1"
+        with pytest.raises(CorruptionError):
+            reader.read_into(4096, memoryview(bytearray(4096)))
+        assert reader.alignment == 4096
+
+
 def test_waiting_leaves_the_trainings_random_numbers_alone(flaky):
     store = RetryingStore(filled(flaky), Patience(attempts=3, wait_s=1e-6))
     flaky.fail("get", passing(), passing())

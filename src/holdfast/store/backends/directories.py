@@ -31,6 +31,7 @@ class Directories:
     """Whether the root itself may be made."""
     persistent: bool = True
     """False once the file system has said that it cannot flush a directory."""
+    _root_seen: bool = False
     _settled: set[str] = field(default_factory=set)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -99,6 +100,7 @@ class Directories:
 
     def _make_root(self) -> None:
         made = self._make_above(self.root) if self._absent(self.root) else set()
+        self._root_seen = True
         # A dead process may have made any directory above the root, just before the power went. Those that we made must
         # be flushed; the others where we may: one that is not ours to open has been there for long.
         path = self.root
@@ -117,6 +119,11 @@ class Directories:
         try:
             self.filesystem.status(path)
         except FileNotFoundError:
+            if self._root_seen:
+                # Made anew, it might well be on the disk below an unmounted file system.
+                raise StoreError(
+                    f"{path} has vanished", subject=path, hint="is its file system still mounted?"
+                ) from None
             if self.create:
                 return True
             raise StoreError(f"there is no directory {path}", subject=path, hint=f"mkdir -p {path}") from None

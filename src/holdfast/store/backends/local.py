@@ -236,7 +236,7 @@ class LocalStore:
     # -- listing -----------------------------------------------------------------------------------------------------
 
     def children(self, prefix: str) -> Listing:
-        directories, files = self._level(check_prefix(prefix)) if self._is_reachable(prefix) else ([], [])
+        directories, files = self._level(prefix) if self._is_reachable(check_prefix(prefix)) else ([], [])
         return Listing(tuple(directories), tuple(file for file in files if not is_leftover(file)))
 
     def walk(self, prefix: str) -> Iterator[Entry]:

@@ -146,6 +146,7 @@ class RetryingReader:
     store: Store
     patience: Patience
     _reader: Reader
+    _alignment: int | None = None
     _outdated: list[Reader] = field(default_factory=list)
     """Kept open until `close`: other threads may be reading through them."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -156,7 +157,10 @@ class RetryingReader:
 
     @property
     def alignment(self) -> int:
-        return self._reader.alignment
+        """As it was when first asked for: the caller has laid out its buffers by it."""
+        if self._alignment is None:
+            self._alignment = self._reader.alignment
+        return self._alignment
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         used: Reader | None = None
@@ -166,9 +170,15 @@ class RetryingReader:
             if used is not None:
                 self._reopen(used)
             used = self._reader
-            used.read_into(offset, buffer)
+            if used.alignment < self.alignment and self._reaches_over(offset, len(buffer)):
+                used.read_into(offset, buffer[: self.length - offset])  # opened anew, and no longer padded at its end
+            else:
+                used.read_into(offset, buffer)
 
         self.patience(read)
+
+    def _reaches_over(self, offset: int, length: int) -> bool:
+        return 0 <= self.length - offset < length < self.length - offset + self.alignment
 
     def _reopen(self, failed: Reader) -> None:
         with self._lock:
