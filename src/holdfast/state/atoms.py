@@ -68,9 +68,8 @@ def _offset(zone: dt.tzinfo | None) -> Json:
             f"a time zone of type {type(zone).__qualname__} has no exact representation",
             hint="use datetime.timezone with a fixed offset",
         )
-    offset = zone.utcoffset(None)
-    name = None if zone == dt.UTC or dt.timezone(offset).tzname(None) == zone.tzname(None) else zone.tzname(None)
-    return [offset.days, offset.seconds, offset.microseconds, None if name is None else encode_text(name)]
+    offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
+    return [offset.days, offset.seconds, offset.microseconds, encode_text(name[0]) if name else None]
 
 
 def _zone(node: Json) -> dt.timezone | None:
@@ -103,8 +102,7 @@ def _random_state(value: random.Random) -> Json:
     }
 
 
-def random_state(node: Json) -> tuple[int, tuple[int, ...], float | None]:
-    """What random.Random.setstate takes."""
+def _random_words(node: Json) -> tuple[int, tuple[int, ...], float | None]:
     data = _unb64(node["v"])
     if len(data) != 625 * 4:
         raise CorruptionError(f"the state of a random.Random has {len(data)} bytes, not 2500")
@@ -113,8 +111,13 @@ def random_state(node: Json) -> tuple[int, tuple[int, ...], float | None]:
 
 def _new_random(node: Json) -> random.Random:
     made = random.Random()
-    made.setstate(random_state(node))
+    made.setstate(_random_words(node))
     return made
+
+
+def random_state(node: Json, path: str) -> Any:
+    """What random.Random.setstate takes."""
+    return decode_atom(node, path).getstate()
 
 
 def encode_scalar(value: np.generic) -> Json:

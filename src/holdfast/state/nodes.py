@@ -131,7 +131,7 @@ def leaf_paths(tree: Json) -> list[str]:
     aliases: list[tuple[str, Json]] = []
     paths: set[str] = set()
     for path, node in walk(tree):
-        if type(node) is not dict or node["!"] not in LEAVES:
+        if kind_of(node) not in LEAVES:
             continue
         where = path or ROOT
         if where in paths:

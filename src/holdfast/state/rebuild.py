@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import enum
 import json
+import random
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from holdfast.errors import CorruptionError, HoldfastError, StateMismatch
 from holdfast.model.checkpoint import Json
 from holdfast.model.paths import join
 from holdfast.state import registry
-from holdfast.state.atoms import DECODERS, ENCODERS, decode_atom
+from holdfast.state.atoms import DECODERS, ENCODERS, decode_atom, random_state
 from holdfast.state.nodes import (
     KEYED,
     LEAVES,
@@ -57,6 +58,10 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
         if isinstance(like, dict | list | MutableMapping) and _structured(node, like):
             return _entries(plan, node, like, path)
     if keep and kind not in _TRANSPARENT and not plan.takes(path):
+        return lambda: like
+    if keep and kind == "random" and isinstance(like, random.Random):
+        state = random_state(node, path)
+        plan.later(path, lambda: like.setstate(state))
         return lambda: like
     if keep and kind not in STRUCTURE:
         plan.restored.append(path or ROOT)
@@ -244,7 +249,7 @@ def _hint(like: Any, key: Any) -> Any:
     """The present value at a key, or any beside it: it may offer a class."""
     if isinstance(like, Mapping):
         return like[key] if key in like else next(iter(like.values()), ABSENT)
-    if isinstance(like, list | tuple | collections.deque) and like:
+    if isinstance(like, list | tuple | collections.deque) and like and type(key) is int:
         return like[key] if key < len(like) else like[-1]
     return ABSENT
 

@@ -85,7 +85,7 @@ class Renaming:
 
     def apply(self, tree: Json) -> Json:
         moved = self._node(tree, "", "")
-        for path, node in self._moved:
+        for path, node in sorted(self._moved, key=lambda pair: pair[0].count("/")):
             moved = _insert(moved, path, path, node)
         return moved
 

@@ -228,6 +228,8 @@ class Writer:
         where = path or ROOT
         if where == METADATA:
             raise Unserialisable(f"a leaf cannot be called {METADATA}", subject=where, hint="rename the entry")
+        if '#k:{"!":"str"' in where:
+            raise Unserialisable(f"{where}: a key with a lone surrogate cannot name a tensor", subject=where)
         leaves = self.leaves
         leaves.sources.append(source)
         leaves.addresses.append(address)
