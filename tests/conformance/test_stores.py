@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,9 +76,16 @@ class LocalSuite(StoreSuite):
     filesystem: type[OperatingSystem] = OperatingSystem
 
     @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        self.root = tmp_path / "store"
+    def store(self, place: Path) -> Store:
+        self.root = place / "store"
         return LocalStore(self.root, filesystem=self.filesystem())
+
+    @pytest.fixture
+    def place(self) -> Iterator[Path]:
+        """In memory where there is such a place: what differs between these file systems is in this file."""
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryDirectory(dir=memory, prefix="holdfast-test-") as place:
+            yield Path(place)
 
     def raw_put(self, store: Store, name: str, data: bytes) -> None:
         path = self.root / name
@@ -99,7 +108,10 @@ class LocalSuite(StoreSuite):
 
 
 class TestLocal(LocalSuite):
-    pass
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Path:
+        """A real disk, where the tests' own directory is on one."""
+        return tmp_path
 
 
 class TestLocalWithoutDirect(LocalSuite):
@@ -124,8 +136,8 @@ class TestLocalWithoutReservation(LocalSuite):
 
 class TestRetryingLocal(LocalSuite):
     @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        self.root = tmp_path / "store"
+    def store(self, place: Path) -> Store:
+        self.root = place / "store"
         return RetryingStore(LocalStore(self.root), Patience(wait_s=0))
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,16 @@ class Faulty(OperatingSystem):
 
 
 METHODS = {name for name in vars(OperatingSystem) if not name.startswith("_")}
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory):
+    """In memory where there is such a place: these tests flush a lot, and ask nothing of a real disk."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path_factory.mktemp("store")
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-") as place:
+        yield Path(place)
 
 
 @pytest.fixture
