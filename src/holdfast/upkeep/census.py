@@ -13,13 +13,14 @@ from typing import Final, Literal
 
 from holdfast.errors import CorruptionError, ObjectNotFound, UsageError
 from holdfast.model.checkpoint import Manifest
-from holdfast.model.names import CheckpointId, parse_attempt, parse_step, run_key
+from holdfast.model.names import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
 from holdfast.repo import layout, objects
 from holdfast.repo.manifest import MAX_MANIFEST, Aborted, decode_manifest
 from holdfast.repo.records import Begin, decode_begin
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Entry
 
+MARKS: Final = "tombstones/gc"
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 
 State = Literal["committed", "damaged", "unfinished", "closed", "removed", "copied", "foreign"]
@@ -103,11 +104,17 @@ def look_at(repo: Repo, id: CheckpointId) -> SaveDirectory:
     """The census of one checkpoint alone, taken now."""
     census = Census()
     save = census.save(id)
-    for prefix in (id.directory, layout.trash_directory(id), layout.tombstone_directory(id)):
+    places = (id.directory, layout.trash_directory(id), layout.tombstone_directory(id), mark_directory(id))
+    for prefix in places:
         for entry in repo.store.walk(prefix):
             place(census, entry)
     classify(repo, save)
     return save
+
+
+def mark_directory(id: CheckpointId) -> str:
+    """Where gc's first visit leaves its mark."""
+    return f"{MARKS}/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"
 
 
 def is_note(file: str) -> bool:

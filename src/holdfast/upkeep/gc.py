@@ -149,7 +149,8 @@ def _delete(repo: Repo, id: CheckpointId, finished: Finished) -> str:
         if not why and not close(repo, save, by="gc"):
             why = "it has a manifest"
         if not why:
-            sweep(repo, save, keep_begin=may_still_save(repo, id, finished))
+            # What has been in the trash had been committed: no writer is left that could put more of it.
+            sweep(repo, save, keep_begin=not save.trash and may_still_save(repo, id, finished))
             take_back_marks(repo, save.marks)
     except HoldfastError:
         take_back(repo, stone)

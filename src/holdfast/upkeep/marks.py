@@ -11,20 +11,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from holdfast.errors import CorruptionError, ObjectNotFound
-from holdfast.model.names import CheckpointId, attempt_key, step_key
 from holdfast.repo import objects
 from holdfast.repo.repository import Repo, now_text
 from holdfast.store.contract import Entry
-from holdfast.upkeep.census import SaveDirectory
-
-_PLACE = "tombstones/gc"
+from holdfast.upkeep.census import MARKS, SaveDirectory, mark_directory
 
 
 @contextmanager
 def probe(repo: Repo) -> Iterator[str]:
     """The name of an object put just now: what its store calls now. It is deleted again."""
     token = secrets.token_hex(16)
-    name = f"{_PLACE}/probe-{token}.json"
+    name = f"{MARKS}/probe-{token}.json"
     objects.put(repo.store, name, objects.encode("probe", name, {"id": token}), token=token)
     try:
         yield name
@@ -48,7 +45,7 @@ def age_s(repo: Repo, entry: Entry, now_ns: int) -> float:
 
 def put_mark(repo: Repo, save: SaveDirectory) -> None:
     token = secrets.token_hex(16)
-    name = f"{_directory(save.id)}/{token}.json"
+    name = f"{mark_directory(save.id)}/{token}.json"
     body = {"created": now_text(), "id": token, "subject": _subject(save)}
     objects.put(repo.store, name, objects.encode("mark", name, body), token=token)
 
@@ -76,7 +73,3 @@ def _subject(save: SaveDirectory) -> str:
     if save.state == "removed":
         return "removed " + " ".join(sorted(entry.name.rpartition("/")[2] for entry in save.trash))
     return f"unfinished {save.save_id}"
-
-
-def _directory(id: CheckpointId) -> str:
-    return f"{_PLACE}/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"

@@ -1,0 +1,247 @@
+"""Gc frees what nothing reaches, after its grace, and nothing else (I6)."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.crashpoints import armed
+from holdfast.errors import CheckpointNotFound, Superseded
+from holdfast.model.checkpoint import Manifest
+from holdfast.repo import layout, objects
+from holdfast.repo.commit import abort, commit
+from holdfast.repo.manifest import Aborted
+from holdfast.repo.notes import add_note
+from holdfast.repo.objects import checkpoint_json
+from holdfast.repo.refs import put_ref
+from holdfast.upkeep import remove, undelete
+from holdfast.upkeep.gc import execute, plan_gc
+from holdfast.upkeep.verify import assert_whole
+
+HOUR = 3600.0
+
+
+def visit(world, **options):
+    return execute(world.repo, plan_gc(world.repo, **options))
+
+
+def rm(world, id):
+    remove.execute(world.repo, remove.plan_remove(world.repo, [id]))
+
+
+def test_two_visits_free_an_unfinished_save_of_a_dead_attempt(world):
+    attempt = world.claim()
+    kept = world.save(attempt, 1)
+    before = world.names()
+    open_save = world.save(attempt, 2, until="index")
+    world.put(f"{open_save.directory}/rank-00000.safetensors.tmp-{'0' * 32}")
+    world.die(attempt)
+    first = visit(world)
+    assert (first.marked, first.deleted) == ((open_save,), ())
+    world.store.advance(23 * HOUR)
+    second = visit(world)
+    assert (second.marked, second.deleted) == ((), ())
+    world.store.advance(2 * HOUR)
+    plan = plan_gc(world.repo)
+    assert plan.bytes > 4396
+    assert f"{open_save}  delete: a save that its process never finished" in str(plan)
+    third = execute(world.repo, plan)
+    assert third.deleted == (open_save,)
+    assert third.bytes == plan.bytes
+    # The aborted mark stays: nobody can commit what is gone.
+    assert world.names() == sorted([*before, open_save.manifest])
+    assert isinstance(world.repo.mark(open_save), Aborted)
+    assert world.repo.committed("main", 1) == [kept.step]
+    assert visit(world).marked == ()
+    assert_whole(world.repo)
+
+
+@pytest.mark.parametrize("until", ["begin", "pack", "index"])
+def test_i6_a_live_save_is_never_touched(world, until):
+    attempt = world.claim()
+    world.save(attempt, 1, until=until)
+    before = world.names()
+    for _ in range(3):
+        report = visit(world)
+        assert report.marked == report.deleted == ()
+        world.store.advance(100 * HOUR)
+    assert world.names() == before
+    assert "still be saving" in str(plan_gc(world.repo))
+
+
+def test_i6_a_save_that_comes_to_life_after_the_mark_is_spared(world):
+    attempt = world.claim()
+    open_save = world.save(attempt, 1, until="index")
+    world.die(attempt)
+    visit(world)
+    world.store.advance(30 * HOUR)
+    plan = plan_gc(world.repo)
+    name = "refs/hold/late/1.json"
+    body = {"created": "", "id": "0" * 32, "to": checkpoint_json(open_save)}
+    world.put(name, objects.encode("ref", name, body))
+    report = execute(world.repo, plan)
+    assert report.deleted == ()
+    assert report.spared == ((open_save, "a ref names it"),)
+    assert world.names(open_save.directory)
+
+
+def test_a_removed_checkpoint_goes_after_its_grace_and_not_before(world):
+    attempt = world.claim()
+    old, new = world.save(attempt, 1), world.save(attempt, 2)
+    add_note(world.repo, old, "metric", {"loss": 1.0})
+    rm(world, old)
+    visit(world)
+    world.store.advance(25 * HOUR)
+    report = visit(world)
+    assert report.deleted == (old,)
+    assert world.names(old.directory) == [old.manifest]
+    assert world.names("trash") == world.names("tombstones") == []
+    with pytest.raises(CheckpointNotFound):
+        undelete.plan_undelete(world.repo, old)
+    assert world.repo.committed("main", 1) == [new.step]
+    assert_whole(world.repo)
+
+
+def test_i6_an_undelete_between_the_plan_and_the_deletion_wins(world):
+    attempt = world.claim()
+    old, _ = world.save(attempt, 1), world.save(attempt, 2)
+    rm(world, old)
+    before = undelete.plan_undelete(world.repo, old)
+    visit(world, grace_s=0.0)
+    plan = plan_gc(world.repo, grace_s=0.0)
+    assert plan.garbage[0].due
+    undelete.execute(world.repo, before)
+    report = execute(world.repo, plan)
+    assert report.spared == ((old, "it has a manifest"),)
+    assert world.repo.exists(old)
+    assert_whole(world.repo)
+
+
+def test_i6_an_undelete_that_comes_at_the_last_moment_wins_or_loses_whole(world):
+    attempt = world.claim()
+    old, _ = world.save(attempt, 1), world.save(attempt, 2)
+    rm(world, old)
+    data = world.store.get(world.names("trash")[0], limit=10**6)
+    visit(world, grace_s=0.0)
+    with armed("tombstone put, manifest still there", lambda: world.put(old.manifest, data)):
+        visit(world, grace_s=0.0)
+    assert world.repo.exists(old)
+    assert_whole(world.repo)
+
+
+def test_a_late_commit_of_a_collected_save_fails(world):
+    attempt = world.claim()
+    open_save = world.save(attempt, 1, until="index")
+    world.die(attempt)
+    visit(world, grace_s=0.0)
+    visit(world, grace_s=0.0)
+    manifest = Manifest(open_save, "0" * 32, None, (), "0" * 64, 0, 0, 64)
+    with pytest.raises(Superseded):
+        commit(world.repo, manifest, [])
+
+
+def test_i6_foreign_copied_and_damaged_things_stay(world):
+    attempt = world.claim()
+    id = world.save(attempt, 1)
+    open_save = world.save(attempt, 2, until="pack")
+    damaged_begin = world.save(attempt, 3, until="pack")
+    damaged_manifest = world.save(attempt, 4)
+    world.flip(layout.begin_name(damaged_begin), 30)
+    world.flip(damaged_manifest.manifest, 30)
+    world.die(attempt)
+    for foreign in ("README", "runs/notes.txt", "runs/main/plot.png", f"{open_save.directory}/mine.bin", "trash/x.json",
+                    "trash/main/a0001/step-00000001/mine.json", "tombstones/main/a0001/step-00000002/mine.json",
+                    f"{open_save.directory}/notes/one.json", "runs/main/a0001/step-00000002x/rank-00000.safetensors",
+                    f"{open_save.directory}/mine.bin.tmp-abc", f"{id.directory}/mine.bin.tmp-abc",
+                    "runs/Main/a0001/step-00000001/begin.json"):  # fmt: skip
+        world.put(foreign)
+    world.copy(open_save.directory, "runs/main/a0001/step-00000077")
+    world.copy("runs/main/a0001", "runs/main/a0009")
+    world.copy("runs/main", "runs/copied")
+    before = world.names()
+    visit(world, finished={"main": 1})
+    world.store.advance(50 * HOUR)
+    report = visit(world, finished={"main": 1})
+    assert report.deleted == (open_save,)
+    gone = set(before) - set(world.names())
+    assert gone == {layout.begin_name(open_save), f"{open_save.directory}/rank-00000.safetensors"}
+
+
+def test_temporaries_that_outlived_their_puts_go(world):
+    attempt = world.claim()
+    id = world.save(attempt, 1)
+    names = [
+        f"{id.directory}/rank-00000.safetensors.tmp-{'1' * 32}",
+        f"{id.manifest}.tmp-{'1' * 32}",
+        f"runs/main/a0002/attempt.json.tmp-{'2' * 32}",
+        f"runs/main/a0001/lease/5.json.tmp-{'2' * 32}",
+        f"refs/pin/x/1.json.tmp-{'3' * 32}",
+    ]
+    before = world.names()
+    for name in names:
+        world.put(name)
+    visit(world)
+    assert set(names) <= set(world.names())
+    world.store.advance(25 * HOUR)
+    fresh = f"refs/pin/x/2.json.tmp-{'3' * 32}"
+    world.put(fresh)
+    visit(world)
+    assert world.names() == sorted([*before, fresh])
+
+
+def test_an_aborted_save_of_a_process_that_may_still_put_is_visited_again(world):
+    attempt = world.claim()
+    open_save = world.save(attempt, 1, until="pack")
+    abort(world.repo, open_save, "0" * 32)
+    visit(world)
+    world.store.advance(25 * HOUR)
+    assert visit(world).deleted == (open_save,)
+    assert world.names(open_save.directory) == [layout.begin_name(open_save), open_save.manifest]
+    world.put(f"{open_save.directory}/rank-00000.index", b"late")
+    world.die(attempt)
+    visit(world)
+    world.store.advance(25 * HOUR)
+    visit(world)
+    assert world.names(open_save.directory) == [open_save.manifest]
+
+
+@pytest.mark.parametrize("stage", ["tombstone put, manifest still there", "objects swept, copy in trash still there"])
+def test_i6_a_gc_that_dies_is_finished_by_the_next(world, crash, stage):
+    gone, abandon = crash
+    attempt = world.claim()
+    old, new = world.save(attempt, 1), world.save(attempt, 2)
+    rm(world, old)
+    visit(world)
+    world.store.advance(25 * HOUR)
+    with armed(stage, abandon), pytest.raises(gone):
+        visit(world)
+    assert_whole(world.reopened())
+    for _ in range(2):
+        visit(world)
+        world.store.advance(25 * HOUR)
+    assert world.names(old.directory) == [old.manifest]
+    assert world.names("trash") == []
+    assert world.names("tombstones/gc") == []
+    assert world.repo.committed("main", 1) == [new.step]
+    assert_whole(world.repo)
+
+
+def test_planning_leaves_nothing_behind(world):
+    attempt = world.claim()
+    world.save(attempt, 1)
+    world.save(attempt, 2, until="pack")
+    world.die(attempt)
+    before = world.names()
+    plan_gc(world.repo)
+    assert world.names() == before
+
+
+def test_a_pinned_checkpoint_in_the_trash_is_kept(world):
+    # rm refuses a pinned one; a person may have moved the manifest by hand, or an old version been less careful.
+    attempt = world.claim()
+    old, _ = world.save(attempt, 1), world.save(attempt, 2)
+    put_ref(world.repo, "pin", "keep", old)
+    data = world.store.place.objects.pop(old.manifest)[0]
+    world.put(f"{layout.trash_directory(old)}/{'0' * 32}.json", data)
+    visit(world, grace_s=0.0)
+    assert visit(world, grace_s=0.0).deleted == ()
+    assert undelete.execute(world.repo, undelete.plan_undelete(world.repo, old)) == old

@@ -1,0 +1,247 @@
+"""Retention frees what the policy lets go of, and never what I7 protects."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.crashpoints import armed
+from holdfast.events import Emitter, Event, Removed
+from holdfast.policy import keep
+from holdfast.policy.keeping import KeepPolicy, Opinion
+from holdfast.repo import attempts, layout, tombstones
+from holdfast.repo.lineage import latest, walk
+from holdfast.repo.notes import add_note
+from holdfast.repo.refs import put_ref
+from holdfast.upkeep.retention import execute, plan_retention
+from holdfast.upkeep.verify import assert_whole
+
+
+class Nothing(KeepPolicy):
+    """Keeps nothing: what stays is what I7 keeps."""
+
+    def judge(self, history):
+        return [Opinion(False, "nothing is kept") for _ in history]
+
+
+def retain(world, attempt, policy=None, **options):
+    return execute(world.repo, attempt, plan_retention(world.repo, attempt, policy or Nothing()), **options)
+
+
+def there(world, run="main"):
+    return [(n, s) for n in world.repo.attempts(run) for s in sorted(world.repo.committed(run, n))]
+
+
+def test_what_goes_goes_without_a_trace(world):
+    attempt = world.claim()
+    attempt_name = layout.attempt_name("main", 1)
+    for step in range(1, 6):
+        id = world.save(attempt, step)
+        add_note(world.repo, id, "metric", {"loss": float(step)})
+    removed = retain(world, attempt, keep.latest(2))
+    assert [id.step for id in removed] == [1, 2, 3]
+    assert there(world) == [(1, 4), (1, 5)]
+    dirs = {name.rpartition("/")[0].removesuffix("/notes") for name in world.names("runs") if name != attempt_name}
+    assert dirs == {"runs/main/a0001/step-00000004", "runs/main/a0001/step-00000005"}
+    assert world.names("tombstones") == world.names("trash") == []
+    assert_whole(world.repo)
+
+
+def test_the_plan_says_why(world):
+    attempt = world.claim()
+    for step in range(1, 4):
+        world.save(attempt, step)
+    plan = plan_retention(world.repo, attempt, keep.latest(1))
+    text = str(plan)
+    assert "main/a0001/3  kept: what latest means" in text
+    assert "main/a0001/1  removed: not among the newest" in text
+    assert [id.step for id in plan.dropped] == [1, 2]
+    assert sum(nbytes for _, nbytes in plan.bytes) == 2 * 4396
+
+
+def test_removals_are_told(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2)]
+    seen: list[Event] = []
+
+    class Sink:
+        def emit(self, event: Event) -> None:
+            seen.append(event)
+
+    retain(world, attempt, keep.latest(1), emitter=Emitter.of([Sink()]))
+    assert seen == [Removed(ids[0], "not among the newest")]
+
+
+def test_metrics_logged_and_noted_are_judged(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step, metrics={"loss": loss}) for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 9.0))]
+    add_note(world.repo, ids[0], "metric", {"loss": 0.5})
+    retain(world, attempt, keep.best(1, "loss"))
+    assert there(world) == [(1, 1), (1, 4)]
+
+
+def test_i7_latest_stays_whatever_the_policy_says(world):
+    attempt = world.claim()
+    for step in (1, 2, 3):
+        world.save(attempt, step)
+    retain(world, attempt)
+    assert there(world) == [(1, 3)]
+
+
+def test_i7_the_last_verified_on_the_walk_stays(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3, 4)]
+    for id in ids[:3]:
+        add_note(world.repo, id, "verified", {})
+    add_note(world.repo, ids[2], "suspect", {})
+    retain(world, attempt)
+    assert there(world) == [(1, 2), (1, 4)]
+
+
+@pytest.mark.parametrize("kind", ["pin", "hold", "tag"])
+def test_i7_what_a_ref_names_stays(world, kind):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3)]
+    put_ref(world.repo, kind, "paper", ids[0])
+    retain(world, attempt)
+    assert there(world) == [(1, 1), (1, 3)]
+
+
+def test_i7_what_a_fork_goes_on_from_stays(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3, 4)]
+    add_note(world.repo, ids[0], "verified", {})
+    add_note(world.repo, ids[3], "verified", {})
+    fork = world.claim("other", parent=ids[1])
+    retain(world, attempt)
+    # Latest of the fork, and the last verified one that the fork has.
+    assert there(world) == [(1, 1), (1, 2), (1, 4)]
+    world.save(fork, 3)
+    retain(world, attempt)
+    assert there(world) == [(1, 1), (1, 4)]
+
+
+def test_i7_who_comes_to_need_it_after_the_plan_is_seen(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3)]
+    plan = plan_retention(world.repo, attempt, Nothing())
+    put_ref(world.repo, "pin", "late", ids[0])
+    add_note(world.repo, ids[1], "verified", {})
+    assert execute(world.repo, attempt, plan) == ()
+    assert there(world) == [(1, 1), (1, 2), (1, 3)]
+    assert world.names("tombstones") == []
+
+
+def test_i11_a_superseded_attempt_removes_nothing(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3)]
+    plan = plan_retention(world.repo, attempt, Nothing())
+    world.claim(parent=ids[0])
+    assert execute(world.repo, attempt, plan) == ()
+    assert there(world) == [(1, 1), (1, 2), (1, 3)]
+    assert world.names("tombstones") == []
+    after = plan_retention(world.repo, attempt, Nothing())
+    assert after.superseded
+    assert after.dropped == ()
+
+
+def test_i11_an_attempt_claimed_after_the_tombstones_is_seen(world):
+    attempt = world.claim()
+    for step in (1, 2, 3):
+        world.save(attempt, step)
+    with armed("tombstone put, manifest still there", lambda: world.claim(parent=None)):
+        assert retain(world, attempt) == ()
+    assert there(world) == [(1, 1), (1, 2), (1, 3)]
+
+
+def test_i11_a_copied_directory_supersedes_nobody(world):
+    attempt = world.claim()
+    for step in (1, 2):
+        world.save(attempt, step)
+    world.copy("runs/main/a0001", "runs/main/a0005")
+    copied = world.names("runs/main/a0005")
+    assert len(retain(world, attempt)) == 1
+    assert world.names("runs/main/a0005") == copied
+
+
+def test_another_runs_checkpoints_are_never_touched(world):
+    other = world.claim("other")
+    first = world.save(other, 1)
+    world.save(other, 2)
+    attempt = world.claim(parent=first)
+    assert retain(world, attempt) == ()
+    world.save(attempt, 2)
+    world.save(attempt, 3)
+    retain(world, attempt)
+    assert there(world, "other") == [(1, 1), (1, 2)]
+    assert there(world) == [(1, 3)]
+
+
+def test_lines_left_behind_go_as_the_policy_says(world):
+    first = world.claim()
+    ids = [world.save(first, step) for step in (1, 2, 3)]
+    world.die(first)
+    second = world.claim(parent=ids[0])
+    world.save(second, 2)
+    retain(world, second, keep.latest(2))
+    assert there(world) == [(1, 1), (2, 2)]
+    assert [id.step for id in walk(world.repo, "main")] == [2, 1]
+
+
+def test_foreign_files_and_open_saves_stay(world):
+    attempt = world.claim()
+    first = world.save(attempt, 1)
+    world.save(attempt, 2)
+    open_save = world.save(attempt, 3, until="pack")
+    world.put(f"{first.directory}/mine.txt")
+    before = world.names(open_save.directory)
+    retain(world, attempt)
+    assert world.names(first.directory) == [f"{first.directory}/mine.txt"]
+    assert world.names(open_save.directory) == before
+
+
+def test_a_tombstone_taken_back_spares_the_checkpoint(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3)]
+
+    def take_back() -> None:
+        for name in world.names(f"tombstones/main/a0001/{ids[0].directory.rpartition('/')[2]}"):
+            world.lose(name)
+
+    with armed("tombstone put, manifest still there", take_back):
+        retain(world, attempt)
+    assert there(world) == [(1, 1), (1, 3)]
+
+
+def test_a_checkpoint_without_begin_is_freed_by_its_index(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2)]
+    world.lose(layout.begin_name(ids[0]))
+    retain(world, attempt)
+    assert world.names(ids[0].directory) == []
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["tombstone put, manifest still there", "manifest removed, packs still there", "packs removed, notes still there"],
+)
+def test_i2_i7_a_retention_that_dies_anywhere_is_finished_by_the_next_claim(world, crash, monkeypatch, stage):
+    gone, abandon = crash
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3)]
+    add_note(world.repo, ids[0], "metric", {"loss": 1.0})
+    with armed(stage, abandon), pytest.raises(gone):
+        retain(world, attempt, keep.latest(1))
+    assert_whole(world.reopened())
+    assert latest(world.repo, "main") == ids[2]
+    world.die(attempt)
+    monkeypatch.setattr(tombstones, "judge", lambda owner: "dead")
+    claimed = attempts.claim(world.repo, "main", ids[2])
+    try:
+        assert world.names("tombstones") == []
+        retain(world, claimed, keep.latest(1))
+    finally:
+        claimed.release()
+    assert there(world) == [(1, 3)]
+    for id in ids[:2]:
+        assert world.names(id.directory) in ([], [id.manifest])
+    assert_whole(world.repo)
