@@ -23,6 +23,7 @@ from holdfast.repo.layout import check_file, index_file
 from holdfast.repo.manifest import MAX_CHUNK
 from holdfast.repo.objects import FORMAT, Fields, check_format
 from holdfast.state import leaf_paths
+from holdfast.state.collector import collector_paused
 
 Array = np.ndarray[Any, Any]
 
@@ -98,6 +99,7 @@ def _head(index: Index, id: CheckpointId, dtypes: list[str], shared: int) -> Jso
     }
 
 
+@collector_paused
 def decode_index(data: bytes, *, id: CheckpointId, rank: int, tree: Json) -> Index:
     """The index in `data`, which has been digested already; `tree` is the manifest's, which names the shared leaves."""
     name = f"{id.directory}/{index_file(rank)}"
@@ -180,7 +182,7 @@ def _read_head(columns: dict[str, Array], name: str, rank: int) -> Fields:
 def _paths(tree: Json, what: str, head: Fields) -> list[str]:
     try:
         return list(leaf_paths(tree))
-    except (StateError, KeyError, RecursionError) as error:
+    except (CorruptionError, StateError, KeyError, TypeError, RecursionError) as error:
         raise head.refuse(f"{what} is none that a save can have written: {error}") from None
 
 

@@ -13,6 +13,7 @@ from holdfast.repo import objects
 from holdfast.repo.layout import check_file
 from holdfast.repo.objects import Fields, checkpoint_json
 from holdfast.repo.records import check_parent
+from holdfast.state.collector import collector_paused
 
 MAX_MANIFEST: Final = 1 << 30
 MAX_ABORTED: Final = 4096
@@ -63,6 +64,7 @@ def encode_aborted(mark: Aborted) -> bytes:
     return data
 
 
+@collector_paused
 def decode_manifest(data: bytes, id: CheckpointId) -> Manifest | Aborted:
     """What lies under the manifest's name of `id`. CorruptionError if damaged, a copy, or contradicting itself."""
     try:

@@ -191,6 +191,8 @@ LIES: dict[str, dict[str, Any]] = {
         "private": np.frombuffer(canonical.dumps(tree_of((LeafSpec("x", "int64", ()),))), dtype=np.uint8)
     },
     "a private tree without kinds": {"private": np.frombuffer(b'{"x":1}', dtype=np.uint8)},
+    "a private tree whose kind is a list": {"private": np.frombuffer(b'{"!":[]}', dtype=np.uint8)},
+    "a private tree with a leaf in no number": {"private": np.frombuffer(b'{"!":"leaf","n":-1}', dtype=np.uint8)},
 }
 
 
