@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -237,12 +238,10 @@ def _specs(
     if not np.array_equal(expected, length):
         row = int(np.flatnonzero(expected != length)[0])
         raise head.refuse(f"leaf {paths[row]!r} has {length[row]} bytes where dtype and shape give {expected[row]}")
-    sizes_, at = dims.tolist(), bounds.tolist()
-    codes = code.tolist()
-    specs = tuple(
-        LeafSpec(path, names[codes[row]], tuple(sizes_[at[row] : at[row + 1]]), row >= shared)
-        for row, path in enumerate(paths)
-    )
+    flat, at = dims.tolist(), bounds.tolist()
+    shapes = [tuple(flat[start:stop]) for start, stop in pairwise(at)]
+    private = [row >= shared for row in range(len(paths))]
+    specs = tuple(map(LeafSpec, paths, map(names.__getitem__, code.tolist()), shapes, private))
     return specs, length
 
 
