@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+import warnings
 import weakref
 from typing import Any, Final
 
@@ -45,9 +46,8 @@ class Arena:
 
     def __init__(self, memory: mmap.mmap, slot: Slot | None, note: str, prewarm_s: float) -> None:
         self._memory = memory
-        self._slot = slot
-        self._owner = os.getpid()
-        self._released = False
+        # At the latest when the interpreter ends: a file in shared memory is memory that stays taken.
+        self._give_back = weakref.finalize(self, _give_back, slot, os.getpid())
         self.buffer: Buffer = np.frombuffer(memory, np.uint8)
         self.nbytes = len(self.buffer)
         self.kind = "anonymous" if slot is None else "shared memory"
@@ -60,17 +60,28 @@ class Arena:
 
         Views of `buffer` that are still held keep the memory mapped until they go, and the file is gone already.
         """
-        if self._released or os.getpid() != self._owner:
+        if not self._give_back():
             return
-        self._released = True
         self.buffer = np.empty(0, np.uint8)
         try:
             self._memory.close()
         except BufferError:
             pass  # a view is held: the mapping goes with the last one
-        if self._slot is not None:
-            _table.remove(self._slot)
-            _table.give_back(self._slot)
+
+
+def _give_back(slot: Slot | None, owner: int) -> bool:
+    """Removes the file and frees the slot; says whether this process is the one to do so."""
+    if os.getpid() != owner:
+        return False
+    if slot is not None:
+        try:
+            _table.remove(slot)
+        except OSError as error:
+            message = f"an image's file stays in shared memory until the next start frees it: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        finally:
+            _table.give_back(slot)
+    return True
 
 
 def acquire(nbytes: int, *, repository: str, run: str, rank: int = 0, slot: int = 0, prewarm: bool = True) -> Arena:
@@ -103,7 +114,7 @@ def _shared(length: int, slot: Slot) -> mmap.mmap:
             return mmap.mmap(descriptor, length, mmap.MAP_SHARED)
         finally:
             os.close(descriptor)
-    except OSError:
+    except BaseException:
         _table.remove(slot)
         _table.give_back(slot)
         raise

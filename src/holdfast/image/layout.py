@@ -107,6 +107,7 @@ def _arrange(specs: Sequence[LeafSpec]) -> tuple[Array, Array]:
     ranked = sorted((-_natural(spec.itemsize), spec.path, number) for number, spec in enumerate(specs))
     seen: set[str] = set()
     for spec in specs:
+        assert spec.path != METADATA, "the state refuses this path"
         if spec.path in seen:
             raise DuplicatePath(f"two leaves have the path {spec.path!r}", subject=spec.path)
         seen.add(spec.path)

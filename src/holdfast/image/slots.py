@@ -47,9 +47,10 @@ class SlotTable:
         self._guard = threading.Lock()
         self._locks: dict[Slot, int] = {}
         self._held: set[Slot] = set()
+        self._files: dict[Slot, tuple[int, int]] = {}
 
     def take(self, slot: Slot) -> None:
-        """Makes the caller the only holder among all processes. Raises BlockingIOError if another is."""
+        """Makes the caller the only holder among all processes and threads. BlockingIOError if another is."""
         with self._guard:
             if slot in self._held:
                 raise BlockingIOError(errno.EAGAIN, "another arena of this process holds the slot")
@@ -69,13 +70,23 @@ class SlotTable:
         """A new empty file for a slot that the caller holds; a descriptor for reading and writing."""
         with directory(slot.root, slot.parent) as parent:
             _unlink(slot.name, parent)
-            return os.open(slot.name, _FILE | os.O_EXCL, 0o600, dir_fd=parent)
+            descriptor = os.open(slot.name, _FILE | os.O_EXCL, 0o600, dir_fd=parent)
+        self._files[slot] = _identity(os.fstat(descriptor))
+        return descriptor
 
     def remove(self, slot: Slot) -> None:
-        """Removes the file of a slot that the caller holds. The lock's file stays: two processes could otherwise each
-        lock a file of that name."""
-        with directory(slot.root, slot.parent) as parent:
-            _unlink(slot.name, parent)
+        """Removes the file that was created for a slot which the caller holds, and no other of that name: a session
+        manager may have cleared /dev/shm meanwhile, and another process begun anew there.
+
+        The lock's file stays: two processes could otherwise each lock a file of that name.
+        """
+        created = self._files.pop(slot, None)
+        try:
+            with directory(slot.root, slot.parent) as parent:
+                if _identity(os.stat(slot.name, dir_fd=parent, follow_symlinks=False)) == created:
+                    os.unlink(slot.name, dir_fd=parent)
+        except FileNotFoundError:
+            pass  # what is to be gone is gone
 
     def free_stale(self, root: str) -> None:
         """Removes this user's files whose owners are dead."""
@@ -83,10 +94,13 @@ class SlotTable:
             for name in names:
                 if _SLOT.fullmatch(name):
                     self._set_aside(Slot(root, path, name))
-            with directory(root, path) as parent:
-                for name in os.listdir(parent):
-                    if _STALE.fullmatch(name):
-                        _unlink(name, parent)
+            try:
+                with directory(root, path) as parent:
+                    for name in os.listdir(parent):
+                        if _STALE.fullmatch(name):
+                            _unlink(name, parent)
+            except FileNotFoundError:
+                pass  # removed as a whole since it was listed
 
     def _set_aside(self, slot: Slot) -> None:
         """Renames a dead owner's file, so that its lock is held for a moment only: freeing many pages takes long."""
@@ -103,7 +117,8 @@ class SlotTable:
 
     def _lock(self, slot: Slot) -> bool:
         descriptor = self._locks.get(slot)
-        if descriptor is None:
+        if descriptor is None or os.fstat(descriptor).st_nlink == 0:
+            # A lock whose file was removed keeps nobody out. The old descriptor stays open, as every one does.
             with directory(slot.root, slot.parent, create=True) as parent:
                 descriptor = os.open(slot.name + ".lock", _FILE, 0o600, dir_fd=parent)
             self._locks[slot] = descriptor
@@ -144,11 +159,16 @@ def _walk(root: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _names(root: str, below: str) -> list[str]:
+    """What lies there; nothing if that is no directory of our own, which is for `take` to complain of."""
     try:
         with directory(root, below) as descriptor:
             return sorted(os.listdir(descriptor))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _make(name: str, parent: int) -> None:

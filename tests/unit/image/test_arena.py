@@ -64,12 +64,12 @@ def in_child(body: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def elsewhere(root: Path, code: str) -> subprocess.Popen[str]:
+def elsewhere(root: Path, code: str, *more: str) -> subprocess.Popen[str]:
     """Another process, started afresh, whose shared memory is the same."""
     start = f"import sys, holdfast.image.slots as s; s.SHARED_MEMORY = {str(root)!r}\n"
     start += "from holdfast.image.arena import acquire\n"
     return subprocess.Popen(
-        [sys.executable, "-c", start + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", start + code, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -321,6 +321,51 @@ def test_names_that_are_no_file_names_are_refused(root: Path, repository: str) -
 def test_runs_that_differ_only_in_case_share_a_slot(take) -> None:
     take(run="Main")
     assert take(run="main").kind == "anonymous"
+
+
+def test_what_was_cleared_away_meanwhile_is_no_error_and_a_successors_file_stays(take, root: Path) -> None:
+    import shutil
+
+    first = take()
+    shutil.rmtree(root / f"holdfast-{os.geteuid()}")
+    first.buffer[:] = 1
+    with elsewhere(root, HOLD) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "shared memory\n", "a removed lock keeps nobody out"
+        first.release()
+        assert set((place(root) / "0-0").read_bytes()) == {7}
+        assert take().kind == "anonymous", "the lock that counts is the one that is there"
+        other.communicate()
+
+
+def test_an_arena_that_nobody_releases_is_freed_with_its_last_reference_and_at_exit(root: Path) -> None:
+    found = acquire(MIB, repository="repo", run="main")
+    del found
+    gc.collect()
+    assert not (place(root) / "0-0").exists()
+    code = "import builtins; builtins.kept = acquire(1 << 20, repository='repo', run='main'); print(builtins.kept.kind)"
+    with elsewhere(root, code) as other:
+        assert other.communicate()[0] == "shared memory\n"
+    assert (place(root) / "0-0.lock").exists()
+    assert not (place(root) / "0-0").exists()
+
+
+def test_a_child_that_ends_by_itself_frees_nothing_of_its_parents(take, root: Path) -> None:
+    take()
+    code = (
+        "import os\na = acquire(1 << 20, repository='repo', run='other')\nif os.fork() == 0: sys.exit(0)\n"
+        "os.wait(); print(a.kind, os.path.exists(sys.argv[1]))"
+    )
+    with elsewhere(root, code, str(place(root, "other") / "0-0")) as other:
+        assert other.communicate()[0] == "shared memory True\n"
+
+
+def test_a_foreign_directory_among_ours_is_passed_over(take, root: Path) -> None:
+    take().release()
+    odd = place(root).parent.parent / "odd"
+    odd.mkdir(mode=0o755)
+    (place(root).parent.parent / "file").write_bytes(b"")
+    assert take().kind == "shared memory"
 
 
 def test_a_lock_that_is_held_for_a_moment_is_waited_out(take, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
