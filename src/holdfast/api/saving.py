@@ -89,12 +89,20 @@ class Saving:
         return self.policy.decide(moment, history)
 
     def take(
-        self, flattened: Flattened, step: int, about: About, *, wait: bool, handle: Save | None = None
+        self,
+        flattened: Flattened,
+        step: int,
+        about: About,
+        *,
+        wait: bool,
+        must: bool = False,
+        handle: Save | None = None,
     ) -> Save | None:
-        """Takes a save, or None if it was skipped because one is in flight. What it raises follows `on_error`;
-        ownership
-        and what cannot be represented always raise."""
-        if self.saver.busy and not self._free_for(step):
+        """Takes a save, or None if it was skipped because one is in flight (never where it `must` be taken).
+
+        What it raises follows `on_error`; ownership, and what cannot be represented, always raise.
+        """
+        if self.saver.busy and not self._free_for(step, skip=self._on_busy == "skip" and not must):
             return None
         self._last_saved_s = time.monotonic()
         save = handle or self.saver.plan_save(step, reason=about.reason)
@@ -118,9 +126,9 @@ class Saving:
             hint='on_busy="wait" waits for it',
         )
 
-    def _free_for(self, step: int) -> bool:
-        """Waits for the save in flight or gives this one up, as `on_busy` says."""
-        if self._on_busy == "skip":
+    def _free_for(self, step: int, *, skip: bool) -> bool:
+        """Waits for the save in flight, or gives this one up."""
+        if skip:
             self._emitter.emit(SaveSkipped(self.run, step, "the save before is still being written"))
             return False
         if self.saver.join(BUSY_DEADLINE_S):

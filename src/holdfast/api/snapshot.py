@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from holdfast.api.environment import environment
 from holdfast.api.position import Position
 from holdfast.engine.save import About
@@ -80,4 +83,12 @@ class Snapshots:
 
 
 def _versions(flattened: Flattened) -> tuple[Any, ...]:
-    return tuple((id(source), getattr(source, "_version", None)) for source in flattened.sources)
+    return tuple(_mark(source) for source in flattened.sources)
+
+
+def _mark(source: Any) -> Any:
+    """What changes when a source does: the count that a tensor keeps of its changes, or the bytes themselves."""
+    version = getattr(source, "_version", None)
+    if version is not None and hasattr(source, "data_ptr"):
+        return (source.data_ptr(), version)
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(source).tobytes())

@@ -25,6 +25,7 @@ from holdfast.model.names import CheckpointId, run_key
 from holdfast.policy import saving as asking
 
 CLOSE_DEADLINE_S = 600.0
+STOPPED = "stop() was called"
 
 
 class Training:
@@ -43,6 +44,8 @@ class Training:
         """Whether the body of a step is running, or was left before its end."""
         self._snapshots = snapshots
         self._signals = SignalWatch() if catch else None
+        self._foreign_loop = False
+        """Whether somebody else's loop tells when a step is done."""
         self._inside = False
         self._requested: tuple[Save, bool] | None = None
         self._metrics: dict[str, float] = {}
@@ -115,11 +118,11 @@ class Training:
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is completed in a loop that somebody else owns."""
-        self._metrics = {**self._metrics, **metrics} if metrics else self._metrics
+        self._metrics = dict(metrics)
+        self._foreign_loop = True
         self.position.counters.step = step - 1
         self.open = True
         self.complete_step()
-        self._metrics = {}
 
     # -- what the user asks for ----------------------------------------------------------------------------------------
 
@@ -184,13 +187,14 @@ class Training:
             self.saving.raise_failure()
 
     def _last_save(self) -> None:
-        """A loop that somebody else owns ends here; the others have told so themselves."""
-        if self.saving.attempt is None or self.open or self.loop is not None or not self._unsaved():
+        """A loop that somebody else owns ends here. The others have told so themselves, and what is done to the state
+        after them belongs to no step."""
+        if self.saving.attempt is None or not self._foreign_loop or not self._unsaved():
             return
         moment = asking.Moment(step=self.step, now_s=time.monotonic(), ending=True, metrics=self._metrics)
         decision = self.saving.decide(moment)
-        if decision.save:
-            self._take(decision.reason, wait=False)
+        if decision.save or self.stopping:
+            self._take(decision.reason if decision.save else STOPPED, wait=False, must=True)
 
     def _say_what_is_left(self) -> None:
         self.saving.warn_of_unlogged_metrics()
@@ -228,9 +232,9 @@ class Training:
         if requested is not None:
             self._take_requested(*requested)
         elif decision.save:
-            self._take(decision.reason, wait=signal is not None)
+            self._take(decision.reason, wait=signal is not None, must=moment.ending)
         elif self.stopping and self._unsaved():
-            self._take("stop() was called", wait=False)
+            self._take(STOPPED, wait=False, must=True)
         if signal is not None:
             self._leave()
         if in_epochs and self._signals is not None and self._unsaved() and self.position.at_end:
@@ -243,10 +247,10 @@ class Training:
         if wait:
             handle.wait()
 
-    def _take(self, reason: str, *, wait: bool, handle: Save | None = None) -> Save | None:
+    def _take(self, reason: str, *, wait: bool, must: bool = False, handle: Save | None = None) -> Save | None:
         flattened = self._snapshots.now()
         about = self._snapshots.about(parent=self._parent(), metrics=self._metrics, reason=reason)
-        return self.saving.take(flattened, self.step, about, wait=wait, handle=handle)
+        return self.saving.take(flattened, self.step, about, wait=wait, must=must, handle=handle)
 
     def _unsaved(self) -> bool:
         last = self.saving.last
@@ -283,7 +287,7 @@ class Training:
             about = self._snapshots.about(
                 parent=self._parent(), metrics=self._metrics, reason=reason, progress=moment.progress
             )
-            self.saving.take(moment.flattened, moment.step, about, wait=True)
+            self.saving.take(moment.flattened, moment.step, about, wait=True, must=True)
         self._leave()
 
     def _leave(self) -> None:

@@ -1,0 +1,242 @@
+"""When a save is taken, what it holds, and what happens when it fails."""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_training import Gate, state, steps_of, train
+
+import holdfast
+from holdfast import every, keep, on
+from holdfast.errors import SaveFailed, StateMismatch, StoreError, StoreFull, Unserialisable, UsageError
+from holdfast.events import Committed, Event, Removed, SaveFailedEvent, SaveSkipped
+
+ALL = keep.latest(100)
+
+
+class Recorded:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type) -> list[Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def test_the_saved_bytes_are_those_of_the_moment(gate: Gate, place: Path) -> None:
+    one = state()
+    with holdfast.Checkpointer(gate, one, save=every(steps=1), keep=ALL) as ckpt:
+        for step in ckpt.steps(2):
+            if step == 1:
+                one["w"][:] = 77  # while the save of step 1 is held back
+                gate.open_gate.set()
+                break_out = ckpt
+                break
+            one["w"][:] = 5
+            gate.open_gate.clear()
+        one["w"][:] = 99
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            break_out.close()
+    assert np.all(holdfast.load(place).state["w"] == 5)
+
+
+def test_save_inside_a_step_acts_at_its_end(place: Path) -> None:
+    one = state()
+    with holdfast.Checkpointer(place, one, save=every(steps=100), keep=ALL) as ckpt:
+        handle = None
+        for step in ckpt.steps(3):
+            if step == 1:
+                handle = ckpt.save()
+                assert handle is ckpt.save()
+                assert not handle.done
+                with pytest.raises(UsageError, match="still open"):
+                    handle.wait()
+            train(one)
+        assert handle is not None
+        assert handle.wait().step == 2
+    assert steps_of(place) == [2]
+    assert holdfast.load(place).state["n"] == 2
+
+
+def test_save_outside_a_step_captures_at_once_and_only_once(place: Path) -> None:
+    one = state()
+    ckpt = holdfast.Checkpointer(place, one, save=every(steps=100), keep=ALL)
+    first = ckpt.save(wait=True)
+    assert first.committed and first.step == 0
+    with pytest.warns(RuntimeWarning, match="step_done"):
+        assert ckpt.save() is first
+    ckpt.step_done()
+    assert ckpt.save(wait=True).step == 1
+    ckpt.close()
+    assert steps_of(place) == [1, 0]
+
+
+def test_saving_before_restoring_is_refused_where_it_would_hide_checkpoints(place: Path) -> None:
+    holdfast.save(state(), place, step=7)
+    with holdfast.Checkpointer(place, state(), keep=ALL) as ckpt:
+        with pytest.raises(UsageError, match="nothing was restored"):
+            ckpt.save()
+        ckpt.restore()
+        with pytest.warns(RuntimeWarning, match="no step was completed"):
+            assert ckpt.save().step == 7
+    with holdfast.Checkpointer(place, state(), resume_from=None, keep=ALL) as ckpt:
+        assert ckpt.save(wait=True).step == 0
+    assert [str(id) for id in holdfast.Repository(place).checkpoints()] == ["main/a0003/0", "main/a0001/7"]
+
+
+def test_metrics_belong_to_their_step_and_late_ones_are_noted(place: Path) -> None:
+    with holdfast.Checkpointer(place, state(), save=every(steps=1), keep=ALL) as ckpt:
+        for step in ckpt.steps(2):
+            ckpt.log(loss=float(step))
+        ckpt.log(val_loss=np.float32(0.25))
+    seen = holdfast.Repository(place)
+    last, first = seen.checkpoints()
+    assert seen.metrics(first) == {"loss": 0.0}
+    assert seen.metrics(last) == {"loss": 1.0, "val_loss": 0.25}
+    assert dict(seen.manifest(last).metrics) == {"loss": 1.0}
+
+
+def test_a_metric_that_is_no_number_is_refused(place: Path) -> None:
+    with holdfast.Checkpointer(place, state()) as ckpt, pytest.raises(UsageError, match="'loss' is no number"):
+        ckpt.log(loss="low")
+
+
+def test_a_metric_that_keep_judges_by_and_nothing_logs_is_told(place: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="'val_loss', which nothing has logged"):
+        with holdfast.Checkpointer(place, state(), save=every(steps=1), keep=keep.best(1, "val_loss")) as ckpt:
+            list(ckpt.steps(2))
+
+
+def test_retention_follows_each_commit(place: Path) -> None:
+    sink = Recorded()
+    with holdfast.Checkpointer(place, state(), save=every(steps=1), keep=keep.latest(2), sinks=[sink]) as ckpt:
+        for _ in ckpt.steps(6):
+            pass
+    assert steps_of(place) == [6, 5]
+    assert [event.id.step for event in sink.of(Removed)] == [1, 2, 3, 4]
+    assert [event.id.step for event in sink.of(Committed)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_save_that_is_due_while_one_is_in_flight_is_skipped_but_not_the_last(gate: Gate, place: Path) -> None:
+    sink = Recorded()
+    one = state()
+    policy = every(steps=1) | on.end()
+    with holdfast.Checkpointer(gate, one, save=policy, on_busy="skip", keep=ALL, sinks=[sink]) as ckpt:
+        gate.open_gate.clear()
+        for step in ckpt.steps(4):
+            train(one)
+            if step == 3:
+                gate.open_gate.set()
+    assert steps_of(place) == [4, 1]
+    assert [event.step for event in sink.of(SaveSkipped)] == [2, 3]
+    assert holdfast.load(place).state["n"] == 4
+
+
+def test_a_failed_save_warns_and_is_freed_and_the_next_one_counts(gate: Gate, place: Path) -> None:
+    sink = Recorded()
+    gate.failure, gate.failures = StoreError("the disk is on fire"), 1
+    with pytest.warns(RuntimeWarning, match="on fire"):
+        with holdfast.Checkpointer(gate, state(), save=every(steps=1), keep=ALL, sinks=[sink]) as ckpt:
+            for _ in ckpt.steps(3):
+                ckpt.wait() if ckpt.step > 1 else None
+    assert steps_of(place) == [3, 2]
+    assert [event.id.step for event in sink.of(SaveFailedEvent)] == [1]
+    left = sorted(path.name for path in (place / "runs/main/a0001/step-00000001").iterdir())
+    assert left == ["manifest.json"]  # the aborted mark
+
+
+def test_a_failed_save_raises_at_the_next_call_where_that_is_wanted(gate: Gate) -> None:
+    gate.failure, gate.failures = StoreError("the disk is on fire"), -1
+    with pytest.warns(RuntimeWarning), pytest.raises(SaveFailed, match="on fire"):
+        with holdfast.Checkpointer(gate, state(), save=every(steps=1), on_error="raise", keep=ALL) as ckpt:
+            for _ in ckpt.steps(3):
+                gate.reached.wait(30)
+                ckpt._training.saving.saver.join(30)
+
+
+def test_waiting_raises_whatever_on_error_says(gate: Gate) -> None:
+    gate.failure, gate.failures = StoreError("the disk is on fire"), -1
+    ckpt = holdfast.Checkpointer(gate, state(), keep=ALL)
+    with pytest.warns(RuntimeWarning), pytest.raises(SaveFailed, match="on fire"):
+        ckpt.save(wait=True)
+    ckpt.close()
+
+
+def test_a_full_disk_makes_room_once(gate: Gate, place: Path) -> None:
+    one = state()
+    ckpt = holdfast.Checkpointer(gate, one, save=on.end(), keep=keep.latest(1))
+    ckpt.save(wait=True)
+    ckpt._training.saving.keep = keep.latest(2)
+    ckpt.step_done()
+    ckpt.save(wait=True)
+    ckpt._training.saving.saver.join(30)
+    assert steps_of(place) == [1, 0]
+    ckpt._training.saving.keep = keep.latest(1)
+    gate.failure, gate.failures = StoreFull("no space", subject="x"), 1
+    ckpt.step_done()
+    assert ckpt.save(wait=True).committed
+    ckpt.close()
+    assert steps_of(place) == [2]
+
+
+def test_state_born_later_is_planned_anew_and_what_cannot_be_saved_is_named(place: Path) -> None:
+    with pytest.raises(Unserialisable, match="bad/thing"):
+        holdfast.Checkpointer(place, {"bad": {"thing": lambda: 0}})
+    one: dict[str, object] = state()
+    with pytest.raises(Unserialisable, match="late"):
+        with holdfast.Checkpointer(place, one, save=every(steps=1), keep=ALL) as ckpt:
+            for step in ckpt.steps(3):
+                if step == 1:
+                    one["more"] = np.arange(100_000)
+                if step == 2:
+                    one["late"] = object()
+    assert np.array_equal(holdfast.load(place).state["more"], np.arange(100_000))
+    assert steps_of(place) == [2, 1]
+
+
+def test_a_changed_structure_is_told_on_resume(place: Path) -> None:
+    holdfast.save({"w": np.zeros(3), "old": np.ones(2)}, place)
+    with holdfast.Checkpointer(place, {"w": np.zeros(4)}) as ckpt, pytest.raises(StateMismatch, match="w"):
+        ckpt.steps(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"save": "always"}, "save="),
+        ({"keep": every(steps=1)}, "keep="),
+        ({"on_busy": "queue"}, "on_busy"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"memory_budget": -1}, "memory_budget"),
+        ({"resume_from": "newest"}, "resume_from"),
+        ({"run": "../up"}, "run"),
+    ],
+)
+def test_arguments_that_make_no_sense_touch_nothing(place: Path, arguments: dict[str, object], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        holdfast.Checkpointer(place, state(), **arguments)  # type: ignore[arg-type]
+    assert word == "resume_from" or not place.exists()
+
+
+def test_a_state_that_is_no_mapping_is_refused(place: Path) -> None:
+    with pytest.raises(UsageError, match="must be a mapping"):
+        holdfast.Checkpointer(place, [1, 2])  # type: ignore[arg-type]
+
+
+def test_a_budget_that_the_image_does_not_fit_fails_loudly_before_the_first_step(place: Path) -> None:
+    with pytest.raises(SaveFailed, match="budget"):
+        holdfast.Checkpointer(place, {"w": np.zeros(1 << 20)}, memory_budget=1 << 20)
+
+
+def test_an_unwritable_place_is_told_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises((StoreError, holdfast.HoldfastError), match="file"):
+        holdfast.Checkpointer(tmp_path / "file", state())
+    assert errno.ENOTDIR
