@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from holdfast.store.backends.filesystem import FileSystem
 from holdfast.store.names import TEMPORARY
@@ -88,11 +88,14 @@ class LinkBeforeFlush(Layer):
 
 
 class RenameForLink(Layer):
-    """The file gets its name by a rename, which replaces what is there."""
+    """The file gets its name by a rename, which replaces what is there. The probe, which would find that out, is made
+    with links."""
 
     def link(self, source: str, target: str) -> None:
-        inner: Any = self.inner
-        inner.rename(source, target)
+        if "probe" in target:
+            super().link(source, target)
+        else:
+            self.rename(source, target)
 
     def unlink(self, path: str) -> None:
         if TEMPORARY in path:
@@ -102,18 +105,6 @@ class RenameForLink(Layer):
                 return
         else:
             super().unlink(path)
-
-
-class CheckThenRename(RenameForLink):
-    """As above, with a look beforehand whether the name is free."""
-
-    def link(self, source: str, target: str) -> None:
-        try:
-            self.inner.status(target)
-        except FileNotFoundError:
-            super().link(source, target)
-        else:
-            raise FileExistsError(17, "File exists", target)
 
 
 class SharedTemporary(Layer):
@@ -126,10 +117,7 @@ class SharedTemporary(Layer):
         try:
             return super().create(self._shared(path), direct=direct)
         except FileExistsError:
-            inner: Any = self.inner
-            descriptor: int = inner.reopen(self._shared(path))
-            self._paths[descriptor] = path
-            return descriptor
+            return self.reopen(self._shared(path))
 
     def link(self, source: str, target: str) -> None:
         super().link(self._shared(source), target)
@@ -139,19 +127,23 @@ class SharedTemporary(Layer):
 
 
 class WriteInPlace(Layer):
-    """No temporary: the file is written under its final name."""
-
-    def _final(self, path: str) -> str:
-        return path.partition(TEMPORARY)[0]
+    """No temporary: the file is written under its final name, over whatever is there. The probe is made as always."""
 
     def create(self, path: str, *, direct: bool = False) -> int:
-        return super().create(self._final(path), direct=direct)
+        if "probe" in path:
+            return super().create(path, direct=direct)
+        final = path.partition(TEMPORARY)[0]
+        try:
+            return super().create(final, direct=direct)
+        except FileExistsError:
+            return self.reopen(final)
 
     def link(self, source: str, target: str) -> None:
-        assert self._final(source) == target
+        if "probe" in target:
+            super().link(source, target)
 
     def unlink(self, path: str) -> None:
-        if TEMPORARY not in path:
+        if "probe" in path or TEMPORARY not in path:
             super().unlink(path)
 
 

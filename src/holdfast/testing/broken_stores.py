@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.model.checkpoint import Receipt
 from holdfast.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store
@@ -83,6 +83,22 @@ class PutLate(StoreLayer):
         return self.owed[name][0] if name in self.owed else self.inner.get(name, limit=limit)
 
 
+class TrashLate(PutLate):
+    """The copy in the trash is put after the removal that it is to undo."""
+
+    def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
+        if not name.startswith("trash/"):
+            return self.inner.put_if_absent(name, content, token=token)
+        self.owed[name] = (b"".join(bytes(piece) for piece in content.pieces()), token)
+        return Receipt(name, content.length, self.url)
+
+    def delete(self, names: Sequence[str] | Iterable[str]) -> None:
+        super().delete(names)
+        owed, self.owed = self.owed, {}
+        for held, (data, by) in owed.items():
+            self.inner.put_if_absent(held, Bytes(data), token=by)
+
+
 class DeleteLate(StoreLayer):
     """Deletions of names that end in `late` are acknowledged at once and done after the next deletion of others."""
 
@@ -101,23 +117,3 @@ class DeleteLate(StoreLayer):
             owed, self.owed = self.owed, []
             if owed:
                 self.inner.delete(owed)
-
-
-class NoSettle(StoreLayer):
-    """What is visible counts as durable."""
-
-    def settle(self, name: str) -> None:
-        pass
-
-
-class TakenForOwn(StoreLayer):
-    """A name that is taken counts as a lost reply, whoever took it."""
-
-    def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
-        try:
-            return self.inner.put_if_absent(name, content, token=token)
-        except FileExistsError:
-            return Receipt(name, content.length, self.url)
-
-
-Wrap = Callable[[Store], Store]

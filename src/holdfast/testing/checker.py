@@ -17,10 +17,12 @@ from typing import Final
 import xxhash
 
 from holdfast.codec.digest import chunk_count
-from holdfast.errors import HoldfastError, NotARepository
+from holdfast.errors import CorruptionError, HoldfastError, NotARepository
 from holdfast.model.checkpoint import Index, Manifest
 from holdfast.model.names import CheckpointId
+from holdfast.repo.layout import trash_directory
 from holdfast.repo.lineage import latest
+from holdfast.repo.manifest import decode_manifest
 from holdfast.repo.repository import Repo
 from holdfast.store.backends.filesystem import FileSystem
 from holdfast.store.backends.local import LocalStore
@@ -79,41 +81,48 @@ def check_run(repo: Repo, run: str, expected: Expected, whole: Whole) -> Iterato
     there = {CheckpointId(run, number, step) for number, held in steps.items() for step in held}
     there |= set(_named(repo.store, run))
     for id, presence in expected.presence.items():
-        if id.run == run and presence is Presence.MUST and id not in there:
-            yield f"I3: {id} was reported as committed and is lost"
-        if id.run == run and presence is Presence.GONE and id in there:
-            yield f"I2: {id} was closed or removed, and is back"
+        if id.run == run:
+            yield from _check_presence(repo, id, presence, id in there)
     for id in sorted(there):
         if id not in expected.saved:
             yield f"I1: {id} exists and was never saved"
         else:
             yield from whole(repo, id, expected.saved[id])
-    yield from _check_latest(repo, run, newest, expected, claimed, steps)
+    walked = _walk(repo, run, claimed, steps)
+    if newest != walked:
+        yield f"I4: latest is {newest}, the walk gives {walked}"
+    reported = expected.newest(run)
+    if reported is not None and newest not in expected.may_be_latest(run, reported):
+        yield f"I4: latest is {newest}, although {reported} was reported as committed"
+
+
+def _check_presence(repo: Repo, id: CheckpointId, presence: Presence, there: bool) -> Iterator[str]:
+    if there and presence in (Presence.GONE, Presence.TRASHED):
+        yield f"I2: {id} was closed or removed, and is back"
+    if not there and presence is Presence.MUST:
+        yield f"I3: {id} was reported as committed and is lost"
+    if not there and presence in (Presence.TRASHED, Presence.MOVING) and not _in_trash(repo, id):
+        yield f"I3: {id} was removed by hand, and cannot be brought back"
+
+
+def _in_trash(repo: Repo, id: CheckpointId) -> bool:
+    for entry in repo.store.walk(trash_directory(id)):
+        try:
+            if isinstance(decode_manifest(repo.store.get(entry.name, limit=1 << 20), id), Manifest):
+                return True
+        except CorruptionError:
+            continue
+    return False
 
 
 def _named(store: Store, run: str) -> Iterator[CheckpointId]:
     """Checkpoints found by looking for manifests, without `Repo`; those that hold an aborted mark are none."""
     for entry in store.walk(f"runs/{run}"):
         parts = entry.name.split("/")
-        if len(parts) == 5 and parts[4] == "manifest.json":
-            if not store.get(entry.name, limit=1 << 20).startswith(b'{"by":'):
-                yield CheckpointId(run, int(parts[2][1:]), int(parts[3][5:]))
-
-
-def _check_latest(
-    repo: Repo,
-    run: str,
-    newest: CheckpointId | None,
-    expected: Expected,
-    attempts: list[int],
-    steps: dict[int, list[int]],
-) -> Iterator[str]:
-    walked = _walk(repo, run, attempts, steps)
-    if newest != walked:
-        yield f"I4: latest is {newest}, the walk gives {walked}"
-    reported = expected.newest(run)
-    if reported is not None and newest not in expected.as_new_as(run, reported):
-        yield f"I4: latest is {newest}, although {reported} was reported as committed"
+        if len(parts) != 5 or parts[4] != "manifest.json":
+            continue
+        if not store.get(entry.name, limit=1 << 20).startswith(b'{"by":'):
+            yield CheckpointId(run, int(parts[2][1:]), int(parts[3][5:]))
 
 
 def _walk(repo: Repo, run: str, attempts: list[int], steps: dict[int, list[int]]) -> CheckpointId | None:
@@ -155,7 +164,7 @@ def check_checkpoint(repo: Repo, id: CheckpointId, saved: Saved) -> Iterator[str
             yield f"I5: {id}: {path} has other bytes than were saved"
 
 
-class _Differs(Exception):  # noqa: N818 - never leaves this module
+class _Differs(Exception):
     """Bytes that contradict their digest."""
 
 

@@ -24,6 +24,8 @@ class Presence(Enum):
     MAY = "may exist"
     MUST = "must exist"
     GONE = "must not exist"
+    TRASHED = "must not exist, and lie in the trash"
+    MOVING = "must exist or lie in the trash"
 
 
 PRESENCE: Final[Mapping[str, Presence]] = {
@@ -31,26 +33,35 @@ PRESENCE: Final[Mapping[str, Presence]] = {
     "acknowledged": Presence.MUST,
     "removal begun": Presence.MAY,
     "removed": Presence.GONE,
-    "undelete begun": Presence.MAY,
+    "kept": Presence.MUST,
+    "rm begun": Presence.MOVING,
+    "rm done": Presence.TRASHED,
+    "undelete begun": Presence.MOVING,
     "undeleted": Presence.MUST,
+    "gc begun": Presence.GONE,
     "closed": Presence.GONE,
 }
 """What a mark about a checkpoint says of it from then on."""
 
 OPENED: Final = "repository opened"
 CLAIMED: Final = "claimed"
-"""Subject: (run, attempt number)."""
+"""Subject: (run, attempt number); detail: the parent."""
+CLAIMING: Final = "claim begun"
+"""Subject: the run; detail: the parent."""
 
 
 @dataclass
 class Expected:
-    """Folded marks. `acknowledged` holds checkpoints in the order in which they were reported as committed."""
+    """Folded marks. `line` holds each run's reported checkpoints, oldest first, without those that a later claim left
+    behind by going on from an older one."""
 
     opened: bool = False
     presence: dict[CheckpointId, Presence] = field(default_factory=dict)
     saved: dict[CheckpointId, Saved] = field(default_factory=dict)
     begun: list[CheckpointId] = field(default_factory=list)
-    acknowledged: list[CheckpointId] = field(default_factory=list)
+    line: dict[str, list[CheckpointId]] = field(default_factory=dict)
+    claiming: dict[str, CheckpointId | None] = field(default_factory=dict)
+    """The parent of a claim that is under way."""
     attempts: dict[str, int] = field(default_factory=dict)
     """The highest attempt of each run whose claim was reported."""
 
@@ -68,6 +79,13 @@ class Expected:
             assert isinstance(mark.subject, tuple)
             run, number = mark.subject
             self.attempts[run] = max(number, self.attempts.get(run, 0))
+            self.claiming.pop(run, None)
+            line = self.line.setdefault(run, [])
+            if mark.detail in line:
+                del line[line.index(mark.detail) + 1 :]
+        elif mark.label == CLAIMING:
+            assert isinstance(mark.subject, str) and isinstance(mark.detail, CheckpointId | None)
+            self.claiming[mark.subject] = mark.detail
         else:
             assert isinstance(mark.subject, CheckpointId)
             self._checkpoint(mark.subject, mark)
@@ -79,7 +97,7 @@ class Expected:
             self.saved[id] = mark.detail
             self.begun.append(id)
         elif mark.label == "acknowledged":
-            self.acknowledged.append(id)
+            self.line.setdefault(id.run, []).append(id)
 
     @property
     def runs(self) -> list[str]:
@@ -87,9 +105,10 @@ class Expected:
 
     def newest(self, run: str) -> CheckpointId | None:
         """The last reported checkpoint of `run` that nobody has begun to remove."""
-        held = [id for id in self.acknowledged if id.run == run and self.presence[id] is Presence.MUST]
+        held = [id for id in self.line.get(run, []) if self.presence[id] is Presence.MUST]
         return held[-1] if held else None
 
-    def as_new_as(self, run: str, id: CheckpointId) -> list[CheckpointId]:
-        """`id`, and the checkpoints of `run` whose saves began after it did."""
-        return [other for other in self.begun[self.begun.index(id) :] if other.run == run]
+    def may_be_latest(self, run: str, reported: CheckpointId) -> list[CheckpointId | None]:
+        """`reported`, what began to be saved after it, and what a claim that is under way goes on from."""
+        newer = [other for other in self.begun[self.begun.index(reported) :] if other.run == run]
+        return [*newer, *([self.claiming[run]] if run in self.claiming else [])]

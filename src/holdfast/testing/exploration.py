@@ -1,8 +1,8 @@
 """From recordings to distinct crash states, each judged once.
 
-For every prefix of the calls, every combination of what may be on the disk: all of them where they are few, else a sample
-that always holds "all", "nothing" and each single exception. Two states are the same if the disks hold the same names with
-the same bytes; one disk is judged again only where more is expected of it.
+For every prefix of the calls, every combination of what may be on the disk: all of them where they are few, else a
+sample that always holds "all", "nothing" and each single exception. Two states are the same if the disks hold the
+same names with the same bytes; one disk is judged again only where more is expected of it.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def crash_states(
             epoch += 1
         elif isinstance(step, Call):
             persistence.replay(step, prefix - 1)
+        if prefix < recording.start:
+            continue
         instant = persistence.now()
         for choice in instant.choices(each, source):
             image = instant.image(choice)

@@ -1,7 +1,7 @@
 """The program that is recorded: a small training job over a store, telling by marks what it was told.
 
-Drives the repository as the engine does (begin, packs, index, commit), step by step in one thread, so that a recording is
-the same each time and can be broken off anywhere.
+Drives the repository as the engine does (begin, packs, index, commit), step by step in one thread, so that a
+recording is the same each time and can be broken off anywhere.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from holdfast.codec.digest import chunk_starts, digest_chunks
 from holdfast.image.layout import plan_layout
 from holdfast.model.checkpoint import Index, Manifest, PackEntry
 from holdfast.model.names import CheckpointId
+from holdfast.policy import keep
 from holdfast.repo.attempts import Attempt, claim
 from holdfast.repo.commit import abort, begin, commit
 from holdfast.repo.content import content_digest
@@ -27,6 +28,7 @@ from holdfast.repo.layout import index_file
 from holdfast.repo.lease import Lease
 from holdfast.repo.lineage import latest
 from holdfast.repo.liveness import Clock
+from holdfast.repo.manifest import Aborted
 from holdfast.repo.packs import put_index
 from holdfast.repo.repository import Repo
 from holdfast.repo.unfinished import free
@@ -39,10 +41,11 @@ from holdfast.store.contract import Bytes, Store
 from holdfast.store.wrappers.retry import Patience, RetryingStore
 from holdfast.testing.checker import PLACE
 from holdfast.testing.disk_image import DiskImage
-from holdfast.testing.expectations import CLAIMED, OPENED, Saved
+from holdfast.testing.expectations import CLAIMED, CLAIMING, OPENED, Saved
 from holdfast.testing.processes import Processes, simulated
 from holdfast.testing.recorder import Recorder
 from holdfast.testing.simulated_disk import SimulatedDisk
+from holdfast.upkeep import gc, remove, retention, undelete
 
 RUN = "main"
 
@@ -145,11 +148,13 @@ class Job:
         """This process goes on, after another has acted."""
         self.program.processes.current = self.number
 
-    def claim(self, run: str = RUN, *, takeover: bool = False) -> Attempt:
+    def claim(self, run: str = RUN, *, takeover: bool = False, parent: CheckpointId | None = None) -> Attempt:
+        """`parent`: what was restored; by default what `latest` means."""
         watch = Watch(self.repo, run, clock=Faster().clock())
-        parent = latest(self.repo, run)
+        parent = parent or latest(self.repo, run)
+        self.mark(CLAIMING, run, parent)
         self.attempt = claim(self.repo, run, parent, takeover=takeover, wait_s=0.0, observe=watch)
-        self.mark(CLAIMED, (run, self.attempt.number))
+        self.mark(CLAIMED, (run, self.attempt.number), parent)
         return self.attempt
 
     def release(self) -> None:
@@ -159,6 +164,17 @@ class Job:
     def die(self) -> None:
         """Killed: nothing is released, and from now on others see it."""
         self.program.processes.end(self.number)
+
+    def mark_closed(self) -> None:
+        """After a claim over dead owners: saves of earlier attempts that had not committed by now never will."""
+        assert self.attempt is not None
+        run = self.attempt.run
+        for number in self.repo.attempts(run):
+            if number < self.attempt.number:
+                for step in self.repo.steps(run, number):
+                    id = CheckpointId(run, number, step)
+                    if isinstance(self.repo.mark(id), Aborted):
+                        self.mark("closed", id)
 
     def save(self, step: int) -> CheckpointId:
         work = self.saving(step)
@@ -175,6 +191,35 @@ class Job:
         self.mark("begun", id, saved(state))
         yield from save_stages(self.repo, attempt, id, state, self.save_id)
         self.mark("acknowledged", id)
+
+    def retain(self, newest: int) -> None:
+        """Retention by this attempt. Whatever it plans, it may never remove what `latest` means (I7)."""
+        assert self.attempt is not None
+        plan = retention.plan_retention(self.repo, self.attempt, keep.latest(newest))
+        going = [id for id in plan.dropped if id != latest(self.repo, self.attempt.run)]
+        for id in going:
+            self.mark("removal begun", id)
+        removed = retention.execute(self.repo, self.attempt, plan)
+        for id in going:
+            self.mark("removed" if id in removed else "kept", id)
+
+    def collect(self, *removed: CheckpointId) -> None:
+        """Both visits of gc, without a grace; `removed` lie in the trash and go with it."""
+        gc.execute(self.repo, gc.plan_gc(self.repo, grace_s=0.0))
+        for id in removed:
+            self.mark("gc begun", id)
+        gc.execute(self.repo, gc.plan_gc(self.repo, grace_s=0.0))
+
+    def remove(self, id: CheckpointId) -> None:
+        """`rm`: while it is under way the checkpoint is in its place or in the trash, afterwards in the trash."""
+        self.mark("rm begun", id)
+        remove.execute(self.repo, remove.plan_remove(self.repo, [id], force=True))
+        self.mark("rm done", id)
+
+    def undelete(self, id: CheckpointId) -> None:
+        self.mark("undelete begun", id)
+        undelete.execute(self.repo, undelete.plan_undelete(self.repo, id))
+        self.mark("undeleted", id)
 
     def give_up(self) -> None:
         """Closes the save that failed, as the engine does."""
@@ -195,18 +240,19 @@ def save_stages(
         start = int(layout.start[row])
         image[start : start + int(layout.length[row])] = np.frombuffer(_bytes(source), np.uint8)
     layout.stamp(image, save_id)
+    memory: memoryview = image.data
     begin(attempt, id.step, save_id, [*(pack.name for pack in layout.packs), index_file(0)])
     yield id
     receipts = []
     for pack in layout.packs:
-        content = Bytes(memoryview(image)[pack.start : pack.start + pack.length])
+        content = Bytes(memory[pack.start : pack.start + pack.length])
         receipts.append(repo.store.put_if_absent(f"{id.directory}/{pack.name}", content, token=save_id))
     yield id
     starts = chunk_starts(layout.length, repo.chunk_bytes)
     digests = np.zeros((int(starts[-1]), 16), np.uint8)
     for row in range(len(found.specs)):
         start = int(layout.start[row])
-        view = memoryview(image)[start : start + int(layout.length[row])]
+        view = memory[start : start + int(layout.length[row])]
         digest_chunks(view, repo.chunk_bytes, digests[int(starts[row]) : int(starts[row + 1])])
     packs = tuple(
         PackEntry(pack.name, pack.length, pack.header_length, layout.header_digest(number, save_id))
@@ -232,7 +278,7 @@ def save_stages(
         save_id=save_id,
         tree=found.tree,
         indexes=(entry,),
-        content=content_digest(found.tree, found.specs, digests, chunk_bytes=repo.chunk_bytes),
+        content=content_digest(found.tree, found.specs, digests, chunk_bytes=repo.chunk_bytes, private=[found.private]),
         bytes=sum(pack.length for pack in layout.packs),
         leaves=len(found.specs),
         chunk_bytes=repo.chunk_bytes,

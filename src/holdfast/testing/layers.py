@@ -35,6 +35,16 @@ class Layer:
         self._paths[descriptor] = path
         return descriptor
 
+    def reopen(self, path: str) -> int:
+        """As the simulated disk's; for layers that seed bugs."""
+        descriptor: int = self.inner.reopen(path)  # type: ignore[attr-defined]
+        self._paths[descriptor] = path
+        return descriptor
+
+    def rename(self, source: str, target: str) -> None:
+        """As the simulated disk's; for layers that seed bugs."""
+        self.inner.rename(source, target)  # type: ignore[attr-defined]
+
     def close(self, descriptor: int) -> None:
         self.around("close", self._paths.pop(descriptor, ""), lambda: self.inner.close(descriptor))
 

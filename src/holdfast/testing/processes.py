@@ -1,8 +1,8 @@
 """Simulated processes: who owns what, and who is dead, as the recorded program sees it.
 
-A recording is made in one real process, and judged in another. So the identity that claims and tombstones record, and the
-verdict on whether such a process lives, are simulated; random names are drawn from a seed, so that a recording is the
-same each time.
+A recording is made in one real process, and judged in another. So the identity that claims and tombstones record, and
+the verdict on whether such a process lives, are simulated; random names are drawn from a seed, so that a recording is
+the same each time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from holdfast.repo import liveness
 class Processes:
     """Numbers of processes, each alive until it is killed; `current` is the one that acts now."""
 
-    def __init__(self) -> None:
-        self.current = 0
-        self._last = 0
+    def __init__(self, first: int = 0) -> None:
+        self.current = first
+        self._last = first
         self._living: set[int] = set()
 
     def start(self) -> int:
@@ -44,11 +44,11 @@ class Processes:
         return "alive" if owner.host == "simulated" and owner.pid in self._living else "dead"
 
 
-def replacing(original: Callable[..., Any], replacement: Callable[..., Any]) -> mock._patch_dict | Any:
+def replacing(original: Callable[..., Any], replacement: Callable[..., Any]) -> ExitStack:
     """Replaces `original` under every name by which Holdfast's modules know it."""
     stack = ExitStack()
     for name, module in list(sys.modules.items()):
-        if name.startswith("holdfast.") and not name.startswith("holdfast.testing."):
+        if name.startswith("holdfast."):
             for key, value in list(vars(module).items()):
                 if value is original:
                     stack.enter_context(mock.patch.object(module, key, replacement))

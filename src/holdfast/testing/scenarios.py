@@ -1,22 +1,25 @@
 """What is recorded: each scenario is a short program over a repository, from a first save to a take-over.
 
-A scenario is a function of a `Program`; `record` runs it and gives the log. Families (`killed`, `crashed twice`) make
-many recordings out of one program: it is broken off at one of its calls, and a successor goes on from there.
+A scenario is a function of a `Program`; `record` runs it and gives the log. Two families make many recordings out of
+one program: `killed` breaks it off at one of its calls, `crashed` begins on the disk that a crash left; in both a
+successor goes on from there.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast.errors import HoldfastError
+from holdfast.model.names import CheckpointId
 from holdfast.store.backends.filesystem import FileSystem
 from holdfast.store.contract import Store
-from holdfast.testing.disk_image import DiskImage
-from holdfast.testing.jobs import Job, Program
+from holdfast.testing.disk_image import BLOCK, DiskImage
+from holdfast.testing.jobs import RUN, Job, Program
 from holdfast.testing.layers import Fault, Faulty, Layer
+from holdfast.testing.processes import Processes
 from holdfast.testing.recorder import Call, Mark, Step
 
 R = TypeVar("R")
@@ -46,12 +49,30 @@ class Mortal(Layer):
         return act()
 
 
+class Short(Layer):
+    """Every other write that is longer than a block writes less than it was asked to."""
+
+    def __init__(self, inner: FileSystem) -> None:
+        super().__init__(inner)
+        self._turn = False
+
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if buffers[0].nbytes > BLOCK:
+            self._turn = not self._turn
+            if self._turn:
+                return super().pwrite(descriptor, [buffers[0][: BLOCK + 512]], offset)
+        return super().pwrite(descriptor, buffers, offset)
+
+
 @dataclass(frozen=True)
 class Seeded:
     """Where a bug is put in; nothing by default."""
 
     above: Callable[[FileSystem], FileSystem] = field(default=lambda inner: inner)
     around: Callable[[Store], Store] = field(default=lambda inner: inner)
+
+
+NOTHING = Seeded()
 
 
 @dataclass(frozen=True)
@@ -63,6 +84,8 @@ class Recording:
     log: list[Step]
     opening: tuple[Mark, ...] = ()
     """What was known before the log begins."""
+    start: int = 0
+    """States of shorter prefixes belong to another recording."""
 
     @property
     def calls(self) -> int:
@@ -85,19 +108,19 @@ def several_saves(program: Program) -> None:
 
 def successor(program: Program) -> None:
     """An attempt after one that left a save at each stage: begun, packs there, index there."""
+    left: list[CheckpointId] = []
     for stages in (1, 2, 3):
         job = program.start()
         job.claim()
-        if stages > 1:
+        for id in left:
             job.mark("closed", id)
         job.save(10 * stages)
         unfinished = job.saving(10 * stages + 5)
-        for _ in range(stages):
-            id = next(unfinished)
+        left = [next(unfinished) for _ in range(stages)]
         job.die()
     last = program.start()
     last.claim()
-    last.mark("closed", id)
+    last.mark("closed", left[-1])
     last.save(40)
 
 
@@ -108,8 +131,7 @@ def take_over(program: Program) -> None:
         old.claim()
         old.save(10 * stage)
         unfinished = old.saving(10 * stage + 5)
-        for _ in range(stage):
-            id = next(unfinished)
+        *_, id = (next(unfinished) for _ in range(stage))
         new = program.start()
         new.claim(takeover=True)
         new.mark("closed", id)
@@ -139,9 +161,67 @@ def failed_save(program: Program) -> None:
     job.release()
 
 
-def lost_reply(program: Program) -> None:
-    """The link that gives an object its name is made, and reported as failed; the retry finds it."""
-    several_saves(program)
+def rolled_back(program: Program) -> None:
+    """A job that is restarted from an older step, and one after it that goes on from where that one came to."""
+    first = program.start()
+    first.claim()
+    for step in (10, 20, 30):
+        first.save(step)
+    first.die()
+    second = program.start()
+    second.claim(parent=CheckpointId(RUN, 1, 10))
+    second.save(15)
+    second.die()
+    third = program.start()
+    third.claim()
+    third.save(16)
+    third.release()
+
+
+def removed_by_hand(program: Program) -> None:
+    """`rm`, `undelete`, and `rm` of another."""
+    job = program.start()
+    job.claim()
+    ids = [job.save(step) for step in (10, 20, 30)]
+    job.release()
+    job.die()
+    operator = program.start()
+    for id in ids[:2]:
+        operator.remove(id)
+    operator.undelete(ids[0])
+    operator.remove(ids[0])
+    operator.undelete(ids[1])
+
+
+def collected(program: Program) -> None:
+    """Gc after a removal by hand and a save that a dead process left."""
+    job = program.start()
+    job.claim()
+    ids = [job.save(step) for step in (10, 20)]
+    unfinished = job.saving(30)
+    next(unfinished)
+    left = next(unfinished)
+    job.die()
+    operator = program.start()
+    operator.remove(ids[0])
+    operator.mark("closed", left)
+    operator.collect(ids[0])
+
+
+def retained(program: Program) -> None:
+    """Retention after each save, also of what an earlier attempt left."""
+    job = program.start()
+    job.claim()
+    for step in (10, 20, 30):
+        job.save(step)
+        job.retain(2)
+    job.die()
+    other = program.start()
+    other.claim()
+    for step in (40, 50):
+        other.save(step)
+        other.retain(1)
+    other.release()
 
 
 @dataclass(frozen=True)
@@ -152,6 +232,7 @@ class Scenario:
     play: Callable[[Program], None]
     faults: Callable[[], list[Fault]] = field(default=list)
     replies: Callable[[], list[Fault]] = field(default=list)
+    beneath: Callable[[FileSystem], FileSystem] = field(default=lambda disk: disk)
     elements: int = 900
     direct_above: int | None = None
 
@@ -163,23 +244,23 @@ class Scenario:
         return Program(
             seed,
             base=base,
-            beneath=lambda disk: Faulty(disk, *faults) if faults else disk,
+            beneath=lambda disk: self.beneath(Faulty(disk, *faults) if faults else disk),
             above=above,
             around=seeded.around,
             elements=self.elements,
             direct_above=self.direct_above,
         )
 
-    def record(self, seed: int, seeded: Seeded = Seeded()) -> Recording:
+    def record(self, seed: int, seeded: Seeded = NOTHING) -> Recording:
         program = self.program(seed, seeded)
         with program.running():
             self.play(program)
         return Recording(self.name, None, program.recorder.log)
 
 
-def killed(scenario: Scenario, seed: int, after: int, seeded: Seeded = Seeded()) -> Recording | None:
-    """`scenario` killed after `after` changing calls of its first process; a successor over the same running machine
-    claims and saves. None if the program ends before."""
+def killed(scenario: Scenario, seed: int, after: int, seeded: Seeded = NOTHING) -> Recording | None:
+    """`scenario` killed after `after` changing calls; a successor over the same running machine claims and saves. None
+    if the program ends before."""
     program = scenario.program(seed, seeded)
     with program.running():
         before = program.recorder.log
@@ -187,7 +268,8 @@ def killed(scenario: Scenario, seed: int, after: int, seeded: Seeded = Seeded())
         mortal: list[Mortal] = []
 
         def above(recorder: FileSystem) -> FileSystem:
-            mortal.append(Mortal(recorder, after))
+            if not mortal:
+                mortal.append(Mortal(recorder, after))
             return inner(mortal[0])
 
         program.above = above
@@ -197,23 +279,27 @@ def killed(scenario: Scenario, seed: int, after: int, seeded: Seeded = Seeded())
             pass
         else:
             return None
+        start = len(before)
         program.above = inner
         program.processes.end(program.processes.current)
         _goes_on(program)
-    return Recording(f"{scenario.name}, killed after {after} calls", None, before)
+    return Recording(f"{scenario.name}, killed after {after} calls", None, before, start=start)
 
 
-def crashed(recording: Recording, image: DiskImage, opening: tuple[Mark, ...], seed: int, name: str) -> Recording:
-    """A successor on the disk that a crash of `recording` left: what it does is recorded in turn."""
-    program = Program(seed, base=image)
+def crashed(base: DiskImage, opening: tuple[Mark, ...], seed: int, name: str, seeded: Seeded = NOTHING) -> Recording:
+    """A successor on a disk that a crash left, of which `opening` tells what must be there: what it does is recorded in
+    turn. Raises what the successor meets."""
+    program = Program(seed + 7919, base=base, above=seeded.above, around=seeded.around, processes=Processes(first=1000))
     with program.running():
         _goes_on(program)
-    return Recording(f"{recording.name}, {name}", image, program.recorder.log, opening)
+    return Recording(name, base, program.recorder.log, opening)
 
 
 def _goes_on(program: Program) -> None:
+    """A restarted job: it opens the place, restores, claims, closes what others left, saves."""
     job: Job = program.start()
     job.claim()
+    job.mark_closed()
     job.save(1000)
     job.release()
 
@@ -230,6 +316,10 @@ def _naming_replies() -> list[Fault]:
     return [Fault("link", errno.ESTALE, "step-00000020/", nth=nth, when="after") for nth in (1, 2, 3, 4)]
 
 
+def _temporaries_stay() -> list[Fault]:
+    return [Fault("unlink", errno.EIO, "step-", times=1 << 30)]
+
+
 SCENARIOS: dict[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
@@ -239,12 +329,12 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("successor of unfinished saves", successor),
         Scenario("take-over during a save", take_over),
         Scenario("failed flush", failed_save, faults=_flushes_fail),
-        Scenario("lost replies", lost_reply, replies=_naming_replies),
+        Scenario("lost replies", several_saves, replies=_naming_replies),
+        Scenario("temporaries stay", several_saves, replies=_temporaries_stay),
+        Scenario("short writes", several_saves, beneath=Short),
+        Scenario("rolled back", rolled_back),
+        Scenario("removed by hand", removed_by_hand),
+        Scenario("garbage collected", collected),
+        Scenario("retention", retained),
     )
 }
-
-
-def recordings(seed: int, seeded: Seeded = Seeded()) -> Iterator[Recording]:
-    """Each scenario's own recording."""
-    for scenario in SCENARIOS.values():
-        yield scenario.record(seed, seeded)

@@ -1,0 +1,85 @@
+"""Whether work goes on after a crash: a restarted job opens the place, claims, closes what was left, and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from holdfast.errors import HoldfastError
+from holdfast.model.names import CheckpointId
+from holdfast.repo.layout import trash_directory
+from holdfast.repo.repository import Repo
+from holdfast.store.backends.local import LocalStore
+from holdfast.store.contract import Entry
+from holdfast.testing.checker import PLACE
+from holdfast.testing.disk_image import DiskImage
+from holdfast.testing.expectations import CLAIMED, Expected
+from holdfast.testing.exploration import CrashState
+from holdfast.testing.persistence import Persistence
+from holdfast.testing.recorder import Call, Mark
+from holdfast.testing.scenarios import Recording, Seeded, crashed
+from holdfast.testing.simulated_disk import SimulatedDisk
+
+Check = Callable[[SimulatedDisk, Expected], list[str]]
+
+
+def go_on(recording: Recording, state: CrashState, check: Check, seed: int, seeded: Seeded) -> list[str]:
+    """What is wrong after a restarted job has done its work on this disk."""
+    try:
+        successor = after_crash(recording, state, seed, seeded)
+    except HoldfastError as error:
+        return [f"work cannot go on: {type(error).__name__}: {error}"]
+    marks = [step for step in successor.log if isinstance(step, Mark)]
+    expected = Expected.after((*successor.opening, *marks))
+    problems = list(_reused(state.expected, marks))
+    all_there, only_durable = ends(successor)
+    for what, image in (("all on the disk", all_there), ("only what was flushed", only_durable)):
+        problems += [
+            f"after a restart ({what}): {problem}" for problem in check(SimulatedDisk.holding(image), expected)
+        ]
+    problems += unfreed(SimulatedDisk.holding(all_there), expected)
+    return problems
+
+
+def after_crash(recording: Recording, state: CrashState, seed: int, seeded: Seeded) -> Recording:
+    """The recording of a restarted job on that disk."""
+    before = [step for step in recording.log[: state.prefix] if isinstance(step, Mark)]
+    name = f"{recording.name}, crash after call {state.prefix - 1}, restarted"
+    return crashed(state.image, (*recording.opening, *before), seed, name, seeded)
+
+
+def ends(recording: Recording) -> tuple[DiskImage, DiskImage]:
+    """The disk at the end if nothing is lost, and if everything is that can be."""
+    persistence = Persistence(recording.base)
+    for number, step in enumerate(recording.log):
+        if isinstance(step, Call):
+            persistence.replay(step, number)
+    now = persistence.now()
+    return now.image([variable.count - 1 for variable in now.variables]), now.image([0] * len(now.variables))
+
+
+def _reused(before: Expected, marks: list[Mark]) -> Iterator[str]:
+    for mark in marks:
+        if mark.label == CLAIMED:
+            assert isinstance(mark.subject, tuple)
+            run, number = mark.subject
+            if number <= before.attempts.get(run, 0):
+                yield f"I4: attempt {number} of {run} was claimed twice"
+
+
+def unfreed(disk: SimulatedDisk, expected: Expected) -> list[str]:
+    """Objects of dead attempts' unfinished saves that nobody freed."""
+    repo = Repo.open(LocalStore(PLACE, filesystem=disk, create=False))
+    return [
+        f"{entry.name} of an unfinished save was not freed"
+        for run in expected.runs
+        for attempt in repo.attempts(run)[:-1]
+        for step in repo.steps(run, attempt)
+        for entry in _left_of(repo, CheckpointId(run, attempt, step))
+    ]
+
+
+def _left_of(repo: Repo, id: CheckpointId) -> list[Entry]:
+    """Everything but the mark, if the save has not committed and nobody can bring it back."""
+    if repo.exists(id) or repo.store.children(trash_directory(id)).objects:
+        return []
+    return [entry for entry in repo.store.walk(id.directory) if entry.name != id.manifest]
