@@ -85,15 +85,15 @@ def _print(plan: GcPlan) -> None:
 
 
 def _words(found: Garbage) -> str:
-    from holdfast.report.measures import count, size
+    from holdfast.report.measures import size
 
     if found.due:
         verb = "delete"
     elif found.marked:
         verb = f"wait {found.left_s / HOUR_S:.1f} h"
     else:
-        verb = f"mark, to be deleted in {found.left_s / HOUR_S:g} h"
-    return f"{verb}: {found.reason}, {size(found.bytes)} in {count(found.objects, 'object')}"
+        verb = f"mark, goes in {found.left_s / HOUR_S:g} h"
+    return f"{verb}: {found.reason}, {size(found.bytes)}"
 
 
 def _done(report: GcReport) -> str:

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
@@ -84,9 +85,18 @@ def jsonable(value: Any) -> Any:
 
 
 def rows(pairs: Sequence[tuple[str, str]], indent: str = "  ") -> str:
-    """Names and values in two columns."""
+    """Names and values in two columns; a value that is too long goes on below itself, between its words."""
     wide = max((len(name) for name, _ in pairs), default=0)
-    return "\n".join(f"{indent}{name:<{wide}}  {value}" for name, value in pairs)
+    limit = width()
+    room = max((limit if limit == UNLIMITED else min(limit, PAGE)) - len(indent) - wide - 2, 24)
+    out = []
+    for name, value in pairs:
+        parts = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
+        out += [
+            f"{indent}{first:<{wide}}  {part}".rstrip()
+            for first, part in zip([name, *[""] * (len(parts) - 1)], parts, strict=True)
+        ]
+    return "\n".join(out)
 
 
 def _write(stream: IO[str], text: str) -> None:

@@ -21,6 +21,7 @@ EXAMPLES = examples(
     "holdfast show /data/checkpoints --depth 1           # sums only",
 )
 CERTIFICATE = ("exact", "reasons", "caveats", "covers", "leaves_out", "code", "versions", "settings")
+ITEM_BY_ITEM = ("reasons", "caveats")
 
 
 def show(
@@ -50,10 +51,9 @@ def show(
         return
     output.line(f"{id}{'  (latest)' if is_latest else ''}")
     output.line(output.rows(list(_about(repo, manifest, indexes, notes))))
-    for title, pairs in (("environment", _pairs(manifest.environment)), ("certificate", _certificate(manifest))):
-        if pairs:
-            output.line(f"\n{title}")
-            output.line(output.rows(pairs))
+    if manifest.certificate:
+        output.line("\ncertificate")
+        output.line(output.rows(_certificate(manifest)))
     output.line("\nstate")
     shared = next((index.specs for index in indexes), ())
     for text in columns(lines(manifest.tree, [spec for spec in shared if not spec.private], depth=depth)):
@@ -75,6 +75,8 @@ def _about(repo: Repo, manifest: Manifest, indexes: list[Index], notes: tuple[No
     yield "holds", f"{size(manifest.bytes)}, {count(manifest.leaves, 'leaf')} in {count(packs, 'pack')}"
     yield "saved", f"{manifest.created or 'at an unknown time'}, save id {manifest.save_id}"
     yield "content", manifest.content
+    if manifest.environment:
+        yield "saved by", _joined(manifest.environment)
     yield "parent", str(manifest.parent) if manifest.parent else "none: begun from nothing"
     if manifest.progress:
         yield "progress", ", ".join(f"{name} {_short(value)}" for name, value in manifest.progress.items())
@@ -87,22 +89,22 @@ def _about(repo: Repo, manifest: Manifest, indexes: list[Index], notes: tuple[No
 
 
 def _certificate(manifest: Manifest) -> list[tuple[str, str]]:
-    """Lists as one line an item, the first of them beside its name; what matters most first."""
+    """What matters most first; what could make a resume inexact on lines of its own."""
     found = manifest.certificate
     names = [name for name in CERTIFICATE if name in found] + [name for name in found if name not in CERTIFICATE]
     rows: list[tuple[str, str]] = []
     for name in names:
         value = found[name]
-        if isinstance(value, Mapping):
-            parts = [f"{key} {_short(inner)}" for key, inner in value.items()]
-        else:
-            parts = [_short(one) for one in value] if isinstance(value, list) else [_short(value)]
+        by_item = name in ITEM_BY_ITEM and isinstance(value, list)
+        parts = [_short(one) for one in value] if by_item else [_joined(value)]
         rows += [(name.replace("_", " ") if number == 0 else "", part) for number, part in enumerate(parts)]
     return rows
 
 
-def _pairs(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, _short(value)) for name, value in found.items()]
+def _joined(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_short(inner)}" for key, inner in value.items())
+    return ", ".join(map(_short, value)) if isinstance(value, list) else _short(value)
 
 
 def _short(value: Any) -> str:

@@ -10,8 +10,8 @@ def test_gc_marks_first_and_deletes_after_the_grace(cli, place):
     assert cli("gc", place) == (
         0,
         """\
-  gpt/a0001/2  mark, to be deleted in 24 h: removed by hand, 198 KiB in 2 objects
-  gpt/a0001/6  mark, to be deleted in 24 h: removed by hand, 198 KiB in 2 objects
+  gpt/a0001/2  mark, goes in 24 h: removed by hand, 198 KiB
+  gpt/a0001/6  mark, goes in 24 h: removed by hand, 198 KiB
 0 saves to delete (0 B), 2 to mark, 0 waiting, 0 leftovers to delete
 0 saves deleted, 0 B freed; 2 marked, 0 leftovers deleted
 """,

@@ -17,18 +17,15 @@ gpt/a0002/7  (latest)
   holds     198 KiB, 3 leaves in 1 pack
   saved     2030-01-02T03:04:05Z, save id <32 digits>
   content   <64 digits>
+  saved by  python 3.11
   parent    gpt/a0001/4
   progress  epoch 0, step 7
   metrics   late 0.25, loss 0.142857, val_loss 0.5
 
-environment
-  python  3.11
-
 certificate
   exact    no
   reasons  shuffled by hand
-  covers   model
-           step and epoch
+  covers   model, step and epoch
 
 state
   model              2 leaves            66.0 KiB

@@ -161,7 +161,7 @@ singles = st.one_of(st.just(Nothing()), latest_policies, best_policies)
 policies = st.one_of(singles, st.builds(lambda one, other: one | other, singles, singles))
 
 
-@settings(derandomize=True, max_examples=120, deadline=None)
+@settings(derandomize=True, max_examples=80, deadline=None)
 @given(histories(), policies)
 def test_i7_retention_never_removes_what_is_protected(history, policy):
     removed = {verdict.id for verdict in policy.decide(history) if not verdict.keep}
@@ -173,7 +173,7 @@ def test_i7_retention_never_removes_what_is_protected(history, policy):
             assert facts.id not in removed
 
 
-@settings(derandomize=True, max_examples=120, deadline=None)
+@settings(derandomize=True, max_examples=80, deadline=None)
 @given(histories(), best_policies)
 def test_i7_best_judges_only_what_has_its_metric_or_is_older_than_one_that_has(history, policy):
     newest = max((facts.age_key for facts in history if "loss" in facts.metrics), default=(0, 0))
@@ -182,7 +182,7 @@ def test_i7_best_judges_only_what_has_its_metric_or_is_older_than_one_that_has(h
             assert verdict.keep
 
 
-@settings(derandomize=True, max_examples=120, deadline=None)
+@settings(derandomize=True, max_examples=80, deadline=None)
 @given(histories(), best_policies)
 def test_best_keeps_n_that_nothing_removed_beats_and_not_many_more(history, policy):
     sign = 1 if policy.mode == "min" else -1
@@ -198,7 +198,7 @@ def test_best_keeps_n_that_nothing_removed_beats_and_not_many_more(history, poli
     assert len(kept_ones) <= 2 * policy.n + extra
 
 
-@settings(derandomize=True, max_examples=120, deadline=None)
+@settings(derandomize=True, max_examples=80, deadline=None)
 @given(histories(), latest_policies)
 def test_latest_keeps_exactly_n_whole_ones_beside_the_protected(history, policy):
     whole = [facts for facts in history if not facts.suspect]
@@ -207,7 +207,7 @@ def test_latest_keeps_exactly_n_whole_ones_beside_the_protected(history, policy)
     assert sum(v.id in undamaged for v in named) == min(policy.n, len(whole))
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(histories(), policies, st.randoms(use_true_random=False))
 def test_the_order_of_the_facts_does_not_matter_and_every_verdict_has_its_reason(history, policy, random):
     shuffled = list(history)
@@ -217,7 +217,7 @@ def test_the_order_of_the_facts_does_not_matter_and_every_verdict_has_its_reason
     assert all(verdict.reason and verdict.reason == verdict.reason.strip() for verdict in verdicts)
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(histories(), singles, singles)
 def test_a_union_keeps_what_either_keeps(history, one, other):
     def kept_by(policy):
@@ -226,7 +226,7 @@ def test_a_union_keeps_what_either_keeps(history, one, other):
     assert kept_by(one | other) == kept_by(one) | kept_by(other)
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(histories(), policies)
 def test_removing_what_was_judged_and_judging_again_removes_nothing_more_of_the_live_line(history, policy):
     """What retention leaves stands: a second pass over it finds nothing to do."""
