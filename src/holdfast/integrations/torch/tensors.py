@@ -320,7 +320,11 @@ def _restore_sparse(tensor: torch.Tensor, node: Json, path: str, restorer: Resto
     made = fresh_sparse(node, path, restorer, device=tensor.device)
 
     def take() -> None:
-        tensor.data = made().detach()
+        found = made().detach()
+        with torch.no_grad():
+            if tensor.layout is not torch.sparse_coo:
+                tensor.resize_as_sparse_(found)  # setting .data of a compressed tensor does nothing, and says nothing
+            tensor.copy_(found)
 
     restorer.later(path, take, SWAPS)
     return lambda: tensor
