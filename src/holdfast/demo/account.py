@@ -13,6 +13,7 @@ from holdfast.demo.runner import Account
 from holdfast.report.measures import seconds, size
 
 BAR: Final = 32
+PIPE_WIDTH: Final = 1000
 MOST_LIVES: Final = 25
 """More are told in numbers only."""
 
@@ -40,7 +41,7 @@ def document(account: Account) -> dict[str, Any]:
 
 def show(account: Account, kept: str | None) -> None:
     """Prints the account on stdout. Without a terminal: no colour, and no line is folded."""
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(rendered(account, kept, unicode=console.encoding.lower().startswith("utf")))
 
 
