@@ -23,6 +23,7 @@ from holdfast.errors import HoldfastError
 from holdfast.testing.checker import Checker
 from holdfast.testing.exploration import crash_states, violation
 from holdfast.testing.going_on import after_crash, go_on
+from holdfast.testing.rot import rot
 from holdfast.testing.scenarios import NOTHING, SCENARIOS, Recording, killed
 from holdfast.testing.seeded_bugs import BUGS, Bug
 from holdfast.testing.simulated_disk import SimulatedDisk
@@ -80,6 +81,7 @@ def run_unit(unit: Unit, restart_one_in: int = RESTART_ONE_IN) -> Result:
         elif state.fingerprint[0] * 256 + state.fingerprint[1] < 65536 // restart_one_in:
             result.restarts += 1
             problems = go_on(recording, state, check, unit.seed, NOTHING)
+            problems += rot(state.image, state.expected, random.Random(state.fingerprint))
             if problems:
                 result.violations.append(
                     f"{recording.name}: crash after call {state.prefix - 1}\n    " + "\n    ".join(problems)
@@ -140,7 +142,10 @@ def hunt(bug: Bug, seed: int = 1, *, each: int = 40, limit: int = 6000) -> BugRe
                 if problems:
                     how = str(violation(recording, state, problems, check))
                     return BugResult(bug.name, bug.breaks, True, states, how)
-                if states % 10 == 0 and (problems := go_on(recording, state, check, seed, bug.seeded)):
+                if states % 10 == 0:
+                    problems = go_on(recording, state, check, seed, bug.seeded)
+                    problems += rot(state.image, state.expected, random.Random(states))
+                if problems:
                     how = f"{recording.name}, crash after call {state.prefix - 1}: {problems[0]}"
                     return BugResult(bug.name, bug.breaks, True, states, how)
                 if states >= limit:

@@ -36,17 +36,19 @@ class DiskImage:
 
     def tree(self) -> dict[str, Contents | None]:
         """Every reachable path with its contents, None for a directory; sorted by path."""
-        found: dict[str, Contents | None] = {}
+        return {path: self.files.get(inode) for path, inode in self.inodes().items()}
+
+    def inodes(self) -> dict[str, int]:
+        """Every reachable path with its inode, sorted by path."""
+        found: dict[str, int] = {}
         pending = [("", ROOT)]
         while pending:
             prefix, directory = pending.pop()
             for name, inode in self.directories[directory].items():
                 path = f"{prefix}/{name}"
+                found[path] = inode
                 if inode in self.directories:
-                    found[path] = None
                     pending.append((path, inode))
-                else:
-                    found[path] = self.files[inode]
         return dict(sorted(found.items()))
 
     def fingerprint(self) -> bytes:

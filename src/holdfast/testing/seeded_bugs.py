@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from holdfast.engine.read import LeafReader
 from holdfast.errors import AlreadyExists, ObjectNotFound
 from holdfast.model.checkpoint import Receipt
 from holdfast.model.names import CheckpointId
@@ -248,6 +249,30 @@ BUGS: tuple[Bug, ...] = (
         "a save that its dead process left could still commit, and takes its space for ever",
         patch=lambda: replacing(unfinished.close_unfinished, lambda *_, **__: None),
         scenarios=("successor of unfinished saves",),
+    ),
+    _wrapper(
+        "packs go before the manifest",
+        "a checkpoint that retention removes is torn for a while",
+        lambda inner: stores.DeleteLate(inner, "/manifest.json"),
+        "retention",
+    ),
+    _layer(
+        "manifest's removal not flushed",
+        "a removed manifest comes back without its packs",
+        _skip(lambda path, last: last == ("unlink", "manifest.json")),
+        "retention",
+    ),
+    _wrapper(
+        "trash after removal",
+        "a checkpoint removed by hand cannot be brought back",
+        lambda inner: stores.TrashLate(inner, "", ""),
+        "removed by hand",
+    ),
+    Bug("retention takes the newest", "the run has nothing to go on from", patch=_drop_all, scenarios=("retention",)),
+    Bug(
+        "digests not checked on read",
+        "rotten bytes are restored",
+        patch=lambda: mock.patch.object(LeafReader, "_check", lambda *_: None),
     ),
     Bug(
         "taken name is ours",

@@ -1,0 +1,62 @@
+"""Bit rot: one byte of a checkpoint's objects is changed, and reading must say so (I5)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from holdfast.engine.restore import restore_checkpoint
+from holdfast.errors import CorruptionError, RepositoryError
+from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.names import CheckpointId
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Prepared
+from holdfast.state.prepare import prepare
+from holdfast.store.backends.local import LocalStore
+from holdfast.testing.checker import PLACE
+from holdfast.testing.disk_image import BLOCK, Contents, DiskImage
+from holdfast.testing.expectations import Expected, Presence, Saved
+from holdfast.testing.jobs import saved as saved_of
+from holdfast.testing.simulated_disk import SimulatedDisk
+
+
+def rot(image: DiskImage, expected: Expected, source: random.Random) -> list[str]:
+    """Flips a bit in each object of one checkpoint in turn; what of that passes unseen."""
+    held = [id for id, presence in expected.presence.items() if presence is Presence.MUST]
+    if not held:
+        return []
+    id = source.choice(held)
+    saved = expected.saved[id]
+    return [problem for path, damaged in _damaged(image, id, source) for problem in _unseen(damaged, path, id, saved)]
+
+
+def _damaged(image: DiskImage, id: CheckpointId, source: random.Random) -> Iterator[tuple[str, DiskImage]]:
+    directory = f"{PLACE}/{id.directory}/"
+    for path, inode in image.inodes().items():
+        contents = image.files.get(inode)
+        if contents is None or not path.startswith(directory) or path.endswith("begin.json") or ".tmp-" in path:
+            continue
+        at = source.randrange(contents.size)
+        yield path, DiskImage(image.directories, {**image.files, inode: _flipped(contents, at, source.randrange(8))})
+
+
+def _flipped(contents: Contents, at: int, bit: int) -> Contents:
+    number, within = divmod(at, BLOCK)
+    block = bytearray(contents.blocks[number])
+    block[within] ^= 1 << bit
+    return replace(contents, blocks=(*contents.blocks[:number], bytes(block), *contents.blocks[number + 1 :]))
+
+
+def _unseen(image: DiskImage, path: str, id: CheckpointId, saved: Saved) -> Iterator[str]:
+    try:
+        repo = Repo.open(LocalStore(PLACE, filesystem=SimulatedDisk.holding(image), create=False))
+        restored = restore_checkpoint(repo, id, _prepare).state
+    except (CorruptionError, RepositoryError):
+        return
+    if saved_of(restored) != saved:
+        yield f"I5: a flipped bit of {path} was not noticed, and other values were restored"
+
+
+def _prepare(manifest: Manifest, index: Index) -> Prepared:
+    return prepare(manifest.tree, index.private, index.specs)
