@@ -191,8 +191,9 @@ class Runner:
     def _well(self, life: Life) -> Life:
         """A life that ended by itself must have ended well."""
         if life.status not in (0, -9):
+            said = self.output.read_text(errors="replace").strip().rpartition("\n")[2]
             raise TrainingFailed(
-                f"the training process ended with status {life.status} after step {life.reached}",
+                f"the training process ended with status {life.status} after step {life.reached}: {said}",
                 subject=str(self.output),
                 hint=f"see what it said: tail {self.output}",
             )
