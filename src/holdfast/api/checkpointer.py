@@ -280,6 +280,7 @@ def _weakly(owner: Checkpointer) -> Callable[[], None]:
     def close() -> None:
         found = held()
         if found is not None:
-            found.close()
+            # Nobody said that training ended well, and no thread can be started any more: what is in flight is awaited.
+            found._close(CLOSE_DEADLINE_S, ended_well=False)
 
     return close

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.api.restored import Checkpoint
 from holdfast.events import Emitter, Sink
+from holdfast.model.canonical import untag_number
 from holdfast.model.checkpoint import Json, Manifest, Note
 from holdfast.model.names import CheckpointId
 from holdfast.repo.lineage import latest, resolve, walk
@@ -73,7 +74,7 @@ class Repository:
         found: dict[str, Any] = dict(self.repo.manifest(id).metrics)
         for note in self.notes(id):
             if note.kind == "metric":
-                found.update(note.body)
+                found.update({name: untag_number(value) for name, value in note.body.items()})
         return found
 
     def __repr__(self) -> str:

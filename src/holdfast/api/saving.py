@@ -13,6 +13,7 @@ from holdfast.engine.save import About, Saver
 from holdfast.errors import DeadlineExceeded, HoldfastError, MetricNotLogged, OwnershipError, SaveFailed, StateError
 from holdfast.events import Emitter, SaveFailedEvent, SaveSkipped, Warned
 from holdfast.guard.exitstatus import ExitStatus
+from holdfast.model.canonical import tag_number
 from holdfast.model.names import CheckpointId
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
@@ -217,7 +218,7 @@ class Saving:
             if last is not None and id == last.id and not last.committed:
                 continue
             try:
-                add_note(self.repo, id, "metric", dict(metrics))
+                add_note(self.repo, id, "metric", {name: tag_number(value) for name, value in metrics.items()})
             except HoldfastError as error:
                 self._warn(f"the metrics {sorted(metrics)} of {id} could not be noted: {error.message}")
 

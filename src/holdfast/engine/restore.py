@@ -6,13 +6,13 @@ Reading needs read permission only: it writes nothing and claims nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.engine.read import read_leaves
 from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorable
-from holdfast.events import CandidateSkipped, Emitter, RestoredEvent
+from holdfast.events import CandidateSkipped, Emitter, RestoredEvent, Warned
 from holdfast.model.checkpoint import Index, Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo.lineage import resolve, walk
@@ -60,7 +60,6 @@ def restore_latest(
     prepare: Prepare,
     *,
     emitter: Emitter | None = None,
-    candidates: Callable[[], Iterator[CheckpointId]] | None = None,
 ) -> RestoreResult | None:
     """Restores the first whole checkpoint on the walk of I4, and says loudly what it passed over.
 
@@ -73,7 +72,7 @@ def restore_latest(
     for _ in range(CHOICES):
         skipped = []
         try:
-            for id in candidates() if candidates else walk(repo, run):
+            for id in walk(repo, run, report=lambda message: emit.emit(Warned(message, run))):
                 try:
                     result = _attempt(repo, id, prepare, emit)
                 except CorruptionError as error:

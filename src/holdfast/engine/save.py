@@ -16,7 +16,7 @@ from holdfast.engine.arenas import ArenaHolder
 from holdfast.engine.chunks import ChunkTable, Digester
 from holdfast.engine.content import Filling, PackContent
 from holdfast.engine.handle import Save
-from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull
+from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable
 from holdfast.events import Captured, Committed, Emitter, PackWritten, Progress, SaveFailedEvent, SaveStarted, Warned
 from holdfast.image.arena import Arena
 from holdfast.image.capture import Capturer
@@ -213,6 +213,7 @@ class Saver:
         """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""
         save = job.save
         began = time.perf_counter()
+        failure: HoldfastError | None = None
         try:
             try:
                 self._write(job)
@@ -221,16 +222,19 @@ class Saver:
                     raise
                 self._write(job)
         except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; the handle carries it
-            self._failed(job, error)
-        else:
+            failure = self._failed(job, error)
+        if failure is None:
             save.seconds = time.perf_counter() - began
             self._emitter.emit(Committed(save.id, save.bytes, save.seconds))
-            save.end()
+        save.end(failure)
         if self._on_end is not None:
             self._on_end(save)
 
-    def _failed(self, job: _Job, error: BaseException) -> None:
+    def _failed(self, job: _Job, error: BaseException) -> HoldfastError | None:
+        """What became of a save that broke off: closed and told of, or None if it turns out to have committed."""
         save = job.save
+        if not self._closed(job, error):
+            return None
         if isinstance(error, OwnershipError | SaveFailed):
             failure: HoldfastError = error
         else:
@@ -241,21 +245,28 @@ class Saver:
             )
             failure.__cause__ = error
         self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
-        if not isinstance(error, OwnershipError):
-            self._give_up(job)
-        save.end(failure)
+        return failure
 
-    def _give_up(self, job: _Job) -> None:
-        """Closes a failed save: its name can no longer be committed, its objects are freed."""
+    def _closed(self, job: _Job, error: BaseException) -> bool:
+        """Takes the manifest's name, so that this save can no longer commit, and frees its objects. False if the
+        manifest
+        is there: its put was answered by an error, and had arrived all the same."""
         save = job.save
         try:
-            abort(self.repo, save.id, save.save_id)
+            if not job.begun:
+                return True
+            if not abort(self.repo, save.id, save.save_id):
+                if isinstance(error, StoreUnreliable):
+                    return True  # visible, and perhaps not durable: never reported as committed
+                self.repo.store.settle(save.id.manifest)
+                return False
             crashpoint("unfinished save marked aborted, objects still there")
             free(self.repo, save.id, names=job.names)
-        except HoldfastError as error:
+        except HoldfastError as trouble:
             self._emitter.emit(
-                Warned(f"what {save.id} left behind stays until the next claim: {error.message}", str(save.id))
+                Warned(f"what {save.id} left behind stays until the next claim: {trouble.message}", str(save.id))
             )
+        return True
 
     def _write(self, job: _Job) -> None:
         save, layout, repo = job.save, job.plan.layout, self.repo

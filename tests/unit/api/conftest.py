@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tiny_training import gate, place
 
 from holdfast.guard import exitstatus
+from tiny_training import gate, place
 
 __all__ = ["gate", "place"]
 

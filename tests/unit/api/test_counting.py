@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_training import state, steps_of, train
 
 import holdfast
 from holdfast import every, keep, on
 from holdfast.errors import UsageError
+from tiny_training import state, steps_of, train
 
 ALL = keep.latest(100)
 

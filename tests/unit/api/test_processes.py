@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_training import state, steps_of
 
 import holdfast
 from holdfast import every, keep
 from holdfast.errors import ForkedProcess, RanksNotSupported, RunInUse, Superseded
+from tiny_training import state, steps_of
 
 ALL = keep.latest(100)
 HEAD = """
@@ -68,7 +68,9 @@ except holdfast.HoldfastError as error:
 """
 
 
-def test_a_run_that_another_process_trains_is_refused_and_names_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_another_process_trains_is_refused_and_names_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("holdfast.repo.attempts.claim.__kwdefaults__", {**_claim_defaults(), "wait_s": 0.05})
     child = spawn(place, TRAINS_UNTIL_TOLD)
     try:
@@ -102,7 +104,11 @@ def test_i11_the_one_claimed_over_gets_superseded_and_commits_nothing(place: Pat
             assert list(loop) == [2]
     finally:
         child.kill()
-    assert [str(id) for id in holdfast.Repository(place).checkpoints()] == ["main/a0002/3", "main/a0002/2", "main/a0001/1"]
+    assert [str(id) for id in holdfast.Repository(place).checkpoints()] == [
+        "main/a0002/3",
+        "main/a0002/2",
+        "main/a0001/1",
+    ]
 
 
 def test_a_killed_owner_is_claimed_over_at_once(place: Path) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_training import Gate, state, steps_of, train
 
 import holdfast
 from holdfast import every, keep, on
 from holdfast.errors import SaveFailed, StateMismatch, StoreError, StoreFull, Unserialisable, UsageError
 from holdfast.events import Committed, Event, Removed, SaveFailedEvent, SaveSkipped
+from tiny_training import Gate, state, steps_of, train
 
 ALL = keep.latest(100)
 
@@ -95,11 +95,13 @@ def test_metrics_belong_to_their_step_and_late_ones_are_noted(place: Path) -> No
     with holdfast.Checkpointer(place, state(), save=every(steps=1), keep=ALL) as ckpt:
         for step in ckpt.steps(2):
             ckpt.log(loss=float(step))
-        ckpt.log(val_loss=np.float32(0.25))
+        ckpt.log(val_loss=np.float32(0.25), odd=float("nan"))
     seen = holdfast.Repository(place)
     last, first = seen.checkpoints()
     assert seen.metrics(first) == {"loss": 0.0}
-    assert seen.metrics(last) == {"loss": 1.0, "val_loss": 0.25}
+    found = seen.metrics(last)
+    assert np.isnan(found.pop("odd"))
+    assert found == {"loss": 1.0, "val_loss": 0.25}
     assert dict(seen.manifest(last).metrics) == {"loss": 1.0}
 
 
