@@ -32,7 +32,7 @@ _BIT_GENERATORS: Final = {
 
 
 def dtype_name(kind: np.dtype[Any], path: str = "") -> str:
-    """The name of an array's type. Unserialisable for objects and for types that their type string does not give back."""
+    """The name of an array's type. Unserialisable for objects, and for types that their own string does not give."""
     if kind.hasobject or kind.names is not None or np.dtype(kind.str) != kind:
         raise Unserialisable(
             f"{path or ROOT}: an array of {kind} has no representation",
@@ -139,7 +139,9 @@ class NumpyAdapter:
     def _encode_array(self, value: Array, path: str, writer: Writer) -> tuple[Json, Refresh]:
         name = dtype_name(value.dtype, path)
         geometry = _geometry(value)
-        node = writer.leaf(path, {"as": "numpy"}, (name, value.shape), value, HOST, _address(value), geometry)
+        node = writer.leaf(
+            path, {"as": "numpy"}, (name, value.shape), value, device=HOST, address=_address(value), geometry=geometry
+        )
         known, shape, strides = value.dtype, value.shape, value.strides
 
         def refresh(again: Array, replay: Writer) -> Json:
@@ -154,7 +156,15 @@ class NumpyAdapter:
         length, kind = len(value), type(value).__name__
         held = bytes(value)  # a bytearray may change, or be gone and its identity reused, before the leaf is copied
         geometry = Geometry("bytes", 0, (kind, length))
-        node = writer.leaf(path, {"as": "bytes", "type": kind}, ("uint8", (length,)), held, HOST, id(held), geometry)
+        node = writer.leaf(
+            path,
+            {"as": "bytes", "type": kind},
+            ("uint8", (length,)),
+            held,
+            device=HOST,
+            address=id(held),
+            geometry=geometry,
+        )
 
         def refresh(again: bytes | bytearray, replay: Writer) -> Json:
             if len(again) != length:

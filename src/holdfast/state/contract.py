@@ -52,9 +52,9 @@ class Device(Protocol):
 class Flattened:
     """The training state as leaves, at one moment. Nothing is copied: `sources` still are the training's own tensors.
 
-    `specs[i]` describes `sources[i]`, which `devices[device[i]]` can copy. Shared leaves first (numbered in the order in
-    which `tree` names them), then the private ones of `private`. `fingerprint` is equal exactly when a plan, a layout and
-    a `Bound` made for another Flattened can be used for this one.
+    `specs[i]` describes `sources[i]`, which `devices[device[i]]` can copy. Shared leaves first (numbered in the order
+    in which `tree` names them), then the private ones of `private`. `fingerprint` is equal exactly when a plan, a
+    layout and a `Bound` made for another Flattened can be used for this one.
     """
 
     tree: Json

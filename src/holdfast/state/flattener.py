@@ -35,8 +35,8 @@ class _Known:
 class Flattener:
     """Flattens one state again and again. `state` is held by reference, and read anew each time; so is `private`.
 
-    `flatten()` is equal to `holdfast.state.flatten(state, private=private)`; while the structure is unchanged it costs a
-    few microseconds per leaf.
+    `flatten()` is equal to `holdfast.state.flatten(state, private=private)`; while the structure is unchanged it
+    costs a few microseconds per leaf.
     """
 
     def __init__(self, state: Any, *, private: Any = None) -> None:
@@ -137,7 +137,8 @@ def _reports(
     number = {position: leaf for leaf, position in enumerate(stored)}
     paths = flattened.specs
     return tuple(
-        f"{paths[number[one]].path} and {paths[number[other]].path} share memory without being the same tensor: each is stored by itself"
+        f"{paths[number[one]].path} and {paths[number[other]].path} share memory without being the same tensor: "
+        "each is stored by itself"
         for one, other in overlaps(addresses, geometries, stored)
     )
 

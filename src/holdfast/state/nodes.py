@@ -124,8 +124,8 @@ def number_of(node: Json, count: int, path: str = "") -> int:
 def leaf_paths(tree: Json) -> list[str]:
     """The path of each leaf, by leaf number.
 
-    Strict: CorruptionError for a tree that `flatten` cannot have made (numbers that are not 0..n-1 once each, aliases of
-    nothing, malformed nodes), DuplicatePath for two leaves at one path.
+    Strict: CorruptionError for a tree that `flatten` cannot have made (numbers that are not 0..n-1 once each, aliases
+    of nothing, malformed nodes), DuplicatePath for two leaves at one path.
     """
     found: dict[int, str] = {}
     aliases: list[tuple[str, Json]] = []

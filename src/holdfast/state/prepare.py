@@ -12,8 +12,8 @@ from holdfast.model.leaf import LeafSpec
 from holdfast.state import registry
 from holdfast.state.collector import collector_paused
 from holdfast.state.contract import LoadReport, Prepared, Rename
+from holdfast.state.entries import mapping_entries
 from holdfast.state.nodes import PRIVATE, children, items, kind_of, leaf_paths
-from holdfast.state.rebuild import holds_structure, mapping_entries
 from holdfast.state.restorer import Restorer, Thunk
 from holdfast.state.selection import Patterns, Renaming, Selection
 from holdfast.state.tagged import type_name
@@ -39,9 +39,10 @@ def prepare(
 ) -> Prepared:
     """Matches a checkpoint with `into`, or plans new values where `into` is None.
 
-    `specs` are the leaves of `tree`, then those of `private_tree` (restored only into `private_into`, a mapping). `rename` maps the checkpoint's paths
-    to the target's: a mapping of prefixes, or a function. `include` and `exclude` are globs or compiled expressions over the target's paths.
-    `device` is where new tensors and meta targets go (default: host memory).
+    `specs` are the leaves of `tree`, then those of `private_tree` (restored only into `private_into`, a mapping).
+    `rename` maps the checkpoint's paths to the target's: a mapping of prefixes, or a function. `include` and `exclude`
+    are globs or compiled expressions over the target's paths. `device` is where new tensors and meta targets go
+    (default: host memory).
 
     Raises StateMismatch that lists what does not fit (with `strict`), StateError for targets that cannot be filled at
     all, CorruptionError for a tree that `flatten` cannot have made. The target is unchanged until a sink is filled.
@@ -178,6 +179,3 @@ def _report(restorer: Restorer) -> LoadReport:
         mismatched=tuple(restorer.mismatched),
         notes=tuple(restorer.notes),
     )
-
-
-__all__ = ["holds_structure", "prepare"]

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import enum
-import json
 import random
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
-from holdfast.errors import CorruptionError, HoldfastError, StateMismatch
+from holdfast.errors import CorruptionError
 from holdfast.model.checkpoint import Json
 from holdfast.model.paths import join
 from holdfast.state import registry
 from holdfast.state.atoms import DECODERS, ENCODERS, decode_atom, random_state
+from holdfast.state.classes import enum_member, named_fields, tagged
+from holdfast.state.entries import matched, stateful, structured
+from holdfast.state.keys import key_thunk, spell, spelled
 from holdfast.state.nodes import (
-    KEYED,
     LEAVES,
     ROOT,
     STRUCTURE,
-    is_plain,
     items,
     kind_of,
     name_of,
     segment,
     sequence,
-    walk,
 )
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
 from holdfast.state.selection import Selection
-from holdfast.state.tagged import Tagged, type_name
-from holdfast.state.writer import FACTORIES, Writer, is_stateful
+from holdfast.state.tagged import Tagged
+from holdfast.state.writer import FACTORIES, is_stateful
 
 _KEYED_TYPES: Final[dict[str, type]] = {
     "dict": dict,
@@ -54,9 +51,9 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
                 return lambda: like
             return adapter.restore(like, node, path, plan)
         if is_stateful(like) and registry.registered(type(like)) is None:
-            return _object(plan, node, like, path)
-        if isinstance(like, dict | list | MutableMapping) and _structured(node, like):
-            return _entries(plan, node, like, path)
+            return stateful(plan, node, like, path)
+        if isinstance(like, dict | list | MutableMapping) and structured(node, like):
+            return matched(plan, node, like, path)
     if keep and kind not in _TRANSPARENT and not plan.takes(path):
         return lambda: like
     if keep and kind == "random" and isinstance(like, random.Random):
@@ -65,13 +62,14 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
         return lambda: like
     if keep and kind not in STRUCTURE:
         plan.restored.append(path or ROOT)
-    return _build(plan, node, kind, like, path, keep)
+    return _build(plan, node, like, path, keep)
 
 
 _TRANSPARENT: Final = frozenset({"dataclass", "namedtuple", "tuple"})
 
 
-def _build(plan: Restorer, node: Json, kind: str, like: Any, path: str, keep: bool) -> Thunk:
+def _build(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
+    kind = kind_of(node)
     if kind in LEAVES:
         return plan.new_leaf(node, path)
     builder = _BUILDERS.get(kind)
@@ -105,146 +103,6 @@ def plain(node: Json) -> Any:
     return Restorer((), None, Selection(), None, False).rebuild(node, "")()
 
 
-# -- entries that are matched one by one ------------------------------------------------------------------------
-
-
-def _structured(node: Json, like: Any) -> bool:
-    """Whether either side holds tensors or objects: then entries are matched one by one."""
-    return kind_of(node) in (*KEYED, "list", "module") and (not is_plain(node) or holds_structure(like))
-
-
-def holds_structure(like: Any) -> bool:
-    kind = type(like)
-    if kind in ENCODERS:
-        return False
-    if registry.adapter_for(kind) is not None or is_stateful(like):
-        return True
-    if isinstance(like, Mapping):
-        return any(holds_structure(one) for one in like.values())
-    return isinstance(like, list | tuple) and any(holds_structure(one) for one in like)
-
-
-def _entries(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
-    if isinstance(like, list) != (kind_of(node) == "list"):
-        return plan.mismatch(like, path, plan.words(node), f"a {type(like).__name__}")
-    return _list_entries(plan, node, like, path) if isinstance(like, list) else mapping_entries(plan, node, like, path)
-
-
-def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: bool = False) -> Thunk:
-    """Every entry of a mapping with the checkpoint's of the same key. At the root, entries not named are skipped."""
-    theirs = {_spelled(key): (key, child) for key, child in items(node)}
-    thunks: list[tuple[Any, Thunk]] = []
-    for key, present in like.items():
-        spelled = _spell(key)
-        where = join(path, segment(json.loads(spelled)))
-        if spelled in theirs:
-            thunks.append((key, plan.value(theirs.pop(spelled)[1], present, where)))
-        elif plan.takes(where):
-            plan.missing.append(where)
-    empty = len(like) == 0
-    for key, child in theirs.values():
-        where = join(path, segment(key))
-        if root:
-            plan.skipped.append(where)
-        elif not plan.takes(where):
-            continue
-        elif empty or (is_plain(child) and kind_of(node) != "module"):
-            thunks.append((_key(plan, key, {}, where)(), plan.rebuild(child, where)))
-        else:
-            plan.unexpected.append(where)
-
-    def apply() -> Any:
-        for key, thunk in thunks:
-            now = thunk()
-            if now is not ABSENT and (key not in like or like[key] is not now):
-                _assign(like, key, now, path)
-        return like
-
-    return apply
-
-
-def _assign(like: Any, key: Any, now: Any, path: str) -> None:
-    try:
-        like[key] = now
-    except TypeError:
-        where = join(path, segment(json.loads(_spell(key))))
-        raise StateMismatch(
-            f"{where}: a {type(like).__name__} takes no new value", subject=where, hint="give a dict"
-        ) from None
-
-
-def _list_entries(plan: Restorer, node: Json, like: list[Any], path: str) -> Thunk:
-    theirs = sequence(node)
-    thunks = [
-        plan.value(child, present, join(path, str(n)))
-        for n, (child, present) in enumerate(zip(theirs, like, strict=False))
-    ]
-    plan.missing.extend(join(path, str(n)) for n in range(len(theirs), len(like)) if plan.takes(join(path, str(n))))
-    for number in range(len(like), len(theirs)):
-        where = join(path, str(number))
-        if not like or is_plain(theirs[number]):
-            thunks.append(plan.rebuild(theirs[number], where))
-        else:
-            plan.unexpected.append(where)
-
-    def apply() -> Any:
-        for number, thunk in enumerate(thunks):
-            now = thunk()
-            if number < len(like):
-                like[number] = now
-            else:
-                like.append(now)
-        return like
-
-    return apply
-
-
-def _object(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
-    if kind_of(node) != "object":
-        return plan.mismatch(like, path, plan.words(node), f"an object ({type_name(type(like))})")
-    if not plan.takes(path):
-        return lambda: like
-    if node.get("type") != type_name(type(like)):
-        plan.notes.append(f"{path or ROOT}: saved by a {node.get('type')}, restored into a {type_name(type(like))}")
-    hints = like.state_dict() if any(kind_of(one) in _NEEDS_CLASS for _, one in walk(node["v"])) else ABSENT
-    before = len(plan.created)
-    state = plan.rebuild(node["v"], path, hints)
-    plan.restored.extend(plan.created[before:] or [path or ROOT])
-    del plan.created[before:]
-    plan.later(path, lambda: like.load_state_dict(state()))
-    return lambda: like
-
-
-# -- values as a whole --------------------------------------------------------------------------------------------
-
-
-def _spelled(key: Json) -> str:
-    return json.dumps(key, sort_keys=True)
-
-
-def _spell(key: Any) -> str:
-    return _spelled(Writer(None).closed(key, "a key"))
-
-
-def _key(plan: Restorer, node: Json, known: Mapping[str, Any], path: str) -> Thunk:
-    if type(node) is str:
-        return lambda: node
-    spelled = _spelled(node)
-    if spelled in known:
-        return lambda: known[spelled]
-    made = plan.rebuild(node, f"{path} (a key)")
-
-    def key() -> Any:
-        found = made()
-        try:
-            hash(found)
-        except TypeError:
-            raise CorruptionError(f"{path}: a {type(found).__name__} as a key or element", subject=path) from None
-        return found
-
-    return key
-
-
 def _hint(like: Any, key: Any) -> Any:
     """The present value at a key, or any beside it: it may offer a class."""
     if isinstance(like, Mapping):
@@ -262,19 +120,19 @@ def _mapping(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Th
     kind = _KEYED_TYPES[kind_of(node)]
     pairs = items(node)
     known = (
-        {_spell(one): one for one in like}
+        {spell(one): one for one in like}
         if isinstance(like, Mapping) and any(_needs_key(key) for key, _ in pairs)
         else {}
     )
     thunks: list[tuple[Thunk, Thunk]] = []
     for key, child in pairs:
         where = join(path, segment(key))
-        present = key if type(key) is str else known.get(_spelled(key), ABSENT)
+        present = key if type(key) is str else known.get(spelled(key), ABSENT)
         in_place = keep and isinstance(like, Mapping) and present is not ABSENT and present in like
         hint = _hint(like, present)
         thunks.append(
             (
-                _key(plan, key, known, where),
+                key_thunk(plan, key, known, where),
                 value(plan, child, hint, where, True) if in_place else plan.rebuild(child, where, hint),
             )
         )
@@ -355,8 +213,8 @@ def _deque(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
 
 
 def _set(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
-    known = {_spell(one): one for one in like} if isinstance(like, set | frozenset) else {}
-    thunks = [_key(plan, child, known, path) for child in sequence(node)]
+    known = {spell(one): one for one in like} if isinstance(like, set | frozenset) else {}
+    thunks = [key_thunk(plan, child, known, path) for child in sequence(node)]
 
     def build() -> Any:
         made = {thunk() for thunk in thunks}
@@ -378,87 +236,6 @@ def _slice(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
     return lambda: slice(*(part() for part in parts))
 
 
-# -- classes that the checkpoint cannot name for itself ---------------------------------------------------------------
-
-
-def _class(node: Json, like: Any) -> type | None:
-    """The class that the target offers for a node, if it is the one saved."""
-    return type(like) if like is not ABSENT and type_name(type(like)) == node.get("type") else None
-
-
-def _enum(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
-    name = name_of(node.get("name")) if node.get("name") is not None else None
-    kind = _class(node, like)
-    if kind is None or not issubclass(kind, enum.Enum):
-        tagged = Tagged(name_of(node.get("type")), name)
-        return lambda: tagged
-    if name in kind.__members__:
-        return lambda: kind.__members__[name]
-    raw = plan.rebuild(node.get("v"), path)
-    try:
-        member = kind(raw())
-    except ValueError:
-        return plan.mismatch(like, path, f"{node.get('type')}.{name}", "no such member")
-    return lambda: member
-
-
-def _named(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
-    kind, is_data = _class(node, like), kind_of(node) == "dataclass"
-    known = kind is not None and (
-        dataclasses.is_dataclass(kind) if is_data else issubclass(kind, tuple) and hasattr(kind, "_fields")
-    )
-    thunks: dict[str, Thunk] = {}
-    for key, child in items(node):
-        name, where = name_of(key), join(path, segment(key))
-        if known and hasattr(like, name):
-            thunks[name] = value(plan, child, getattr(like, name), where, keep)
-        else:
-            thunks[name] = plan.rebuild(child, where)
-    if not known or kind is None:
-        tag = name_of(node.get("type"))
-        return lambda: Tagged(tag, {name: thunk() for name, thunk in thunks.items()})
-    fields = {one.name for one in dataclasses.fields(kind)} if is_data else set(kind._fields)  # type: ignore[attr-defined]
-    if not set(thunks) <= fields or (not is_data and set(thunks) != fields):
-        return plan.mismatch(like, path, f"{node.get('type')} with fields {sorted(thunks)}", f"fields {sorted(fields)}")
-    if not is_data:
-        return lambda: kind._make(thunks[name]() for name in kind._fields)  # type: ignore[attr-defined]
-    frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return _data(kind, like, thunks, in_place=keep and not frozen)
-
-
-def _data(kind: type, like: Any, thunks: dict[str, Thunk], *, in_place: bool) -> Thunk:
-    def build() -> Any:
-        made = {name: thunk() for name, thunk in thunks.items()}
-        if not in_place:
-            held = {one.name: getattr(like, one.name) for one in dataclasses.fields(kind) if hasattr(like, one.name)}
-            return registry.rebuild_dataclass(kind, {**held, **made})
-        for name, now in made.items():
-            object.__setattr__(like, name, now)
-        return like
-
-    return build
-
-
-def _tagged(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
-    tag = name_of(node.get("type"))
-    inner = plan.rebuild(node.get("v"), path)
-    known = registry.registered_name(tag)
-    if known is None:
-        return lambda: Tagged(tag, inner())
-
-    def build() -> Any:
-        try:
-            return known[1].from_plain(inner())
-        except HoldfastError:
-            raise
-        except Exception as error:
-            raise StateMismatch(
-                f"{path or ROOT}: {tag} could not be made from its plain form: {error!r}", subject=path
-            ) from error
-
-    return build
-
-
 def _inner(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
     """The state of an object that the target does not have: as plain values."""
     return plan.rebuild(node.get("v"), path)
@@ -473,10 +250,10 @@ _BUILDERS: Final[Mapping[str, Builder]] = {
     "set": _set,
     "frozenset": _set,
     "slice": _slice,
-    "enum": _enum,
-    "dataclass": _named,
-    "namedtuple": _named,
-    "tagged": _tagged,
+    "enum": enum_member,
+    "dataclass": named_fields,
+    "namedtuple": named_fields,
+    "tagged": tagged,
     "object": _inner,
     "bypath": lambda plan, node, like, path, keep: _by_path(plan, items(node), path),
 }

@@ -146,7 +146,7 @@ def _defaults(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 def rebuild_dataclass(kind: type, fields: dict[str, Any]) -> Any:
     """A dataclass value with these fields, its `__init__` not run: saved fields are the value, also derived ones."""
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     for name, value in fields.items():
         object.__setattr__(made, name, value)
     return made

@@ -1,7 +1,7 @@
 """Walking the tree back up: nodes are matched with what the target holds, and nothing is touched yet.
 
-Each node becomes a *thunk*: called once every leaf has arrived, it returns the value, having changed in place what keeps
-its identity. Sinks say where leaves go; problems are gathered, and told all at once.
+Each node becomes a *thunk*: called once every leaf has arrived, it returns the value, having changed in place what
+keeps its identity. Sinks say where leaves go; problems are gathered, and told all at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ABSENT: Final = _Absent()
 """There is no value in the target; a thunk that returns it leaves the entry out."""
 
 SWAPS, MODULES, OBJECTS, OPTIMIZERS = range(4)
-"""The order of what is applied: tensors take their place first. Optimizers last: some schedulers set rates as they load."""
+"""The order of what is applied: tensors take their place first, optimizers last: some schedulers set rates on load."""
 
 
 class FanOut:
@@ -193,9 +193,8 @@ class Restorer:
         """A new tensor, array or bytes for a leaf; every alias of it gets the same one."""
         number, spec = self.spec(node, path)
         self.created.append(path or ROOT)
-        adapter, framework = self._framework(node, path)
-        base = self.new_base(number, spec, node, adapter, framework, device)
-        where = device if device is not None else self.device
+        adapter, framework, where = *self._framework(node, path), device if device is not None else self.device
+        base = self.new_base(number, spec, node, path, device)
         about = json.dumps(
             [number, framework, str(where), {name: node[name] for name in sorted(node) if name not in ("!", "n")}]
         )
@@ -207,10 +206,9 @@ class Restorer:
 
         return view
 
-    def new_base(
-        self, number: int, spec: LeafSpec, node: Json, adapter: registry.Adapter, framework: str, device: Any = None
-    ) -> Any:
+    def new_base(self, number: int, spec: LeafSpec, node: Json, path: str, device: Any = None) -> Any:
         """The memory of a new leaf, one for all its names."""
+        adapter, framework = self._framework(node, path)
         where = device if device is not None else self.device
         key = (number, f"{framework} {where}")
         if key not in self._bases:

@@ -220,6 +220,7 @@ class Writer:
         about: Json,
         spec: tuple[str, tuple[int, ...]],
         source: Any,
+        *,
         device: Device,
         address: int,
         geometry: Geometry,

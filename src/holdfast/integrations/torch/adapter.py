@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.errors import CorruptionError
-from holdfast.integrations.torch import modules, optimizers, tensors
+from holdfast.integrations.torch import modules, optimizer_restore, optimizers, tensors
 from holdfast.integrations.torch.device import TORCH_DTYPES
 from holdfast.integrations.torch.wrappers import own_tensors
 from holdfast.model.checkpoint import Json
@@ -67,7 +67,7 @@ class TorchAdapter:
         if isinstance(value, nn.Module):
             return modules.restore(value, node, path, restorer)
         if isinstance(value, Optimizer):
-            return optimizers.restore(value, node, path, restorer)
+            return optimizer_restore.restore(value, node, path, restorer)
         if isinstance(value, torch.Generator):
             return _restore_generator(value, node, path, restorer)
         return restorer.rebuild(node, path) if restorer.takes(path) else lambda: value
@@ -78,7 +78,7 @@ class TorchAdapter:
             return _fresh_generator(node, path, restorer)
         made = {
             "module": modules.fresh,
-            "optimizer": optimizers.fresh,
+            "optimizer": optimizer_restore.fresh,
             "sparse": tensors.fresh_sparse,
             "subclass": tensors.fresh_subclass,
         }.get(kind)

@@ -26,8 +26,6 @@ OPAQUE: Final = frozenset(
 )  # fmt: skip
 """Types that torch has no copy kernel for: copied as the bytes that they are."""
 
-_REGISTERED_ALREADY: Final = 712
-
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or, of a type that torch cannot copy, its bytes in integers of the same size."""
@@ -47,7 +45,8 @@ def writable(data: Buffer) -> Buffer:
     """The same bytes as an array that torch takes without a warning; whoever asks does not write them."""
     if data.flags.writeable:
         return data
-    return np.frombuffer((ctypes.c_uint8 * data.size).from_address(data.ctypes.data), np.uint8)
+    same: Buffer = np.ndarray((data.size,), np.uint8, (ctypes.c_uint8 * data.size).from_address(data.ctypes.data))  # type: ignore[arg-type]
+    return same
 
 
 class TorchBound:
@@ -101,7 +100,7 @@ class AcceleratorBound(TorchBound):
         with torch.no_grad(), torch.cuda.device(self._device):
             for leaf in range(start, stop):
                 targets[leaf].copy_(raw(sources[leaf]), non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._events.append(event)
 
@@ -120,7 +119,7 @@ def _pin(owner: AcceleratorBound, views: Sequence[Buffer]) -> None:
         return
     begin = min(view.ctypes.data for view in held) & ~4095
     end = max(view.ctypes.data + view.size for view in held)
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     outcome = int(runtime.cudaHostRegister(begin, end - begin, 0))
     if outcome == 0:
         weakref.finalize(owner, _unpin, begin)
@@ -128,7 +127,7 @@ def _pin(owner: AcceleratorBound, views: Sequence[Buffer]) -> None:
 
 def _unpin(begin: int) -> None:
     with contextlib.suppress(RuntimeError):
-        torch.cuda.cudart().cudaHostUnregister(begin)
+        torch.cuda.cudart().cudaHostUnregister(begin)  # type: ignore[no-untyped-call]
 
 
 class TorchDevice:

@@ -9,7 +9,6 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.model.leaf import LeafSpec
-from holdfast.state import registry
 from holdfast.state.restorer import SWAPS, Restorer, Thunk
 
 _HINT = "build the model on the device that it trains on, or load before anything else refers to its tensors"
@@ -22,7 +21,7 @@ def materialise(tensor: torch.Tensor, number: int, spec: LeafSpec, path: str, re
     if id(tensor) in plan.taken:
         return lambda: tensor
     plan.taken[id(tensor)] = tensor
-    base = restorer.new_base(number, spec, {"as": "torch"}, registry.home("torch"), "torch")
+    base = restorer.new_base(number, spec, {"as": "torch"}, path)
     if weakref.getweakrefcount(tensor):
         restorer.faults.append(
             f"{path}: a meta tensor that something holds a weak reference to cannot be given memory ({_HINT})"
@@ -41,7 +40,7 @@ def _swap(tensor: torch.Tensor, base: torch.Tensor, path: str) -> None:
         made.requires_grad_(tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)
     try:
-        torch.utils.swap_tensors(tensor, made)
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise StateError(
             f"{path}: a meta tensor that cannot be given memory: {error}", subject=path, hint=_HINT

@@ -110,7 +110,7 @@ def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
         return True
     if value.layout is not torch.strided or own.layout is not torch.strided or value.is_meta != own.is_meta:
         return value.layout is own.layout and type(value) is not torch.Tensor
-    if isinstance(own, nn.parameter.UninitializedTensorMixin):
+    if tensors.is_lazy(own):
         return False
     if value.shape != own.shape or value.dtype is not own.dtype or value.stride() != own.stride():
         return False
@@ -211,7 +211,7 @@ def restore(module: nn.Module, node: Json, path: str, restorer: Restorer) -> Thu
     found, _ = entries(module, path)
     direct = all(one.own or one.name.rpartition(".")[2] == _EXTRA for one in found)
     if not direct or any(_loads_its_own_way(place.module) for place in places(module) if not place.wrapper):
-        _through_load_state_dict(module, node, theirs, found, path, restorer)
+        _through_load_state_dict(module, node, theirs, found, path=path, restorer=restorer)
     else:
         _in_place(module, theirs, found, path, restorer)
     _check_meta(module, path, restorer)
@@ -246,7 +246,7 @@ def _extra(module: nn.Module, one: Entry, node: Json, path: str, restorer: Resto
 
 
 def _through_load_state_dict(
-    module: nn.Module, node: Json, theirs: dict[str, Json], found: list[Entry], path: str, restorer: Restorer
+    module: nn.Module, node: Json, theirs: dict[str, Json], found: list[Entry], *, path: str, restorer: Restorer
 ) -> None:
     """For modules that load in their own way: they get what they saved, and decide."""
     keys = {one.name: one.key for one in found}
@@ -272,7 +272,7 @@ def _through_load_state_dict(
 
 
 def _fits(ours: torch.Tensor, child: Json, path: str, restorer: Restorer) -> bool:
-    if isinstance(ours, nn.parameter.UninitializedTensorMixin):
+    if tensors.is_lazy(ours):
         return True
     _, spec = restorer.spec(child, path)
     if spec.shape == tuple(ours.shape) and spec.dtype == str(ours.dtype)[6:]:

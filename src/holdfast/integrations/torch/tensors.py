@@ -73,6 +73,11 @@ def memory(tensor: torch.Tensor) -> tuple[int, Geometry] | None:
     return (address(tensor), geometry(tensor)) if tensor.numel() else None
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a parameter or buffer waits for its first input to have a shape."""
+    return isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
+
+
 def check(tensor: torch.Tensor, path: str) -> None:
     """Raises Unserialisable, naming the path, for a tensor that has no bytes to save."""
     where, kind = path or ROOT, type(tensor)
@@ -80,7 +85,7 @@ def check(tensor: torch.Tensor, path: str) -> None:
         raise Unserialisable(
             f"{where}: a meta tensor has no values to save", subject=path, hint="materialise the model first"
         )
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise Unserialisable(
             f"{where}: a lazy parameter that is not initialised yet", subject=path, hint="run one forward first"
         )
@@ -114,7 +119,7 @@ def about(tensor: torch.Tensor) -> Json:
 
 
 def encode(tensor: torch.Tensor, path: str, writer: Writer) -> tuple[Json, Refresh]:
-    if is_traceable_wrapper_subclass(tensor):
+    if is_subclass(tensor):
         return _subclass_node(tensor, path, writer), lambda again, replay: _subclass_node(again, path, replay)
     check(tensor, path)
     if tensor.layout is not torch.strided:
@@ -133,7 +138,8 @@ def encode(tensor: torch.Tensor, path: str, writer: Writer) -> tuple[Json, Refre
 
 def dense_leaf(tensor: torch.Tensor, path: str, writer: Writer) -> Json:
     spec = (dtype_name(tensor, path), tuple(tensor.shape))
-    return writer.leaf(path, about(tensor), spec, tensor, device_of(tensor), address(tensor), geometry(tensor))
+    device, place = device_of(tensor), address(tensor)
+    return writer.leaf(path, about(tensor), spec, tensor, device=device, address=place, geometry=geometry(tensor))
 
 
 def look(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -218,7 +224,7 @@ def _subclass_node(tensor: torch.Tensor, path: str, writer: Writer) -> Json:
         said = writer.closed(context, path)
     except Unserialisable as error:
         raise Unserialisable(
-            f"{path or ROOT}: {type_name(type(tensor))} describes itself by what has no representation: {error.message}",
+            f"{path or ROOT}: {type_name(type(tensor))} is described by what has no representation: {error.message}",
             subject=path,
         ) from None
     parts = [[escape(name), writer.encode(getattr(tensor, name), join(path, escape(name)))] for name in names]
@@ -261,7 +267,8 @@ def bytes_of(tensor: torch.Tensor) -> Buffer:
         return np.empty(0, np.uint8)
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     memory.tensor = tensor  # type: ignore[attr-defined]
-    return np.frombuffer(memory, np.uint8)
+    flat: Buffer = np.ndarray((tensor.nbytes,), np.uint8, memory)  # type: ignore[arg-type]
+    return flat
 
 
 def allocate(spec: LeafSpec, device: Any) -> tuple[torch.Tensor, Sink]:
@@ -283,7 +290,7 @@ def view(base: torch.Tensor, node: Json) -> torch.Tensor:
 
 def restore(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> Thunk:
     kind = node["!"] if isinstance(node, dict) else ""
-    if kind == "subclass" or is_traceable_wrapper_subclass(tensor):
+    if kind == "subclass" or is_subclass(tensor):
         return _restore_subclass(tensor, node, path, restorer)
     if kind == "sparse" or tensor.layout is not torch.strided:
         return _restore_sparse(tensor, node, path, restorer)
@@ -344,11 +351,12 @@ def fresh_sparse(node: Json, path: str, restorer: Restorer, *, device: Any = Non
             raise StateError(f"{path or ROOT}: a sparse tensor needs torch", subject=path)
         try:
             if layout is torch.sparse_coo:
-                made = torch.sparse_coo_tensor(
-                    *held, size=shape, is_coalesced=bool(node.get("coalesced")), check_invariants=True
-                )
+                coalesced = bool(node.get("coalesced"))
+                made = torch.sparse_coo_tensor(held[0], held[1], shape, is_coalesced=coalesced, check_invariants=True)
             else:
-                made = torch.sparse_compressed_tensor(*held, size=shape, layout=layout, check_invariants=True)
+                made = torch.sparse_compressed_tensor(
+                    held[0], held[1], held[2], size=shape, layout=layout, check_invariants=True
+                )
         except (RuntimeError, TypeError) as error:
             raise CorruptionError(f"{path or ROOT}: no sparse tensor: {error}", subject=path) from None
         return view(made, node)

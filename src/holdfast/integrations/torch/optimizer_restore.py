@@ -1,0 +1,296 @@
+"""Nodes -> optimizers: state found by parameter, filled in place where it is, made where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.errors import CorruptionError
+from holdfast.integrations.torch import tensors
+from holdfast.integrations.torch.meta import device_after
+from holdfast.integrations.torch.optimizers import located
+from holdfast.model.checkpoint import Json
+from holdfast.model.paths import join
+from holdfast.state.nodes import KEYED, LEAVES, ROOT, items, kind_of, name_of, segment, sequence
+from holdfast.state.restorer import OPTIMIZERS, Restorer, Thunk
+from holdfast.state.tagged import type_name
+
+
+def _loads_its_own_way(optimizer: Optimizer) -> bool:
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
+    return bool(hooks) or type(optimizer).load_state_dict is not Optimizer.load_state_dict
+
+
+@dataclass(slots=True)
+class Saved:
+    """An optimizer's node, taken apart. `state` and `groups` name parameters by their path."""
+
+    state: list[tuple[str, Json]]
+    other: list[tuple[Json, Json]]
+    groups: list[tuple[list[tuple[str, Json]], list[str]]]
+    extra: list[tuple[str, Json]]
+
+
+def _saved(node: Json, path: str) -> Saved:
+    content = {name_of(key): child for key, child in items(node["v"])}
+    state, groups = content.pop("state", None), content.pop("param_groups", None)
+    other = content.pop("other", {"!": "dict", "i": []})
+    if kind_of(state) != "bypath" or type(groups) is not list or kind_of(other) != "dict":
+        raise CorruptionError(f"{path or ROOT}: a malformed optimizer", subject=path)
+    found: list[tuple[list[tuple[str, Json]], list[str]]] = []
+    for group in groups:
+        pairs = [(name_of(key), child) for key, child in items(group)]
+        parameters = [name_of(one) for key, child in pairs if key == "params" for one in sequence(child)]
+        found.append(([(key, child) for key, child in pairs if key != "params"], parameters))
+    return Saved([(name_of(key), child) for key, child in items(state)], items(other), found, list(content.items()))
+
+
+def restore(optimizer: Optimizer, node: Json, path: str, restorer: Restorer) -> Thunk:
+    if kind_of(node) != "optimizer":
+        return restorer.mismatch(optimizer, path, restorer.words(node), f"an optimizer ({type_name(type(optimizer))})")
+    if not restorer.takes(path):
+        return lambda: optimizer
+    if node.get("type") != type_name(type(optimizer)):
+        restorer.notes.append(
+            f"{path or ROOT}: saved by a {node.get('type')}, restored into a {type_name(type(optimizer))}"
+        )
+    saved = _saved(node, path)
+    plan = _Plan(optimizer, saved, path, restorer)
+    if _loads_its_own_way(optimizer) or saved.extra:
+        plan.through_load_state_dict()
+    else:
+        plan.in_place()
+    return lambda: optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One parameter's saved state, and the parameter of the target that it belongs to."""
+
+    parameter: torch.Tensor
+    group: Mapping[str, Any]
+    name: str
+    """The parameter's path in the checkpoint."""
+    node: Json
+    path: str
+    """Where the state lies in the target."""
+
+
+class _Plan:
+    """Restoring one optimizer: which of its parameters and groups are which of the checkpoint's."""
+
+    def __init__(self, optimizer: Optimizer, saved: Saved, path: str, restorer: Restorer) -> None:
+        self._optimizer = optimizer
+        self._saved = saved
+        self._path = path
+        self._restorer = restorer
+        self._paths: dict[int, str] = {}
+        self._by_mark: dict[Any, tuple[torch.Tensor, Mapping[str, Any]]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                where = located(restorer.owner(parameter), optimizer, path, number)
+                self._paths[id(parameter)] = where
+                self._name(parameter, where, group)
+        self._groups = self._match_groups()
+
+    def _name(self, parameter: torch.Tensor, path: str, group: Mapping[str, Any]) -> None:
+        mark = self._restorer.number_at(path)
+        other = self._by_mark.setdefault(mark, (parameter, group))[0]
+        if other is not parameter:
+            self._restorer.mismatched.append(
+                f"{path}: one parameter with {self._paths[id(other)]} in the checkpoint, another in the target"
+            )
+
+    def _marks(self, paths: Sequence[str]) -> set[Any]:
+        return {self._restorer.number_at(path) for path in paths}
+
+    def _match_groups(self) -> list[int | None]:
+        """For each group of the target the number of the saved one with the same parameters."""
+        theirs = [self._marks(parameters) for _, parameters in self._saved.groups]
+        free = list(range(len(theirs)))
+        found: list[int | None] = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            ours = self._marks([self._paths[id(parameter)] for parameter in group["params"]])
+            exact = next((one for one in free if theirs[one] == ours), None)
+            best = exact if exact is not None else max(free, key=lambda one: len(theirs[one] & ours), default=None)
+            if exact is None:
+                self._differs(number, ours, theirs[best] if best is not None else set())
+            if best is not None:
+                free.remove(best)
+            found.append(best)
+        for left in free:
+            self._restorer.unexpected.append(f"{self._path}/param_groups/{left}")
+        return found
+
+    def _differs(self, number: int, ours: set[Any], theirs: set[Any]) -> None:
+        missing = [path for path in self._paths.values() if self._restorer.number_at(path) in ours - theirs]
+        what = f", among them {missing[0]}" if missing else ""
+        self._restorer.mismatched.append(
+            f"{self._path}/param_groups/{number}: {len(theirs)} parameters in the checkpoint, {len(ours)} in the "
+            f"target, {len(ours & theirs)} of them the same{what}"
+        )
+
+    def _states(self) -> Iterator[_Held]:
+        """What of the saved state is restored."""
+        for name, node in self._saved.state:
+            found = self._by_mark.get(self._restorer.number_at(name))
+            where = join(join(self._path, "state"), name)
+            if found is None:
+                if self._restorer.takes(where):
+                    self._restorer.unexpected.append(where)
+            else:
+                here = self._paths[id(found[0])]
+                where = join(join(self._path, "state"), here)
+                if self._restorer.takes(where):
+                    yield _Held(found[0], found[1], name, node, where)
+
+    def _device(self, held: _Held, key: str, node: Json) -> Any:
+        """Where a new state tensor belongs: as it lay relative to its parameter when saved.
+
+        A step count is the exception, as in torch: it lies with the parameter only where the update runs on the device.
+        """
+        ours, host = device_after(held.parameter, self._restorer), torch.device("cpu")
+        if key == "step":
+            return ours if held.group.get("capturable") or held.group.get("fused") else host
+        theirs = node.get("device", "cpu") if isinstance(node, dict) else "cpu"
+        return host if theirs == "cpu" and self._restorer.device_at(held.name) != "cpu" else ours
+
+    def _value(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk:
+        """One entry of a parameter's state: filled in place where it is there already, else new."""
+        restorer = self._restorer
+        if kind_of(node) in LEAVES and tensors.is_dense(now) and not now.is_meta:
+            _, spec = restorer.spec(node, path)
+            if spec.shape == tuple(now.shape) and spec.dtype == str(now.dtype)[6:]:
+                return tensors.restore(now, node, path, restorer)
+        with restorer.on(self._device(held, key, node)):
+            return restorer.rebuild(node, path)
+
+    def _plain_key(self, node: Json, path: str) -> Any:
+        return node if type(node) is str else self._restorer.rebuild(node, path)()
+
+    def _other(self) -> dict[Any, Thunk]:
+        """State that belongs to no parameter."""
+        restorer, path = self._restorer, join(self._path, "other")
+        return {self._plain_key(key, path): restorer.rebuild(child, path) for key, child in self._saved.other}
+
+    def _entries(self, held: _Held, *, in_place: bool) -> dict[Any, Thunk] | Thunk:
+        """The entries of one parameter's state; where it is no dictionary, the state itself."""
+        present = self._optimizer.state.get(held.parameter) if in_place else None
+        if kind_of(held.node) not in KEYED:
+            return self._value(held, "", held.node, held.path, present)
+        found: dict[Any, Thunk] = {}
+        for key, child in items(held.node):
+            where, plain = join(held.path, segment(key)), self._plain_key(key, held.path)
+            now = present.get(plain) if isinstance(present, dict) else None
+            found[plain] = self._value(held, str(plain), child, where, now)
+        return found
+
+    def in_place(self) -> None:
+        thunks = [(held.parameter, self._entries(held, in_place=True)) for held in self._states()]
+        kept = {id(parameter) for parameter in self._skipped()}
+        other = self._other()
+        options = self._options()
+
+        def apply() -> None:
+            state = self._optimizer.state
+            before = {key: value for key, value in state.items() if isinstance(key, torch.Tensor) and id(key) in kept}
+            known = dict(state)
+            state.clear()
+            state.update(before)
+            for parameter, entry in thunks:
+                state[parameter] = _filled(known.get(parameter), entry)
+            state.update(_called(other))
+            for group, found in options:
+                group.update(_called(found))
+
+        self._restorer.later(self._path, apply, OPTIMIZERS)
+
+    def _skipped(self) -> list[torch.Tensor]:
+        """Parameters whose state include or exclude leaves as it is."""
+        chosen = self._restorer.selection
+        return [parameter for parameter, _ in self._by_mark.values()
+                if not chosen.takes(join(join(self._path, "state"), self._paths[id(parameter)]))]  # fmt: skip
+
+    def _options(self, *, in_place: bool = True) -> list[tuple[dict[str, Any], dict[str, Thunk]]]:
+        """For each group of the target the saved options; tensors that are there already are filled in place."""
+        restorer = self._restorer
+        found: list[tuple[dict[str, Any], dict[str, Thunk]]] = []
+        for number, (group, match) in enumerate(zip(self._optimizer.param_groups, self._groups, strict=True)):
+            thunks: dict[str, Thunk] = {}
+            for key, node in self._saved.groups[match][0] if match is not None else ():
+                now = group.get(key) if in_place else None
+                where = join(join(join(self._path, "param_groups"), str(number)), segment(key))
+                if now is not None and tensors.is_dense(now) and restorer.words(node) == tensors.words(now):
+                    thunks[key] = tensors.restore(now, node, where, restorer)
+                else:
+                    thunks[key] = restorer.rebuild(node, where, now)
+            found.append((group, thunks))
+        return found
+
+    def through_load_state_dict(self) -> None:
+        """For optimizers that load in their own way; what they cast is put right afterwards."""
+        restorer, optimizer = self._restorer, self._optimizer
+        numbers = {mark: number for number, mark in enumerate(self._by_mark)}
+        state = {
+            numbers[restorer.number_at(held.name)]: (held.parameter, _whole(self._entries(held, in_place=False)))
+            for held in self._states()
+        }
+        groups = [
+            (thunks, [numbers[restorer.number_at(self._paths[id(one)])] for one in group["params"]])
+            for group, thunks in self._options(in_place=False)
+        ]
+        extra = {key: restorer.rebuild(node, join(self._path, segment(key))) for key, node in self._saved.extra}
+        other = self._other()
+
+        def apply() -> None:
+            values = {number: thunk() for number, (_, thunk) in state.items()}
+            said = _called(extra)
+            said["state"] = {number: _copied(value) for number, value in values.items()} | _called(other)
+            said["param_groups"] = [_called(options) | {"params": held} for options, held in groups]
+            optimizer.load_state_dict(said)
+            for number, (parameter, _) in state.items():
+                _put_right(optimizer.state.get(parameter), values[number])
+
+        restorer.later(self._path, apply, OPTIMIZERS)
+
+
+def _called(thunks: Mapping[Any, Thunk]) -> dict[Any, Any]:
+    return {key: thunk() for key, thunk in thunks.items()}
+
+
+def _whole(entry: dict[Any, Thunk] | Thunk) -> Thunk:
+    return entry if callable(entry) else lambda: _called(entry)
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if type(value) is dict else value
+
+
+def _filled(now: Any, entry: dict[Any, Thunk] | Thunk) -> Any:
+    if callable(entry):
+        return entry()
+    made = _called(entry)
+    if type(now) is not dict:
+        return made
+    now.clear()
+    now.update(made)
+    return now
+
+
+def _put_right(now: Any, saved: Any) -> None:
+    """Replaces tensors that loading has cast to another type by what was saved."""
+    if not isinstance(now, dict) or not isinstance(saved, dict):
+        return
+    for key, value in saved.items():
+        held = now.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) and held.dtype is not value.dtype:
+            now[key] = value
+
+
+def fresh(node: Json, path: str, restorer: Restorer) -> Thunk:
+    """An optimizer's state where there is no optimizer: a dictionary by the parameters' paths."""
+    return restorer.rebuild(node["v"], path)

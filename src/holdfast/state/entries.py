@@ -1,0 +1,127 @@
+"""Entries matched one by one with what the target holds: those of containers with tensors or objects in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from holdfast.errors import StateMismatch
+from holdfast.model.checkpoint import Json
+from holdfast.model.paths import join
+from holdfast.state import registry
+from holdfast.state.atoms import ENCODERS
+from holdfast.state.keys import key_thunk, spell, spelled
+from holdfast.state.nodes import KEYED, ROOT, is_plain, items, kind_of, segment, sequence, walk
+from holdfast.state.restorer import ABSENT, Restorer, Thunk
+from holdfast.state.tagged import type_name
+from holdfast.state.writer import is_stateful
+
+_NEEDS_CLASS: Final = frozenset({"enum", "dataclass", "namedtuple", "defaultdict"})
+
+
+def structured(node: Json, like: Any) -> bool:
+    """Whether either side holds tensors or objects: then entries are matched one by one."""
+    return kind_of(node) in (*KEYED, "list", "module") and (not is_plain(node) or holds_structure(like))
+
+
+def holds_structure(like: Any) -> bool:
+    kind = type(like)
+    if kind in ENCODERS:
+        return False
+    if registry.adapter_for(kind) is not None or is_stateful(like):
+        return True
+    if isinstance(like, Mapping):
+        return any(holds_structure(one) for one in like.values())
+    return isinstance(like, list | tuple) and any(holds_structure(one) for one in like)
+
+
+def matched(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
+    if isinstance(like, list) != (kind_of(node) == "list"):
+        return plan.mismatch(like, path, plan.words(node), f"a {type(like).__name__}")
+    return _list_entries(plan, node, like, path) if isinstance(like, list) else mapping_entries(plan, node, like, path)
+
+
+def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: bool = False) -> Thunk:
+    """Every entry of a mapping with the checkpoint's of the same key. At the root, entries not named are skipped."""
+    theirs = {spelled(key): (key, child) for key, child in items(node)}
+    thunks: list[tuple[Any, Thunk]] = []
+    for key, present in like.items():
+        text = spell(key)
+        where = join(path, segment(json.loads(text)))
+        if text in theirs:
+            thunks.append((key, plan.value(theirs.pop(text)[1], present, where)))
+        elif plan.takes(where):
+            plan.missing.append(where)
+    empty = len(like) == 0
+    for key, child in theirs.values():
+        where = join(path, segment(key))
+        if root:
+            plan.skipped.append(where)
+        elif not plan.takes(where):
+            continue
+        elif empty or (is_plain(child) and kind_of(node) != "module"):
+            thunks.append((key_thunk(plan, key, {}, where)(), plan.rebuild(child, where)))
+        else:
+            plan.unexpected.append(where)
+
+    def apply() -> Any:
+        for key, thunk in thunks:
+            now = thunk()
+            if now is not ABSENT and (key not in like or like[key] is not now):
+                _assign(like, key, now, path)
+        return like
+
+    return apply
+
+
+def _assign(like: Any, key: Any, now: Any, path: str) -> None:
+    try:
+        like[key] = now
+    except TypeError:
+        where = join(path, segment(json.loads(spell(key))))
+        raise StateMismatch(
+            f"{where}: a {type(like).__name__} takes no new value", subject=where, hint="give a dict"
+        ) from None
+
+
+def _list_entries(plan: Restorer, node: Json, like: list[Any], path: str) -> Thunk:
+    theirs = sequence(node)
+    thunks = [
+        plan.value(child, present, join(path, str(n)))
+        for n, (child, present) in enumerate(zip(theirs, like, strict=False))
+    ]
+    plan.missing.extend(join(path, str(n)) for n in range(len(theirs), len(like)) if plan.takes(join(path, str(n))))
+    for number in range(len(like), len(theirs)):
+        where = join(path, str(number))
+        if not like or is_plain(theirs[number]):
+            thunks.append(plan.rebuild(theirs[number], where))
+        else:
+            plan.unexpected.append(where)
+
+    def apply() -> Any:
+        for number, thunk in enumerate(thunks):
+            now = thunk()
+            if number < len(like):
+                like[number] = now
+            else:
+                like.append(now)
+        return like
+
+    return apply
+
+
+def stateful(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
+    if kind_of(node) != "object":
+        return plan.mismatch(like, path, plan.words(node), f"an object ({type_name(type(like))})")
+    if not plan.takes(path):
+        return lambda: like
+    if node.get("type") != type_name(type(like)):
+        plan.notes.append(f"{path or ROOT}: saved by a {node.get('type')}, restored into a {type_name(type(like))}")
+    hints = like.state_dict() if any(kind_of(one) in _NEEDS_CLASS for _, one in walk(node["v"])) else ABSENT
+    before = len(plan.created)
+    state = plan.rebuild(node["v"], path, hints)
+    plan.restored.extend(plan.created[before:] or [path or ROOT])
+    del plan.created[before:]
+    plan.later(path, lambda: like.load_state_dict(state()))
+    return lambda: like
