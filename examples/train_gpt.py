@@ -60,8 +60,8 @@ def show(step: int, loss: float) -> None:
 def train(where: str, *, run: str, steps: int, save_every: int, sinks: Any = (), on_step: Any = show) -> None:
     torch.manual_seed(0)
     model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     loader = DataLoader(library(), batch_size=BATCH, shuffle=True, drop_last=True)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 

@@ -77,6 +77,8 @@ class Case:
     epochs: int = 0
     accumulate: int = 1
     steps: int = 15
+    own_draws: bool = False
+    """Draws from a generator that is not in the state, as no training that wants to resume exactly should."""
 
 
 EPOCHS: dict[str, Any] = {"epochs": 3}
@@ -95,6 +97,7 @@ CASES: dict[str, Case] = {
     "epochs, 2 workers": Case(lambda: shuffled(num_workers=2), [4, 12], **EPOCHS),
     "epochs, stateful loader": Case(stateful, [4, 6, 7], **EPOCHS),
 }
+CONTROL = {"steps, a generator outside the state": Case(shuffled, [4], own_draws=True)}
 
 
 def train(case: Case, where: Path, run: str, stop: int | None) -> None:
@@ -108,8 +111,11 @@ def train(case: Case, where: Path, run: str, stop: int | None) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
+    own = random.Random(1)
+
     def learn(batch: Any) -> torch.Tensor:
         points, sums = batch
+        points = points * (own.random() if case.own_draws else 1)
         loss = (model(points).squeeze(1) - sums).square().mean() * (1 + random.random()) * (1 + np.random.rand())
         loss.backward()
         return loss
@@ -167,11 +173,12 @@ def main() -> None:
     load_framework()
     importlib.import_module("torchdata.stateful_dataloader")
     warnings.simplefilter("ignore")
-    chosen = sys.argv[1:] or list(CASES)
+    cases = {**CASES, **CONTROL}
+    chosen = sys.argv[1:] or list(cases)
     # In memory where that is possible: nothing here is about a disk, and every save waits for it.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="holdfast-exact-", dir=memory) as place:
-        found = {name: outcome(CASES[name], Path(place) / str(number)) for number, name in enumerate(chosen)}
+        found = {name: outcome(cases[name], Path(place) / str(number)) for number, name in enumerate(chosen)}
     json.dump(found, sys.stdout, indent=1)
 
 

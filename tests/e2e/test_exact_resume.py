@@ -29,3 +29,8 @@ def outcomes() -> dict[str, str]:
 @pytest.mark.parametrize("case", exact_resume.CASES)
 def test_r8_a_resumed_run_ends_in_the_state_of_an_uninterrupted_one(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == "equal"
+
+
+def test_r8_the_comparison_tells_training_that_does_not_resume_exactly(outcomes: dict[str, str]) -> None:
+    for case in exact_resume.CONTROL:
+        assert outcomes[case].startswith("model/0.weight: byte ")

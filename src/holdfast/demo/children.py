@@ -44,7 +44,6 @@ class Life:
     saving: bool
     seconds: float
     stalls_s: tuple[float, ...] = ()
-    saves_s: tuple[float, ...] = ()
     bytes: int = 0
 
     @property
@@ -127,7 +126,6 @@ class Child:
             saving=any(event["id"]["step"] not in ended for event in begun),
             seconds=time.monotonic() - self.started,
             stalls_s=tuple(event["stall_s"] for event in events if event["event"] == "Captured"),
-            saves_s=tuple(event["seconds"] for event in events if event["event"] == "Committed"),
             bytes=max((event["bytes"] for event in begun), default=0),
         )
 

@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +20,9 @@ from holdfast.store.registry import open_store
 
 UNTOUCHED: Final = "untouched"
 KILLED: Final = "killed"
-FIRST_GUESS_S: Final = 0.02
-"""How long a save may take, before the first one has been seen."""
+SAVE_PHASES: Final = ("SaveStarted", "Captured", "PackWritten")
+"""A kill aimed at a save comes after one of these events of it, and at most so much later:"""
+INSIDE_SAVE_S: Final = 0.003
 LONG_STEP_S: Final = 0.2
 
 Tell = Callable[[str, int, int], None]
@@ -77,7 +78,6 @@ class Runner:
 
     place: Path
     tell: Tell = lambda what, done, total: None
-    _save_s: list[float] = field(default_factory=list)
     _start_s: float = 0.5
 
     def untouched(self, plan: Plan) -> Life:
@@ -89,9 +89,7 @@ class Runner:
         while child.running():
             self.tell("training untouched", child.step, plan.steps)
             time.sleep(0.02)
-        life = self._well(child.life())
-        self._save_s = [*life.saves_s, FIRST_GUESS_S]
-        return life
+        return self._well(child.life())
 
     def killed(self, plan: Plan, untouched: Life, run: str = KILLED) -> Account:
         """The same training again as `run`, killed as planned, and compared with the untouched one."""
@@ -149,11 +147,12 @@ class Runner:
             step_s = (time.monotonic() - child.started) / max(child.step, 1)
             time.sleep(kill.moment * min(step_s, LONG_STEP_S))
             return child.running()
-        begun = saves_begun(child)
-        if not child.wait_until(lambda: saves_begun(child) > begun):
+        phase, rest = divmod(kill.moment * len(SAVE_PHASES), 1)
+        name = SAVE_PHASES[int(phase)]
+        before = told_of(child, name)
+        if not child.wait_until(lambda: told_of(child, name) > before):
             return False
-        # Seeing it begin takes a moment too: within what the quicker saves took, most kills land inside.
-        time.sleep(kill.moment * statistics.quantiles(self._save_s or [FIRST_GUESS_S] * 2)[0])
+        time.sleep(rest * INSIDE_SAVE_S)
         return child.running()
 
     def _told(self, plan: Plan, kills: int, done: int) -> None:
@@ -204,8 +203,9 @@ class TrainingFailed(HoldfastError):
     """A child of the demo failed, for a reason of its own."""
 
 
-def saves_begun(child: Child) -> int:
-    return sum(event["event"] == "SaveStarted" for event in child.seen())
+def told_of(child: Child, event: str) -> int:
+    """How many such events its stream holds so far."""
+    return sum(one["event"] == event for one in child.seen())
 
 
 def load_framework() -> None:

@@ -79,7 +79,7 @@ def test_a_killed_child_is_read_to_its_last_whole_event(tmp_path: Path) -> None:
     events.write_text(text[:-9])
     child = Child(0, events, mmap.mmap(-1, mmap.PAGESIZE), status=-signal.SIGKILL)
     life = child.life()
-    assert (life.began, life.killed, life.saving, life.saves_s) == (4, True, False, (0.5,))
+    assert (life.began, life.killed, life.saving) == (4, True, False)
     events.write_text(text + "\n")
     assert child.life().saving and child.life().bytes == 12
 
@@ -150,3 +150,20 @@ def test_importing_the_command_loads_no_framework() -> None:
 
     code = "import sys, holdfast.cli.demo, holdfast.demo.runner, holdfast.demo.plan; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("account", "status"), [(made(), 0), (made("model: differs"), 12), (made(kills=0), 1)])
+def test_the_exit_status_is_the_verdict(account: Account, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import typer
+    from typer.testing import CliRunner
+
+    from holdfast.cli.demo import demo
+    from holdfast.demo import runner
+
+    monkeypatch.setattr(runner, "load_framework", lambda: None)
+    monkeypatch.setattr(runner.Runner, "untouched", lambda self, plan: account.untouched)
+    monkeypatch.setattr(runner.Runner, "killed", lambda self, plan, untouched: account)
+    app = typer.Typer()
+    app.command()(demo)
+    for arguments in ([], ["--json"]):
+        assert CliRunner().invoke(app, arguments).exit_code == status

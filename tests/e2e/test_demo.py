@@ -1,0 +1,42 @@
+"""The demo and the script to take home, as a reader runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "examples/train_gpt.py"
+
+
+def holdfast(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from holdfast.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200)
+
+
+def test_the_demo_kills_resumes_and_proves(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    done = holdfast("demo", "--kills", "2", "--steps", "24", "--save-every", "4", "--json", "--keep", str(kept))
+    assert done.returncode == 0, done.stderr
+    account = json.loads(done.stdout)
+    assert account["schema"] == "holdfast.demo/1"
+    assert account["equal"] is True and account["kills"] == 2 and account["difference"] is None
+    assert account["stall_median_s"] > 0 and account["one_copy_s"] > 0 and account["leaves"] > 100
+    assert "training untouched" in done.stderr
+    assert holdfast("verify", str(kept / "checkpoints")).returncode == 0
+    again = holdfast("demo", "--keep", str(kept))
+    assert again.returncode == 2 and "not empty" in again.stderr
+
+
+def test_the_script_to_take_home_goes_on_where_it_was(tmp_path: Path) -> None:
+    def run(steps: int) -> str:
+        command = [sys.executable, str(SCRIPT), str(tmp_path), "--steps", str(steps), "--save-every", "2"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "step    20" in run(20)
+    assert run(20) == ""
+    listed = json.loads(holdfast("ls", str(tmp_path), "--json").stdout)
+    assert [one["step"] for one in listed["runs"][0]["checkpoints"]][:3] == [20, 18, 16]
