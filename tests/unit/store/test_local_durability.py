@@ -71,7 +71,7 @@ def test_i1_a_directory_that_another_process_removed_is_made_and_flushed_again(s
     assert {f"{store.root}/runs", f"{store.root}/runs/a", f"{store.root}/runs/a/b"} <= set(flushed(faulty))
 
 
-@pytest.mark.parametrize("moment", ["create", "mkdir", "fsync_directory"])
+@pytest.mark.parametrize("moment", ["create", "mkdir", "fsync_directory", "status"])
 def test_a_directory_may_vanish_at_any_moment_before_the_file_exists(store, faulty, moment):
     put(store, "runs/x")
     os.mkdir(f"{store.root}/runs/a")
@@ -88,6 +88,21 @@ def test_a_directory_that_always_vanishes_is_an_error(tmp_path, faulty):
 
     with pytest.raises(StoreError, match="vanishing"):
         put(LocalStore(tmp_path / "s", filesystem=Vanishing()), "runs/x")
+
+
+def test_i1_a_directory_made_anew_by_another_thread_just_now_is_flushed_before_the_put_is_acknowledged(store, faulty):
+    """The other thread has made it and not flushed it yet: that it was known to be durable once does not count."""
+    put(store, "runs/a/x")
+    os.unlink(f"{store.root}/runs/a/x")
+
+    def another_thread():
+        store.delete(["runs/a/x"])
+        os.mkdir(f"{store.root}/runs/a")
+        faulty.calls.clear()
+
+    faulty.before["create"] = another_thread
+    put(store, "runs/a/y")
+    assert f"{store.root}/runs" in flushed(faulty)
 
 
 def test_i1_a_thread_that_prunes_does_not_spoil_a_put_beside_it(store):

@@ -17,9 +17,9 @@ from typing import Final
 
 from holdfast.errors import StoreError
 from holdfast.store.backends import faults
-from holdfast.store.backends.filesystem import FileSystem
+from holdfast.store.backends.filesystem import FileSystem, Kind
 
-_RACES: Final = 16
+_RACES: Final = 100
 """How often a directory may vanish between being made and being used before that counts as a fault."""
 
 
@@ -84,9 +84,7 @@ class Directories:
         try:
             self.filesystem.mkdir(path)
         except FileExistsError:
-            with faults.translated("looking at", path, directory):
-                kind = self.filesystem.status(path).kind
-            if kind != "directory":
+            if self._kind(path, directory) != "directory":
                 raise StoreError(
                     f"{path} is in the way: a symbolic link or a file where a directory belongs",
                     subject=directory,
@@ -97,6 +95,15 @@ class Directories:
         except OSError as error:
             raise faults.meaning(error, "making", path, directory) from error
         self._flush_one(self.path(parent(directory)), directory)
+
+    def _kind(self, path: str, subject: str) -> Kind:
+        """Lets FileNotFoundError pass as it is: pruned by another process between one call and the next."""
+        try:
+            return self.filesystem.status(path).kind
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise faults.meaning(error, "looking at", path, subject) from error
 
     def _make_root(self) -> None:
         made = self._make_above(self.root) if self._absent(self.root) else set()

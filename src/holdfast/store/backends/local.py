@@ -35,7 +35,7 @@ from holdfast.store.names import (
 )
 
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
-_RACES: Final = 16
+_RACES: Final = 100
 
 _in_flight: set[str] = set()
 _in_flight_lock = threading.Lock()
