@@ -60,7 +60,7 @@ def save(
         )
     with _lock:
         attempt, number = _attempt(repo, run, key, step)
-        saver = Saver(repo, run, emitter=emitter)
+        saver = Saver(repo, run, emitter=emitter, lasting=False)
         saver.attempt = attempt
         try:
             about = About(

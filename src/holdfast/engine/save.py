@@ -83,7 +83,8 @@ class Saver:
     `attempt` is set once the run is claimed, before the first save. `on_end` is called in the writing thread with the
     handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place
     full;
-    if it returns True the save goes on from where it was.
+    if it returns True the save goes on from where it was. `lasting`: many saves are to come, so memory is taken and
+    touched once.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Saver:
         *,
         emitter: Emitter | None = None,
         memory_budget: int | None = None,
+        lasting: bool = True,
         rank: int = 0,
         on_end: Callable[[Save], None] | None = None,
         make_room: Callable[[], bool] | None = None,
@@ -103,7 +105,7 @@ class Saver:
         self._rank = rank
         self._on_end = on_end
         self._make_room = make_room
-        self._arenas = ArenaHolder(repo.id, run, rank, memory_budget)
+        self._arenas = ArenaHolder(repo.id, run, rank, budget=memory_budget, lasting=lasting)
         self._plan: _Plan | None = None
         self._thread: threading.Thread | None = None
         self.current: Save | None = None

@@ -84,8 +84,10 @@ def _give_back(slot: Slot | None, owner: int) -> bool:
     return True
 
 
-def acquire(nbytes: int, *, repository: str, run: str, rank: int = 0, slot: int = 0, prewarm: bool = True) -> Arena:
-    """Memory for an image of `nbytes`, in shared memory if the slot is free and it fits, else anonymous.
+def acquire(
+    nbytes: int, *, repository: str, run: str, rank: int = 0, slot: int = 0, prewarm: bool = True, shared: bool = True
+) -> Arena:
+    """Memory for an image of `nbytes`, in shared memory if that is wanted, the slot is free and it fits, else anonymous.
 
     Files of dead owners are removed first. Raises UsageError for names that cannot be file names.
     """
@@ -93,10 +95,14 @@ def acquire(nbytes: int, *, repository: str, run: str, rank: int = 0, slot: int 
         raise UsageError(f"{repository!r} is no repository id", subject=repository)
     length = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
     place = Slot(slots.SHARED_MEMORY, f"{repository}/{run_key(run)}", f"{rank}-{slot}")
-    try:
-        memory, held, note = _shared(length, place), place, ""
-    except OSError as error:
-        memory, held, note = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), None, _because(error)
+    memory, held, note = None, None, ""
+    if shared:
+        try:
+            memory, held = _shared(length, place), place
+        except OSError as error:
+            note = _because(error)
+    if memory is None:
+        memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _advise(memory, "MADV_HUGEPAGE")
     _advise(memory, "MADV_DONTFORK")
     return Arena(memory, held, note, _touch(memory) if prewarm else 0.0)
