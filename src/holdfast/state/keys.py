@@ -17,7 +17,8 @@ def spelled(key: Json) -> str:
 
 
 def spell(key: Any) -> str:
-    return spelled(Writer(None).closed(key, "a key"))
+    node = key if type(key) is str and key.isascii() else Writer(None).closed(key, "a key")
+    return spelled(node)
 
 
 def key_thunk(plan: Restorer, node: Json, known: Mapping[str, Any], path: str) -> Thunk:

@@ -13,6 +13,9 @@ from holdfast.model.paths import escape, join
 MAX_DEPTH: Final = 90
 """Containers inside containers; canonical JSON allows 400 brackets, and a dictionary takes three."""
 
+WRAPPING: Final = 16
+"""Levels of a tree that no container stands for: an object's state, an optimizer's parts, the private root."""
+
 PRIVATE: Final = "#private"
 ROOT: Final = "#value"
 
@@ -99,7 +102,7 @@ def walk(node: Json, path: str = "") -> Iterator[tuple[str, Json]]:
         yield where, at
         if type(at) is list or (type(at) is dict and at.get("!") not in LEAVES):
             below = children(at, where)
-            if below and depth > 3 * MAX_DEPTH:
+            if below and depth > MAX_DEPTH + WRAPPING:
                 raise CorruptionError("the tree is nested too deeply", subject=where)
             stack.extend([(depth + 1, *child) for child in reversed(below)])
 

@@ -136,11 +136,11 @@ class Writer:
 
     def closed(self, value: Any, path: str) -> Json:
         """The node of a key or a set's element, which have no path of their own and so hold no leaves."""
-        before, self._inline = len(self.leaves.sources), True
+        before, outer, self._inline = len(self.leaves.sources), self._inline, True
         try:
             node = self.encode(value, path)
         finally:
-            self._inline = False
+            self._inline = outer
         if len(self.leaves.sources) != before:
             raise Unserialisable(f"{path} cannot hold tensors or arrays", subject=path, hint="use a list")
         return node

@@ -113,7 +113,7 @@ def test_a_plain_value_comes_back_exactly(value: Any) -> None:
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     st.frozensets(
-        hashable.filter(lambda one: not isinstance(one, decimal.Decimal | float | complex) or not one != one),
+        hashable.filter(lambda one: not (isinstance(one, float | complex) and one != one)),
         max_size=5,
     ),
     plain,
@@ -234,7 +234,7 @@ class Custom:
 
 
 def test_a_registered_type_comes_back_where_there_was_none(carrier: Any) -> None:
-    with pytest.raises(Unserialisable, match="^a/0: a .*Custom"):
+    with pytest.raises(Unserialisable, match=r"^a/0: a .*Custom"):
         flatten({"a": [Custom(1)]})
     register(Custom, lambda one: one.content, Custom)
     found = carrier.round_trip({"a": [Custom({"x": np.arange(3)})]})

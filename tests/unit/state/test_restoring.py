@@ -41,8 +41,16 @@ def test_containers_keep_their_identity_and_get_their_contents(carrier: Any) -> 
 
 def test_arrays_are_filled_where_they_lie(carrier: Any) -> None:
     whole = np.arange(24.0).reshape(4, 6)
-    state = {"strided": whole[::2, 1::2], "fortran": np.asfortranarray(whole), "zero": np.array(3, ">i2"), "none": np.zeros((0, 3), "U5"),
-             "text": np.array(["ab", "c"]), "when": np.array(["2020-01-01"], "M8[D]"), "big": np.arange(3, dtype=">f8"), "void": np.zeros(2, "V3")}  # fmt: skip
+    state = {
+        "strided": whole[::2, 1::2],
+        "fortran": np.asfortranarray(whole),
+        "zero": np.array(3, ">i2"),
+        "none": np.zeros((0, 3), "U5"),
+        "text": np.array(["ab", "c"]),
+        "when": np.array(["2020-01-01"], "M8[D]"),
+        "big": np.arange(3, dtype=">f8"),
+        "void": np.zeros(2, "V3"),
+    }
     saved = carrier.save(state)
     target = {name: np.zeros_like(array) for name, array in state.items()}
     target["strided"] = np.zeros((4, 6))[::2, 1::2]
@@ -161,7 +169,7 @@ def test_an_object_that_refuses_its_state_is_named(carrier: Any) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise KeyError("no")
 
-    with pytest.raises(StateMismatch, match="^c: its state could not be set"):
+    with pytest.raises(StateMismatch, match=r"^c: its state could not be set"):
         carrier.round_trip({"c": Counter(1)}, {"c": Picky()})
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from holdfast.errors import StateError, StateMismatch, Unserialisable
-from holdfast.model.dtypes import DTYPES
-from holdfast.state import Tagged, flatten, register
 from holdfast.integrations.torch.device import QUANTISED, TORCH_DTYPES, TorchBound
 from holdfast.integrations.torch.tensors import TensorSink, bytes_of
+from holdfast.model.dtypes import DTYPES
+from holdfast.state import Tagged, flatten, register
 
 KINDS = sorted({str(kind)[6:] for kind in vars(torch).values() if isinstance(kind, torch.dtype)})
 
@@ -58,7 +58,7 @@ def test_quantised_tensors_are_refused_by_path() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    with pytest.raises(Unserialisable, match="^a/q: a quantised"):
+    with pytest.raises(Unserialisable, match=r"^a/q: a quantised"):
         flatten({"a": {"q": tensor}})
 
 
@@ -73,8 +73,13 @@ def test_views_and_special_bits(carrier: Any) -> None:
     }
     saved = carrier.save(state)
     found = carrier.load(saved)
-    target = {"t": torch.zeros(4, 6, dtype=torch.complex64).t(), "x": torch.zeros(4, 6, dtype=torch.complex64), "conj": torch.zeros(4, 6, dtype=torch.complex64).conj(),
-              "neg": torch.zeros(4, 6, dtype=torch.complex64).conj().imag, "flip": torch.zeros(4, 4, dtype=torch.complex64)[1:3, 1:3]}  # fmt: skip
+    target = {
+        "t": torch.zeros(4, 6, dtype=torch.complex64).t(),
+        "x": torch.zeros(4, 6, dtype=torch.complex64),
+        "conj": torch.zeros(4, 6, dtype=torch.complex64).conj(),
+        "neg": torch.zeros(4, 6, dtype=torch.complex64).conj().imag,
+        "flip": torch.zeros(4, 4, dtype=torch.complex64)[1:3, 1:3],
+    }
     carrier.load(saved, target)
     for name, tensor in state.items():
         assert torch.equal(found[name], tensor) and torch.equal(target[name], tensor), name
@@ -208,7 +213,7 @@ def test_what_has_no_bytes_is_refused_by_path() -> None:
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with pytest.raises(Unserialisable, match="^x/0: "):
+            with pytest.raises(Unserialisable, match=r"^x/0: "):
                 flatten({"x": [value]})
 
 
