@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import psutil
-
 from holdfast.errors import SaveFailed
 from holdfast.image.arena import Arena, acquire
 from holdfast.image.headroom import memory_headroom
@@ -57,9 +55,8 @@ class ArenaHolder:
                 subject=self._run,
                 hint="raise memory_budget=, or save less state",
             )
-        group = memory_headroom()
-        free = min(psutil.virtual_memory().available, group if group is not None else 1 << 62)
-        if nbytes + SPARE_BYTES > free:
+        free = memory_headroom()
+        if free is not None and nbytes + SPARE_BYTES > free:
             raise SaveFailed(
                 f"{needed}; {free / 2**20:,.1f} MiB are free here",
                 subject=self._run,

@@ -87,7 +87,7 @@ def _give_back(slot: Slot | None, owner: int) -> bool:
 def acquire(
     nbytes: int, *, repository: str, run: str, rank: int = 0, slot: int = 0, prewarm: bool = True, shared: bool = True
 ) -> Arena:
-    """Memory for an image of `nbytes`, in shared memory if that is wanted, the slot is free and it fits, else anonymous.
+    """Memory for an image of `nbytes`, in shared memory if wanted, the slot is free and it fits, else anonymous.
 
     Files of dead owners are removed first. Raises UsageError for names that cannot be file names.
     """
