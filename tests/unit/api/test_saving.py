@@ -238,7 +238,7 @@ def test_a_budget_that_the_image_does_not_fit_fails_loudly_before_the_first_step
 
 def test_i9_memory_that_the_machine_does_not_have_is_not_taken(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.engine.arenas.memory_headroom", lambda: 100 << 20)
-    with pytest.raises(SaveFailed, match="100.0 MiB are free"):
+    with pytest.raises(SaveFailed, match=r"100\.0 MiB are free"):
         holdfast.save({"w": np.zeros(8 << 20)}, place)
     holdfast.save({"w": np.zeros(1 << 20)}, place)
 
