@@ -75,12 +75,13 @@ def _give_back(slot: Slot | None, owner: int) -> bool:
         return False
     if slot is not None:
         try:
-            _table.remove(slot)
+            try:
+                _table.remove(slot)
+            finally:
+                _table.give_back(slot)
         except OSError as error:
             message = f"an image's file stays in shared memory until the next start frees it: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
-        finally:
-            _table.give_back(slot)
     return True
 
 

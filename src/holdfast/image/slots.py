@@ -2,8 +2,9 @@
 
 `<root>/holdfast-<uid>/<repository>/<run>/<rank>-<slot>` is the file; the same name with `.lock` is its lock. A POSIX
 record lock keeps other processes out. Inside one process it is no use (a second lock is granted, and closing any
-descriptor of the file drops the first: measured), so one table per process opens each lock file once, never closes it,
-and knows what is held. flock would be inherited by forked loader workers and outlive a killed trainer (measured).
+descriptor of the file drops the first: measured), so one table per process knows what is held, opens a held slot's lock
+once, and closes it only after it has removed the file. flock would be inherited by forked loader workers and outlive a
+killed trainer (measured).
 
 Everything here raises OSError; whoever asked for a slot then does without one, and says why.
 """
@@ -27,6 +28,7 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _SLOT: Final = re.compile(r"[0-9]+-[0-9]+", re.ASCII)
 _STALE: Final = re.compile(r"[0-9]+-[0-9]+\.stale-[0-9]+", re.ASCII)
+_LOCK: Final = ".lock"
 _PATIENCE_S: Final = 0.2
 """A starting process holds a dead owner's slot for as long as one rename takes: that is waited out."""
 
@@ -54,6 +56,7 @@ class SlotTable:
         with self._guard:
             if slot in self._held:
                 raise BlockingIOError(errno.EAGAIN, "another arena of this process holds the slot")
+            os.stat(slot.root)  # without shared memory there is nothing to wait for
             until = time.monotonic() + _PATIENCE_S
             while not self._lock(slot):
                 if time.monotonic() > until:
@@ -64,7 +67,7 @@ class SlotTable:
     def give_back(self, slot: Slot) -> None:
         with self._guard:
             self._held.discard(slot)
-            fcntl.lockf(self._locks[slot], fcntl.LOCK_UN)
+            self._unlock(slot)
 
     def create(self, slot: Slot) -> int:
         """A new empty file for a slot that the caller holds; a descriptor for reading and writing."""
@@ -76,10 +79,7 @@ class SlotTable:
 
     def remove(self, slot: Slot) -> None:
         """Removes the file that was created for a slot which the caller holds, and no other of that name: a session
-        manager may have cleared /dev/shm meanwhile, and another process begun anew there.
-
-        The lock's file stays: two processes could otherwise each lock a file of that name.
-        """
+        manager may have cleared /dev/shm meanwhile, and another process begun anew there."""
         created = self._files.pop(slot, None)
         try:
             with directory(slot.root, slot.parent) as parent:
@@ -91,7 +91,7 @@ class SlotTable:
     def free_stale(self, root: str) -> None:
         """Removes this user's files whose owners are dead."""
         for path, names in _walk(root):
-            for name in names:
+            for name in sorted({name.removesuffix(_LOCK) for name in names}):
                 if _SLOT.fullmatch(name):
                     self._set_aside(Slot(root, path, name))
             try:
@@ -101,6 +101,7 @@ class SlotTable:
                             _unlink(name, parent)
             except FileNotFoundError:
                 pass  # removed as a whole since it was listed
+            _prune(root, path)
 
     def _set_aside(self, slot: Slot) -> None:
         """Renames a dead owner's file, so that its lock is held for a moment only: freeing many pages takes long."""
@@ -111,22 +112,41 @@ class SlotTable:
                 with directory(slot.root, slot.parent) as parent:
                     os.rename(slot.name, f"{slot.name}.stale-{os.getpid()}", src_dir_fd=parent, dst_dir_fd=parent)
             except FileNotFoundError:
-                pass  # freed by another process that is starting too
+                pass  # freed by another process that is starting too, or only its lock was left
             finally:
-                fcntl.lockf(self._locks[slot], fcntl.LOCK_UN)
+                self._unlock(slot)
 
     def _lock(self, slot: Slot) -> bool:
-        descriptor = self._locks.get(slot)
-        if descriptor is None or os.fstat(descriptor).st_nlink == 0:
-            # A lock whose file was removed keeps nobody out. The old descriptor stays open, as every one does.
+        """Locks a slot that this process does not hold, if nobody else does."""
+        try:
             with directory(slot.root, slot.parent, create=True) as parent:
-                descriptor = os.open(slot.name + ".lock", _FILE, 0o600, dir_fd=parent)
-            self._locks[slot] = descriptor
+                descriptor = os.open(slot.name + _LOCK, _FILE, 0o600, dir_fd=parent)
+        except FileNotFoundError:
+            return False  # the directory's last user removed it between our making it and our opening in it
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
+            os.close(descriptor)
             return False
+        if os.fstat(descriptor).st_nlink == 0:
+            os.close(descriptor)
+            return False  # its last holder removed it before it was ours: a lock on no name keeps nobody out
+        self._locks[slot] = descriptor
         return True
+
+    def _unlock(self, slot: Slot) -> None:
+        """Removes the lock's file while it is still locked, then gives it up by closing it."""
+        descriptor = self._locks.pop(slot)
+        own = _identity(os.fstat(descriptor))
+        try:
+            with directory(slot.root, slot.parent) as parent:
+                if _identity(os.stat(slot.name + _LOCK, dir_fd=parent, follow_symlinks=False)) == own:
+                    os.unlink(slot.name + _LOCK, dir_fd=parent)
+        except FileNotFoundError:
+            pass  # cleared away by someone else
+        finally:
+            os.close(descriptor)
+        _prune(slot.root, slot.parent)
 
 
 @contextmanager
@@ -149,6 +169,19 @@ def directory(root: str, below: str = "", *, create: bool = False) -> Iterator[i
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _prune(root: str, path: str) -> None:
+    """Removes `<repository>/<run>` where nothing is left in it, then the repository's directory."""
+    repository, run = path.split("/")
+    for above, name in ((repository, run), ("", repository)):
+        try:
+            with directory(root, above) as parent:
+                os.rmdir(name, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EPERM):
+                raise
+            return
 
 
 def _walk(root: str) -> Iterator[tuple[str, list[str]]]:

@@ -99,7 +99,7 @@ def test_release_frees_the_file_and_the_slot(take, root: Path) -> None:
     first = take()
     first.release()
     first.release()
-    assert [path.name for path in place(root).iterdir()] == ["0-0.lock"]
+    assert not place(root).parent.exists(), "neither file nor lock stays, nor do their directories"
     assert take().kind == "shared memory"
 
 
@@ -161,6 +161,7 @@ def test_the_file_of_a_killed_owner_is_freed_before_anything_is_allocated(take, 
     take()
     assert not stale.exists()
     assert not set_aside.exists()
+    assert not stale.parent.parent.exists(), "neither locks nor empty directories pile up"
 
 
 def test_a_forked_child_has_no_slot_and_gives_none_back(take, root: Path) -> None:
@@ -261,7 +262,7 @@ def test_without_room_in_shared_memory_the_note_says_so(take, root: Path, monkey
     found = take(65 << 20, prewarm=False)
     assert found.kind == "anonymous"
     assert "64 MiB free" in found.note
-    assert [path.name for path in place(root).iterdir()] == ["0-0.lock"]
+    assert not place(root).exists()
     assert take().kind == "shared memory"
 
 
@@ -346,8 +347,7 @@ def test_an_arena_that_nobody_releases_is_freed_with_its_last_reference_and_at_e
     code = "import builtins; builtins.kept = acquire(1 << 20, repository='repo', run='main'); print(builtins.kept.kind)"
     with elsewhere(root, code) as other:
         assert other.communicate()[0] == "shared memory\n"
-    assert (place(root) / "0-0.lock").exists()
-    assert not (place(root) / "0-0").exists()
+    assert not place(root).exists()
 
 
 def test_a_child_that_ends_by_itself_frees_nothing_of_its_parents(take, root: Path) -> None:
@@ -366,6 +366,34 @@ def test_a_foreign_directory_among_ours_is_passed_over(take, root: Path) -> None
     odd.mkdir(mode=0o755)
     (place(root).parent.parent / "file").write_bytes(b"")
     assert take().kind == "shared memory"
+
+
+def test_descriptors_do_not_pile_up(take) -> None:
+    take()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        take(rank=1).release()
+        take().release()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_lock_removed_by_its_last_holder_while_we_waited_for_it_keeps_nobody_out(
+    take, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is granted on a file that has lost its name: whoever comes next would lock another."""
+    real, removed = fcntl.lockf, []
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        if not removed:
+            removed.append((place(root) / "0-0.lock").unlink())
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", remove_first)
+    assert take().kind == "shared memory"
+    with elsewhere(root, HOLD) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "anonymous\n"
+        other.communicate()
 
 
 def test_a_lock_that_is_held_for_a_moment_is_waited_out(take, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
