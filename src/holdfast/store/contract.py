@@ -98,6 +98,13 @@ class Reader(Protocol):
         """
         ...
 
+    def view(self) -> memoryview | None:
+        """The whole object, read-only, where its bytes lie in memory already and need no copy to be had; else None.
+
+        Valid until `close`. For objects that nobody changes: a file that is cut under a view ends the process.
+        """
+        ...
+
     def close(self) -> None: ...
 
     def __enter__(self) -> Reader: ...

@@ -210,6 +210,29 @@ def test_a_stale_temporary_of_the_same_writer_is_rewritten(store, faulty):
     assert not os.path.exists(stale)
 
 
+def test_two_puts_of_one_name_with_one_token_do_not_share_a_file(store):
+    class Overtaken:
+        length = 10
+
+        def pieces(self):
+            yield memoryview(b"outer")
+            put(store, "runs/a/x", b"inner whole")
+            yield memoryview(b"outer")
+
+    with pytest.raises(AlreadyExists):
+        store.put_if_absent("runs/a/x", Overtaken(), token="t0")
+    assert store.get("runs/a/x", limit=99) == b"inner whole"
+    assert not list(store.leftovers(""))
+
+
+def test_a_large_put_of_a_taken_name_writes_nothing(store, faulty):
+    put(store, "runs/a/x")
+    faulty.calls.clear()
+    with pytest.raises(AlreadyExists):
+        put(store, "runs/a/x", bytes(2**20))
+    assert not faulty.named("create", "pwrite")
+
+
 def test_another_writers_temporary_is_left_alone(store):
     put(store, "runs/a/y")
     other = Path(store.root, "runs/a/x.tmp-other")

@@ -178,7 +178,8 @@ class Directories:
             raise faults.meaning(error, "flushing", self.path(directory), subject) from error
 
     def settle(self, directory: str, subject: str) -> None:
-        """Makes durable what `directory` holds now and its own presence, or its absence. Makes no directory."""
+        """Makes durable what `directory` holds now and its own presence, or its absence. Makes no directory.
+        The caller has seen that the way to it `are_ours`."""
         self.flush(directory, subject)
         with self._lock:
             for ancestor in _chain(directory):
@@ -186,8 +187,7 @@ class Directories:
                     continue
                 try:
                     if ancestor:
-                        if self.filesystem.status(self.path(ancestor)).kind != "directory":
-                            return
+                        self.filesystem.status(self.path(ancestor))
                         self._flush_one(self.path(parent(ancestor)), subject)
                     elif not self._root_settled():
                         return

@@ -154,6 +154,9 @@ class MemoryReader:
             )
         buffer[:] = memoryview(self.data)[offset:end]
 
+    def view(self) -> memoryview | None:
+        return memoryview(self.data)
+
     def close(self) -> None:
         """Holds nothing open."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import sys
@@ -144,6 +145,9 @@ class OperatingSystem:
             self.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+    def map(self, descriptor: int, length: int) -> memoryview:
+        return memoryview(mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ))
 
     def free_bytes(self, path: str) -> int:
         place = os.statvfs(path)

@@ -31,6 +31,7 @@ class LocalReader:
     _direct: int | None = None
     _alignment: int | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _view: memoryview | None = None
     _closed: bool = False
 
     @property
@@ -83,14 +84,23 @@ class LocalReader:
                 count = self.filesystem.pread(descriptor, [buffer[done:]], offset + done)
             except OSError as error:
                 if direct is not None and error.errno in faults.UNSUPPORTED:
-                    direct = None
+                    direct = None  # not meant here, or not at the place where a short read ended
                     continue
                 raise faults.meaning(error, "reading", self.path, self.name) from error
             if count == 0:
                 raise self._ends_early(offset + done)
             done += count
-            if done % BLOCK:
-                direct = None
+
+    def view(self) -> memoryview | None:
+        if self.alignment > 1 or self.length < WORTH_DIRECT:
+            return None
+        with self._lock:
+            if self._view is None and not self._closed:
+                try:
+                    self._view = self.filesystem.map(self.descriptor, self.length)
+                except OSError:
+                    return None  # a file system without mappings: the bytes are read instead
+            return self._view
 
     def _ends_early(self, offset: int) -> CorruptionError:
         return CorruptionError(
@@ -103,6 +113,7 @@ class LocalReader:
             if self._closed:
                 return
             self._closed = True
+            self._view = None  # the mapping goes with the last use of it
             open_ones = [self.descriptor] if self._direct is None else [self.descriptor, self._direct]
         for descriptor in open_ones:
             with faults.translated("closing", self.path, self.name):

@@ -177,6 +177,9 @@ class RetryingReader:
 
         self.patience(read)
 
+    def view(self) -> memoryview | None:
+        return self._reader.view()
+
     def _reaches_over(self, offset: int, length: int) -> bool:
         return 0 <= self.length - offset < length < self.length - offset + self.alignment
 
