@@ -99,7 +99,8 @@ class AcceleratorBound(TorchBound):
         targets = self._targets
         with torch.no_grad(), torch.cuda.device(self._device):
             for leaf in range(start, stop):
-                targets[leaf].copy_(raw(sources[leaf]), non_blocking=True)
+                # A bit left to the copy would be applied to the host's bytes at once, before they have arrived.
+                targets[leaf].copy_(raw(sources[leaf]).resolve_conj().resolve_neg(), non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._events.append(event)
@@ -113,19 +114,27 @@ class AcceleratorBound(TorchBound):
         self._events.clear()
 
 
+_pinned: dict[int, int] = {}
+"""Begin -> end of what this process has registered: registering twice is an error that the driver would report later,
+at a call that has nothing to do with it."""
+
+
 def _pin(owner: AcceleratorBound, views: Sequence[Buffer]) -> None:
     held = [view for view in views if view.size]
     if not held:
         return
     begin = min(view.ctypes.data for view in held) & ~4095
     end = max(view.ctypes.data + view.size for view in held)
+    if any(begin < other_end and other_begin < end for other_begin, other_end in _pinned.items()):
+        return
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    outcome = int(runtime.cudaHostRegister(begin, end - begin, 0))
-    if outcome == 0:
+    if int(runtime.cudaHostRegister(begin, end - begin, 0)) == 0:
+        _pinned[begin] = end
         weakref.finalize(owner, _unpin, begin)
 
 
 def _unpin(begin: int) -> None:
+    _pinned.pop(begin, None)
     with contextlib.suppress(RuntimeError):
         torch.cuda.cudart().cudaHostUnregister(begin)  # type: ignore[no-untyped-call]
 
