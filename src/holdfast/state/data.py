@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, Protocol, cast
 
-from holdfast.errors import UsageError
+from holdfast.errors import StateMismatch, UsageError
 
 POSITIONS: Final[Mapping[str, str]] = {
     "torch": "holdfast.integrations.torch.data",
@@ -91,6 +91,14 @@ def has_state(data: Any) -> bool:
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
+def length(sized: Any) -> int | None:
+    """Its length, or None where it does not say."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 class Delivered(Iterator[Any]):
     """An epoch's iterator that counts what it hands out."""
 
@@ -142,10 +150,7 @@ class Position:
     def batches_per_epoch(self) -> int | None:
         if not self._has_length:
             return None
-        try:
-            return len(self._data)
-        except TypeError:  # an iterable without a length, or a loader of one
-            return None
+        return length(self._data)
 
     def _counted(self, epoch: int, batches: Iterator[Any], delivered: int) -> Iterator[Any]:
         self._epoch, self._begun = epoch, True
@@ -160,18 +165,26 @@ class Position:
             "ended": self._current.ended or not self._begun,
         }
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `DataPosition`; StateMismatch where `state` is no position, or the source refuses it."""
+        kind = state.get("kind")
+        if kind != self.kind:
+            self._says(f"the checkpoint's position is that of another kind of source ({kind!r}, not {self.kind!r})")
+            return
+        try:
+            self._load(state)
+        except StateMismatch:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            raise StateMismatch(f"the saved position in the data cannot be used: {error!r}", subject="data") from error
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
     def _take(self, state: Mapping[str, Any]) -> None:
         """Counts from a loaded position, so that saving before the next batch saves the same one."""
         self._counted(state["epoch"], iter(()), state["delivered"])
         self._current.ended = state["ended"]
-
-    def _ours(self, state: Mapping[str, Any]) -> bool:
-        if state.get("kind") == self.kind:
-            return True
-        self._says(
-            f"the checkpoint's position is that of another kind of source ({state.get('kind')!r}, not {self.kind!r})"
-        )
-        return False
 
     def _says(self, reason: str) -> None:
         """Records why the resume is not exact, and tells the user, once per reason."""
@@ -191,10 +204,9 @@ class StatefulPosition(Position):
     def state_dict(self) -> dict[str, Any]:
         return {**self._progress(), "source": self._data.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._ours(state):
-            self._take(state)
-            self._data.load_state_dict(state["source"])
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._take(state)
+        self._data.load_state_dict(state["source"])
 
 
 class SequencePosition(Position):
@@ -208,9 +220,7 @@ class SequencePosition(Position):
     def state_dict(self) -> dict[str, Any]:
         return {**self._progress(), "length": len(self._data)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self._ours(state):
-            return
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._take(state)
         if state["length"] != len(self._data):
             self._says(f"the data has {len(self._data)} batches, and had {state['length']} when it was saved")
@@ -243,5 +253,5 @@ class RestartingPosition(Position):
     def state_dict(self) -> dict[str, Any]:
         return self._progress()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._ours(state)
+    def _load(self, state: Mapping[str, Any]) -> None:
+        pass  # nothing of it helps: the epoch begins again

@@ -55,6 +55,8 @@ def _unrepeatable(loader: DataLoader[Any]) -> tuple[str, ...]:
         reasons.append(
             f"the order of {type(sampler).__name__} is repeated only if it follows from the global generators; {kept}"
         )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        reasons.append(f"{type(loader).__name__} iterates in a way of its own, and has no state_dict")
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         reasons.append("in_order=False delivers batches in whatever order the workers finish")
     return tuple(reasons)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 from holdfast.integrations.torch import rng
 from holdfast.integrations.torch.epochs import EpochOfSampler
 from holdfast.state import rng as global_rng
-from holdfast.state.data import Position
+from holdfast.state.data import Position, length
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
@@ -30,20 +30,32 @@ def index_sampler(loader: DataLoader[Any]) -> Any:
 
 
 class Skipping(Sampler[Any]):
-    """Another sampler without the first `skip` draws of the next iteration."""
+    """Another sampler, whose next iteration can be told to start after so many draws."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.skip = 0
-        self.latest: Draws | None = None
+        self._inner = inner
+        self._skip = 0
+        self._latest: Draws | None = None
+
+    def start_after(self, skip: int) -> None:
+        """For the iterations that are asked for until `begin`."""
+        self._skip, self._latest = skip, None
+
+    def begin(self) -> bool:
+        """Lets the latest iteration make its order; False if none was asked for since `start_after`."""
+        self._skip = 0
+        if self._latest is None:
+            return False
+        self._latest.begin()
+        return True
 
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers asks for an iterator twice and uses the second, so that asking alone must draw nothing.
-        self.latest = Draws(self.inner, self.skip)
-        return self.latest
+        self._latest = Draws(self._inner, self._skip)
+        return self._latest
 
     def __len__(self) -> int:
-        return len(self.inner)
+        return len(self._inner)
 
 
 class Draws(Iterator[Any]):
@@ -100,11 +112,14 @@ class ReplayPosition(Position):
         """With persistent workers: where the generator stood that their seed was drawn from, epochs ago."""
         self._start: EpochStart | None = None
         self._loaded: tuple[int, int] | None = None
+        self._passed_over = True
+        """The delivered batches were passed over when the iterator was made."""
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         loaded, self._loaded = self._loaded, None
         if loaded is not None and epoch == loaded[0] and (start > 0 or loaded[1] == 0):
-            return self._counted(epoch, self._continued(loaded[1]), loaded[1])
+            batches = self._continued(loaded[1])
+            return self._counted(epoch, batches, loaded[1] if self._passed_over else 0)
         if start:
             self._says(
                 "the checkpoint holds no position of this loader, so the batches were passed over in a new order"
@@ -112,11 +127,13 @@ class ReplayPosition(Position):
         self._sampler_epoch.begin(epoch)
         cold = self._keeps_workers and not self._started_workers and self._worker_seed is None
         self._start = EpochStart(_order_generators(), self._own_states(), cold)
-        return self._counted(epoch, self._opened(start, cold=cold), start)
+        batches = self._opened(start, cold=cold)
+        return self._counted(epoch, batches, start if self._passed_over else 0)
 
     def _continued(self, delivered: int) -> Iterator[Any]:
         """The rest of the loaded epoch; global generators and the loader's own end where they are now."""
         if delivered >= (self.batches_per_epoch or delivered + 1):
+            self._passed_over = True
             return iter(())
         assert self._start is not None
         now, own_now = _order_generators(), self._own_states()
@@ -130,7 +147,7 @@ class ReplayPosition(Position):
 
     def _opened(self, skip: int, *, cold: bool) -> Iterator[Any]:
         """The loader's iterator, with everything drawn that belongs to the beginning of the epoch."""
-        self._indices.skip = skip
+        self._indices.start_after(skip)
         if self._keeps_workers and not self._started_workers and not cold:
             batches = self._with_seeded_workers()
         else:
@@ -138,9 +155,9 @@ class ReplayPosition(Position):
                 self._worker_seed = self._seed_source().get_state()
             batches = iter(self._loader)
         self._started_workers = True
-        self._indices.skip = 0
-        if self._indices.latest is not None:
-            self._indices.latest.begin()
+        self._passed_over = self._indices.begin()
+        if skip and not self._passed_over:
+            self._says("the loader takes its batches from elsewhere than its sampler, so the epoch starts again")
         return batches
 
     def _with_seeded_workers(self) -> Iterator[Any]:
@@ -170,7 +187,7 @@ class ReplayPosition(Position):
             "generators": list(self._own_states()),
             "worker_seed": self._worker_seed,
             "sampler_epoch": self._sampler_epoch.seen,
-            "samples": len(self._data.dataset),
+            "samples": length(self._data.dataset),
             "batch_size": self._data.batch_size,
         }
         if self._start is not None and not out["ended"]:
@@ -181,9 +198,7 @@ class ReplayPosition(Position):
             }
         return out
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self._ours(state):
-            return
+    def _load(self, state: Mapping[str, Any]) -> None:
         if len(state["generators"]) != len(self._own):
             self._says(
                 f"the loader has {len(self._own)} generators of its own, not {len(state['generators'])} as saved"
@@ -203,7 +218,7 @@ class ReplayPosition(Position):
     def _batches_before(self, state: Mapping[str, Any]) -> int:
         """How many of this loader's batches lie before the saved position, counted in samples."""
         delivered: int = state["delivered"]
-        samples, size = len(self._data.dataset), self._data.batch_size
+        samples, size = length(self._data.dataset), self._data.batch_size
         if state["samples"] != samples:
             self._says(f"the dataset has {samples} samples, and had {state['samples']} when it was saved")
         if state["batch_size"] == size or not size or not state["batch_size"]:

@@ -45,9 +45,7 @@ class StatefulLoaderPosition(Position):
             "sampler_epoch": self._sampler_epoch.seen,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self._ours(state):
-            return
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._sampler_epoch.seen = state["sampler_epoch"]
         if state["loader"] is not None:
             with rng.kept():
@@ -105,9 +103,7 @@ class StreamPosition(Position):
             return self._loaded[1]
         return bool(getattr(getattr(self._batches, "_dataset_fetcher", None), "ended", False))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self._ours(state):
-            return
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._take(state)
         self._data.dataset.load_state_dict(state["dataset"])
         if len(state["generators"]) == len(self._own):

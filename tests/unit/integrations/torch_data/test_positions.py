@@ -25,6 +25,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from holdfast.errors import StateMismatch
 from holdfast.integrations.torch.replay import ReplayPosition
 from holdfast.integrations.torch.sampler import ResumableSampler
 from holdfast.integrations.torch.stateful import StatefulLoaderPosition
@@ -444,3 +445,46 @@ def test_no_warning_where_all_is_well() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(IN_PROCESS["shuffled"], 9, [4, 6])
+
+
+class Elsewhere(DataLoader[Any]):
+    """Hands out what another loader reads, as wrappers of loaders do."""
+
+    def __iter__(self) -> Any:
+        return iter(DataLoader(Numbers(), batch_size=4))
+
+
+def test_a_loader_that_cannot_be_positioned_starts_again_and_says_so() -> None:
+    training = Training(lambda: Elsewhere(Numbers(), batch_size=4))
+    training.step()
+    training.step()
+    assert "Elsewhere" in training.position.reasons[0]
+    with pytest.warns(RuntimeWarning, match="elsewhere than its sampler"):
+        resumed = Training.resume(lambda: Elsewhere(Numbers(), batch_size=4), training.save(), iterator_first=True)
+    assert resumed.position.state_dict()["delivered"] == 0
+    resumed.step()
+    assert resumed.seen[0][1] == training.seen[0][1]
+
+
+class Unsized(torch.utils.data.Dataset[torch.Tensor]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, 0])
+
+
+def test_a_data_set_without_a_length() -> None:
+    check(lambda: DataLoader(Unsized(), batch_size=4, sampler=SequentialSampler(range(SAMPLES))), 9, [2, 6])
+
+
+@pytest.mark.parametrize(
+    "make", [IN_PROCESS["shuffled"], STATEFUL["in process"], lambda: DataLoader(Counted()), lambda: [1]]
+)
+def test_what_is_no_position_is_a_mismatch(make: Make) -> None:
+    position = attach(make())
+    kind = position.state_dict()["kind"]
+    for broken in (
+        {},
+        {"epoch": 0, "delivered": 1, "ended": False, "generators": 3},
+        {"generators": [], "epoch": "x"},
+    ):
+        with pytest.raises(StateMismatch):
+            position.load_state_dict({"kind": kind, **broken})
