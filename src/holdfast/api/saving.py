@@ -103,7 +103,8 @@ class Saving:
 
         What it raises follows `on_error`; ownership, and what cannot be represented, always raise.
         """
-        if self.saver.busy and not self._free_for(step, skip=self._on_busy == "skip" and not must):
+        skip = self._on_busy == "skip" and not must and self.saver.writing
+        if self.saver.busy and not self._free_for(step, skip=skip):
             return None
         self._last_saved_s = time.monotonic()
         save = handle or self.saver.plan_save(step, reason=about.reason)
@@ -184,6 +185,8 @@ class Saving:
             self._warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
 
     def close(self) -> None:
+        if not self.saver.busy:
+            self._write_notes()
         self.saver.close()
 
     def _ended(self, save: Save) -> None:

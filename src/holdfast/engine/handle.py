@@ -58,7 +58,7 @@ class Save:
                 subject=str(self.id),
                 hint="call save(wait=True), or wait after the step",
             )
-        if not self._ended.wait(timeout):
+        if not self.join(timeout):
             raise DeadlineExceeded(
                 f"the save of {self.id} has not ended within {timeout:g} s; it is {self.phase}",
                 subject=str(self.id),
@@ -67,6 +67,10 @@ class Save:
         if self.error is not None:
             raise self.error
         return self.id
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Whether it has ended, well or not, within `timeout` seconds."""
+        return self._ended.wait(timeout)
 
     def end(self, error: HoldfastError | None = None) -> None:
         """Marks the save as ended; for the engine."""

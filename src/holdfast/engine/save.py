@@ -112,8 +112,13 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is still being written (also one that has been given up while its writer hangs)."""
+        """Whether the writing thread is at work: on a save, or on what follows one."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save is still being written (also one that has been given up while its writer hangs)."""
+        return self.busy and self.current is not None and not self.current.done
 
     def prewarm(self, flattened: Flattened) -> float:
         """Plans and takes the memory that a save of this state needs; returns the seconds it took."""
@@ -144,7 +149,7 @@ class Saver:
             try:
                 self._capture(job, overlapped=True)
             finally:
-                self._join()
+                save.join()
         else:
             self._capture(job, overlapped=False)
             self._start(job)
@@ -206,10 +211,6 @@ class Saver:
         name = f"holdfast-save-{job.save.step}"
         self._thread = threading.Thread(target=self._background, args=(job,), name=name, daemon=True)
         self._thread.start()
-
-    def _join(self) -> None:
-        assert self._thread is not None
-        self._thread.join()
 
     def _background(self, job: _Job) -> None:
         """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-TASK_BYTES = 8 << 20
+TASK_BYTES = 1 << 20
 GAP_BYTES = 256 << 10
 
 

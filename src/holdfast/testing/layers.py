@@ -94,6 +94,9 @@ class Layer:
     def fsync_directory(self, path: str) -> None:
         self.around("fsync_directory", path, lambda: self.inner.fsync_directory(path))
 
+    def map(self, descriptor: int, length: int) -> memoryview:
+        return self.inner.map(descriptor, length)
+
     def free_bytes(self, path: str) -> int:
         return self.around("free_bytes", path, lambda: self.inner.free_bytes(path))
 

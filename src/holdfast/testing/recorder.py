@@ -208,6 +208,9 @@ class Recorder:
     def status(self, path: str) -> Status:
         return self.inner.status(path)
 
+    def map(self, descriptor: int, length: int) -> memoryview:
+        return self.inner.map(descriptor, length)
+
     def free_bytes(self, path: str) -> int:
         return self.inner.free_bytes(path)
 

@@ -263,6 +263,9 @@ class SimulatedDisk:
             if self._lookup(path) not in self._directories:
                 raise fault(errno.ENOTDIR, path)
 
+    def map(self, descriptor: int, length: int) -> memoryview:
+        raise fault(errno.ENODEV, "a simulated file cannot be mapped")
+
     def free_bytes(self, path: str) -> int:
         with self._lock:
             self._lookup(path)
