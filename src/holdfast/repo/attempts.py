@@ -205,6 +205,12 @@ def _take_back_tombstones(repo: Repo, record: AttemptRecord, previous: Found, sa
         if stone.id.attempt < record.number:
             close_save(repo, stone.id, by="its removal was cut short", owner_dead=True, report=say)
         take_back(repo, stone)
+    parent = record.parent
+    if parent is not None and parent.run != record.run:
+        # A fork: nobody may ever claim that run again, and what died there must not hold this one up.
+        for stone in dead_tombstones(repo, parent.run, now_name=now_name, dead_below=0):
+            if stone.id == parent:
+                take_back(repo, stone)
 
 
 def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Found, say: Report) -> None:

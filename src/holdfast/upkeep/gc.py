@@ -16,11 +16,11 @@ from holdfast.model.names import CheckpointId
 from holdfast.repo.lease import read_last
 from holdfast.repo.refs import list_refs
 from holdfast.repo.repository import Repo
-from holdfast.repo.tombstones import put_tombstone, stands, take_back
+from holdfast.repo.tombstones import dead_tombstones, put_tombstone, stands, take_back
 from holdfast.store.contract import Entry
 from holdfast.store.names import TEMPORARY
 from holdfast.upkeep.census import Census, SaveDirectory, look_at, place, take_census
-from holdfast.upkeep.marks import age_s, put_mark, standing_marks, store_now, take_back_marks
+from holdfast.upkeep.marks import age_s, probe, put_mark, standing_marks, take_back_marks
 from holdfast.upkeep.owners import Finished, finished_runs, may_still_save
 from holdfast.upkeep.sweeping import close, listed_names, sweep
 from holdfast.upkeep.undelete import GRACE_S
@@ -50,7 +50,8 @@ class Garbage:
 class GcPlan:
     """`garbage`: to be marked, waiting, or due. `odds`: single names to be deleted, each with its reason: temporaries
     and copies in the trash that outlived their use, leases of superseded attempts. `void`: marks that speak of nothing
-    any more. `kept`: saves that look like garbage and are left alone, each with the reason."""
+    any more, and tombstones of removers that died. `kept`: saves that look like garbage and are left alone, each with
+    the reason."""
 
     where: str
     grace_s: float
@@ -96,8 +97,10 @@ def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None =
     named = {ref.id for ref in list_refs(repo)}
     open_runs = {save.id.run for save in census.saves.values() if save.state in ("unfinished", "closed")}
     known = finished_runs(repo, sorted(open_runs)) if finished is None else dict(finished)
-    now_ns = store_now(repo)
-    garbage, kept, void = [], [], []
+    with probe(repo) as name:
+        now_ns = repo.store.stat(name).modified_ns
+        void = list(_dead_tombstones(repo, census, name))
+    garbage, kept = [], []
     for save in sorted(census.saves.values(), key=lambda save: save.id):
         reached = _reached(repo, save, named, known)
         marks = [] if reached else standing_marks(repo, save)
@@ -174,6 +177,17 @@ def _reached(repo: Repo, save: SaveDirectory, named: set[CheckpointId], finished
     if save.state == "unfinished" and not _claimed(repo, save.id):
         return "its attempt has no readable record"
     return ""
+
+
+def _dead_tombstones(repo: Repo, census: Census, now_name: str) -> Iterator[str]:
+    """Those of dead removers that only hold others up. One whose remover had begun to delete tells a claim where to go
+    on, and stays until nothing is left there."""
+    for run in repo.runs():
+        for stone in dead_tombstones(repo, run, now_name=now_name, dead_below=0):
+            save = census.saves.get(stone.id)
+            begun = save is not None and save.state in ("unfinished", "closed") and _anything_left(save)
+            if not begun:
+                yield stone.name
 
 
 def _anything_left(save: SaveDirectory) -> bool:

@@ -7,7 +7,8 @@ import pytest
 from holdfast.crashpoints import armed
 from holdfast.errors import CheckpointNotFound, Superseded
 from holdfast.model.checkpoint import Manifest
-from holdfast.repo import layout, objects
+from holdfast.repo import layout, objects, tombstones
+from holdfast.repo.attempts import claim
 from holdfast.repo.commit import abort, commit
 from holdfast.repo.manifest import Aborted
 from holdfast.repo.notes import add_note
@@ -245,3 +246,30 @@ def test_a_pinned_checkpoint_in_the_trash_is_kept(world):
     visit(world, grace_s=0.0)
     assert visit(world, grace_s=0.0).deleted == ()
     assert undelete.execute(world.repo, undelete.plan_undelete(world.repo, old)) == old
+
+
+def test_the_tombstone_of_a_dead_remover_holds_nobody_up_after_gc(world, crash, monkeypatch):
+    gone, abandon = crash
+    attempt = world.claim()
+    old, _ = world.save(attempt, 1), world.save(attempt, 2)
+    with armed("tombstone put, manifest still there", abandon), pytest.raises(gone):
+        rm(world, old)
+    with pytest.raises(CheckpointNotFound):
+        put_ref(world.repo, "pin", "keep", old)
+    visit(world)
+    assert world.names("tombstones"), "its remover may live"
+    monkeypatch.setattr(tombstones, "judge", lambda owner: "dead")
+    visit(world)
+    assert world.names("tombstones") == []
+    put_ref(world.repo, "pin", "keep", old)
+
+
+def test_a_fork_is_not_held_up_by_a_removal_that_died_in_the_other_run(world, crash, monkeypatch):
+    gone, abandon = crash
+    attempt = world.claim()
+    old, _ = world.save(attempt, 1), world.save(attempt, 2)
+    with armed("tombstone put, manifest still there", abandon), pytest.raises(gone):
+        rm(world, old)
+    monkeypatch.setattr(tombstones, "judge", lambda owner: "dead")
+    claim(world.repo, "fork", old).release()
+    assert world.names("tombstones") == []
