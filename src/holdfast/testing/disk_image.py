@@ -54,20 +54,12 @@ class DiskImage:
     def fingerprint(self) -> bytes:
         """16 bytes, equal for disks that hold the same names with the same bytes, whatever the inode numbers."""
         whole = xxhash.xxh3_128()
-        for path, contents in self.tree().items():
-            whole.update(path.encode())
-            if contents is None:
-                whole.update(b"\0directory\0")
-                continue
-            whole.update(b"\0%d\0" % contents.size)
-            for number, block in enumerate(contents.blocks):
-                room = contents.size - number * BLOCK
-                if room <= 0:
-                    break
-                whole.update(_digest(block) if room >= BLOCK else xxhash.xxh3_128_digest(block[:room]))
+        for path, inode in self.inodes().items():
+            contents = self.files.get(inode)
+            whole.update(f"{path}\0".encode() + (b"directory" if contents is None else _digest(contents)))
         return whole.digest()
 
 
 @lru_cache(maxsize=65536)
-def _digest(block: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(block)
+def _digest(contents: Contents) -> bytes:
+    return xxhash.xxh3_128_digest(contents.data())

@@ -17,6 +17,8 @@ from unittest import mock
 import numpy as np
 
 from holdfast.codec.digest import chunk_starts, digest_chunks
+from holdfast.engine.handle import Save
+from holdfast.engine.save import About, Saver
 from holdfast.image.layout import plan_layout
 from holdfast.model.checkpoint import Index, Manifest, PackEntry
 from holdfast.model.names import CheckpointId
@@ -164,6 +166,23 @@ class Job:
     def die(self) -> None:
         """Killed: nothing is released, and from now on others see it."""
         self.program.processes.end(self.number)
+
+    def save_by_engine(self, *steps: int) -> None:
+        """Saves as a training does: through the engine, its arena and its writing thread."""
+        attempt = self.attempt
+        assert attempt is not None
+        saver = Saver(self.repo, attempt.run)
+        saver.attempt = attempt
+        try:
+            for step in steps:
+                id = CheckpointId(attempt.run, attempt.number, step)
+                state = state_at(self.program.seed, attempt.number, step, elements=self.program.elements)
+                self.mark("begun", id, saved(state))
+                handle = Save(id, self.program.source.randbytes(16).hex())
+                saver.save(flatten(state), step, wait=True, about=About(), handle=handle).wait()
+                self.mark("acknowledged", id)
+        finally:
+            saver.close()
 
     def mark_closed(self) -> None:
         """After a claim over dead owners: saves of earlier attempts that had not committed by now never will."""

@@ -161,6 +161,13 @@ def failed_save(program: Program) -> None:
     job.release()
 
 
+def saved_by_engine(program: Program) -> None:
+    job = program.start()
+    job.claim()
+    job.save_by_engine(10, 20, 30)
+    job.release()
+
+
 def rolled_back(program: Program) -> None:
     """A job that is restarted from an older step, and one after it that goes on from where that one came to."""
     first = program.start()
@@ -326,6 +333,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("first save", first_save),
         Scenario("several saves", several_saves, elements=2500),
         Scenario("direct writes", several_saves, elements=3000, direct_above=4096),
+        Scenario("saved by the engine", saved_by_engine, elements=3000, direct_above=4096),
         Scenario("successor of unfinished saves", successor),
         Scenario("take-over during a save", take_over),
         Scenario("failed flush", failed_save, faults=_flushes_fail),

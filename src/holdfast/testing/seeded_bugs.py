@@ -228,9 +228,13 @@ BUGS: tuple[Bug, ...] = (
         "manifest before packs",
         "a manifest names packs that are not there",
         _put_late(".safetensors", "/manifest.json"),
+        "saved by the engine",
     ),
     _wrapper(
-        "manifest before index", "a manifest names an index that is not there", _put_late(".index", "/manifest.json")
+        "manifest before index",
+        "a manifest names an index that is not there",
+        _put_late(".index", "/manifest.json"),
+        "saved by the engine",
     ),
     _wrapper(
         "reported before the manifest",
@@ -273,6 +277,7 @@ BUGS: tuple[Bug, ...] = (
         "digests not checked on read",
         "rotten bytes are restored",
         patch=lambda: mock.patch.object(LeafReader, "_check", lambda *_: None),
+        scenarios=("several saves",),
     ),
     Bug(
         "taken name is ours",
