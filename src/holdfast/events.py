@@ -133,4 +133,6 @@ class Emitter:
             except Exception as error:  # noqa: BLE001 - a broken meter must not end training; it is said once, loudly
                 self.sinks = tuple(kept for kept in self.sinks if kept is not sink)
                 self._dropped.append(repr(sink))
-                warnings.warn(f"the event sink {sink!r} failed and is no longer used: {error!r}", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"the event sink {sink!r} failed and is no longer used: {error!r}", RuntimeWarning, stacklevel=2
+                )

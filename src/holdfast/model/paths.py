@@ -19,7 +19,9 @@ def escape(key: str) -> str:
     try:
         key.encode("utf-8")
     except UnicodeEncodeError:
-        raise Unserialisable(f"the key {key!r} holds a lone surrogate, which no file format can name", subject=ascii(key)) from None
+        raise Unserialisable(
+            f"the key {key!r} holds a lone surrogate, which no file format can name", subject=ascii(key)
+        ) from None
     out = key.replace("~", "~0").replace("/", "~1").replace("@", "~2")
     return "~3" + out[1:] if out.startswith("#") else out
 

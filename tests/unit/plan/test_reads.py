@@ -11,7 +11,11 @@ CHUNK = 64
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(0, 900), st.booleans()), max_size=40), st.sampled_from([64, 256, 1024]), st.sampled_from([0, 100, 10_000]))
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.booleans()), max_size=40),
+    st.sampled_from([64, 256, 1024]),
+    st.sampled_from([0, 100, 10_000]),
+)
 def test_every_wanted_byte_is_read_once(leaves: list[tuple[int, bool]], task_bytes: int, gap: int) -> None:
     offsets, at = [], 4096
     for length, _ in leaves:
