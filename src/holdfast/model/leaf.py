@@ -10,7 +10,8 @@ from holdfast.model.dtypes import dtype
 
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """What a leaf is, without its bytes: path, dtype name and shape (row-major). `private` leaves belong to one rank."""
+    """What a leaf is, without its bytes: path, dtype name and shape (row-major). `private` leaves belong to one
+    rank."""
 
     path: str
     dtype: str

@@ -20,7 +20,9 @@ def check_run(name: str) -> str:
         raise UsageError(
             f"{name!r} cannot name a run",
             subject=str(name),
-            hint="use letters, digits and . _ = -, at most 100, starting with a letter or digit and not ending in a dot",
+            hint=(
+                "use letters, digits and . _ = -, at most 100, starting with a letter or digit and not ending in a dot"
+            ),
         )
     return name
 

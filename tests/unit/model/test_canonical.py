@@ -81,7 +81,7 @@ def test_the_spelling_is_pinned() -> None:
         {"a": (1, 2)},
         {"a": b"bytes"},
         {"a": {1, 2}},
-        [object()],
+        [Ellipsis],
     ],
     ids=repr,
 )
