@@ -12,7 +12,7 @@ from rich.text import Text
 from holdfast.demo.runner import Account
 from holdfast.report.measures import seconds, size
 
-BAR: Final = 32
+BAR: Final = 26
 PIPE_WIDTH: Final = 1000
 MOST_LIVES: Final = 25
 """More are told in numbers only."""
@@ -67,7 +67,7 @@ def _lives(account: Account, unicode: bool) -> Table:
         bar = Text(" " * begin)
         bar.append(stroke * max(stop - begin, 1), style="cyan" if life.killed else "green")
         bar.append(end if life.killed else "", style="bold red")
-        how = "killed" + (" during a save" if life.saving else "") if life.killed else "finished"
+        how = "killed" + (" in a save" if life.saving else "") if life.killed else "finished"
         words = (
             f"steps {life.began} to {life.reached}, {how}" if life.began is not None else f"{how} before its first step"
         )
@@ -87,8 +87,10 @@ def lines(account: Account) -> list[tuple[str, str]]:
     """What is told, by name."""
     lost = account.lost
     again = f"{sum(lost)} in all, at most {max(lost)} per kill" if lost else "none"
-    stall = "none" if account.stall_s is None else f"{seconds(account.stall_s)} median of {len(_stalls(account))} saves"
-    copy = "" if account.copy_s is None else f" (copying the state once in memory: {seconds(account.copy_s)})"
+    stall = (
+        "none" if account.stall_s is None else f"{seconds(account.stall_s)}, median of {len(_stalls(account))} saves"
+    )
+    copy = "" if account.copy_s is None else f" (one copy in memory: {seconds(account.copy_s)})"
     loss = "" if account.loss is None else f", loss {account.loss:.3f}"
     return [
         ("trained", f"a GPT for {account.plan.steps} steps{loss}, saving every {account.plan.save_every}"),
