@@ -197,7 +197,9 @@ def _classify_by_manifest(save: SaveDirectory, data: bytes) -> None:
     try:
         found = decode_manifest(data, save.id)
     except CorruptionError as error:
-        save.state = "copied" if objects.is_copy(save.id.manifest, data) else "damaged"
+        # With a begin.json of its own the place is no copied directory: there its manifest was replaced.
+        copied = save.begin is None and save.state != "damaged" and objects.is_copy(save.id.manifest, data)
+        save.state = "copied" if copied else "damaged"
         save.message = error.message
         return
     if isinstance(found, Aborted):

@@ -22,7 +22,8 @@ def surroundings(repo: Repo, census: Census, checked: frozenset[CheckpointId]) -
     for attempt in census.attempts.values():
         yield from _attempt(repo, attempt, copies)
     for save in census.saves.values():
-        if save.id not in checked or save.state != "committed":
+        # What the inspection of a checkpoint has said is not said again.
+        if save.id not in checked or save.state not in ("committed", "damaged"):
             yield from _save(census, save, copies)
         yield from _around(save)
     yield from _seals(repo, census)
@@ -60,9 +61,7 @@ def _save(census: Census, save: SaveDirectory, copies: set[tuple[str, int]]) -> 
         )
         return
     if save.state == "damaged":
-        # One that has a manifest is among the checkpoints, and its inspection has said so.
-        if not save.has(layout.MANIFEST):
-            yield Finding(save.id, "error", save.message, object=place, harms_restore=False)
+        yield Finding(save.id, "error", save.message, object=place, harms_restore=save.has(layout.MANIFEST))
     elif save.state == "unfinished":
         yield Finding(save.id, "info", f"an unfinished save ({nbytes} bytes)", object=place)
     elif save.state == "closed" and any(True for _ in save.own()):

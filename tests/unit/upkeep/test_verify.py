@@ -120,10 +120,11 @@ def test_another_objects_bytes_under_the_right_name_are_found(world):
         report = execute(world.repo, plan_verify(world.repo, [two]))
         assert report.ok
         if file == "manifest.json":
-            # A copied manifest makes no checkpoint: what lies there is shown, and the save is not among those checked.
+            # A copied manifest makes no checkpoint; the begin.json beside it tells that there was one.
             found = execute(world.repo, plan_verify(world.repo))
             assert one not in found.checked
-            assert any("copied" in finding.message for finding in found.of(one))
+            assert any("is a copy of" in finding.message for finding in found.of(one))
+            assert found.damaged() == (one,)
         else:
             assert not execute(world.repo, plan_verify(world.repo, [one])).ok
         world.store.place.objects[f"{one.directory}/{file}"] = was
