@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def gate(place: Path) -> Gate:
     return Gate(open_store(place))
 
 
-def flip(where: Path, pattern: str, at: int = -1) -> None:
+def flip(where: Path, pattern: str, at: int) -> None:
     """Flips one bit in every file that matches."""
     found: Sequence[Path] = sorted(where.glob(pattern))
     assert found, pattern
@@ -77,3 +78,12 @@ def flip(where: Path, pattern: str, at: int = -1) -> None:
         data = bytearray(path.read_bytes())
         data[at] ^= 1
         path.write_bytes(bytes(data))
+
+
+def flip_leaf(where: Path, pattern: str, leaf: str) -> None:
+    """Flips one bit of a leaf in every pack that matches; where it lies is read from the safetensors header."""
+    for path in sorted(where.glob(pattern)):
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        start, _ = json.loads(data[8 : 8 + length])[leaf]["data_offsets"]
+        flip(where, str(path.relative_to(where)), 8 + length + start)

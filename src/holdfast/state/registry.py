@@ -57,7 +57,7 @@ class Adapter(Protocol):
         ...
 
 
-_HOMES: Final = {"torch": "holdfast.integrations.torch", "numpy": "holdfast.state.arrays"}
+_HOMES: Final = {"torch": "holdfast.integrations.torch.adapter", "numpy": "holdfast.state.arrays"}
 KIND_HOMES: Final = {
     "module": "torch",
     "optimizer": "torch",

@@ -90,7 +90,10 @@ def _claim_defaults() -> dict[str, object]:
     return dict(claim.__kwdefaults__ or {})
 
 
-def test_i11_the_one_claimed_over_gets_superseded_and_commits_nothing(place: Path) -> None:
+def test_i11_the_one_claimed_over_gets_superseded_and_commits_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.repo.attempts.claim.__kwdefaults__", {**_claim_defaults(), "wait_s": 0.05})
     child = spawn(place, TRAINS_UNTIL_TOLD)
     try:
         assert read(child) == "at work"

@@ -46,7 +46,15 @@ class World:
     def __init__(self) -> None:
         self.store = MemoryStore(f"upkeep-{next(_names)}")
         self.repo = Repo.create_or_open(self.store, chunk_bytes=CHUNK)
-        self.contents: dict[CheckpointId, dict[str, bytes]] = {}
+
+    def clone(self) -> World:
+        """Another store with the same objects, and the same owners."""
+        other = World.__new__(World)
+        other.store = MemoryStore(f"upkeep-{next(_names)}")
+        other.store.place.objects.update(self.store.place.objects)
+        other.store.place.clock_ns = self.store.place.clock_ns
+        other.repo = Repo.open(other.store)
+        return other
 
     def reopened(self) -> Repo:
         return Repo.open(MemoryStore(self.store.name))

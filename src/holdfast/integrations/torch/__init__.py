@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.integrations.torch.sampler import ResumableSampler as ResumableSampler
 
-_HOMES = {"ResumableSampler": "sampler", "adapter": "adapter"}
+_HOMES = {"ResumableSampler": "sampler"}
 
 
 def __getattr__(name: str) -> Any:
