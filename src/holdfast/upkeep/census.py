@@ -21,6 +21,7 @@ from holdfast.repo.repository import Repo
 from holdfast.store.contract import Entry
 
 MARKS: Final = "tombstones/gc"
+_PROBE: Final = re.compile(r"probe-[0-9a-f]{32}\.json", re.ASCII)
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 
 State = Literal["committed", "damaged", "unfinished", "closed", "removed", "copied", "foreign"]
@@ -80,6 +81,8 @@ class Census:
     saves: dict[CheckpointId, SaveDirectory] = field(default_factory=dict)
     attempts: dict[tuple[str, int], AttemptDirectory] = field(default_factory=dict)
     refs: list[Entry] = field(default_factory=list)
+    probes: list[Entry] = field(default_factory=list)
+    """Left by a gc that died while it asked for the time."""
     foreign: list[Entry] = field(default_factory=list)
 
     def save(self, id: CheckpointId) -> SaveDirectory:
@@ -129,6 +132,9 @@ def place(census: Census, entry: Entry) -> bool:
         return True
     if parts[0] == "refs" and len(parts) == 4 and layout.parse_numbered(parts[3]) is not None:
         census.refs.append(entry)
+        return True
+    if parts[:2] == ["tombstones", "gc"] and len(parts) == 3 and _PROBE.fullmatch(parts[2]):
+        census.probes.append(entry)
         return True
     if parts[0] not in (layout.RUNS, "trash", "tombstones") or len(parts) < 4:
         return False

@@ -220,6 +220,7 @@ def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[t
     for save in census.saves.values():
         if save.state == "committed" and not save.tombstones:
             yield from ((e.name, "a copy of a manifest that is in its place") for e in save.trash if old(e))
+    yield from ((entry.name, "left by a gc that died") for entry in census.probes if old(entry))
     for entry in repo.store.leftovers(""):
         if _was_ours(repo, census, entry) and old(entry):
             yield entry.name, "left over from an unfinished put"

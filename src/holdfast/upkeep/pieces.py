@@ -43,10 +43,21 @@ def pieces(index: Index, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     begin, end, row, leaf, of_pack = (column[order] for column in (begin, end, row, leaf, of_pack))
     if not len(row):
         return
+    whole = Piece(0, 0, 0, begin, end, row, leaf)
     group = begin // piece_bytes
     cuts = np.flatnonzero((np.diff(group) != 0) | (np.diff(of_pack) != 0)) + 1
     for low, high in zip([0, *cuts.tolist()], [*cuts.tolist(), len(row)], strict=True):
-        part = slice(low, high)
-        yield Piece(
-            int(of_pack[low]), int(begin[low]), int(end[high - 1]), begin[part], end[part], row[part], leaf[part]
-        )
+        yield _cut(whole, int(of_pack[low]), low, high)
+
+
+def halves(piece: Piece) -> tuple[Piece, Piece]:
+    """A piece of at least two chunks, divided between two of them."""
+    middle = len(piece.row) // 2
+    return _cut(piece, piece.pack, 0, middle), _cut(piece, piece.pack, middle, len(piece.row))
+
+
+def _cut(piece: Piece, pack: int, low: int, high: int) -> Piece:
+    """The chunks numbered `low..high-1` of a piece."""
+    rows = slice(low, high)
+    begin, end = piece.begin[rows], piece.end[rows]
+    return Piece(pack, int(begin[0]), int(end[-1]), begin, end, piece.row[rows], piece.leaf[rows])

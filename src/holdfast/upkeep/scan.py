@@ -15,7 +15,7 @@ from holdfast.model.checkpoint import Index
 from holdfast.model.names import CheckpointId
 from holdfast.store.contract import Reader, Store
 from holdfast.upkeep.findings import Finding
-from holdfast.upkeep.pieces import Piece, pieces
+from holdfast.upkeep.pieces import Piece, halves, pieces
 
 PAGE = 4096
 
@@ -78,6 +78,9 @@ class Scan:
         try:
             reader.read_into(low, view)
         except (CorruptionError, StoreError) as error:
+            if len(piece.row) > 1:
+                # Somewhere in it: halves find the chunk that cannot be read, and check the others.
+                return [fault for half in halves(piece) for fault in self._piece(half)]
             return [(int(piece.leaf[0]), piece.pack, piece.start, f"cannot be read: {error.message}")]
         bad = []
         expected = self._expected

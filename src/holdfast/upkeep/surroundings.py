@@ -77,7 +77,7 @@ def _save(census: Census, save: SaveDirectory, copies: set[tuple[str, int]]) -> 
 
 def _seals(repo: Repo, census: Census) -> Iterator[Finding]:
     """The small objects that no checkpoint's inspection has read."""
-    entries = [*census.refs, *(beat for attempt in census.attempts.values() for beat in attempt.leases)]
+    entries = [*census.refs, *census.probes, *(beat for attempt in census.attempts.values() for beat in attempt.leases)]
     for save in census.saves.values():
         entries += [*save.tombstones, *save.marks, *save.trash]
     for entry in entries:

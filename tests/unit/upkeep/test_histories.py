@@ -328,7 +328,7 @@ def test_i2_i4_i6_i7_i11_random_histories(make_world, crash, monkeypatch):
         "Machine", (Histories,), {"make_world": make_world, "gone": crash[0], "abandon": staticmethod(crash[1])}
     )
     chosen = settings(
-        max_examples=12,
+        max_examples=25,
         stateful_step_count=25,
         deadline=None,
         derandomize=True,

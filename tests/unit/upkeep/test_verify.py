@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from holdfast.errors import CheckpointNotFound, CorruptionError
+import holdfast
+from holdfast.errors import CheckpointNotFound, CorruptionError, StoreError
 from holdfast.events import Emitter, Event, Progress
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout
 from holdfast.repo.notes import add_note, notes
 from holdfast.repo.refs import put_ref
+from holdfast.repo.repository import Repo
+from holdfast.store.backends.memory import MemoryReader
+from holdfast.store.registry import open_store
 from holdfast.upkeep.verify import assert_whole, execute, plan_verify
 
 
@@ -189,3 +194,45 @@ def test_progress_reaches_the_total(world):
     assert seen
     assert all(isinstance(event, Progress) and event.phase == "verify" for event in seen)
     assert max(event.done for event in seen) == 300
+
+
+def test_bytes_that_cannot_be_read_are_named_and_the_others_checked(world, monkeypatch):
+    id = world.save(world.claim(), 1)
+    pack = f"{id.directory}/rank-00000.safetensors"
+    world.flip(pack, 4096)
+    read_into = MemoryReader.read_into
+
+    def failing(reader, offset, buffer):
+        if reader.name == pack and offset <= 4096 + 250 < offset + len(buffer):
+            raise StoreError("input/output error", subject=pack)
+        read_into(reader, offset, buffer)
+
+    monkeypatch.setattr(MemoryReader, "read_into", failing)
+    found = execute(world.repo, plan_verify(world.repo)).errors
+    assert [(finding.leaf, finding.offset) for finding in found] == [("a", 4096), ("b/c", 4096 + 200)]
+    assert "cannot be read" in found[1].message
+
+
+def test_i5_every_leaf_is_read_through_a_local_store(tmp_path):
+    leaves = {f"leaf {number}": np.full(70_001 * number, number, np.uint8) for number in range(1, 9)}
+    holdfast.save({**leaves, "large": np.arange(3_000_000, dtype=np.float32)}, tmp_path, step=1)
+    repo = Repo.open(open_store(tmp_path))
+    assert assert_whole(repo).bytes_read > 12_000_000
+    (pack,) = tmp_path.rglob("*.safetensors")
+    manifest = repo.manifest(CheckpointId("main", 1, 1))
+    index = repo.index(manifest)
+    for leaf in range(len(index.specs)):
+        at = int(index.offset[leaf] + index.length[leaf]) - 1
+        with pack.open("r+b") as file:
+            file.seek(at)
+            was = file.read(1)
+            file.seek(at)
+            file.write(bytes([was[0] ^ 128]))
+        (finding,) = execute(repo, plan_verify(repo)).errors
+        assert finding.leaf == index.specs[leaf].path
+        assert finding.offset is not None
+        assert finding.offset <= at < finding.offset + repo.chunk_bytes
+        with pack.open("r+b") as file:
+            file.seek(at)
+            file.write(was)
+    assert_whole(repo)

@@ -1,0 +1,227 @@
+"""Somebody comes in between: before every single store operation of a removal, another process comes to need, bring
+back or remove the same checkpoint. Whoever comes second gives way, and nobody is left with something that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast.errors import CheckpointNotFound, HoldfastError
+from holdfast.policy import keep
+from holdfast.repo import attempts as claims
+from holdfast.repo import layout, tombstones
+from holdfast.repo.attempts import Attempt
+from holdfast.repo.lineage import walk
+from holdfast.repo.refs import put_ref, read_ref
+from holdfast.repo.repository import Repo
+from holdfast.repo.tombstones import is_tombstoned
+from holdfast.upkeep import gc, remove, retention, undelete
+from holdfast.upkeep.verify import assert_whole
+
+
+class Interrupted:
+    """A store that calls `intrude` once, before its operation number `at`."""
+
+    def __init__(self, store: Any, at: int, intrude: Callable[[], None]) -> None:
+        self._store, self._at, self._intrude = store, at, intrude
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if name not in ("put_if_absent", "get", "open", "stat", "children", "walk", "leftovers", "delete", "settle"):
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.count += 1
+            if self.count == self._at:
+                self._intrude()
+            result = found(*arguments, **named)
+            return iter(list(result)) if name in ("walk", "leftovers") else result
+
+        return call
+
+
+class Scene:
+    """Three checkpoints of a live run, of which the first is fought over."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        self.attempt: Attempt = world.claim()
+        self.old, self.middle, self.new = (world.save(self.attempt, step) for step in (1, 2, 3))
+        self.won = False
+
+    def clone(self) -> Scene:
+        other = Scene.__new__(Scene)
+        other.world, other.attempt, other.won = self.world.clone(), self.attempt, False
+        other.old, other.middle, other.new = self.old, self.middle, self.new
+        return other
+
+    # -- who removes -------------------------------------------------------------------------------------------------
+
+    def rm(self, repo: Repo) -> None:
+        remove.execute(repo, remove.plan_remove(repo, [self.old]))
+
+    def retain(self, repo: Repo) -> None:
+        retention.execute(repo, self.attempt, retention.plan_retention(repo, self.attempt, keep.latest(1)))
+
+    def removed(self) -> None:
+        self.rm(self.world.repo)
+        self.collect(self.world.repo)
+
+    def collect(self, repo: Repo) -> None:
+        gc.execute(repo, gc.plan_gc(repo, grace_s=0.0))
+
+    def bring_back(self, repo: Repo) -> None:
+        undelete.execute(repo, undelete.plan_undelete(repo, self.old, grace_s=1e6))
+
+    # -- who comes in between ----------------------------------------------------------------------------------------
+
+    def pin(self) -> None:
+        try:
+            put_ref(self.world.repo, "pin", "late", self.old)
+        except CheckpointNotFound:
+            return
+        self.won = True
+
+    def fork(self) -> None:
+        """What `claim` does about its parent, without threads."""
+        self.world.claim("fork", parent=self.old)
+        if self.world.repo.exists(self.old) and not is_tombstoned(self.world.repo, self.old):
+            self.won = True
+
+    def supersede(self) -> None:
+        self.world.claim("main", parent=self.old)
+        if self.world.repo.exists(self.old) and not is_tombstoned(self.world.repo, self.old):
+            self.won = True
+
+    def try_bring_back(self) -> None:
+        try:
+            self.bring_back(self.world.repo)
+        except HoldfastError:
+            return
+        self.won = True
+
+    def try_rm(self) -> None:
+        try:
+            self.rm(self.world.repo)
+        except HoldfastError:
+            return
+
+    def try_collect(self) -> None:
+        self.collect(self.world.repo)
+
+
+def interleave(
+    make_world: Any, prepare: str | None, actor: str, intruder: str, check: Callable[[Scene, bool], None]
+) -> int:
+    """Every place for the intruder, until there is no operation left to come before; returns how many there were."""
+    begun = Scene(make_world())
+    if prepare is not None:
+        getattr(begun, prepare)()
+    at = 0
+    while True:
+        at += 1
+        scene = begun.clone()
+        store = Interrupted(scene.world.store, at, getattr(scene, intruder))
+        repo = Repo.open(store)
+        try:
+            getattr(scene, actor)(repo)
+        except HoldfastError:
+            pass
+        if store.count < at:
+            return at - 1
+        assert_whole(scene.world.repo)
+        assert not scene.world.names("tombstones/main"), "nobody leaves a tombstone behind"
+        check(scene, scene.world.repo.exists(scene.old))
+
+
+@pytest.mark.parametrize("intruder", ["pin", "fork", "supersede"])
+@pytest.mark.parametrize("actor", ["rm", "retain"])
+def test_i7_who_comes_to_need_it_never_loses_it(make_world, actor, intruder):
+    def check(scene: Scene, exists: bool) -> None:
+        if scene.won:
+            assert exists, "it relies on a checkpoint that is gone"
+        elif intruder == "pin":
+            assert read_ref(scene.world.repo, "pin", "late") is None
+        if intruder != "supersede" or scene.won:
+            assert next(walk(scene.world.repo, "main")) == (scene.old if intruder == "supersede" else scene.new)
+
+    assert interleave(make_world, None, actor, intruder, check) > 20
+
+
+@pytest.mark.parametrize("intruder", ["try_bring_back", "pin"])
+def test_i6_gc_and_undelete_meet_and_one_wins(make_world, intruder):
+    def check(scene: Scene, exists: bool) -> None:
+        if intruder == "try_bring_back":
+            assert exists == scene.won
+        if not exists:
+            # Either all of it is there, to be brought back, or nothing can be brought back any more.
+            packs = scene.world.names(f"{scene.old.directory}/rank")
+            assert len(packs) == 2 or scene.world.names(scene.old.manifest)
+
+    assert interleave(make_world, "removed", "collect", intruder, check) > 20
+
+
+@pytest.mark.parametrize("intruder", ["try_collect", "try_rm", "try_bring_back"])
+def test_i6_undelete_and_who_comes_in_between(make_world, intruder):
+    def check(scene: Scene, exists: bool) -> None:
+        if not exists:
+            packs = scene.world.names(f"{scene.old.directory}/rank")
+            closed = scene.world.names(scene.old.manifest)
+            trash = scene.world.names(layout.trash_directory(scene.old))
+            assert closed or (len(packs) == 2 and trash), "it can neither be restored nor brought back"
+
+    assert interleave(make_world, "removed", "bring_back", intruder, check) > 20
+
+
+@pytest.mark.parametrize("actor", ["rm", "retain"])
+@pytest.mark.parametrize("intruder", ["try_rm", "try_collect"])
+def test_i2_two_removers_of_one_checkpoint(make_world, actor, intruder):
+    def check(scene: Scene, exists: bool) -> None:
+        assert scene.world.repo.exists(scene.new)
+        if exists:
+            assert actor == "rm", "what nobody needs goes"
+
+    interleave(make_world, None, actor, intruder, check)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "actor"), [(None, "rm"), (None, "retain"), ("removed", "collect"), ("removed", "bring_back")]
+)
+def test_i2_i6_dying_before_any_operation_leaves_it_whole_or_going(make_world, crash, monkeypatch, prepare, actor):
+    gone, abandon = crash
+    begun = Scene(make_world())
+    if prepare is not None:
+        getattr(begun, prepare)()
+    at = 0
+    while True:
+        at += 1
+        scene = begun.clone()
+        world = scene.world
+        store = Interrupted(world.store, at, abandon)
+        try:
+            getattr(scene, actor)(Repo.open(store))
+        except gone:
+            pass
+        else:
+            break
+        assert_whole(world.repo)
+        assert next(walk(world.repo, "main")) == scene.new
+        there = world.repo.exists(scene.old)
+        # The dead process's tombstones are taken back by the next claim, what it had begun is ended by it or by gc.
+        with monkeypatch.context() as patched:
+            patched.setattr(tombstones, "judge", lambda owner: "dead")
+            world.die(scene.attempt)
+            claims.claim(world.repo, "main", scene.new, beat_s=3600.0).release()
+            assert world.repo.exists(scene.old) == there
+            assert not is_tombstoned(world.repo, scene.old) or not there
+            for _ in range(2):
+                world.store.advance(30 * 3600)
+                gc.execute(world.repo, gc.plan_gc(world.repo))
+        assert world.names("tombstones") == world.names("trash") == []
+        assert world.repo.exists(scene.old) == there
+        assert there or world.names(f"{scene.old.directory}/") in ([], [scene.old.manifest])
+        assert_whole(world.repo)
+    assert at > 10
