@@ -44,6 +44,7 @@ def steady(where: Path, state: dict[str, Any]) -> tuple[holdfast.Checkpointer, C
         save = checkpointer.save()
         stall = time.perf_counter() - begun
         save.wait()
+        checkpointer.wait()  # what is unlinked beside training would run into the next contender
         return stall
 
     return checkpointer, Contender("holdfast save()", measure)
@@ -61,6 +62,7 @@ def first_saves(place: Path, state: dict[str, Any], memcpy: raw.Memcpy, rounds: 
             save = checkpointer.save()
             found["holdfast first save()"].append(time.perf_counter() - begun)
             save.wait()
+            checkpointer.wait()  # what is unlinked beside training would run into the next contender
             found["prewarm"].append(checkpointer.prewarm_s)
     shutil.rmtree(place / "first")
     return found

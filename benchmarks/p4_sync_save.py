@@ -39,7 +39,9 @@ def loop(where: Path, state: dict[str, Any]) -> tuple[holdfast.Checkpointer, Con
 
     def measure() -> float:
         checkpointer.step_done()
-        return timed(lambda: checkpointer.save(wait=True))
+        seconds = timed(lambda: checkpointer.save(wait=True))
+        checkpointer.wait()  # what is unlinked beside training would run into the next contender
+        return seconds
 
     return checkpointer, Contender("holdfast save(wait=True)", measure)
 

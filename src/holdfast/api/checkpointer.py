@@ -196,7 +196,8 @@ class Checkpointer:
             training.stopping = True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for the save in flight; raises what made it fail, and DeadlineExceeded after `timeout` seconds."""
+        """Waits for the save in flight and for retention after it; raises what made the save fail, and DeadlineExceeded
+        after `timeout` seconds."""
         training = self._armed()
         if training is None:
             return

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Literal
 
+from holdfast.api.tidying import Tidying
 from holdfast.engine.handle import Save
 from holdfast.engine.save import About, Saver
 from holdfast.errors import DeadlineExceeded, HoldfastError, MetricNotLogged, OwnershipError, SaveFailed, StateError
@@ -21,7 +22,6 @@ from holdfast.repo.attempts import Attempt
 from holdfast.repo.notes import add_note
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened
-from holdfast.upkeep.retention import execute, plan_retention
 
 OnBusy = Literal["wait", "skip"]
 OnError = Literal["warn", "raise"]
@@ -48,7 +48,7 @@ class Saving:
         self.repo = repo
         self.run = run
         self.policy = policy
-        self.keep = keep
+        self.tidying = Tidying(repo, keep, emitter=emitter, warn=self._warn)
         self._on_busy = on_busy
         self._on_error = on_error
         self._emitter = emitter
@@ -147,16 +147,15 @@ class Saving:
         return False
 
     def wait(self, timeout: float | None) -> None:
-        """Waits for the save in flight; DeadlineExceeded if it is still at work after `timeout` seconds."""
+        """Waits for the save in flight and the retention that follows it; DeadlineExceeded after `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        hint = f"look at {self.repo.url}: does it still answer? `holdfast ls` shows the last committed checkpoint"
         if not self.saver.join(timeout):
-            current = self.saver.current
-            raise DeadlineExceeded(
-                f"the save of {current.id if current else self.run} has not ended within {timeout:g} s",
-                subject=str(current.id) if current else self.run,
-                hint=(
-                    f"look at {self.repo.url}: does it still answer? `holdfast ls` shows the last committed checkpoint"
-                ),
-            )
+            what = str(self.saver.current.id) if self.saver.current else self.run
+            raise DeadlineExceeded(f"the save of {what} has not ended within {timeout:g} s", subject=what, hint=hint)
+        if not self.tidying.join(None if until is None else max(until - time.monotonic(), 0.0)):
+            message = f"retention of run {self.run!r} has not ended within {timeout:g} s"
+            raise DeadlineExceeded(message, subject=self.run, hint=hint)
 
     def raise_failure(self) -> None:
         """Raises what failed in the background since the last call, if it is to be raised. Ownership always is."""
@@ -178,10 +177,11 @@ class Saving:
 
     def warn_of_unlogged_metrics(self) -> None:
         """Says which metrics the keep policy judges by and nothing has logged."""
-        missing = sorted(self.keep.metrics() - self._metrics_seen)
+        missing = sorted(self.tidying.keep.metrics() - self._metrics_seen)
         if missing and self.last is not None and self.last.reason != "restored":
             names = ", ".join(map(repr, missing))
-            message = f"{self.keep!r} judges by {names}, which nothing has logged; every checkpoint is kept until it is"
+            message = f"{self.tidying.keep!r} judges by {names}, which nothing has logged; every checkpoint is kept
+            until it is"
             self._warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
 
     def close(self) -> None:
@@ -196,7 +196,8 @@ class Saving:
             return
         self._exit_status.clear()
         self._write_notes()
-        self._retain()
+        if self.attempt is not None:
+            self.tidying.after_commit(self.attempt)
 
     def _fail(self, error: HoldfastError) -> None:
         """A failure is known at once, and in the exit status unless a later save commits."""
@@ -225,17 +226,5 @@ class Saving:
             except HoldfastError as error:
                 self._warn(f"the metrics {sorted(metrics)} of {id} could not be noted: {error.message}")
 
-    def _retain(self) -> int:
-        """Applies the keep policy; returns how many checkpoints went."""
-        attempt = self.saver.attempt
-        if attempt is None:
-            return 0
-        try:
-            plan = plan_retention(self.repo, attempt, self.keep)
-            return len(execute(self.repo, attempt, plan, emitter=self._emitter))
-        except HoldfastError as error:
-            self._warn(f"retention of run {self.run!r} did not finish: {error.message}")
-            return 0
-
     def _make_room(self) -> bool:
-        return self._retain() > 0
+        return self.attempt is not None and self.tidying.now(self.attempt) > 0

@@ -1,0 +1,72 @@
+"""Retention beside training: in a thread of its own, so that the next save never waits for files to be unlinked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from holdfast.errors import HoldfastError
+from holdfast.events import Emitter
+from holdfast.policy.keeping import KeepPolicy
+from holdfast.repo.attempts import Attempt
+from holdfast.repo.repository import Repo
+from holdfast.upkeep.retention import execute, plan_retention
+
+
+class Tidying:
+    """Applies the keep policy of one run after commits; one round at a time, and the newest commit always gets one."""
+
+    def __init__(self, repo: Repo, keep: KeepPolicy, *, emitter: Emitter, warn: Callable[[str], None]) -> None:
+        self.keep = keep
+        self._repo = repo
+        self._emitter = emitter
+        self._warn = warn
+        self._round = threading.Lock()
+        self._state = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._again = False
+
+    def after_commit(self, attempt: Attempt) -> None:
+        """Begins a round, or has the one that is under way followed by another."""
+        with self._state:
+            if self._thread is not None:
+                self._again = True
+                return
+            self._thread = threading.Thread(
+                target=self._rounds, args=(attempt,), name="holdfast-retention", daemon=True
+            )
+            try:
+                self._thread.start()
+                return
+            except RuntimeError:  # the interpreter is shutting down, and starts no more threads
+                self._thread = None
+        self.now(attempt)
+
+    def now(self, attempt: Attempt) -> int:
+        """One round in this thread; how many checkpoints went. A failure is a warning: the next commit tries again."""
+        with self._round:
+            try:
+                plan = plan_retention(self._repo, attempt, self.keep)
+                return len(execute(self._repo, attempt, plan, emitter=self._emitter))
+            except HoldfastError as error:
+                self._warn(f"retention of run {attempt.run!r} did not finish: {error.message}")
+                return 0
+
+    def join(self, timeout: float | None) -> bool:
+        """Whether nothing is under way any more within `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while (thread := self._thread) is not None and thread is not threading.current_thread():
+            thread.join(None if until is None else max(until - time.monotonic(), 0.0))
+            if thread.is_alive():
+                return False
+        return True
+
+    def _rounds(self, attempt: Attempt) -> None:
+        while True:
+            self.now(attempt)
+            with self._state:
+                if not self._again:
+                    self._thread = None
+                    return
+                self._again = False
