@@ -7,6 +7,7 @@ import pytest
 from holdfast.crashpoints import armed
 from holdfast.errors import CheckpointNotFound, Superseded
 from holdfast.model.checkpoint import Manifest
+from holdfast.policy import keep
 from holdfast.repo import layout, objects, tombstones
 from holdfast.repo.attempts import claim
 from holdfast.repo.commit import abort, commit
@@ -14,7 +15,7 @@ from holdfast.repo.manifest import Aborted
 from holdfast.repo.notes import add_note
 from holdfast.repo.objects import checkpoint_json
 from holdfast.repo.refs import put_ref
-from holdfast.upkeep import remove, undelete
+from holdfast.upkeep import remove, retention, undelete
 from holdfast.upkeep.gc import execute, plan_gc
 from holdfast.upkeep.verify import assert_whole
 
@@ -273,3 +274,47 @@ def test_a_fork_is_not_held_up_by_a_removal_that_died_in_the_other_run(world, cr
     monkeypatch.setattr(tombstones, "judge", lambda owner: "dead")
     claim(world.repo, "fork", old).release()
     assert world.names("tombstones") == []
+
+
+def test_i6_a_tombstone_taken_back_spares_the_save(world):
+    attempt = world.claim()
+    open_save = world.save(attempt, 1, until="index")
+    world.die(attempt)
+    visit(world)
+    world.store.advance(25 * HOUR)
+
+    def take_back() -> None:
+        for name in world.names("tombstones/main"):
+            world.lose(name)
+
+    with armed("tombstone put, manifest still there", take_back):
+        assert visit(world).deleted == ()
+    assert world.names(f"{open_save.directory}/rank")
+
+
+def test_an_unfinished_save_of_a_superseded_attempt_goes_while_the_run_lives(world):
+    first = world.claim()
+    open_save = world.save(first, 1, until="index")
+    world.die(first)
+    world.claim()
+    visit(world)
+    world.store.advance(25 * HOUR)
+    assert visit(world).deleted == (open_save,)
+
+
+def test_a_tombstone_that_tells_where_to_go_on_stays_until_nothing_is_left(world, crash, monkeypatch):
+    gone, abandon = crash
+    attempt = world.claim()
+    for step in (1, 2):
+        world.save(attempt, step)
+    with armed("manifest removed, packs still there", abandon), pytest.raises(gone):
+        retention.execute(world.repo, attempt, retention.plan_retention(world.repo, attempt, keep.latest(1)))
+    world.die(attempt)
+    monkeypatch.setattr(tombstones, "judge", lambda owner: "dead")
+    visit(world)
+    assert world.names("tombstones/main")
+    world.store.advance(25 * HOUR)
+    visit(world)
+    visit(world)
+    assert world.names("tombstones") == []
+    assert world.names("runs/main/a0001/step-00000001/") == ["runs/main/a0001/step-00000001/manifest.json"]

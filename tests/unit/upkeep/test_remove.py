@@ -314,3 +314,24 @@ def test_an_undelete_that_dies_leaves_the_checkpoint(world, crash):
     assert world.names() == before
     put_ref(world.repo, "pin", "again", old)
     assert_whole(world.repo)
+
+
+def test_undelete_gives_way_to_a_removal_that_is_at_work(world):
+    attempt = world.claim()
+    old, _ = world.save(attempt, 1), world.save(attempt, 2)
+    rm(world, old)
+    tombstones.put_tombstone(world.repo, old, reason="rm")
+    with pytest.raises(RepositoryError, match="being removed by another process"):
+        bring_back(world, old)
+    assert look_at(world.repo, old).state == "removed"
+
+
+def test_undelete_takes_back_the_mark_of_gc(world):
+    attempt = world.claim()
+    old, _ = world.save(attempt, 1), world.save(attempt, 2)
+    before = world.names()
+    rm(world, old)
+    gc.execute(world.repo, gc.plan_gc(world.repo))
+    assert world.names("tombstones/gc")
+    bring_back(world, old)
+    assert world.names() == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from holdfast.errors import CheckpointNotFound, CorruptionError, StoreError
 from holdfast.events import Emitter, Event, Progress
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout
+from holdfast.repo.manifest import encode_manifest
 from holdfast.repo.notes import add_note, notes
 from holdfast.repo.refs import put_ref
 from holdfast.repo.repository import Repo
@@ -236,3 +239,21 @@ def test_i5_every_leaf_is_read_through_a_local_store(tmp_path):
             file.seek(at)
             file.write(was)
     assert_whole(repo)
+
+
+def test_a_header_is_compared_with_its_digest(world):
+    id = world.save(world.claim(), 1)
+    world.flip(f"{id.directory}/rank-00000.safetensors", 60)
+    (finding,) = execute(world.repo, plan_verify(world.repo)).errors
+    assert (finding.message, finding.offset) == ("its header is not what was saved", 0)
+
+
+def test_a_manifest_with_another_contents_digest_is_found(world):
+    id = world.save(world.claim(), 1)
+    manifest = world.repo.manifest(id)
+    world.lose(id.manifest)
+    world.put(id.manifest, encode_manifest(replace(manifest, content="0" * 64, leaves=7)))
+    found = execute(world.repo, plan_verify(world.repo)).errors
+    assert [finding.harms_restore for finding in found] == [False, True]
+    assert "counts 7 leaves" in found[0].message
+    assert "content digest" in found[1].message
