@@ -152,7 +152,8 @@ class Saving:
         hint = f"look at {self.repo.url}: does it still answer? `holdfast ls` shows the last committed checkpoint"
         if not self.saver.join(timeout):
             what = str(self.saver.current.id) if self.saver.current else self.run
-            raise DeadlineExceeded(f"the save of {what} has not ended within {timeout:g} s", subject=what, hint=hint)
+            message = f"the save of {what} has not ended within {timeout:g} s"
+            raise DeadlineExceeded(message, subject=what, hint=hint)
         if not self.tidying.join(None if until is None else max(until - time.monotonic(), 0.0)):
             message = f"retention of run {self.run!r} has not ended within {timeout:g} s"
             raise DeadlineExceeded(message, subject=self.run, hint=hint)
