@@ -181,8 +181,7 @@ class Saving:
         missing = sorted(self.tidying.keep.metrics() - self._metrics_seen)
         if missing and self.last is not None and self.last.reason != "restored":
             names = ", ".join(map(repr, missing))
-            message = f"{self.tidying.keep!r} judges by {names}, which nothing has logged; every checkpoint is kept
-            until it is"
+            message = f"{self.tidying.keep!r} judges by {names}, which nothing has logged; until then all are kept"
             self._warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
 
     def close(self) -> None:
