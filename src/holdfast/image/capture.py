@@ -20,6 +20,8 @@ from holdfast.image.layout import Layout
 from holdfast.state.contract import Bound, Flattened
 
 BATCH_BYTES: Final = 16 << 20
+PART_BYTES: Final = 256 << 10
+"""From this length on a leaf is worth a copy of its own while another thread writes."""
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int], None]
@@ -89,12 +91,26 @@ class Capturer:
             if len(batch.rows) == 1 and self._in_parts(batch.rows[0], sources, progress):
                 continue
             for number, first, stop in batch.rows:
-                self._groups[number].bound.copy(sources[number], first, stop)
+                self._copy_beside_writer(self._groups[number], sources[number], first, stop)
             for number, _, _ in batch.rows:
                 self._groups[number].bound.wait()
             progress(batch.end)
         if not self._batches or self._batches[-1].end < self.layout.nbytes:
             progress(self.layout.nbytes)
+
+    def _copy_beside_writer(self, group: _Group, sources: list[Any], first: int, stop: int) -> None:
+        """Rows `first..stop-1`. A leaf worth it is copied as one part, which keeps to this thread: copies by all of a
+        framework's threads crawl while the writer has one of the cores."""
+        begun = first
+        for row in range(first, stop):
+            length = int(self.layout.length[group.leaves[row]])
+            if length >= PART_BYTES and group.bound.splits(sources[row]):
+                if begun < row:
+                    group.bound.copy(sources, begun, row)
+                group.bound.copy_part(sources[row], row, 0, length)
+                begun = row + 1
+        if begun < stop:
+            group.bound.copy(sources, begun, stop)
 
     def _in_parts(self, row: tuple[int, int, int], sources: list[list[Any]], progress: Progress) -> bool:
         """Copies one large leaf part by part, where its device can; says whether it did."""
