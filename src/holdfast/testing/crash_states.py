@@ -71,7 +71,11 @@ def run_unit(unit: Unit, restart_one_in: int = RESTART_ONE_IN) -> Result:
     """Judges every state of one unit."""
     logging.getLogger("stamina").setLevel(logging.ERROR)
     result = Result(unit.scenario)
-    recording = record(unit)
+    try:
+        recording = record(unit)
+    except HoldfastError as error:
+        result.violations.append(f"{unit}: the program itself fails: {type(error).__name__}: {error}")
+        return result
     if recording is None:
         return result
     check, seen = Checker(), set[bytes]()

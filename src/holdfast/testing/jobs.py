@@ -19,6 +19,7 @@ import numpy as np
 from holdfast.codec.digest import chunk_starts, digest_chunks
 from holdfast.engine.handle import Save
 from holdfast.engine.save import About, Saver
+from holdfast.errors import SaveFailed
 from holdfast.image.layout import plan_layout
 from holdfast.model.checkpoint import Index, Manifest, PackEntry
 from holdfast.model.names import CheckpointId
@@ -44,6 +45,7 @@ from holdfast.store.wrappers.retry import Patience, RetryingStore
 from holdfast.testing.checker import PLACE
 from holdfast.testing.disk_image import DiskImage
 from holdfast.testing.expectations import CLAIMED, CLAIMING, OPENED, Saved
+from holdfast.testing.layers import Fault, Killed
 from holdfast.testing.processes import Processes, simulated
 from holdfast.testing.recorder import Recorder
 from holdfast.testing.simulated_disk import SimulatedDisk
@@ -100,6 +102,8 @@ class Program:
     direct_above: int | None = None
     """Objects from this size on are written past the page cache; None: as the store decides."""
     processes: Processes = field(default_factory=Processes)
+    faults: list[Fault] = field(default_factory=list)
+    """Those that `beneath` makes strike, so that they can be called off."""
 
     def __post_init__(self) -> None:
         disk = SimulatedDisk() if self.base is None else SimulatedDisk.holding(self.base, direct_io=True)
@@ -179,7 +183,14 @@ class Job:
                 state = state_at(self.program.seed, attempt.number, step, elements=self.program.elements)
                 self.mark("begun", id, saved(state))
                 handle = Save(id, self.program.source.randbytes(16).hex())
-                saver.save(flatten(state), step, wait=True, about=About(), handle=handle).wait()
+                saver.save(flatten(state), step, wait=False, about=About(), handle=handle)
+                saver.join(None)
+                if not handle.done:
+                    raise Killed  # the writing thread is gone with its process, and nobody would ever tell
+                try:
+                    handle.wait()
+                except SaveFailed as failure:
+                    raise Killed if isinstance(failure.__cause__, Killed) else failure from failure
                 self.mark("acknowledged", id)
         finally:
             saver.close()

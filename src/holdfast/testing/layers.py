@@ -1,4 +1,4 @@
-"""File systems laid over another one: a plain layer to derive from, and one that makes chosen calls fail."""
+"""File systems laid over another one: one to derive from, one that makes chosen calls fail, and one that ends."""
 
 from __future__ import annotations
 
@@ -139,3 +139,27 @@ class Faulty(Layer):
         for held in struck:
             raise fault(held.number, path)
         return result
+
+
+class Killed(BaseException):
+    """The process is gone; nothing it would still do reaches the disk."""
+
+
+class Mortal(Layer):
+    """Lets `calls` changing calls through; the next one and everything after it kills the process."""
+
+    CHANGING = frozenset(
+        {"create", "pwrite", "reserve", "truncate", "fsync", "fsync_directory", "link", "rename_noreplace", "unlink"}
+        | {"mkdir", "rmdir"}
+    )
+
+    def __init__(self, inner: FileSystem, calls: int) -> None:
+        super().__init__(inner)
+        self.left = calls
+
+    def around(self, call: str, path: str, act: Callable[[], R]) -> R:
+        if call in self.CHANGING:
+            self.left -= 1
+        if self.left < 0:
+            raise Killed
+        return act()

@@ -37,6 +37,9 @@ class Processes:
     def end(self, number: int) -> None:
         self._living.discard(number)
 
+    def end_all(self) -> None:
+        self._living.clear()
+
     def this_process(self) -> Owner:
         return Owner("simulated", "boot", "namespace", self.current, f"start-{self.current}", "user")
 

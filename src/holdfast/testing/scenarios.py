@@ -8,9 +8,11 @@ successor goes on from there.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from unittest import mock
 
 from holdfast.errors import HoldfastError
 from holdfast.model.names import CheckpointId
@@ -18,35 +20,9 @@ from holdfast.store.backends.filesystem import FileSystem
 from holdfast.store.contract import Store
 from holdfast.testing.disk_image import BLOCK, DiskImage
 from holdfast.testing.jobs import RUN, Job, Program
-from holdfast.testing.layers import Fault, Faulty, Layer
+from holdfast.testing.layers import Fault, Faulty, Killed, Layer, Mortal
 from holdfast.testing.processes import Processes
 from holdfast.testing.recorder import Call, Mark, Step
-
-R = TypeVar("R")
-
-
-class Killed(BaseException):
-    """The process is gone; nothing it would still do reaches the disk."""
-
-
-class Mortal(Layer):
-    """Lets `calls` changing calls through; the next one and everything after it kills the process."""
-
-    CHANGING = frozenset(
-        {"create", "pwrite", "reserve", "truncate", "fsync", "fsync_directory", "link", "rename_noreplace", "unlink"}
-        | {"mkdir", "rmdir"}
-    )
-
-    def __init__(self, inner: FileSystem, calls: int) -> None:
-        super().__init__(inner)
-        self.left = calls
-
-    def around(self, call: str, path: str, act: Callable[[], R]) -> R:
-        if call in self.CHANGING:
-            self.left -= 1
-        if self.left < 0:
-            raise Killed
-        return act()
 
 
 class Short(Layer):
@@ -256,6 +232,7 @@ class Scenario:
             around=seeded.around,
             elements=self.elements,
             direct_above=self.direct_above,
+            faults=faults,
         )
 
     def record(self, seed: int, seeded: Seeded = NOTHING) -> Recording:
@@ -281,16 +258,28 @@ def killed(scenario: Scenario, seed: int, after: int, seeded: Seeded = NOTHING) 
 
         program.above = above
         try:
-            scenario.play(program)
+            with _silent_threads():
+                scenario.play(program)
         except Killed:
             pass
         else:
             return None
         start = len(before)
-        program.above = inner
-        program.processes.end(program.processes.current)
+        program.above = seeded.above  # the faults were the dead process's
+        for fault in program.faults:
+            fault.times = 0
+        program.processes.end_all()
         _goes_on(program)
     return Recording(f"{scenario.name}, killed after {after} calls", None, before, start=start)
+
+
+@contextmanager
+def _silent_threads() -> Iterator[None]:
+    """A thread that ends because its process is gone has nothing to report."""
+    report = threading.excepthook
+    hook = lambda told: None if told.exc_type is Killed else report(told)  # noqa: E731
+    with mock.patch.object(threading, "excepthook", hook):
+        yield
 
 
 def crashed(base: DiskImage, opening: tuple[Mark, ...], seed: int, name: str, seeded: Seeded = NOTHING) -> Recording:
