@@ -14,7 +14,7 @@ from holdfast.engine.read import read_leaves
 from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorable
 from holdfast.events import CandidateSkipped, Emitter, RestoredEvent, Warned
 from holdfast.model.checkpoint import Index, Manifest
-from holdfast.model.names import CheckpointId
+from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo.lineage import resolve, walk
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import LoadReport, Prepared
@@ -90,6 +90,22 @@ def restore_latest(
             subject=run,
             hint=f"holdfast verify {repo.url} --run {run}",
         )
+    stranded = _elsewhere(repo, run)
+    if stranded is not None:
+        raise NothingRestorable(
+            f"the last attempt of run {run!r} went on from a checkpoint that is gone, so `latest` means nothing; "
+            f"there are others, such as {stranded}",
+            subject=run,
+            hint=f"name one: step={stranded.step}, or resume_from={stranded.step}; `holdfast ls {repo.url}` shows all",
+        )
+    return None
+
+
+def _elsewhere(repo: Repo, run: str) -> CheckpointId | None:
+    """The newest checkpoint of the run that the walk of I4 does not reach: a start from scratch would pass it by."""
+    for attempt in reversed(repo.attempts(run)):
+        for step in repo.committed(run, attempt):
+            return CheckpointId(run_key(run), attempt, step)
     return None
 
 

@@ -118,6 +118,18 @@ def test_nothing_starts_from_scratch_where_checkpoints_exist_and_none_is_whole(t
     assert steps_of(trained) == [3, 2, 1]
 
 
+def test_a_line_whose_beginning_is_gone_is_told_and_never_started_from_scratch(trained: Path) -> None:
+    with holdfast.Checkpointer(trained, state(), resume_from=1, save=every(steps=100)) as ckpt:
+        ckpt.restore()
+        ckpt.step_done()
+    shutil.rmtree(trained / "runs/main/a0001/step-00000001")
+    with pytest.raises(NothingRestorable, match="such as main/a0001/3"):
+        holdfast.load(trained)
+    with holdfast.Checkpointer(trained, state()) as ckpt, pytest.raises(NothingRestorable):
+        ckpt.steps(5)
+    assert holdfast.load(trained, step=2).step == 2
+
+
 def test_a_copied_step_or_attempt_is_never_chosen(trained: Path) -> None:
     attempt = trained / "runs/main/a0001"
     shutil.copytree(attempt / "step-00000003", attempt / "step-00000009")
