@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test lint format bench crash-campaign kill-campaign clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,21 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# What follows takes minutes, wants a machine that does nothing else, and rewrites the committed results.
+RESULTS := benchmarks/results
+
+bench: setup
+	$(BIN)/python benchmarks/p1_stall.py --gib 1
+	$(BIN)/python benchmarks/p4_sync_save.py --gib 4
+	$(BIN)/python benchmarks/p5_restore.py --gib 1 --cache hot
+	$(BIN)/python benchmarks/p5_restore.py --gib 1 --cache cold
+
+crash-campaign: setup
+	$(BIN)/python -m holdfast.testing.crash_states --states 100000 --seed 1 --json $(RESULTS)/r1_crash_states.json
+
+kill-campaign: setup
+	$(BIN)/python -m holdfast.demo.campaign --kills 200 --seed 100 --json $(RESULTS)/r2_kills.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
