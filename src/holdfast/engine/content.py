@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from holdfast.errors import DeadlineExceeded, HoldfastError
 from holdfast.image.layout import PackPlan
 
-PIECE_BYTES = 16 << 20
+FIRST_PIECE_BYTES = 4 << 20
+LAST_PIECE_BYTES = 64 << 20
+"""Pieces double from the one to the other: the writer begins early, and large writes reach the disk's full speed."""
 CAPTURE_DEADLINE_S = 600.0
 
 
@@ -66,10 +68,12 @@ class PackContent:
         return self._plan.length
 
     def pieces(self) -> Iterator[memoryview]:
-        start, stop = self._plan.start, self._plan.start + self._plan.length
-        for begin in range(start, stop, PIECE_BYTES):
-            end = min(begin + PIECE_BYTES, stop)
+        begin, stop = self._plan.start, self._plan.start + self._plan.length
+        size = FIRST_PIECE_BYTES
+        while begin < stop:
+            end = min(begin + size, stop)
             self._filling.wait(end)
             if self._before_piece is not None:
                 self._before_piece(end)
             yield self._image[begin:end]
+            begin, size = end, min(size * 2, LAST_PIECE_BYTES)
