@@ -216,7 +216,21 @@ class Saver:
         """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""
         save = job.save
         began = time.perf_counter()
-        failure: HoldfastError | None = None
+        failure: HoldfastError | None = SaveFailed(
+            f"the save of {save.id} was cut off while {save.phase}", subject=str(save.id), hint="see the error above"
+        )
+        try:
+            failure = self._run(job)
+            if failure is None:
+                save.seconds = time.perf_counter() - began
+                self._emitter.emit(Committed(save.id, save.bytes, save.seconds))
+        finally:
+            save.end(failure)  # whatever happens: somebody may wait for it without a deadline (I8)
+            if self._on_end is not None:
+                self._on_end(save)
+
+    def _run(self, job: _Job) -> HoldfastError | None:
+        """Writes and commits; what made it fail, or None."""
         try:
             try:
                 self._write(job)
@@ -225,13 +239,8 @@ class Saver:
                     raise
                 self._write(job)
         except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; the handle carries it
-            failure = self._failed(job, error)
-        if failure is None:
-            save.seconds = time.perf_counter() - began
-            self._emitter.emit(Committed(save.id, save.bytes, save.seconds))
-        save.end(failure)
-        if self._on_end is not None:
-            self._on_end(save)
+            return self._failed(job, error)
+        return None
 
     def _failed(self, job: _Job, error: BaseException) -> HoldfastError | None:
         """What became of a save that broke off: closed and told of, or None if it turns out to have committed."""

@@ -1,0 +1,50 @@
+"""How a save ends, whatever happens in its thread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from holdfast.engine import save as engine_save
+from holdfast.engine.save import About, Saver
+from holdfast.errors import SaveFailed, StoreError
+from holdfast.repo.attempts import claim
+from holdfast.repo.repository import Repo
+from holdfast.state.flattener import flatten
+from holdfast.store.backends.memory import MemoryStore
+
+
+@pytest.fixture
+def saver() -> Saver:
+    repo = Repo.create_or_open(MemoryStore("engine-saver"))
+    found = Saver(repo, "main")
+    found.attempt = claim(repo, "main", None)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_i8_a_save_ends_even_when_its_failure_cannot_be_handled(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine_save, "put_index", out_of_memory)
+    monkeypatch.setattr(engine_save, "abort", out_of_memory)
+    handle = saver.save(flatten({"w": np.zeros(4)}), 1, wait=True, about=About())
+    assert handle.done
+    with pytest.raises(SaveFailed, match="was cut off while"):
+        handle.wait(0)
+    saver.attempt.release()
+
+
+def test_a_commit_whose_answer_was_lost_is_found_to_have_arrived(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = engine_save.commit
+
+    def answered_by_an_error(*given: object) -> None:
+        whole(*given)
+        raise StoreError("no answer")
+
+    monkeypatch.setattr(engine_save, "commit", answered_by_an_error)
+    handle = saver.save(flatten({"w": np.zeros(4)}), 2, wait=True, about=About())
+    assert handle.wait(0).step == 2
+    assert saver.repo.exists(handle.id)
+    saver.attempt.release()
