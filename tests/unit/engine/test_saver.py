@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -22,11 +24,11 @@ def saver() -> Saver:
     return found
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_i8_a_save_ends_even_when_its_failure_cannot_be_handled(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
     monkeypatch.setattr(engine_save, "put_index", out_of_memory)
     monkeypatch.setattr(engine_save, "abort", out_of_memory)
     handle = saver.save(flatten({"w": np.zeros(4)}), 1, wait=True, about=About())
