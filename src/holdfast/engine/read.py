@@ -16,7 +16,7 @@ import xxhash
 from holdfast.errors import CorruptionError, ObjectNotFound
 from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Index, Manifest
-from holdfast.plan.reads import Part, ReadTask, coalesce
+from holdfast.plan.reads import TASK_BYTES, Part, ReadTask, coalesce
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Buffer, Sink
 from holdfast.store.contract import Reader
@@ -24,6 +24,9 @@ from holdfast.store.contract import Reader
 PAGE = 4096
 STRAIGHT_BYTES = 128 << 10
 """A part at least this long is read straight into its destination where the reader does not ask for alignment."""
+
+VIEWED_BYTES = 16 << 20
+"""The length of a task where no read is made: handing out tasks is all that it costs."""
 
 
 def read_threads() -> int:
@@ -85,9 +88,10 @@ class LeafReader:
                 reader = self._open(pack)
                 readers.append(reader)
                 name = index.packs[pack].name
-                found = coalesce(chosen, offsets, lengths, chunk_bytes=index.chunk_bytes)
                 whole = reader.view()
                 view = np.frombuffer(whole, np.uint8) if whole is not None else None
+                size = TASK_BYTES if view is None else VIEWED_BYTES
+                found = coalesce(chosen, offsets, lengths, chunk_bytes=index.chunk_bytes, task_bytes=size)
                 tasks.extend(_Task(reader, name, task, view) for task in found)
             self._run(tasks, staged, total)
         finally:
