@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,11 +26,10 @@ STRAIGHT_BYTES = 128 << 10
 
 VIEWED_BYTES = 16 << 20
 """The length of a task where no read is made: handing out tasks is all that it costs."""
-
-
-def read_threads() -> int:
-    """How many ranges are read at once: reading waits, digesting and copying do not."""
-    return 4 if (os.cpu_count() or 1) > 1 else 2
+READ_THREADS = 8
+"""Ranges read at once: a device is fast only with several requests before it, and threads that wait cost nothing."""
+COPY_THREADS = 4
+"""Ranges copied at once where no read is made: memory is the limit."""
 
 
 @dataclass(slots=True)
@@ -144,7 +142,8 @@ class LeafReader:
             for task in tasks:
                 self._one(task, staged, total)
             return
-        pool = ThreadPoolExecutor(min(read_threads(), len(tasks)), thread_name_prefix="holdfast-read")
+        threads = COPY_THREADS if all(task.view is not None for task in tasks) else READ_THREADS
+        pool = ThreadPoolExecutor(min(threads, len(tasks)), thread_name_prefix="holdfast-read")
         try:
             for _ in pool.map(lambda task: self._one(task, staged, total), tasks):
                 pass
@@ -205,7 +204,7 @@ class LeafReader:
                 at = position - start + low - part.start
                 chunk = view[at : at + high - low]
                 self._check(task, position, part, low, chunk)
-                target[low:high] = bounce[at : at + high - low]
+                np.positive(bounce[at : at + high - low], out=target[low:high])
 
     def _check(self, task: _Task, position: int, part: Part, start: int, chunk: memoryview) -> None:
         row = (int(self._index.chunk_start[part.leaf]) + start // self._index.chunk_bytes) * 16
