@@ -216,14 +216,18 @@ class Saver:
         """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""
         save = job.save
         began = time.perf_counter()
-        failure: HoldfastError | None = SaveFailed(
-            f"the save of {save.id} was cut off while {save.phase}", subject=str(save.id), hint="see the error above"
-        )
+        failure: HoldfastError | None = None
         try:
             failure = self._run(job)
             if failure is None:
                 save.seconds = time.perf_counter() - began
                 self._emitter.emit(Committed(save.id, save.bytes, save.seconds))
+        except BaseException as error:
+            failure = SaveFailed(
+                f"the save of {save.id} was cut off while {save.phase}: {error!r}", subject=str(save.id)
+            )
+            failure.__cause__ = error
+            raise
         finally:
             save.end(failure)  # whatever happens: somebody may wait for it without a deadline (I8)
             if self._on_end is not None:
