@@ -74,10 +74,6 @@ class Position:
             apply(self._pending)
             self._pending = None
 
-    @property
-    def unsettled(self) -> bool:
-        return self._pending is not None
-
     def iterator(self) -> Iterator[Any]:
         """The rest of this epoch's batches; the same iterator until the epoch ends."""
         if self.data is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
-from holdfast.errors import DeadlineExceeded, HoldfastError, Superseded, UsageError
+from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 from holdfast.model.names import CheckpointId
 
 State = Literal["planned", "capturing", "writing", "committed", "failed"]
@@ -77,10 +77,6 @@ class Save:
         self.error = error
         self.state = "failed" if error else "committed"
         self._ended.set()
-
-    @property
-    def superseded(self) -> bool:
-        return isinstance(self.error, Superseded)
 
     def __repr__(self) -> str:
         return f"Save({self.id}, {self.state})"
