@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from holdfast.api.environment import environment
 from holdfast.api.position import Position
+from holdfast.codec.digest import digest
 from holdfast.engine.save import About
 from holdfast.errors import HoldfastError
 from holdfast.model.checkpoint import Json
@@ -91,4 +91,4 @@ def _mark(source: Any) -> Any:
     version = getattr(source, "_version", None)
     if version is not None and hasattr(source, "data_ptr"):
         return (source.data_ptr(), version)
-    return xxhash.xxh3_128_digest(np.ascontiguousarray(source).tobytes())
+    return digest(np.ascontiguousarray(source).tobytes())

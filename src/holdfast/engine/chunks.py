@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import xxhash
 
+from holdfast.codec.digest import digest
 from holdfast.image.layout import Layout
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
@@ -50,7 +50,6 @@ class Digester:
         stop = int(np.searchsorted(table.end, filled, side="right"))
         if stop <= self._done:
             return
-        digest = xxhash.xxh3_128_digest
         begins = table.begin[self._done : stop].tolist()
         ends = table.end[self._done : stop].tolist()
         self._parts.extend([digest(image[begin:end]) for begin, end in zip(begins, ends, strict=True)])

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 
+from holdfast.codec.digest import digest
 from holdfast.errors import CorruptionError, ObjectNotFound
 from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Index, Manifest
@@ -130,7 +130,7 @@ class LeafReader:
                 raise CorruptionError(message, subject=name, hint=_verify_hint(self._repo))
             block = np.empty(entry.header_length, np.uint8)
             reader.read_into(0, block.data)
-            if xxhash.xxh3_128_digest(block.data) != entry.header_digest:
+            if digest(block.data) != entry.header_digest:
                 raise CorruptionError(f"the header of {name} is damaged", subject=name, hint=_verify_hint(self._repo))
         except BaseException:
             reader.close()
@@ -208,7 +208,7 @@ class LeafReader:
 
     def _check(self, task: _Task, position: int, part: Part, start: int, chunk: memoryview) -> None:
         row = (int(self._index.chunk_start[part.leaf]) + start // self._index.chunk_bytes) * 16
-        if xxhash.xxh3_128_digest(chunk) != self._expected[row : row + 16]:
+        if digest(chunk) != self._expected[row : row + 16]:
             path = self._index.specs[part.leaf].path
             offset = position + start - part.start
             raise CorruptionError(

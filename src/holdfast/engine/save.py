@@ -28,7 +28,7 @@ from holdfast.repo.commit import abort, begin, commit
 from holdfast.repo.content import content_digest
 from holdfast.repo.layout import index_file
 from holdfast.repo.packs import put_index
-from holdfast.repo.repository import Repo
+from holdfast.repo.repository import Repo, now_text
 from holdfast.repo.unfinished import free
 from holdfast.state.contract import Flattened
 
@@ -140,7 +140,7 @@ class Saver:
         save.bytes = sum(pack.length for pack in plan.layout.packs)
         filling = Filling()
         digester = Digester(plan.chunks, plan.arena.buffer.data)
-        job = _Job(save, plan, flattened, about, filling, digester, not wait, _now())
+        job = _Job(save, plan, flattened, about, filling, digester, not wait, now_text())
         self.current = save
         self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
         save.state = "capturing"
@@ -373,7 +373,3 @@ class Saver:
                 subject=self.repo.url,
                 hint=f"free space there, or keep fewer checkpoints; `holdfast ls {self.repo.url}` shows what is kept",
             )
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

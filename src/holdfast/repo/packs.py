@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from holdfast.codec.digest import digest
-from holdfast.model.checkpoint import Index, IndexEntry, Manifest, Receipt
+from holdfast.model.checkpoint import Index, IndexEntry, Receipt
 from holdfast.model.names import CheckpointId
 from holdfast.repo import objects
 from holdfast.repo.index import encode_index
@@ -18,7 +18,3 @@ def put_index(repo: Repo, id: CheckpointId, index: Index) -> tuple[Receipt, Inde
     file = index_file(index.rank)
     receipt = objects.put(repo.store, f"{id.directory}/{file}", data, token=index.save_id)
     return receipt, IndexEntry(file, len(data), digest(data))
-
-
-def read_index(repo: Repo, manifest: Manifest, rank: int = 0) -> Index:
-    return repo.index(manifest, rank)
