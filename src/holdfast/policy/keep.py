@@ -1,4 +1,4 @@
-"""What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.all()`."""
+"""What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=, hours=)`, `keep.all()`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import UsageError
-from holdfast.policy.keeping import CheckpointFacts, KeepPolicy, Opinion
-from holdfast.policy.numbers import whole_number
-
-LEFT_BEHIND = "on a line of training that was left behind"
-
+from holdfast.policy.keeping import LEFT_BEHIND, CheckpointFacts, KeepPolicy, Opinion, Union
+from holdfast.policy.milestones import EveryHours, EverySteps
+from holdfast.policy.numbers import duration, metric_name, min_or_max, whole_number
 
 def latest(n: int) -> KeepPolicy:
     """Keeps the newest `n`, first of the line of training that leads to `latest`, then, where places are free, of lines
@@ -27,17 +25,30 @@ def best(n: int, metric: str, mode: Literal["min", "max"] = "min") -> KeepPolicy
     still be noted. A damaged one takes no place. After a rollback both the best of the whole run and the best of the
     line that goes on are kept.
     """
-    if not isinstance(metric, str) or not metric:
-        raise UsageError(
-            f"{metric!r} names no metric", hint=f'give the name that `log` is given: keep.best({n}, "val_loss")'
-        )
-    if mode not in ("min", "max"):
-        raise UsageError(
-            f"mode={mode!r} is neither 'min' nor 'max'",
-            subject=metric,
-            hint="'min' keeps the lowest values (a loss), 'max' the highest (an accuracy)",
-        )
-    return Best(whole_number(n, f"keep.best({{}}, {metric!r})"), metric, mode)
+    name = metric_name(metric, 'keep.best(3, "val_loss")')
+    return Best(whole_number(n, f"keep.best({{}}, {name!r})"), name, min_or_max(mode, name))
+
+
+def every(*, steps: int | None = None, hours: float | None = None) -> KeepPolicy:
+    """Keeps milestones for good; of both given, those of either.
+
+    steps: the first checkpoint at or after each multiple of so many steps, and before the next (step 0 counts; what
+    lies between it and the first multiple does not). hours: the first of each span of so many hours, counted from
+    1970-01-01 00:00 UTC (24: of each day), by the time that the saving machine's clock said. "First" means first
+    saved. A clock that runs backward only puts a checkpoint into a span that has its milestone already; one that ran
+    ahead makes a milestone of its own. One that does not say when it was saved is no milestone of hours.
+
+    One known to be damaged takes no place, and stays where it would be the milestone. After a rollback the line of
+    training that goes on comes first; a milestone that was left behind stays until that line has reached its place.
+    """
+    parts: list[KeepPolicy] = []
+    if steps is not None:
+        parts.append(EverySteps(whole_number(steps, "keep.every(steps={})")))
+    if hours is not None:
+        parts.append(EveryHours(duration(hours, "keep.every(hours={})")))
+    if not parts:
+        raise UsageError("keep.every() of what?", hint="write keep.every(steps=1000) or keep.every(hours=24)")
+    return parts[0] if len(parts) == 1 else Union(tuple(parts))
 
 
 def all() -> KeepPolicy:

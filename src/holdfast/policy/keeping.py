@@ -1,7 +1,7 @@
 """The keep side: what a policy is told, what it answers, how policies combine, and what none of them may remove.
 
 Retention (I7) never removes the checkpoint that `latest` means, the last verified one on the walk of I4, one that is
-pinned, held, needed by something else or being copied, whatever the policy says.
+pinned, tagged, held, needed by something else or being copied, whatever the policy says.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import final
 
 from holdfast.errors import UsageError
 from holdfast.model.names import CheckpointId
+
+LEFT_BEHIND = "on a line of training that was left behind"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,11 @@ class CheckpointFacts:
     """Every byte was read and found good, and nothing suspect was noted since."""
     suspect: bool = False
     """Damage was noted, and no verification since."""
+    created_s: float | None = None
+    """When it was saved, in seconds since 1970 by the clock of the machine that saved it; None if nothing says it.
+    Two clocks disagree, and one may run backward: by this alone nothing is ever newer."""
     pinned: bool = False
+    tags: tuple[str, ...] = ()
     held: bool = False
     being_copied: bool = False
     needed_by: tuple[str, ...] = ()
@@ -94,7 +100,7 @@ class KeepPolicy(ABC):
         if not isinstance(other, KeepPolicy):
             raise UsageError(
                 f"{self!r} | {other!r} does not combine: the second one does not say what to keep",
-                hint="combine keep.latest(n) and keep.best(n, metric) with |; every(...) and on.end() go to save=",
+                hint="combine keep.latest(n), keep.best(n, metric) and keep.every(...) with |; on.end() goes to save=",
             )
         return Union(_parts(self) + _parts(other))
 
@@ -129,6 +135,7 @@ def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[s
             *(["the newest not known to be damaged"] if facts.id == whole != latest else []),
             *(["the last one verified"] if facts.id == last_verified else []),
             *(["pinned"] if facts.pinned else []),
+            *([f"tagged {', '.join(facts.tags)}"] if facts.tags else []),
             *(["held"] if facts.held else []),
             *(["being copied to another tier"] if facts.being_copied else []),
             *facts.needed_by,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -37,6 +37,9 @@ class SaveHistory:
     last_saved_step: int | None = None
     last_saved_s: float | None = None
     """When this process last began a save; None before its first."""
+    saved: Sequence[Mapping[str, float]] = ()
+    """Metrics of the saves before on this line of training, oldest first, as logged and as noted later. Those of
+    checkpoints that a resumed run goes on from are among them as far as they still exist; failed saves are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,10 @@ class SavePolicy(ABC):
         """Whether this policy waits for a signal, so that handlers for it are needed."""
         return False
 
+    def metrics(self) -> frozenset[str]:
+        """Names of the metrics that this policy asks by, so that those of earlier saves are at hand."""
+        return frozenset()
+
     @final
     def decide(self, now: Moment, history: SaveHistory) -> Decision:
         """A step is never saved twice, and nothing is saved before a first step is complete, whatever is wanted."""
@@ -77,7 +84,7 @@ class SavePolicy(ABC):
         if not isinstance(other, SavePolicy):
             raise UsageError(
                 f"{self!r} | {other!r} does not combine: the second one does not say when to save",
-                hint="combine every(...), on.end() and on.signal() with |; keep.latest(n) and the like go to keep=",
+                hint="combine every(...), on.end(), on.improve(...) and the like with |; keep.latest(n) goes to keep=",
             )
         return AnyOf(_parts(self) + _parts(other))
 
@@ -95,6 +102,9 @@ class AnyOf(SavePolicy):
     @property
     def catches_signals(self) -> bool:
         return any(part.catches_signals for part in self.parts)
+
+    def metrics(self) -> frozenset[str]:
+        return frozenset().union(*(part.metrics() for part in self.parts))
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
