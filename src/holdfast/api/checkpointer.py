@@ -15,6 +15,7 @@ from holdfast.api.environment import check_platform
 from holdfast.api.loops import Batches, Epochs, Steps
 from holdfast.api.metrics import as_floats
 from holdfast.api.position import Position
+from holdfast.api.rehearsal import rehearsal
 from holdfast.api.restored import Restored
 from holdfast.api.saving import OnBusy, OnError, Saving
 from holdfast.api.snapshot import Snapshots
@@ -73,6 +74,10 @@ class Checkpointer:
         solo()
         policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
         run_key(run)
+        rehearsing = rehearsal()
+        if rehearsing is not None:
+            where, policy, kept = rehearsing.place(where, run), rehearsing.policy, rehearsing.keep
+            on_busy, on_error = "wait", "raise"
         emitter = Emitter.of(sinks)
         repo = Repo.create_or_open(open_store(where))
         position = Position(data)
@@ -91,6 +96,8 @@ class Checkpointer:
         self.prewarm_s = saving.saver.prewarm(snapshots.now())
         """Seconds that planning and taking memory took."""
         self._training = Training(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
+        if rehearsing is not None:
+            rehearsing.attach(self._training, snapshots, (state, data))
         self._withdraw = before_exit(_weakly(self))
 
     @property

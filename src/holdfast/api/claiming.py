@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from holdfast.api import ownership
@@ -61,6 +61,8 @@ class Claiming:
         """Begun before the restore, so that a lease that no longer moves runs out meanwhile."""
         self._newest: CheckpointId | None = None
         self.done = False
+        self.on_restored: Callable[[], None] | None = None
+        """Called when restoring is done, also where there was nothing to restore."""
 
     @property
     def parent(self) -> CheckpointId | None:
@@ -77,6 +79,8 @@ class Claiming:
                 self._position.load(self._private, result.manifest.progress)
                 self.restored = Restored.of(result, self._repo.url)
             self.done = True
+            if self.on_restored is not None:
+                self.on_restored()
         return self.restored
 
     def exists(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from holdfast.api import ownership
 from holdfast.api.environment import check_platform, environment
+from holdfast.api.rehearsal import rehearsed
 from holdfast.api.restored import Checkpoint, Restored
 from holdfast.engine.restore import chosen, restore_checkpoint, restore_latest
 from holdfast.engine.save import About, Saver
@@ -50,7 +51,7 @@ def save(
         raise UsageError(f"step={step!r} is no number of completed steps", subject="step")
     flattened = flatten(state)
     emitter = Emitter.of(sinks)
-    repo = Repo.create_or_open(open_store(where))
+    repo = Repo.create_or_open(open_store(rehearsed(where)))
     key = (repo.id, run_key(run))
     if ownership.live(key) is not None:
         raise UsageError(
@@ -119,7 +120,7 @@ def load(
     StateMismatch.
     """
     emitter = Emitter.of(sinks)
-    repo = Repo.open(open_store(where))
+    repo = Repo.open(open_store(rehearsed(where)))
 
     def match(manifest: Manifest, index: Index) -> Prepared:
         return prepare(

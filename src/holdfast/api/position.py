@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ class Position:
         self.data: DataPosition | None = attach(data) if data is not None else None
         self._iterator: Iterator[Any] | None = None
         self._pending: Any = None
+        self.on_batch: Callable[[Any], None] | None = None
+        """Called with each batch that training is given."""
 
     def private(self) -> dict[str, Any]:
         """What belongs to this process alone and goes into every save."""
@@ -97,6 +99,8 @@ class Position:
         """The next batch of this epoch; StopIteration at its end."""
         batch = next(self.iterator())
         self.counters.batch += 1
+        if self.on_batch is not None:
+            self.on_batch(batch)
         return batch
 
     def end_epoch(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from holdfast.api.rehearsal import rehearsed
 from holdfast.api.restored import Checkpoint
 from holdfast.events import Emitter, Sink
 from holdfast.model.canonical import untag_number
@@ -21,7 +22,7 @@ class Repository:
     """A repository, opened for looking at. Raises NotARepository (naming the nearest one), FormatTooNew, StoreError."""
 
     def __init__(self, where: Where, *, sinks: Sequence[Sink] = ()) -> None:
-        self.repo = Repo.open(open_store(where))
+        self.repo = Repo.open(open_store(rehearsed(where)))
         self._emitter = Emitter.of(sinks)
 
     @property

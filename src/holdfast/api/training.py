@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from holdfast.api import ownership
@@ -40,6 +40,8 @@ class Training:
         self.claiming = claiming
         self.loop: Steps | Epochs | None = None
         self.stopping = False
+        self.on_step: Callable[[Training], None] | None = None
+        """Called after each step, and after each epoch, before anything is saved for it."""
         self.open = False
         """Whether the body of a step is running, or was left before its end."""
         self._snapshots = snapshots
@@ -216,6 +218,8 @@ class Training:
     def _consider(self, *, epoch_ended: bool, ending: bool) -> None:
         """Takes the save that is due, and leaves if a signal came."""
         self.saving.raise_failure()
+        if self.on_step is not None:
+            self.on_step(self)
         signal = self._signal()
         in_epochs = isinstance(self.loop, Epochs)
         moment = asking.Moment(

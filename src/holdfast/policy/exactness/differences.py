@@ -1,0 +1,87 @@
+"""Where two trails first differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from holdfast.model.trail import Row, Trail
+
+Group = Literal["data", "batches", "random", "state"]
+GROUPS: Final[tuple[Group, ...]] = ("data", "batches", "random", "state")
+RANDOM: Final = "#private/random/"
+DATA: Final = "#private/data"
+
+
+@dataclass(frozen=True, slots=True)
+class Differing:
+    """One entry that is not the same in both; None: it is not there."""
+
+    path: str
+    one: str | None
+    other: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first row in which two trails differ. `start`: the second run had done no step yet since it began."""
+
+    step: int
+    start: bool
+    found: Mapping[Group, tuple[Differing, ...]]
+
+    def of(self, group: Group) -> tuple[Differing, ...]:
+        return self.found.get(group, ())
+
+    @property
+    def first(self) -> Differing:
+        """In the order of the state; where the state is the same, of the random generators, then of the data."""
+        return next(found for group in reversed(GROUPS) for found in self.of(group))
+
+
+def first_difference(one: Trail, other: Trail) -> Difference | None:
+    """The first step that both have done in which they differ, in the order of `other`."""
+    last = min(one.reached, other.reached)
+    for step in dict.fromkeys(row.step for row in other.rows):
+        if step > last:
+            return None
+        theirs, ours = one.at(step), other.at(step)
+        # Whoever was ended between the step and its epoch's end has the first of the two rows only.
+        for mine, his in zip(ours, theirs, strict=False):
+            found = compare(his, mine)
+            if found:
+                return Difference(step, mine.start, found)
+        if not theirs:
+            return Difference(step, ours[0].start, {"data": (Differing("steps that were counted", None, str(step)),)})
+    return None
+
+
+def compare(one: Row, other: Row) -> dict[Group, tuple[Differing, ...]]:
+    """What differs between two rows of one step, by group; empty where they are equal in every bit."""
+    found: dict[Group, list[Differing]] = {group: [] for group in GROUPS}
+    for name in ("epoch", "batch"):
+        mine, his = getattr(one, name), getattr(other, name)
+        if mine != his:
+            found["data"].append(Differing(name, str(mine), str(his)))
+    if not (one.start or other.start) and one.batches != other.batches:
+        found["batches"].append(Differing("batches", _shown(one.batches), _shown(other.batches)))
+    for differing in _entries(one.entries, other.entries):
+        found[group_of(differing.path)].append(differing)
+    return {group: tuple(entries) for group, entries in found.items() if entries}
+
+
+def group_of(path: str) -> Group:
+    if path.startswith(RANDOM):
+        return "random"
+    return "data" if path.startswith(DATA) else "state"
+
+
+def _entries(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[Differing]:
+    for path in dict.fromkeys([*one, *other]):
+        if one.get(path) != other.get(path):
+            yield Differing(path, one.get(path), other.get(path))
+
+
+def _shown(batches: tuple[str | None, ...]) -> str:
+    return ", ".join(batch or "unknown" for batch in batches) or "none"
