@@ -97,11 +97,11 @@ def unfreed(disk: SimulatedDisk, expected: Expected) -> list[str]:
         for run in expected.runs
         for attempt in repo.attempts(run)[:-1]
         for step in repo.steps(run, attempt)
-        for entry in _left_of(repo, CheckpointId(run, attempt, step))
+        for entry in left_of(repo, CheckpointId(run, attempt, step))
     ]
 
 
-def _left_of(repo: Repo, id: CheckpointId) -> list[Entry]:
+def left_of(repo: Repo, id: CheckpointId) -> list[Entry]:
     """Everything but the mark, if the save has not committed and nobody can bring it back."""
     if repo.exists(id) or repo.store.children(trash_directory(id)).objects:
         return []

@@ -258,7 +258,7 @@ def killed(scenario: Scenario, seed: int, after: int, seeded: Seeded = NOTHING) 
 
         program.above = above
         try:
-            with _silent_threads():
+            with silent_threads():
                 scenario.play(program)
         except Killed:
             pass
@@ -274,7 +274,7 @@ def killed(scenario: Scenario, seed: int, after: int, seeded: Seeded = NOTHING) 
 
 
 @contextmanager
-def _silent_threads() -> Iterator[None]:
+def silent_threads() -> Iterator[None]:
     """A thread that ends because its process is gone has nothing to report."""
     report = threading.excepthook
     hook = lambda told: None if told.exc_type is Killed else report(told)  # noqa: E731
