@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import Literal
+import time
+from typing import Final, Literal
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 from holdfast.model.names import CheckpointId
 
 State = Literal["planned", "capturing", "writing", "committed", "failed"]
+
+STANDSTILL_S: Final = 600.0
+"""A save that nothing has moved for so long hangs in its store: who waits for it without a timeout is told."""
 
 
 class Save:
@@ -22,7 +26,8 @@ class Save:
         self.save_id = save_id
         self.reason = reason
         self.state: State = "planned"
-        self.phase = "waiting for its turn"
+        self._phase = "waiting for its turn"
+        self._moved_s = time.monotonic()
         self.bytes = 0
         self.stall_s = 0.0
         self.seconds = 0.0
@@ -30,6 +35,20 @@ class Save:
         self.inside_step = False
         """Set while the save waits for the end of the step that is still open: waiting for it there would never end."""
         self._ended = threading.Event()
+
+    @property
+    def phase(self) -> str:
+        """What it is doing, in words."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self.moves()
+
+    def moves(self) -> None:
+        """It is under way, and has just got on; for the engine."""
+        self._moved_s = time.monotonic()
 
     @property
     def step(self) -> int:
@@ -47,9 +66,8 @@ class Save:
     def wait(self, timeout: float | None = None) -> CheckpointId:
         """Returns the checkpoint's id once it is committed.
 
-        Raises what made the save fail (SaveFailed, Superseded), DeadlineExceeded after `timeout` seconds, and
-        UsageError
-        inside the step whose end the save waits for.
+        Raises what made the save fail (SaveFailed, Superseded), DeadlineExceeded after `timeout` seconds (without
+        one, once nothing has moved for ten minutes), and UsageError inside the step whose end the save waits for.
         """
         if self.inside_step and not self.done:
             raise UsageError(
@@ -59,18 +77,29 @@ class Save:
                 hint="call save(wait=True), or wait after the step",
             )
         if not self.join(timeout):
-            raise DeadlineExceeded(
-                f"the save of {self.id} has not ended within {timeout:g} s; it is {self.phase}",
-                subject=str(self.id),
-                hint="look at the store it writes to; `holdfast ls` shows the last committed checkpoint",
-            )
+            raise self.stuck(timeout)
         if self.error is not None:
             raise self.error
         return self.id
 
     def join(self, timeout: float | None = None) -> bool:
-        """Whether it has ended, well or not, within `timeout` seconds."""
-        return self._ended.wait(timeout)
+        """Whether it has ended, well or not, within `timeout` seconds; without one, before it stood still for ten
+        minutes."""
+        if timeout is not None:
+            return self._ended.wait(timeout)
+        while not self._ended.wait(max(0.0, self._moved_s + STANDSTILL_S - time.monotonic())):
+            if time.monotonic() - self._moved_s >= STANDSTILL_S:
+                return False
+        return True
+
+    def stuck(self, timeout: float | None = None) -> DeadlineExceeded:
+        """What to raise when `join` returned False."""
+        how = f"has not got on for {STANDSTILL_S:g} s" if timeout is None else f"has not ended within {timeout:g} s"
+        return DeadlineExceeded(
+            f"the save of {self.id} {how}; it is {self.phase}",
+            subject=str(self.id),
+            hint="look at the store it writes to; `holdfast ls` shows the last committed checkpoint",
+        )
 
     def end(self, error: HoldfastError | None = None) -> None:
         """Marks the save as ended; for the engine."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.crashpoints import crashpoint
-from holdfast.engine.arenas import ArenaHolder
+from holdfast.engine.arenas import STEPS_IN_WINDOW, ArenaHolder
 from holdfast.engine.chunks import ChunkTable, Digester
-from holdfast.engine.content import Filling, PackContent
+from holdfast.engine.content import Filling, PackContent, WriterGone
 from holdfast.engine.handle import Save
 from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable
 from holdfast.events import Captured, Committed, Emitter, PackWritten, Progress, SaveFailedEvent, SaveStarted, Warned
@@ -26,6 +26,7 @@ from holdfast.model.names import CheckpointId
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.commit import abort, begin, commit
 from holdfast.repo.content import content_digest
+from holdfast.repo.deadline import within
 from holdfast.repo.layout import index_file
 from holdfast.repo.packs import put_index
 from holdfast.repo.repository import Repo, now_text
@@ -34,6 +35,8 @@ from holdfast.state.contract import Flattened
 
 SMALL_OBJECTS_BYTES = 4 << 20
 """Room that is asked for beside the packs: index, manifest, begin.json, notes."""
+CHECK_S = 60.0
+"""How long the training thread waits for the one listing that tells whether it still owns the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +137,16 @@ class Saver:
         is in the handle.
         """
         began = time.perf_counter()
-        self._claimed().check()
+        attempt = self._claimed()
+        within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
         plan = self._prepare(flattened)
         save = handle or self.plan_save(step, reason=about.reason)
         save.bytes = sum(pack.length for pack in plan.layout.packs)
-        filling = Filling()
+        filling = Filling(plan.arena.window)
         digester = Digester(plan.chunks, plan.arena.buffer.data)
-        job = _Job(save, plan, flattened, about, filling, digester, not wait, now_text())
+        # Through a window the state goes out while it is captured, whoever waits for what.
+        overlapped = wait or plan.arena.window is not None
+        job = _Job(save, plan, flattened, about, filling, digester, not overlapped, now_text())
         self.current = save
         self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
         save.state = "capturing"
@@ -149,7 +155,9 @@ class Saver:
             try:
                 self._capture(job, overlapped=True)
             finally:
-                save.join()
+                ended = save.join()
+            if not ended:
+                raise save.stuck()
         else:
             self._capture(job, overlapped=False)
             self._start(job)
@@ -183,11 +191,17 @@ class Saver:
             return self._plan
         layout = plan_layout(flattened.specs, rank=self._rank)
         self._plan = None
-        arena = self._arenas.acquire(layout.nbytes)
+        arena = self._arenas.acquire(layout.nbytes, step=self.repo.chunk_bytes)
+        capturer = Capturer(flattened, layout, arena)
+        if arena.window is not None:
+            step = max(capturer.largest_step(flattened), self.repo.chunk_bytes)
+            if STEPS_IN_WINDOW * step > arena.window:
+                arena = self._arenas.acquire(layout.nbytes, step=step)
+                capturer = Capturer(flattened, layout, arena)
         if arena.note:
             self._emitter.emit(Warned(f"the image lies in {arena.kind}: {arena.note}"))
         chunks = ChunkTable(layout, self.repo.chunk_bytes)
-        self._plan = _Plan(flattened.fingerprint, layout, chunks, Capturer(flattened, layout, arena), arena)
+        self._plan = _Plan(flattened.fingerprint, layout, chunks, capturer, arena)
         return self._plan
 
     def _capture(self, job: _Job, *, overlapped: bool) -> None:
@@ -196,7 +210,11 @@ class Saver:
             job.filling.advance(filled)
 
         try:
-            job.plan.capturer.capture(job.flattened, job.save.save_id, progress=progress if overlapped else None)
+            job.plan.capturer.capture(
+                job.flattened, job.save.save_id, progress=progress if overlapped else None, admit=job.filling.admit
+            )
+        except WriterGone:
+            raise
         except HoldfastError as error:
             job.filling.fail(error)
             raise
@@ -229,6 +247,7 @@ class Saver:
             failure.__cause__ = error
             raise
         finally:
+            job.filling.abandon()
             save.end(failure)  # whatever happens: somebody may wait for it without a deadline (I8)
             if self._on_end is not None:
                 self._on_end(save)
@@ -239,7 +258,7 @@ class Saver:
             try:
                 self._write(job)
             except StoreFull:
-                if self._make_room is None or not self._make_room():
+                if job.filling.gone or self._make_room is None or not self._make_room():
                     raise
                 self._write(job)
         except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; the handle carries it
@@ -334,6 +353,7 @@ class Saver:
         began = time.perf_counter()
 
         def before_piece(end: int) -> None:
+            save.moves()
             if job.digest_while_writing:
                 job.digester.advance(end)
             self._emitter.emit(Progress("save", str(save.id), min(end, save.bytes), save.bytes))

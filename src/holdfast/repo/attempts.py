@@ -73,12 +73,12 @@ class Attempt:
                 hint="let one of the two processes train, or give each a run of its own",
             )
 
-    def release(self) -> None:
+    def release(self, timeout: float | None = None) -> None:
         """Says that this process is done with the run. Once; in a forked child it does nothing. Raises what
         `Lease.release` raises: the run then counts as used until its lease runs out."""
         if os.getpid() == self._pid:
             let_go(self.repo, self.run, self.number)
-            self._lease.release()
+            self._lease.release(timeout)
 
 
 def claim(
@@ -155,7 +155,7 @@ def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> 
     while True:
         if parent is not None and parent.run == run and parent.attempt >= number:
             raise CheckpointNotFound(f"there is no checkpoint {parent} to go on from", subject=str(parent))
-        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text())
+        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text(), repo.id)
         try:
             objects.put(repo.store, layout.attempt_name(run, number), encode_attempt(record), token=record.id)
             return record

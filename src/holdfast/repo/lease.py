@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from holdfast.errors import CorruptionError, DeadlineExceeded, HoldfastError, ObjectNotFound
+from holdfast.errors import CorruptionError, HoldfastError, ObjectNotFound
 from holdfast.model.checkpoint import AttemptRecord
 from holdfast.repo import layout, objects
+from holdfast.repo.deadline import within
 from holdfast.repo.records import LeaseRecord, decode_lease, encode_lease
 from holdfast.repo.repository import Repo
 
@@ -21,7 +22,7 @@ BEAT_S: Final = 3.0
 TTL_S: Final = 15.0
 """An observer takes a lease for dead whose counter has not moved for this long on the observer's clock."""
 _RELEASE_S: Final = 10.0
-"""How long `release` waits for a beat that hangs in the store."""
+"""How long `release` waits for the store, if it is not told otherwise."""
 
 Trouble = Callable[[HoldfastError], None]
 
@@ -78,25 +79,23 @@ class Lease:
         self._closed = True
         self.beat()
 
-    def release(self) -> None:
+    def release(self, timeout: float | None = None) -> None:
         """Ends the beating, with a last beat that says so. Once; nothing in a forked child. Raises StoreError if that
-        beat cannot be put, DeadlineExceeded if an earlier one hangs in the store: observers then wait for the ttl."""
+        beat cannot be put, DeadlineExceeded if the store hangs for `timeout` seconds (10 if not given): observers then
+        wait for the ttl."""
         if self._released or os.getpid() != self._pid:
             return
         self._released = True
         self._stop.set()
-        if not self._beating.acquire(timeout=_RELEASE_S):
-            raise DeadlineExceeded(
-                f"the lease of attempt {self._record.number} of run {self._record.run} cannot be released: "
-                f"a beat has not ended within {_RELEASE_S:.0f} s",
-                subject=self._record.run,
-            )
-        try:
-            self._put(released=True)
-        finally:
-            self._beating.release()
+        timeout = _RELEASE_S if timeout is None else timeout
+        what = f"giving back attempt {self._record.number} of run {self._record.run}"
+        within(timeout, what, self._last_beat, subject=self._record.run)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_RELEASE_S)
+            self._thread.join(timeout)
+
+    def _last_beat(self) -> None:
+        with self._beating:
+            self._put(released=True)
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s) and os.getpid() == self._pid:
