@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from holdfast.errors import SaveFailed
-from holdfast.image.arena import Arena, acquire
+from holdfast.image.arena import Arena, acquire, acquire_window
 from holdfast.image.headroom import memory_headroom
 
-SPARE_BYTES = 64 << 20
+SPARE_BYTES: Final = 64 << 20
 """What is left to the rest of the job: indexes, buffers of libraries, the next allocation of training."""
+WINDOW_BYTES: Final = 256 << 20
+"""Memory of a save that takes no more than it must: four pieces that reach the disk's full speed."""
+WINDOW_UNIT: Final = 1 << 20
+STEPS_IN_WINDOW: Final = 4
+"""Being filled, filled, being digested, being written."""
 
 
 class ArenaHolder:
     """Holds one arena for one run and rank, and exchanges it when the state no longer fits.
 
-    `lasting`: it serves many saves, so it is touched beforehand and lies in shared memory where there is room. A single
-    save takes memory as it goes, while what is captured already is being written.
+    `lasting`: it serves many saves, so it holds the whole image where budget and machine allow, is touched beforehand
+    and lies in shared memory where there is room. A single large save takes a window and no more: it waits for the
+    store anyway.
     """
 
     def __init__(self, repository: str, run: str, rank: int, *, budget: int | None, lasting: bool) -> None:
@@ -25,21 +33,32 @@ class ArenaHolder:
         self._lasting = lasting
         self._arena: Arena | None = None
 
-    def acquire(self, nbytes: int) -> Arena:
-        """An arena of at least `nbytes`; SaveFailed if that is beyond the budget or the machine's free memory. The one
-        given before is no longer valid."""
-        if self._arena is not None and self._arena.buffer.nbytes >= nbytes:
+    def acquire(self, nbytes: int, *, step: int = 0) -> Arena:
+        """An arena of at least `nbytes`, or a window of it that holds four steps of `step` bytes. SaveFailed if not
+        even that fits into the budget and the machine's free memory. The one given before is no longer valid."""
+        if self._arena is not None and self._arena.buffer.nbytes >= nbytes and _holds(self._arena, step):
             return self._arena
         self.release()
-        self._check(nbytes)
-        self._arena = acquire(
-            nbytes,
-            repository=self._repository,
-            run=self._run,
-            rank=self._rank,
-            prewarm=self._lasting,
-            shared=self._lasting,
-        )
+        room, whose = self._room()
+        window = max(WINDOW_BYTES, STEPS_IN_WINDOW * step)
+        if (room is None or nbytes <= room) and (self._lasting or nbytes <= 2 * window):
+            self._arena = acquire(
+                nbytes,
+                repository=self._repository,
+                run=self._run,
+                rank=self._rank,
+                prewarm=self._lasting,
+                shared=self._lasting,
+            )
+            return self._arena
+        if room is not None:
+            window = min(window, room // WINDOW_UNIT * WINDOW_UNIT)
+        self._arena = self._window(nbytes, window, step, whose)
+        if self._lasting:
+            self._arena.note = (
+                f"the whole image takes {_mib(nbytes)}, and {whose}; at each save training waits while the state goes "
+                f"out through {_mib(window)}"
+            )
         return self._arena
 
     def release(self) -> None:
@@ -47,18 +66,37 @@ class ArenaHolder:
             self._arena.release()
             self._arena = None
 
-    def _check(self, nbytes: int) -> None:
-        needed = f"an image of this state takes {nbytes / 2**20:,.1f} MiB of host memory"
-        if self._budget is not None and nbytes > self._budget:
+    def _window(self, nbytes: int, window: int, step: int, whose: str) -> Arena:
+        least = max(WINDOW_UNIT, STEPS_IN_WINDOW * step)
+        if window < least:
             raise SaveFailed(
-                f"{needed}; the budget is {self._budget / 2**20:,.1f} MiB",
+                f"an image of this state takes {_mib(nbytes)} of host memory, and writing it piece by piece "
+                f"{_mib(least)}; {whose}",
                 subject=self._run,
-                hint="raise memory_budget=, or save less state",
+                hint="raise memory_budget=, give the job more memory, or save less state",
             )
+        try:
+            return acquire_window(nbytes, window)
+        except OSError as error:
+            raise SaveFailed(
+                f"an image of this state takes {_mib(nbytes)} of host memory; {whose}, and this system cannot write it "
+                f"through less ({error.strerror})",
+                subject=self._run,
+                hint="raise memory_budget=, give the job more memory, or save less state",
+            ) from error
+
+    def _room(self) -> tuple[int | None, str]:
+        """Bytes that an image may take, None where nobody knows, and what bounds them, in words."""
         free = memory_headroom()
-        if free is not None and nbytes + SPARE_BYTES > free:
-            raise SaveFailed(
-                f"{needed}; {free / 2**20:,.1f} MiB are free here",
-                subject=self._run,
-                hint="give the job more memory, or save less state: taking more would have it killed",
-            )
+        room = None if free is None else max(free - SPARE_BYTES, 0)
+        if self._budget is not None and (room is None or self._budget <= room):
+            return self._budget, f"the budget is {_mib(self._budget)}"
+        return room, "" if room is None else f"{_mib(free or 0)} are free here"
+
+
+def _holds(arena: Arena, step: int) -> bool:
+    return arena.window is None or arena.window >= STEPS_IN_WINDOW * step
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"

@@ -1,11 +1,11 @@
-"""A pack as the content of a put: a window of the image that may still be filling up."""
+"""A pack as the content of a put: a part of an image that may still be filling up, and may be let go of behind it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 
-from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed
 from holdfast.image.layout import PackPlan
 
 FIRST_PIECE_BYTES = 4 << 20
@@ -14,13 +14,26 @@ LAST_PIECE_BYTES = 64 << 20
 CAPTURE_DEADLINE_S = 600.0
 
 
-class Filling:
-    """How far an image is filled; set by the capturing thread, awaited by the writing one."""
+class WriterGone(Exception):
+    """The writing thread has ended before everything was captured: how is in the handle of the save."""
 
-    def __init__(self) -> None:
+
+class Filling:
+    """How far an image is filled, which the writing thread awaits, and how far it has been written out, which the
+    capturing thread awaits where `window` bytes are all the memory that the image has."""
+
+    def __init__(self, window: int | None = None) -> None:
         self._changed = threading.Condition()
         self._filled = 0
+        self._written = 0
         self._failure: HoldfastError | None = None
+        self._abandoned = False
+        self.window = window
+
+    @property
+    def gone(self) -> int:
+        """Bytes of the image, from its beginning, that may have been overwritten: they cannot be written once more."""
+        return self._written if self.window is not None else 0
 
     def advance(self, filled: int) -> None:
         with self._changed:
@@ -31,6 +44,12 @@ class Filling:
         """The capture broke off: whoever waits gets `failure`."""
         with self._changed:
             self._failure = failure
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Nothing is written any more: a capture that waits for room gets WriterGone."""
+        with self._changed:
+            self._abandoned = True
             self._changed.notify_all()
 
     def wait(self, position: int) -> None:
@@ -44,6 +63,30 @@ class Filling:
             if not reached:
                 raise DeadlineExceeded(
                     f"the capture did not go beyond byte {self._filled} of the image within {CAPTURE_DEADLINE_S:g} s"
+                )
+
+    def written(self, position: int) -> None:
+        """Everything below `position` is out."""
+        with self._changed:
+            self._written = position
+            self._changed.notify_all()
+
+    def admit(self, position: int) -> None:
+        """Returns when the image may be filled up to `position`: at once, unless its memory is a window."""
+        window = self.window
+        if window is None:
+            return
+        with self._changed:
+            reached = self._changed.wait_for(
+                lambda: self._abandoned or self._written >= position - window, CAPTURE_DEADLINE_S
+            )
+            if self._abandoned:
+                raise WriterGone
+            if not reached:
+                raise DeadlineExceeded(
+                    f"the store took no byte of the image beyond {self._written} within {CAPTURE_DEADLINE_S:g} s, and "
+                    f"training waits for the room",
+                    hint="raise memory_budget= so that the whole image fits, and training need not wait for the store",
                 )
 
 
@@ -69,11 +112,20 @@ class PackContent:
 
     def pieces(self) -> Iterator[memoryview]:
         begin, stop = self._plan.start, self._plan.start + self._plan.length
-        size = FIRST_PIECE_BYTES
+        if begin < self._filling.gone:
+            raise SaveFailed(
+                f"{self._plan.name} would have to be written again, and its beginning has left memory",
+                subject=self._plan.name,
+                hint="the next save starts afresh; with memory for the whole image (memory_budget=) a save can go on",
+            )
+        window = self._filling.window
+        largest = LAST_PIECE_BYTES if window is None else min(LAST_PIECE_BYTES, window // 4)
+        size = min(FIRST_PIECE_BYTES, largest)
         while begin < stop:
             end = min(begin + size, stop)
             self._filling.wait(end)
             if self._before_piece is not None:
                 self._before_piece(end)
             yield self._image[begin:end]
-            begin, size = end, min(size * 2, LAST_PIECE_BYTES)
+            self._filling.written(end)
+            begin, size = end, min(size * 2, largest)

@@ -23,6 +23,7 @@ import numpy as np
 from holdfast.errors import UsageError
 from holdfast.image import headroom, slots
 from holdfast.image.header import ALIGNMENT
+from holdfast.image.ring import map_ring
 from holdfast.image.slots import Slot, SlotTable
 from holdfast.model.names import run_key
 
@@ -41,16 +42,21 @@ _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 class Arena:
     """Host memory for one image. `buffer`: uint8, page aligned, `nbytes` long, a multiple of 4096.
 
-    kind: "shared memory" or "anonymous"; note: why it is not shared, or empty; prewarm_s: seconds that touching took.
+    kind: "shared memory", "anonymous" or "a window"; note: why it is not shared, or empty; prewarm_s: seconds that
+    touching took. window: bytes of memory behind `buffer` where that is less than the whole, and what lies a window
+    behind is overwritten; else None.
     """
 
-    def __init__(self, memory: mmap.mmap, slot: Slot | None, note: str, prewarm_s: float) -> None:
+    def __init__(
+        self, memory: mmap.mmap, slot: Slot | None, note: str, prewarm_s: float, window: int | None = None
+    ) -> None:
         self._memory = memory
         # At the latest when the interpreter ends: a file in shared memory is memory that stays taken.
         self._give_back = weakref.finalize(self, _give_back, slot, os.getpid())
         self.buffer: Buffer = np.frombuffer(memory, np.uint8)
         self.nbytes = len(self.buffer)
-        self.kind = "anonymous" if slot is None else "shared memory"
+        self.window = window
+        self.kind = "a window" if window is not None else "anonymous" if slot is None else "shared memory"
         self.note = note
         self.prewarm_s = prewarm_s
         _mappings.add(memory)
@@ -107,6 +113,16 @@ def acquire(
         _advise(memory, "MADV_HUGEPAGE")
     _advise(memory, "MADV_DONTFORK")
     return Arena(memory, held, note, _touch(memory) if prewarm else 0.0)
+
+
+def acquire_window(nbytes: int, window: int) -> Arena:
+    """Addresses for an image of `nbytes` over `window` bytes of memory (both rounded up to 4096). Raises OSError where
+    there is no such thing."""
+    begun = time.perf_counter()
+    length, window = (-(-max(size, 1) // ALIGNMENT) * ALIGNMENT for size in (nbytes, window))
+    memory = map_ring(length, window)
+    _advise(memory, "MADV_DONTFORK")
+    return Arena(memory, None, "", time.perf_counter() - begun, window)
 
 
 def _shared(length: int, slot: Slot) -> mmap.mmap:

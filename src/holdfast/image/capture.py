@@ -2,7 +2,8 @@
 
 Destinations are bound once for a structure and an arena. Without a `progress` callback whole leaves are copied by one
 call per device: the shortest stall. With one, in steps of about 16 MiB in image order, so that digests and writes can
-follow; a large leaf in host memory is cut then.
+follow; a large leaf in host memory is cut then. Into an arena that is a window, a step is begun only once `admit` says
+that what lies a window behind its end has been written out.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Capturer:
         self.layout = layout
         self.arena = arena
         self.fingerprint = flattened.fingerprint
+        # A quarter of a window each: being filled, filled, being digested, being written.
+        self._step = BATCH_BYTES if arena.window is None else min(BATCH_BYTES, arena.window // 4)
         self._groups = _bind(flattened, layout, arena.buffer)
         self._batches: list[_Batch] | None = None
 
@@ -65,38 +68,74 @@ class Capturer:
         """Whether `flattened` has the structure that this was made for."""
         return flattened.fingerprint == self.fingerprint
 
-    def capture(self, flattened: Flattened, save_id: str, *, progress: Progress | None = None) -> None:
+    def capture(
+        self,
+        flattened: Flattened,
+        save_id: str,
+        *,
+        progress: Progress | None = None,
+        admit: Callable[[int], None] | None = None,
+    ) -> None:
         """Fills the image from the state; complete, header and padding too, when this returns.
 
         `progress(end)` is called in this thread when bytes `[0, end)` of the image are complete: ends never fall,
-        and the last is the image's length. Raises UsageError for a state of another structure; what `progress`
-        raises ends the capture.
+        and the last is the image's length. `admit(end)` is called before anything below `end` is written that was not
+        admitted before; an arena that is a window needs both. Raises UsageError for a state of another structure; what
+        `progress` or `admit` raises ends the capture.
         """
         if not self.fits(flattened):
             raise UsageError("the structure of the state has changed since this capture was planned")
-        self.layout.stamp(self.arena.buffer, save_id)
         sources = [group.sources(flattened) for group in self._groups]
         if progress is not None:
-            self._capture_in_steps(sources, progress)
+            self._capture_in_steps(sources, save_id, progress, admit or _admit_all)
             return
+        assert self.arena.window is None, "a window is filled in steps"
+        self.layout.stamp(self.arena.buffer, save_id)
         for group, own in zip(self._groups, sources, strict=True):
             group.bound.copy(own, 0, len(own))
         for group in self._groups:
             group.bound.wait()
 
-    def _capture_in_steps(self, sources: list[list[Any]], progress: Progress) -> None:
-        if self._batches is None:
-            self._batches = _batches([group.leaves for group in self._groups], self.layout)
-        for batch in self._batches:
-            if len(batch.rows) == 1 and self._in_parts(batch.rows[0], sources, progress):
-                continue
-            for number, first, stop in batch.rows:
-                self._copy_beside_writer(self._groups[number], sources[number], first, stop)
-            for number, _, _ in batch.rows:
-                self._groups[number].bound.wait()
-            progress(batch.end)
-        if not self._batches or self._batches[-1].end < self.layout.nbytes:
+    def largest_step(self, flattened: Flattened) -> int:
+        """Bytes of the longest step in which this state is captured: a window must hold several of them."""
+        sources = [group.sources(flattened) for group in self._groups]
+        largest = at = 0
+        for batch in self._in_order():
+            if (cut := self._cuttable(batch, sources)) is not None:
+                leaf = self._groups[cut[0]].leaves[cut[1]]
+                largest = max(largest, int(self.layout.start[leaf]) - at + max(self._cut(cut)[1:], default=0))
+            else:
+                largest = max(largest, batch.end - at)
+            at = batch.end
+        return max(largest, self.layout.nbytes - at)
+
+    def _capture_in_steps(
+        self, sources: list[list[Any]], save_id: str, progress: Progress, admit: Callable[[int], None]
+    ) -> None:
+        stamps = _Stamps(self.layout, self.arena.buffer, save_id)
+        reached = 0
+        for batch in self._in_order():
+            if (cut := self._cuttable(batch, sources)) is not None:
+                self._in_parts(cut, sources, stamps, progress, admit)
+            else:
+                admit(batch.end)
+                stamps.below(batch.end)
+                for number, first, stop in batch.rows:
+                    self._copy_beside_writer(self._groups[number], sources[number], first, stop)
+                for number, _, _ in batch.rows:
+                    self._groups[number].bound.wait()
+                progress(batch.end)
+            reached = batch.end
+        admit(self.layout.nbytes)
+        stamps.below(self.layout.nbytes)
+        stamps.finish()
+        if reached < self.layout.nbytes:
             progress(self.layout.nbytes)
+
+    def _in_order(self) -> list[_Batch]:
+        if self._batches is None:
+            self._batches = _batches([group.leaves for group in self._groups], self.layout, self._step)
+        return self._batches
 
     def _copy_beside_writer(self, group: _Group, sources: list[Any], first: int, stop: int) -> None:
         """Rows `first..stop-1`. A leaf worth it is copied as one part, which keeps to this thread: copies by all of a
@@ -112,20 +151,65 @@ class Capturer:
         if begun < stop:
             group.bound.copy(sources, begun, stop)
 
-    def _in_parts(self, row: tuple[int, int, int], sources: list[list[Any]], progress: Progress) -> bool:
-        """Copies one large leaf part by part, where its device can; says whether it did."""
-        number, first, stop = row
-        group, source = self._groups[number], sources[number][first]
-        leaf = group.leaves[first]
-        begin, length = int(self.layout.start[leaf]), int(self.layout.length[leaf])
-        if stop - first > 1 or length <= BATCH_BYTES or not group.bound.splits(source):
-            return False
-        cuts = _cuts(length, group.itemsizes[first])
-        for start, end in pairwise(cuts):
-            group.bound.copy_part(source, first, start, end)
+    def _cuttable(self, batch: _Batch, sources: list[list[Any]]) -> tuple[int, int] | None:
+        """Group and row of the batch's only leaf, if it is longer than a step and its device can copy parts of it."""
+        if len(batch.rows) != 1 or batch.rows[0][2] - batch.rows[0][1] > 1:
+            return None
+        number, row, _ = batch.rows[0]
+        group = self._groups[number]
+        if int(self.layout.length[group.leaves[row]]) <= self._step or not group.bound.splits(sources[number][row]):
+            return None
+        return number, row
+
+    def _cut(self, cut: tuple[int, int]) -> list[int]:
+        group = self._groups[cut[0]]
+        return _cuts(int(self.layout.length[group.leaves[cut[1]]]), group.itemsizes[cut[1]], self._step)
+
+    def _in_parts(
+        self,
+        cut: tuple[int, int],
+        sources: list[list[Any]],
+        stamps: _Stamps,
+        progress: Progress,
+        admit: Callable[[int], None],
+    ) -> None:
+        """Copies one large leaf part by part."""
+        number, row = cut
+        group, source = self._groups[number], sources[number][row]
+        begin = int(self.layout.start[group.leaves[row]])
+        for start, end in pairwise(self._cut(cut)):
+            admit(begin + end)
+            stamps.below(begin + end)
+            group.bound.copy_part(source, row, start, end)
             group.bound.wait()
             progress(begin + end)
-        return True
+
+
+class _Stamps:
+    """Writes the headers of packs as the capture comes to them: in a window there is no earlier and no later."""
+
+    def __init__(self, layout: Layout, buffer: Array, save_id: str) -> None:
+        self._layout = layout
+        self._buffer = buffer
+        self._save_id = save_id
+        self._next = 0
+
+    def below(self, end: int) -> None:
+        """Every header that begins below position `end`, and what lies between the packs before it."""
+        packs = self._layout.packs
+        while self._next < len(packs) and packs[self._next].start < end:
+            self.finish()
+            self._layout.stamp_header(self._next, self._buffer, self._save_id)
+            self._next += 1
+
+    def finish(self) -> None:
+        """What follows the pack whose header was stamped last."""
+        if self._next:
+            self._layout.stamp_tail(self._next - 1, self._buffer)
+
+
+def _admit_all(end: int) -> None:
+    """Where the memory holds the whole image, nothing need be waited for."""
 
 
 def _bind(flattened: Flattened, layout: Layout, buffer: Array) -> list[_Group]:
@@ -141,14 +225,14 @@ def _bind(flattened: Flattened, layout: Layout, buffer: Array) -> list[_Group]:
     return groups
 
 
-def _batches(groups: Sequence[Sequence[int]], layout: Layout) -> list[_Batch]:
-    """Steps of about 16 MiB in image order; a leaf larger than that is a step of its own."""
+def _batches(groups: Sequence[Sequence[int]], layout: Layout, step: int) -> list[_Batch]:
+    """Steps of about `step` bytes in image order; a leaf larger than that is a step of its own."""
     owner = np.zeros(len(layout.order), np.int64)
     for number, leaves in enumerate(groups):
         owner[np.asarray(leaves, np.int64)] = number
     done = np.zeros(len(groups), np.int64)
     found: list[_Batch] = []
-    for first, stop in _runs(layout.length[layout.order].tolist()):
+    for first, stop in _runs(layout.length[layout.order].tolist(), step):
         members = layout.order[first:stop]
         upto = done + np.bincount(owner[members], minlength=len(groups))
         rows = tuple((group, int(done[group]), int(upto[group])) for group in np.flatnonzero(upto > done).tolist())
@@ -157,11 +241,11 @@ def _batches(groups: Sequence[Sequence[int]], layout: Layout) -> list[_Batch]:
     return found
 
 
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Runs of positions whose lengths sum to at most 16 MiB, or of one longer position."""
+def _runs(lengths: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
+    """Runs of positions whose lengths sum to at most `step`, or of one longer position."""
     first = filled = 0
     for position, length in enumerate(lengths):
-        if position > first and filled + length > BATCH_BYTES:
+        if position > first and filled + length > step:
             yield first, position
             first, filled = position, 0
         filled += length
@@ -169,7 +253,6 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first, len(lengths)
 
 
-def _cuts(length: int, itemsize: int) -> list[int]:
+def _cuts(length: int, itemsize: int, step: int) -> list[int]:
     """Bytes of a leaf at which its parts end: multiples of the item size (16 MiB is one, for every usual item)."""
-    step = BATCH_BYTES - BATCH_BYTES % itemsize
-    return [*range(0, length, step), length]
+    return [*range(0, length, max(step // itemsize, 1) * itemsize), length]

@@ -68,13 +68,21 @@ class Layout:
 
     def stamp(self, buffer: Array, save_id: str) -> None:
         """Writes every header into the image (`buffer`, uint8, at least `nbytes`) and zeroes what no leaf fills."""
-        mark = np.frombuffer(_save_id(save_id), np.uint8)
-        for plan, template in zip(self.packs, self.templates, strict=True):
-            block = buffer[plan.start : plan.start + plan.header_length]
-            block[:] = np.frombuffer(template, np.uint8)
-            block[_SAVE_ID_AT : _SAVE_ID_AT + SAVE_ID_CHARACTERS] = mark
-            end = plan.start + plan.length
-            buffer[end : _aligned(end)] = 0
+        for number in range(len(self.packs)):
+            self.stamp_header(number, buffer, save_id)
+            self.stamp_tail(number, buffer)
+
+    def stamp_header(self, number: int, buffer: Array, save_id: str) -> None:
+        """Writes the header of pack `number`."""
+        plan = self.packs[number]
+        block = buffer[plan.start : plan.start + plan.header_length]
+        block[:] = np.frombuffer(self.templates[number], np.uint8)
+        block[_SAVE_ID_AT : _SAVE_ID_AT + SAVE_ID_CHARACTERS] = np.frombuffer(_save_id(save_id), np.uint8)
+
+    def stamp_tail(self, number: int, buffer: Array) -> None:
+        """Zeroes what lies between the end of pack `number` and the next multiple of 4096."""
+        end = self.packs[number].start + self.packs[number].length
+        buffer[end : _aligned(end)] = 0
 
 
 def plan_layout(
