@@ -3,6 +3,7 @@
 HoldfastError
 ├── UsageError (ValueError)                 an argument or a combination of arguments makes no sense
 │   ├── MetricNotLogged                     a policy needs a metric that nothing has logged
+│   ├── PolicyConflict                      save_top_k, max_to_keep and the like contradict each other, or keep=
 │   ├── RanksNotSupported                   more than one process, while ranks are not built
 │   └── ForkedProcess                       a forked child used what its parent owns
 ├── MissingExtra (ImportError)              an optional dependency is absent; names the extra to install
@@ -23,6 +24,7 @@ HoldfastError
 │   ├── RunInUse                            another live process owns the run; names it
 │   └── Superseded                          another process has claimed the run since; names it
 ├── SaveFailed                              a save did not commit; carries the cause
+├── ScriptFailed                            a training script that was run did not do what it was run for
 ├── DeadlineExceeded (TimeoutError)         a wait ended without what it waited for; names who is missing
 └── StoreError (OSError)
     ├── AlreadyExists (FileExistsError)     put_if_absent found an object under the name
@@ -59,6 +61,10 @@ class UsageError(HoldfastError, ValueError):
 
 
 class MetricNotLogged(UsageError):
+    pass
+
+
+class PolicyConflict(UsageError):
     pass
 
 
@@ -140,6 +146,10 @@ class Superseded(OwnershipError):
 
 class SaveFailed(HoldfastError):
     exit_code = 15
+
+
+class ScriptFailed(HoldfastError):
+    exit_code = 22
 
 
 class DeadlineExceeded(HoldfastError, TimeoutError):

@@ -13,7 +13,7 @@ import typer
 
 from holdfast.cli import errors, exitcodes
 
-COMMANDS = ("ls", "show", "verify", "restore", "rm", "undelete", "gc", "demo")
+COMMANDS = ("ls", "show", "verify", "restore", "rm", "undelete", "gc", "demo", "certify")
 """Each is the function of its own name in the module of its own name."""
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -54,7 +54,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - the edge: what is no HoldfastError is told as a fault of ours
-        sys.exit(errors.report(error, debug="--debug" in words, as_json="--json" in words))
+        own = words[: words.index("--")] if "--" in words else words  # what follows is another command's
+        sys.exit(errors.report(error, debug="--debug" in own, as_json="--json" in own))
 
 
 def _show_version(value: bool) -> None:

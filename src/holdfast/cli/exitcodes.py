@@ -20,6 +20,9 @@ EXIT_CODES: Final[dict[int, str]] = {
     17: "a wait came to its deadline",
     18: "the store failed (input/output, permission)",
     19: "the store is full",
+    20: "certify: the resume is not exact",
+    21: "certify: the training does not repeat itself",
+    22: "the training script failed, or cannot be certified",
     130: "interrupted",
 }
 

@@ -25,10 +25,18 @@ class Cause:
     advice: tuple[str, ...] = ()
 
 
-def of_training(difference: Difference, whole: Trail) -> Cause:
-    """Two uninterrupted runs differ."""
+def of_training(difference: Difference, whole: Trail, unseeded: tuple[str, ...]) -> Cause:
+    """Two uninterrupted runs differ; `unseeded` are generators that may be why."""
+    if unseeded:
+        names = " and ".join(unseeded)
+        return Cause("unseeded", f"the random generators of {names} begin in another state in each run", (SEED,))
     if difference.start:
-        return _of_start(difference)
+        return Cause(
+            "unseeded start",
+            "two runs began with different values, and with the global generators in the same state: what differs was "
+            "made before seeding, or from a generator of its own that nobody has seeded",
+            (SEED,),
+        )
     if difference.of("data"):
         return Cause(
             "data order",
@@ -105,19 +113,6 @@ def of_resume(difference: Difference, resumed: Trail) -> Cause:
             ("do what draws before ckpt.restore() and ckpt.steps(), which put the generators back", *_quoted(resumed)),
         )
     return _of_hidden(difference, resumed)
-
-
-def _of_start(difference: Difference) -> Cause:
-    if difference.of("random"):
-        return Cause(
-            "unseeded", "two runs began with random generators in different states: they are not seeded", (SEED,)
-        )
-    return Cause(
-        "unseeded start",
-        "two runs began with different values, and with the global generators in the same state: they were made before "
-        "seeding, or from a generator of their own that nobody has seeded",
-        (SEED,),
-    )
 
 
 def _of_restore(difference: Difference) -> Cause:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal
 
 from holdfast.model.trail import Row, Trail
@@ -40,8 +41,9 @@ class Difference:
         return next(found for group in reversed(GROUPS) for found in self.of(group))
 
 
-def first_difference(one: Trail, other: Trail) -> Difference | None:
-    """The first step that both have done in which they differ, in the order of `other`."""
+def first_difference(one: Trail, other: Trail, ignoring: Set[str] = frozenset()) -> Difference | None:
+    """The first step that both have done in which they differ, in the order of `other`. `ignoring`: generators that
+    are not compared, by name."""
     last = min(one.reached, other.reached)
     for step in dict.fromkeys(row.step for row in other.rows):
         if step > last:
@@ -49,7 +51,7 @@ def first_difference(one: Trail, other: Trail) -> Difference | None:
         theirs, ours = one.at(step), other.at(step)
         # Whoever was ended between the step and its epoch's end has the first of the two rows only.
         for mine, his in zip(ours, theirs, strict=False):
-            found = compare(his, mine)
+            found = compare(his, mine, ignoring)
             if found:
                 return Difference(step, mine.start, found)
         if not theirs:
@@ -57,7 +59,7 @@ def first_difference(one: Trail, other: Trail) -> Difference | None:
     return None
 
 
-def compare(one: Row, other: Row) -> dict[Group, tuple[Differing, ...]]:
+def compare(one: Row, other: Row, ignoring: Set[str] = frozenset()) -> dict[Group, tuple[Differing, ...]]:
     """What differs between two rows of one step, by group; empty where they are equal in every bit."""
     found: dict[Group, list[Differing]] = {group: [] for group in GROUPS}
     for name in ("epoch", "batch"):
@@ -67,8 +69,30 @@ def compare(one: Row, other: Row) -> dict[Group, tuple[Differing, ...]]:
     if not (one.start or other.start) and one.batches != other.batches:
         found["batches"].append(Differing("batches", _shown(one.batches), _shown(other.batches)))
     for differing in _entries(one.entries, other.entries):
-        found[group_of(differing.path)].append(differing)
+        if _generator(differing.path) not in ignoring:
+            found[group_of(differing.path)].append(differing)
     return {group: tuple(entries) for group, entries in found.items() if entries}
+
+
+def unseeded(one: Trail, other: Trail) -> frozenset[str]:
+    """The generators that two runs began with in different states, by name, such as "numpy"."""
+    starts = [row for trail in (one, other) for row in trail.rows[:1] if row.start and row.step == 0]
+    if len(starts) < 2:
+        return frozenset()
+    differing = (_generator(one.path) for one in _entries(starts[0].entries, starts[1].entries))
+    return frozenset(name for name in differing if name)
+
+
+def drawn_from(trail: Trail, step: int) -> frozenset[str]:
+    """The generators whose state changed in the steps up to this one."""
+    rows = [row for row in trail.rows if row.step <= step]
+    differing = (_generator(one.path) for a, b in pairwise(rows) for one in _entries(a.entries, b.entries))
+    return frozenset(name for name in differing if name)
+
+
+def _generator(path: str) -> str:
+    """The name of the generator that an entry belongs to; "" for any other entry."""
+    return path[len(RANDOM) :].partition("/")[0] if path.startswith(RANDOM) else ""
 
 
 def group_of(path: str) -> Group:

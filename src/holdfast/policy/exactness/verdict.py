@@ -8,7 +8,7 @@ from typing import Literal
 from holdfast.model.trail import Trail
 from holdfast.policy.exactness import causes
 from holdfast.policy.exactness.causes import Cause
-from holdfast.policy.exactness.differences import Difference, first_difference
+from holdfast.policy.exactness.differences import Difference, compare, drawn_from, first_difference, unseeded
 
 Kind = Literal["exact", "inexact", "unrepeatable"]
 
@@ -27,43 +27,64 @@ class Trails:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`difference`: the first one, if there is any; a run that began from nothing again may end the same. `cause`: what
-    it points to, likely and no more."""
+    it points to, likely and no more. `unseeded`: generators that each run begins with in another state. What they do
+    not change is not their fault: they are restored, and compared with what was saved alone."""
 
     kind: Kind
     difference: Difference | None = None
     cause: Cause | None = None
+    unseeded: tuple[str, ...] = ()
 
 
 def differs(trails: Trails) -> bool:
     """Whether the interrupted and resumed training is anything but the uninterrupted one: then it is to be repeated."""
-    return _interrupted(trails) is not None or _resumed(trails) is not None or not _did_resume(trails)
+    return (
+        not trails.resumed.began
+        or _apart(trails.whole, trails.interrupted) is not None
+        or _not_restored(trails) is not None
+        or _resumed(trails) is not None
+    )
 
 
 def judge(trails: Trails) -> Verdict:
     """The verdict; `repeated` must be there where the trails differ."""
     if not differs(trails):
-        return Verdict("exact")
+        return Verdict("exact", unseeded=tuple(sorted(unseeded(trails.whole, trails.interrupted))))
     assert trails.repeated is not None, "what does not repeat itself cannot be told from a faulty resume without it"
-    by_itself = first_difference(trails.whole, trails.repeated)
+    by_itself = _apart(trails.whole, trails.repeated)
     if by_itself is not None:
-        return Verdict("unrepeatable", by_itself, causes.of_training(by_itself, trails.whole))
-    if not _did_resume(trails):
+        guilty = _guilty(trails.whole, trails.repeated, by_itself)
+        return Verdict("unrepeatable", by_itself, causes.of_training(by_itself, trails.whole, guilty), guilty)
+    if not trails.resumed.began:
         return Verdict("inexact", _resumed(trails), causes.no_resume(trails.interrupted.reached))
-    before = _interrupted(trails)
+    before = _apart(trails.whole, trails.interrupted)
     if before is not None:
         return Verdict("unrepeatable", before, causes.of_chance(before))
-    resumed = _resumed(trails)
-    assert resumed is not None
-    return Verdict("inexact", resumed, causes.of_resume(resumed, trails.resumed))
+    difference = _not_restored(trails) or _resumed(trails)
+    assert difference is not None
+    return Verdict("inexact", difference, causes.of_resume(difference, trails.resumed))
 
 
-def _interrupted(trails: Trails) -> Difference | None:
-    return first_difference(trails.whole, trails.interrupted)
+def _apart(one: Trail, other: Trail) -> Difference | None:
+    """Where two runs differ that both began from nothing."""
+    return first_difference(one, other, unseeded(one, other))
 
 
 def _resumed(trails: Trails) -> Difference | None:
-    return first_difference(trails.whole, trails.resumed)
+    return first_difference(trails.whole, trails.resumed, unseeded(trails.whole, trails.interrupted))
 
 
-def _did_resume(trails: Trails) -> bool:
-    return bool(trails.resumed.began)
+def _not_restored(trails: Trails) -> Difference | None:
+    """What the new process did not begin with as the killed one had saved it."""
+    start = trails.resumed.rows[0]
+    saved = next((row for row in trails.interrupted.rows if row.step == start.step), None)
+    if saved is None or not start.start:
+        return None
+    found = compare(saved, start)
+    return Difference(start.step, True, found) if found else None
+
+
+def _guilty(one: Trail, other: Trail, difference: Difference) -> tuple[str, ...]:
+    """The generators that may have made it: not seeded, and drawn from (before the start, as far as can be known)."""
+    names = unseeded(one, other)
+    return tuple(sorted(names if difference.start else names & drawn_from(one, difference.step)))

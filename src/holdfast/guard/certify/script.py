@@ -1,0 +1,192 @@
+"""Running a training script under an order: its output kept, its steps followed, nothing of it left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import psutil  # type: ignore[import-untyped]
+
+from holdfast.errors import DeadlineExceeded, ScriptFailed
+from holdfast.guard.certify.order import Order
+from holdfast.model.trail import Row, Trail
+from holdfast.report.growing import GrowingLines
+
+POLL_S: Final = 0.02
+LEAVING_S: Final = 30.0
+"""How long a script may take to end once it has done every step; then it is killed, and nothing is lost by that."""
+TAIL_LINES: Final = 20
+
+Tell = Callable[[int], None]
+"""Told how many steps are completed."""
+
+
+@dataclass
+class Script:
+    """One life of the script. Records of its trail are read as they come."""
+
+    name: str
+    command: Sequence[str]
+    order: Order
+    log: Path
+    patience_s: float
+    tell: Tell = lambda step: None
+    built: bool = False
+    refused: dict[str, Any] | None = None
+    saved: int | None = None
+    done: dict[str, Any] | None = None
+    status: int | None = None
+    seconds: float = 0.0
+    _rows: list[Row] = field(default_factory=list)
+
+    def run(self) -> Trail:
+        """Its trail. Raises ScriptFailed with the tail of its output, and DeadlineExceeded where no step comes."""
+        began = time.monotonic()
+        process = self._start()
+        try:
+            self._follow(process)
+        finally:
+            # Also on Ctrl-C, which it does not get by itself: it is in a session of its own.
+            end(process)
+        self.status, self.seconds = process.returncode, time.monotonic() - began
+        self._check()
+        found = self.done or {}
+        return Trail(tuple(self._rows), found.get("certificate", {}), tuple(found.get("uncovered", ())))
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as output:
+            try:
+                return subprocess.Popen(
+                    list(self.command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **self.order.environment()},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ScriptFailed(
+                    f"{self.command[0]} could not be started: {error.strerror}",
+                    subject=self.command[0],
+                    hint="give the command as in a shell: holdfast certify WHERE -- python train.py",
+                ) from error
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> None:
+        """Until it ends, has saved what it was to save, or has done all its steps and been given time to leave."""
+        trail = GrowingLines(self.order.trail)
+        last_news = time.monotonic()
+        while True:
+            ended = process.poll() is not None
+            news = trail.new()
+            for record in news:
+                self._take(record)
+            if news:
+                last_news = time.monotonic()
+            if ended or self.saved is not None or self.refused is not None:
+                return
+            waited = time.monotonic() - last_news
+            if self.done is not None and waited > LEAVING_S:
+                return
+            if waited > self.patience_s:
+                raise DeadlineExceeded(
+                    f"the script ({self.name}) told nothing for {self.patience_s:g} s, after {self._so_far()}"
+                    + self._tail(),
+                    subject=self.name,
+                    hint="--patience SECONDS waits longer for a step; a script that asks on a terminal cannot be run",
+                )
+            time.sleep(POLL_S)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        kind = record.pop("record")
+        if kind == "built":
+            self.built = True
+        elif kind == "row":
+            row = Row.of(record)
+            if row.start:
+                self._rows = [kept for kept in self._rows if not kept.start]
+            self._rows.append(row)
+            self.tell(row.step)
+        elif kind == "saved":
+            self.saved = int(record["step"])
+        elif kind == "done":
+            self.done = record
+        elif kind == "refused":
+            self.refused = record
+
+    def _check(self) -> None:
+        """Whether it did what was asked of it."""
+        if self.refused is not None:
+            raise ScriptFailed(
+                f"the script cannot be certified: {self.refused['reason']}",
+                subject=self.name,
+                hint=str(self.refused["hint"]),
+            )
+        if self.done is not None and self.order.save_at is not None and self.saved is None:
+            raise ScriptFailed(
+                f"the script ({self.name}) counts its steps in leaps: none lay between {self.order.save_at} and "
+                f"{self.order.last}, so there was nothing to resume",
+                subject=self.name,
+                hint="a larger --more leaves room for a step in between",
+            )
+        if self.done is not None or self.saved is not None:
+            return
+        if not self.built:
+            raise self._failed(
+                "without building a Checkpointer",
+                "the command must train with holdfast.Checkpointer, in a Python that has this version of Holdfast"
+                if self.status == 0
+                else "see that the command runs by itself",
+            )
+        if self.status == 0:
+            reached = self._rows[-1].step if self._rows else 0
+            raise self._failed(
+                f"after {self._so_far()}, and {self.order.last} were wanted",
+                f"let it train longer, or certify fewer: --steps and --more with a sum of at most {reached}"
+                if reached > 1
+                else "see that it trains with ckpt.steps, ckpt.epochs or ckpt.step_done",
+            )
+        raise self._failed(f"after {self._so_far()}", "see that the command runs by itself")
+
+    def _failed(self, how: str, hint: str) -> ScriptFailed:
+        status = self.status or 0
+        ended = f"was ended by {_signal(-status)}" if status < 0 else f"ended with status {status}"
+        return ScriptFailed(f"the script ({self.name}) {ended} {how}{self._tail()}", subject=self.name, hint=hint)
+
+    def _so_far(self) -> str:
+        step = self._rows[-1].step if self._rows else 0
+        return f"{step} step{'' if step == 1 else 's'}"
+
+    def _tail(self) -> str:
+        lines = self.log.read_text("utf-8", "replace").splitlines()[-TAIL_LINES:]
+        return "; its output ends:\n" + "\n".join(f"  | {line}" for line in lines) if lines else "; it printed nothing"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kills the process with SIGKILL, and everything that it has started: its session's group, and whoever has left
+    that for a session of its own."""
+    below = list(_below(process.pid)) if process.poll() is None else []
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for one in below:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    process.wait()
+
+
+def _below(pid: int) -> Iterator[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        yield from psutil.Process(pid).children(recursive=True)
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
