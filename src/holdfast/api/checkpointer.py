@@ -12,8 +12,9 @@ from holdfast.api import ownership
 from holdfast.api.arguments import count, policies
 from holdfast.api.claiming import Claiming, ResumeFrom
 from holdfast.api.environment import check_platform
+from holdfast.api.familiar import Familiar
 from holdfast.api.loops import Batches, Epochs, Steps
-from holdfast.api.metrics import as_floats
+from holdfast.api.metrics import as_floats, tag_names
 from holdfast.api.position import Position
 from holdfast.api.rehearsal import rehearsal
 from holdfast.api.restored import Restored
@@ -28,6 +29,7 @@ from holdfast.model.names import run_key
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import SavePolicy
 from holdfast.ranks.solo import solo
+from holdfast.repo.lineage import latest
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Where
 from holdfast.store.registry import open_store
@@ -36,17 +38,20 @@ from holdfast.store.registry import open_store
 class Checkpointer:
     """Saves and resumes one run of training.
 
-    where: a directory, a URL, or a store; created if need be, and nothing foreign in it is touched.
-    state: a mapping of names to models, optimizers, anything with `state_dict`/`load_state_dict`, tensors, plain
-    values; held by reference and read at every save. run: the line of training, when several live in one place.
-    data: the loader, whose position is saved too. save: when (`every(...)`, `on.end()`, `on.signal()`, combined with
-    `|`). keep: what (`keep.latest(n)`, `keep.best(n, metric)`). resume_from: "latest", a step, or None to start
-    afresh. on_busy: whether a save that is due while one is in flight waits or is skipped. on_error: whether a failed
-    save warns (and makes the exit status tell) or also raises at the next call. takeover: claim the run even if its
-    owner lives. memory_budget: bytes of host memory that saving may use. sinks: take events.
+    where: a directory, a URL, or a store; created if need be, and nothing foreign in it is touched. state: a mapping of
+    names to models, optimizers, anything with `state_dict`/`load_state_dict`, tensors, plain values; held by reference
+    and read at every save. run: the line of training, when several live in one place. data: the loader, whose position
+    is saved too. save: when (`every(...)`, `on.end()`, `on.signal()`, `on.improve(metric)`, `on.drop(metric, by=)`,
+    combined with `|`). keep: what (`keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=)`). resume_from:
+    "latest", a step, a tag, or None to start afresh. on_busy: whether a save that is due while one is in flight waits
+    or is skipped. on_error: whether a failed save warns (and makes the exit status tell) or also raises at the next
+    call. takeover: claim the run even if its owner lives. memory_budget: bytes of host memory that saving may use.
+    sinks: take events. save_top_k, monitor, mode, save_last, max_to_keep: names that other libraries have for `keep`
+    (and, with monitor and no `save`, for `on.improve` beside the default).
 
-    Raises UsageError for arguments that make no sense, RanksNotSupported with more than one process, Unserialisable
-    (naming the path) for a state that cannot be represented, and errors of the store.
+    Raises UsageError for arguments that make no sense (PolicyConflict for policies that contradict each other),
+    RanksNotSupported with more than one process, Unserialisable (naming the path) for a state that cannot be
+    represented, and errors of the store.
     """
 
     def __init__(
@@ -64,6 +69,11 @@ class Checkpointer:
         takeover: bool = False,
         memory_budget: int | None = None,
         sinks: Iterable[Sink] = (),
+        save_top_k: int | None = None,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] | None = None,
+        save_last: bool | None = None,
+        max_to_keep: int | None = None,
     ) -> None:
         check_platform()
         self._closed = False
@@ -72,6 +82,8 @@ class Checkpointer:
         if ownership.imported_by_worker():
             return  # a worker imports its parent's script anew: this is not the training
         solo()
+        names = Familiar(save_top_k, monitor, mode, save_last, max_to_keep)
+        save, keep = names.policies(save, keep)
         policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
         run_key(run)
         rehearsing = rehearsal()
@@ -154,11 +166,22 @@ class Checkpointer:
             )
         return Batches(training, training.loop if isinstance(training.loop, Epochs) else None)
 
-    def log(self, **metrics: Any) -> None:
-        """Metrics of the step that is open; outside, of the last completed one (noted if it is taken already)."""
+    def log(self, *, tag: str | Iterable[str] | None = None, **metrics: Any) -> None:
+        """Metrics of the step that is open; outside, of the last completed one (noted if it is taken already).
+
+        tag: a name for that step, or several. A tagged step is saved (at its end; outside a step at once, as by
+        `save`), and kept until the tag is moved, by giving it to another step, or taken off. `load`, `resume_from` and
+        `--step` take a tag for a step. Tags are the repository's, not the run's: one name means one checkpoint.
+        """
         training = self._armed()
-        if training is not None:
-            training.log(as_floats(metrics))
+        if training is None:
+            return
+        tags, floats = tag_names(tag), as_floats(metrics)
+        if tags and not training.open:
+            self._claim_to_save(training)
+        training.log(floats)
+        if tags:
+            training.tag(tags)
 
     def step_done(self, step: int | None = None, **metrics: Any) -> None:
         """A step is completed, in a loop that somebody else owns; `step` is its number, else one more than the last."""
@@ -187,13 +210,7 @@ class Checkpointer:
         it fail is raised; Superseded and RunInUse always are.
         """
         training = self._armed(needed=True)
-        if not training.claiming.done and training.claiming.hidden_by_saving():
-            raise UsageError(
-                f"run {training.run!r} has checkpoints, and nothing was restored: saving would hide them",
-                subject=training.run,
-                hint="call ckpt.restore() first, or pass resume_from=None to start afresh on purpose",
-            )
-        training.claim(self)
+        self._claim_to_save(training)
         return training.save(wait=wait)
 
     def stop(self) -> None:
@@ -217,6 +234,12 @@ class Checkpointer:
         """Waits for what is in flight, gives the run back, puts signal handlers back. May be called twice."""
         self._close(timeout, ended_well=True)
 
+    def latest_step(self) -> int | None:
+        """The step that `latest` means in this run now, committed; None if there is none."""
+        training = self._armed()
+        newest = latest(training.saving.repo, training.run) if training is not None else None
+        return newest.step if newest is not None else None
+
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -236,6 +259,16 @@ class Checkpointer:
         self._closed = True
         self._withdraw()
         self._training.close(self, timeout, ended_well=ended_well)
+
+    def _claim_to_save(self, training: Training) -> None:
+        """Claims the run, unless a save would then hide what nobody has restored."""
+        if not training.claiming.done and training.claiming.hidden_by_saving():
+            raise UsageError(
+                f"run {training.run!r} has checkpoints, and nothing was restored: saving would hide them",
+                subject=training.run,
+                hint="call ckpt.restore() first, or pass resume_from=None to start afresh on purpose",
+            )
+        training.claim(self)
 
     @overload
     def _armed(self, *, needed: Literal[True]) -> Training: ...

@@ -15,12 +15,14 @@ from holdfast.model.checkpoint import Index, Manifest
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo.attempts import Attempt, claim
 from holdfast.repo.lineage import latest, walk
+from holdfast.repo.refs import is_name
 from holdfast.repo.repository import Repo
 from holdfast.repo.watch import Watch
 from holdfast.state.contract import Prepared
 from holdfast.state.prepare import prepare
 
-ResumeFrom = Literal["latest"] | int | None
+ResumeFrom = Literal["latest"] | int | str | None
+"""A step, a tag (of another run, too: that forks it), attempt/step such as "a0007/500", or None to start afresh."""
 CLAIMS = 3
 """How often a claim is made anew because another process committed between the restore and the claim."""
 
@@ -39,13 +41,13 @@ class Claiming:
         takeover: bool,
         emitter: Emitter,
     ) -> None:
-        if not (
-            resume_from is None
-            or resume_from == "latest"
-            or (isinstance(resume_from, int) and not isinstance(resume_from, bool))
-        ):
+        if isinstance(resume_from, str):
+            sensible = is_name(resume_from) or "/" in resume_from
+        else:
+            sensible = resume_from is None or (isinstance(resume_from, int) and not isinstance(resume_from, bool))
+        if not sensible:
             raise UsageError(
-                f"resume_from={resume_from!r} is neither 'latest', a step, nor None",
+                f"resume_from={resume_from!r} is neither 'latest', a step, a tag, nor None",
                 hint='resume_from="latest", or a step such as 500',
             )
         self._repo = repo

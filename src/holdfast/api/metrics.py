@@ -1,11 +1,12 @@
-"""Metrics as plain floats."""
+"""What `log` is given: metrics as plain floats, tags as checked names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast.errors import UsageError
+from holdfast.repo.refs import check_tag
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -23,3 +24,12 @@ def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
                 hint=f"log one number, such as {name}=loss.item()",
             ) from error
     return found
+
+
+def tag_names(tag: str | Iterable[str] | None) -> list[str]:
+    """The tags, each once. UsageError names one that cannot be a tag."""
+    if tag is None:
+        return []
+    if not isinstance(tag, (str, list, tuple, set, frozenset)):
+        raise UsageError(f"tag={tag!r} is neither a name nor a list of names", subject="tag", hint='tag="baseline"')
+    return list(dict.fromkeys(check_tag(name) for name in ([tag] if isinstance(tag, str) else sorted(tag))))

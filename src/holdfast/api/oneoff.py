@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.api import ownership
 from holdfast.api.environment import check_platform, environment
@@ -101,7 +101,7 @@ def load(
     into: Any = None,
     *,
     run: str = "main",
-    step: int | Literal["latest"] = "latest",
+    step: int | str = "latest",
     strict: bool = True,
     include: Pattern | Sequence[Pattern] | None = None,
     exclude: Pattern | Sequence[Pattern] | None = None,
@@ -112,6 +112,7 @@ def load(
     """Loads a checkpoint, every byte verified: into existing objects (`into`, the same kind of thing that was saved),
     or fresh.
 
+    step: a step, "latest", a tag, or attempt/step such as "a0007/500".
     strict: every leaf of `into` is found with equal shape and dtype, and nothing is left over inside an entry that
     `into` names.
     include, exclude: globs over paths (or compiled expressions). rename: checkpoint path to target path, a mapping of

@@ -7,12 +7,14 @@ from typing import Any
 
 from holdfast.api.rehearsal import rehearsed
 from holdfast.api.restored import Checkpoint
+from holdfast.errors import CheckpointNotFound
 from holdfast.events import Emitter, Sink
 from holdfast.model.canonical import untag_number
 from holdfast.model.checkpoint import Json, Manifest, Note
 from holdfast.model.names import CheckpointId
 from holdfast.repo.lineage import latest, resolve, walk
 from holdfast.repo.notes import notes
+from holdfast.repo.refs import check_tag, clear_ref, find_tag, list_tags, put_ref
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Where
 from holdfast.store.registry import open_store
@@ -53,8 +55,36 @@ class Repository:
         ]
 
     def find(self, run: str = "main", step: int | str = "latest") -> CheckpointId:
-        """The checkpoint of a step. RunNotFound and CheckpointNotFound name what there is instead."""
+        """The checkpoint of a step or a tag. RunNotFound and CheckpointNotFound name what there is instead."""
         return resolve(self.repo, run, step)
+
+    def latest_step(self, run: str = "main") -> int | None:
+        """The step that `latest` means now, None if there is none. `latest` has the whole identity."""
+        newest = latest(self.repo, run)
+        return newest.step if newest is not None else None
+
+    def tags(self) -> dict[str, CheckpointId]:
+        """Every tag, of whatever run, and the checkpoint that it names. Raises CorruptionError if one is damaged."""
+        return list_tags(self.repo)
+
+    def tag(self, name: str, step: int | str | CheckpointId = "latest", run: str = "main") -> CheckpointId:
+        """Tags a checkpoint, which is kept from now on; a tag that was on another one has moved.
+
+        Raises UsageError for what cannot be a tag, CheckpointNotFound if the checkpoint is not there or going.
+        """
+        check_tag(name)
+        return put_ref(self.repo, "tag", name, resolve(self.repo, run, step)).id
+
+    def untag(self, name: str) -> CheckpointId:
+        """Takes the tag off, and returns the checkpoint that it was on. CheckpointNotFound if there is no such tag."""
+        found = find_tag(self.repo, name)
+        if found is None:
+            there = ", ".join(self.tags()) or "none"
+            raise CheckpointNotFound(
+                f"there is no tag {name!r}; there are: {there}", subject=name, hint=f"holdfast ls {self.url}"
+            )
+        clear_ref(self.repo, "tag", name)
+        return found
 
     def checkpoint(self, id: CheckpointId) -> Checkpoint:
         manifest = self.repo.manifest(id)

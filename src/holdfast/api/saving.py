@@ -5,29 +5,33 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from holdfast.api.late import Late
 from holdfast.api.tidying import Tidying
 from holdfast.engine.handle import Save
 from holdfast.engine.save import About, Saver
 from holdfast.errors import DeadlineExceeded, HoldfastError, MetricNotLogged, OwnershipError, SaveFailed, StateError
 from holdfast.events import Emitter, SaveFailedEvent, SaveSkipped, Warned
 from holdfast.guard.exitstatus import ExitStatus
-from holdfast.model.canonical import tag_number
 from holdfast.model.names import CheckpointId
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
 from holdfast.repo.attempts import Attempt
-from holdfast.repo.notes import add_note
+from holdfast.repo.deadline import within
+from holdfast.repo.lineage import walk
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened
+from holdfast.upkeep.facts import known_metrics
 
 OnBusy = Literal["wait", "skip"]
 OnError = Literal["warn", "raise"]
 
 BUSY_DEADLINE_S = 600.0
 """How long the training thread waits for the save before, when `on_busy` is "wait"."""
+NOTE_DEADLINE_S = 60.0
+"""How long the training thread waits for a note that it has to write itself."""
 
 
 class Saving:
@@ -48,7 +52,7 @@ class Saving:
         self.repo = repo
         self.run = run
         self.policy = policy
-        self.tidying = Tidying(repo, keep, emitter=emitter, warn=self._warn)
+        self.tidying = Tidying(repo, keep, emitter=emitter, warn=self.warn)
         self._on_busy = on_busy
         self._on_error = on_error
         self._emitter = emitter
@@ -60,8 +64,11 @@ class Saving:
         self.lock = threading.Lock()
         self._failure: HoldfastError | None = None
         self._exit_status = ExitStatus(f"run {run}")
-        self._late: dict[CheckpointId, dict[str, float]] = {}
+        self._late = Late(repo, warn=self.warn)
         self._metrics_seen: set[str] = set()
+        self._asked = False
+        self._before: list[tuple[Save, dict[str, float]]] = []
+        """The saves before on this line of training, oldest first, with the metrics that the policy asks by."""
         self._first_step = 0
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
@@ -78,14 +85,17 @@ class Saving:
         if restored is not None:
             self.last = Save(restored, "", reason="restored")
             self.last.end()
+            self._remember_line(attempt)
 
     def decide(self, moment: Moment) -> Decision:
+        self._asked = True
         self._metrics_seen.update(moment.metrics)
         history = SaveHistory(
             started_s=self._started_s,
             first_step=self._first_step,
             last_saved_step=self.last.step if self.last is not None else None,
             last_saved_s=self._last_saved_s,
+            saved=[metrics for save, metrics in self._before if save.state != "failed"],
         )
         return self.policy.decide(moment, history)
 
@@ -118,6 +128,7 @@ class Saving:
             self._emitter.emit(SaveFailedEvent(save.id, error.message, save.phase))
             self._fail(error)
         self.last = save
+        self._remember(save, about.metrics)
         return save
 
     def skipped(self, step: int) -> SaveFailed:
@@ -165,37 +176,85 @@ class Saving:
         if failure is not None:
             raise failure
 
-    def note(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
+    def note(self, save: Save, metrics: Mapping[str, float]) -> None:
         """Metrics of a checkpoint that is taken already: noted once it is committed."""
         self._metrics_seen.update(metrics)
-        with self.lock:
-            self._late.setdefault(id, {}).update(metrics)
-        if not self.saver.busy:
-            self._write_notes()
+        self._late.note(save, metrics)
+        self._remember(save, metrics)
+        self._write_late(NOTE_DEADLINE_S)
+
+    def tag(self, save: Save, names: Sequence[str]) -> None:
+        """Tags a checkpoint once its save, which may still be to come, is committed."""
+        self._late.tag(save, names)
+        self._write_late(NOTE_DEADLINE_S)
 
     def seen(self, metrics: Mapping[str, float]) -> None:
         self._metrics_seen.update(metrics)
 
     def warn_of_unlogged_metrics(self) -> None:
-        """Says which metrics the keep policy judges by and nothing has logged."""
+        """Says which metrics the policies judge by and nothing has logged."""
+        unasked = sorted(self.policy.metrics() - self._metrics_seen)
+        if unasked and self._asked:
+            names = ", ".join(map(repr, unasked))
+            message = f"{self.policy!r} asks by {names}, which nothing has logged: that part of it saved nothing"
+            self.warn(str(MetricNotLogged(message, hint=f"ckpt.log({unasked[0]}=...)")))
         missing = sorted(self.tidying.keep.metrics() - self._metrics_seen)
         if missing and self.last is not None and self.last.reason != "restored":
             names = ", ".join(map(repr, missing))
             message = f"{self.tidying.keep!r} judges by {names}, which nothing has logged; until then all are kept"
-            self._warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
+            self.warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
 
-    def close(self) -> None:
-        if not self.saver.busy:
-            self._write_notes()
-        self.saver.close()
+    def give_back(self, timeout: float) -> None:
+        """Writes what is left to be noted and gives run and memory back, within `timeout` seconds. Raises what the
+        store raises, and DeadlineExceeded."""
+        until = time.monotonic() + timeout
+        self._write_late(timeout / 2)
+        try:
+            if self.attempt is not None:
+                self.attempt.release(max(until - time.monotonic(), timeout / 2))
+        finally:
+            self.saver.close()
+
+    def hangs(self, error: DeadlineExceeded) -> None:
+        """What is in flight is given up: the exit status tells, unless it commits all the same."""
+        if self.saver.writing:
+            self._exit_status.fail(error.message)
+
+    def _write_late(self, timeout: float) -> None:
+        """In the training thread, unless the writing thread is at work and will see to it."""
+        if self.saver.busy or not self._late.waits:
+            return
+        try:
+            within(timeout, f"noting metrics of run {self.run}", self._late.write, subject=self.run)
+        except DeadlineExceeded as error:
+            self.warn(str(error))
+
+    def _remember_line(self, attempt: Attempt) -> None:
+        """What was saved before on the line of training that the restored checkpoint ends."""
+        if self.policy.metrics():
+            for id in walk(self.repo, self.run, below=attempt.number + 1):
+                save = Save(id, "", reason="restored")
+                save.end()
+                self._before.insert(0, (save, known_metrics(self.repo, id)))
+
+    def _remember(self, save: Save, metrics: Mapping[str, float]) -> None:
+        """Metrics of a save, also those that come late: the next decision compares with them."""
+        wanted = {name: value for name, value in metrics.items() if name in self.policy.metrics()}
+        for known, before in reversed(self._before):
+            if known.id == save.id:
+                before.update(wanted)
+                return
+        if wanted:
+            self._before.append((save, wanted))
 
     def _ended(self, save: Save) -> None:
         """In the writing thread, after each save."""
         if save.error is not None:
             self._fail(save.error)
+            self._late.write()
             return
         self._exit_status.clear()
-        self._write_notes()
+        self._late.write()
         if self.attempt is not None:
             self.tidying.after_commit(self.attempt)
 
@@ -206,25 +265,12 @@ class Saving:
             with self.lock:
                 self._failure = error
         if not isinstance(error, OwnershipError):
-            self._warn(str(error))
+            self.warn(str(error))
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
+        """Something that a person should know; training goes on."""
         self._emitter.emit(Warned(message, self.run))
         warnings.warn(f"holdfast: {message}", RuntimeWarning, stacklevel=3)
-
-    def _write_notes(self) -> None:
-        last = self.last
-        with self.lock:
-            ready = {id: metrics for id, metrics in self._late.items() if last is None or id != last.id or last.done}
-            for id in ready:
-                del self._late[id]
-        for id, metrics in ready.items():
-            if last is not None and id == last.id and not last.committed:
-                continue
-            try:
-                add_note(self.repo, id, "metric", {name: tag_number(value) for name, value in metrics.items()})
-            except HoldfastError as error:
-                self._warn(f"the metrics {sorted(metrics)} of {id} could not be noted: {error.message}")
 
     def _make_room(self) -> bool:
         return self.attempt is not None and self.tidying.now(self.attempt) > 0

@@ -81,6 +81,22 @@ class Snapshots:
             and _versions(now) == moment.versions
         )
 
+    def same_state(self, moment: Moment) -> bool:
+        """Whether the user's state is as it was at `moment`. What evaluation may move on counts for nothing: random
+        generators, and the position in the data.
+
+        A tensor counts its changes, except what is done to it past torch: a fused optimizer's step, a write through
+        `.data`.
+        """
+        now = self.now()
+        shared = sum(not spec.private for spec in now.specs)
+        return (
+            shared == sum(not spec.private for spec in moment.flattened.specs)
+            and now.specs[:shared] == moment.flattened.specs[:shared]
+            and now.tree == moment.flattened.tree
+            and _versions(now)[:shared] == moment.versions[:shared]
+        )
+
 
 def _versions(flattened: Flattened) -> tuple[Any, ...]:
     return tuple(_mark(source) for source in flattened.sources)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from holdfast.api import ownership
@@ -17,7 +17,7 @@ from holdfast.api.position import Position
 from holdfast.api.saving import Saving
 from holdfast.api.snapshot import Moment, Snapshots
 from holdfast.engine.handle import Save
-from holdfast.errors import UsageError
+from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 from holdfast.guard.exitstatus import leaving_with
 from holdfast.guard.preempted import Preempted
 from holdfast.guard.signals import SignalWatch
@@ -25,6 +25,8 @@ from holdfast.model.names import CheckpointId, run_key
 from holdfast.policy import saving as asking
 
 CLOSE_DEADLINE_S = 600.0
+GIVE_BACK_S = 20.0
+"""What `close` sets aside, of the time it is given, for giving the run back."""
 STOPPED = "stop() was called"
 
 
@@ -51,7 +53,11 @@ class Training:
         self._inside = False
         self._requested: tuple[Save, bool] | None = None
         self._metrics: dict[str, float] = {}
+        self._tags: list[str] = []
+        """Of the step that is open."""
         self._moment: Moment | None = None
+        self._completed: Moment | None = None
+        """The last completed step, where a metric that comes late may yet ask for its save."""
 
     @property
     def step(self) -> int:
@@ -96,7 +102,7 @@ class Training:
             self._consider(epoch_ended=False, ending=True)
         self._metrics = {}
         self.open = True
-        self._moment = None
+        self._moment = self._completed = None
 
     def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None:
         """The body of a step has come to its end: it counts, and is saved if something asks for it."""
@@ -117,6 +123,7 @@ class Training:
     def leave_loop(self) -> None:
         """The loop is over."""
         self.loop = None
+        self._await_late_metrics()
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is completed in a loop that somebody else owns."""
@@ -124,7 +131,9 @@ class Training:
         self._foreign_loop = True
         self.position.counters.step = step - 1
         self.open = True
+        self._completed = None
         self.complete_step()
+        self._await_late_metrics()
 
     # -- what the user asks for ----------------------------------------------------------------------------------------
 
@@ -132,9 +141,23 @@ class Training:
         """Metrics of the open step; outside, of the last completed one, noted if its checkpoint is taken already."""
         last = self.saving.last
         if not self.open and last is not None and last.step == self.step:
-            self.saving.note(last.id, metrics)
+            self.saving.note(last, metrics)
         self._metrics.update(metrics)
         self.saving.seen(metrics)
+        if not self.open and metrics.keys() & self.saving.policy.metrics():
+            self._consider_late()
+
+    def tag(self, names: Sequence[str]) -> None:
+        """Tags the open step, which is then saved at its end; outside, the last completed one, which is saved at once
+        if it is not yet."""
+        last = self.saving.last
+        if self.open:
+            self._tags.extend(names)
+        elif last is not None and last.step >= self.step:
+            self.saving.tag(last, names)
+        else:
+            with self._undisturbed():
+                self._take_tagged(names)
 
     def save(self, *, wait: bool) -> Save:
         """Saves now; inside a step at its end; where nothing is new, the last save with a warning."""
@@ -173,20 +196,39 @@ class Training:
     def close(self, owner: ownership.Closable, timeout: float, *, ended_well: bool) -> None:
         """Waits for what is in flight, gives the run back, puts signal handlers back, and says what is left undone."""
         self._inside = True
+        until = time.monotonic() + timeout
+        spare = min(GIVE_BACK_S, timeout / 4)
         try:
+            self._wait_until(until - spare)  # first: the last save is not to wait for a store that hangs
             if ended_well:
                 self._last_save()
-            self.saving.wait(timeout)
-        finally:
-            if self._signals is not None:
-                self._signals.restore()
-            ownership.unregister(self.key, owner)
-            if self.saving.attempt is not None:
-                self.saving.attempt.release()
-            self.saving.close()
+                self._wait_until(until - spare)
+        except BaseException:
+            self._end(owner, spare, quietly=True)
+            raise
+        self._end(owner, spare)
         self._say_what_is_left()
         if ended_well:
             self.saving.raise_failure()
+
+    def _wait_until(self, until: float) -> None:
+        try:
+            self.saving.wait(max(until - time.monotonic(), 0.0))
+        except DeadlineExceeded as error:
+            self.saving.hangs(error)
+            raise
+
+    def _end(self, owner: ownership.Closable, timeout: float, *, quietly: bool = False) -> None:
+        """Gives everything back. `quietly`: something worse is being raised already, and the rest is a warning."""
+        if self._signals is not None:
+            self._signals.restore()
+        ownership.unregister(self.key, owner)
+        try:
+            self.saving.give_back(timeout)
+        except HoldfastError as error:
+            if not quietly:
+                raise
+            warnings.warn(f"holdfast: {error}", RuntimeWarning, stacklevel=5)
 
     def _last_save(self) -> None:
         """A loop that somebody else owns ends here. The others have told so themselves, and what is done to the state
@@ -233,8 +275,12 @@ class Training:
         )
         decision = self.saving.decide(moment)
         requested, self._requested = self._requested, None
+        tags, self._tags = self._tags, []
         if requested is not None:
+            self.saving.tag(requested[0], tags)
             self._take_requested(*requested)
+        elif tags:
+            self._take_tagged(tags, decision.reason if decision.save else "", wait=signal is not None)
         elif decision.save:
             self._take(decision.reason, wait=signal is not None, must=moment.ending)
         elif self.stopping and self._unsaved():
@@ -250,6 +296,40 @@ class Training:
             handle.end(self.saving.skipped(handle.step))
         if wait:
             handle.wait()
+
+    def _take_tagged(self, tags: Sequence[str], reason: str = "", *, wait: bool = False) -> None:
+        """A tag asks for a save of its step, which is never skipped."""
+        reason = "; ".join([*([reason] if reason else []), f"tagged {', '.join(tags)}"])
+        handle = self.saving.saver.plan_save(self.step, reason=reason)
+        self.saving.tag(handle, tags)
+        if self._take(reason, wait=wait, must=True, handle=handle) is None:
+            handle.end(self.saving.skipped(handle.step))
+
+    def _await_late_metrics(self) -> None:
+        """Remembers how the state is now, where a metric that has not come yet may still ask for this step."""
+        late = self.saving.policy.metrics() - self._metrics.keys()
+        if late and self.saving.attempt is not None and self._unsaved():
+            self._completed = self._snapshots.moment()
+
+    def _consider_late(self) -> None:
+        """A metric came after its step. Inside `epochs` the end of the epoch asks for the save; else it is taken now,
+        unless the state has gone on from what it was at that step."""
+        before = self._completed
+        if before is None or before.step != self.step or not self._unsaved():
+            return
+        moment = asking.Moment(step=self.step, now_s=time.monotonic(), metrics=self._metrics)
+        decision = self.saving.decide(moment)
+        if not decision.save:
+            return
+        with self._undisturbed():
+            if self._snapshots.same_state(before):
+                self._take(decision.reason, wait=False)
+            else:
+                self._completed = None
+                self.saving.warn(
+                    f"step {self.step} is not saved, though {decision.reason}: the state has changed since that step; "
+                    "log what belongs to a step before training goes on"
+                )
 
     def _take(self, reason: str, *, wait: bool, must: bool = False, handle: Save | None = None) -> Save | None:
         flattened = self._snapshots.now()

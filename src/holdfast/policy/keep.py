@@ -12,6 +12,7 @@ from holdfast.policy.keeping import LEFT_BEHIND, CheckpointFacts, KeepPolicy, Op
 from holdfast.policy.milestones import EveryHours, EverySteps
 from holdfast.policy.numbers import duration, metric_name, min_or_max, whole_number
 
+
 def latest(n: int) -> KeepPolicy:
     """Keeps the newest `n`, first of the line of training that leads to `latest`, then, where places are free, of lines
     that were left behind. One known to be damaged takes no place, and stays while a whole one older than it does."""

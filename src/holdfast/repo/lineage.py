@@ -21,6 +21,7 @@ from holdfast.errors import CheckpointNotFound, CorruptionError, ObjectNotFound,
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo import layout, objects
 from holdfast.repo.records import decode_begin, decode_lease
+from holdfast.repo.refs import find_tag, is_name, list_tags
 from holdfast.repo.repository import Repo, known_runs
 
 Report = Callable[[str], None]
@@ -74,7 +75,7 @@ def latest(repo: Repo, run: str, *, below: int | None = None, report: Report | N
 
 
 def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> CheckpointId:
-    """The checkpoint that a person means: a step, "latest", or a whole identity (`a0007/500`, `gpt/a0007/500`).
+    """The checkpoint that a person means: a step, "latest", a tag, or a whole identity (`a0007/500`, `gpt/a0007/500`).
 
     A step that several attempts have is the first on the walk, else the highest attempt's. Raises RunNotFound or
     CheckpointNotFound, which name what there is.
@@ -86,11 +87,7 @@ def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> 
         if found:
             return _existing(repo, CheckpointId(found[1] or run, int(found[2]), int(found[3])))
         if not (step.isascii() and step.isdigit()):
-            raise UsageError(
-                f"{step!r} names no checkpoint",
-                subject=step,
-                hint="give a step, latest, or attempt/step such as a0007/500",
-            )
+            return _tagged(repo, step)
         step = int(step)
     if step == "latest":
         newest = latest(repo, run)
@@ -98,6 +95,22 @@ def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> 
             raise _none_in(repo, run)
         return newest
     return _by_step(repo, run, int(step))
+
+
+def _tagged(repo: Repo, name: str) -> CheckpointId:
+    """A tag is the repository's: it may mean a checkpoint of another run."""
+    hint = "give a step, latest, a tag, or attempt/step such as a0007/500"
+    if not is_name(name):
+        raise UsageError(f"{name!r} names no checkpoint", subject=name, hint=hint)
+    id = find_tag(repo, name)
+    if id is None:
+        tags = ", ".join(list_tags(repo)) or "none"
+        raise CheckpointNotFound(
+            f"{name!r} names no checkpoint: it is neither a step nor a tag; tags that there are: {tags}",
+            subject=name,
+            hint=hint,
+        )
+    return _existing(repo, id)
 
 
 def _by_step(repo: Repo, run: str, step: int) -> CheckpointId:

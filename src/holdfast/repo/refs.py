@@ -1,10 +1,12 @@
 """Refs: small versioned names that keep a checkpoint. `refs/<kind>/<name>/<n>.json`, the highest number wins.
 
-kind: `tag` (a name for people), `pin` (retention keeps it), `hold` (a machine needs it for now).
+kind: `tag` (a name for people), `pin` (retention keeps it), `hold` (a machine needs it for now). They are the
+repository's, not a run's: a tag put again, in whatever run, has moved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -21,6 +23,10 @@ Kind = Literal["tag", "pin", "hold"]
 KINDS: Final[tuple[Kind, ...]] = ("hold", "pin", "tag")
 
 
+LATEST: Final = "latest"
+"""What no tag may be called: it always means the newest checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     kind: str
@@ -28,10 +34,31 @@ class Ref:
     id: CheckpointId
 
 
+def check_tag(name: object) -> str:
+    """`name` if a checkpoint can be tagged so: a name that can stand where a step is expected, and means no step."""
+    if not isinstance(name, str) or not is_name(name) or name == LATEST or name.isdigit():
+        raise UsageError(
+            f"{name!r} cannot be a tag",
+            subject=str(name),
+            hint="use lower-case letters, digits and . _ = -, at most 100, not digits alone, and not the word latest",
+        )
+    return name
+
+
+def find_tag(repo: Repo, name: str) -> CheckpointId | None:
+    """The checkpoint that is tagged so, None if none is. Raises CorruptionError like `read_ref`."""
+    return read_ref(repo, "tag", name) if is_name(name) else None
+
+
+def list_tags(repo: Repo) -> dict[str, CheckpointId]:
+    """Every tag that points somewhere, by name. Raises CorruptionError like `read_ref`."""
+    return {ref.name: ref.id for ref in list_refs(repo, kinds=("tag",))}
+
+
 def put_ref(repo: Repo, kind: Kind, name: str, id: CheckpointId) -> Ref:
     """Points the ref at a checkpoint, and relies on it from now on. Raises CheckpointNotFound if that is gone or going:
     the ref then points where it pointed before."""
-    directory = _directory(kind, name)
+    directory = _directory(kind, check_tag(name) if kind == "tag" else name)
     before = read_ref(repo, kind, name)
     _put(repo, directory, id)
     repo.store.settle(id.manifest)
@@ -62,12 +89,12 @@ def read_ref(repo: Repo, kind: Kind, name: str) -> CheckpointId | None:
     return None
 
 
-def list_refs(repo: Repo) -> list[Ref]:
+def list_refs(repo: Repo, kinds: Sequence[Kind] = KINDS) -> list[Ref]:
     """Every ref that points somewhere, by kind and name. Raises CorruptionError like `read_ref`."""
     found = []
-    for kind in KINDS:
+    for kind in kinds:
         for name in repo.store.children(f"refs/{kind}").directories:
-            if _is_name(name):
+            if is_name(name):
                 id = read_ref(repo, kind, name)
                 if id is not None:
                     found.append(Ref(kind, name, id))
@@ -79,14 +106,15 @@ def _put(repo: Repo, directory: str, id: CheckpointId | None) -> None:
 
 
 def _directory(kind: Kind, name: str) -> str:
-    if kind not in KINDS or not _is_name(name):
+    if kind not in KINDS or not is_name(name):
         raise UsageError(
             f"{kind} {name!r} cannot name a ref", subject=name, hint="use lower-case letters, digits and . _ = -"
         )
     return f"refs/{kind}/{name}"
 
 
-def _is_name(name: str) -> bool:
+def is_name(name: str) -> bool:
+    """Whether a ref can be called so."""
     try:
         return run_key(name) == name
     except UsageError:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
-from holdfast.errors import CorruptionError
+from holdfast.errors import CheckpointNotFound, CorruptionError
 from holdfast.model.canonical import untag_number
 from holdfast.model.checkpoint import Note
 from holdfast.model.names import CheckpointId
@@ -28,7 +29,7 @@ def gather_facts(repo: Repo, run: str, *, metrics: bool = True) -> list[Checkpoi
     for attempt in repo.attempts(run):
         for step in repo.committed(run, attempt):
             id = CheckpointId(run, attempt, step)
-            damaged, logged = _logged(repo, id) if metrics else (False, {})
+            damaged, logged, created_s = _manifest_says(repo, id) if metrics else (False, {}, None)
             told = notes(repo, id, report=_pass)
             logged.update(_noted(told))
             note = standing_of(told)
@@ -38,7 +39,9 @@ def gather_facts(repo: Repo, run: str, *, metrics: bool = True) -> list[Checkpoi
                 metrics=logged,
                 verified=note == "verified",
                 suspect=damaged or note == "suspect",
-                pinned=any(ref.id == id and ref.kind != "hold" for ref in refs),
+                created_s=created_s,
+                pinned=any(ref.id == id and ref.kind == "pin" for ref in refs),
+                tags=tuple(ref.name for ref in refs if ref.id == id and ref.kind == "tag"),
                 held=any(ref.id == id and ref.kind == "hold" for ref in refs),
                 needed_by=tuple(reason for needed_id, reason in needed if needed_id == id),
             )
@@ -46,12 +49,31 @@ def gather_facts(repo: Repo, run: str, *, metrics: bool = True) -> list[Checkpoi
     return found
 
 
-def _logged(repo: Repo, id: CheckpointId) -> tuple[bool, dict[str, float]]:
-    """Whether the manifest is damaged, and the metrics in it."""
+def known_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
+    """A checkpoint's metrics, as logged with the step and as noted later, the later one counting. What is damaged says
+    none; one that is gone has none."""
     try:
-        return False, dict(repo.manifest(id).metrics)
+        return {**_manifest_says(repo, id)[1], **_noted(notes(repo, id, report=_pass))}
+    except CheckpointNotFound:
+        return {}
+
+
+def _manifest_says(repo: Repo, id: CheckpointId) -> tuple[bool, dict[str, float], float | None]:
+    """Whether the manifest is damaged, the metrics in it, and when it says that it was saved."""
+    try:
+        manifest = repo.manifest(id)
     except CorruptionError:
-        return True, {}
+        return True, {}, None
+    return False, dict(manifest.metrics), seconds_of(manifest.created)
+
+
+def seconds_of(created: str) -> float | None:
+    """A time as manifests have it, in seconds since 1970; None for anything else."""
+    try:
+        when = datetime.fromisoformat(created)
+        return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def _noted(told: list[Note]) -> dict[str, float]:

@@ -215,7 +215,7 @@ def test_a_changed_structure_is_told_on_resume(place: Path) -> None:
         ({"on_busy": "queue"}, "on_busy"),
         ({"on_error": "ignore"}, "on_error"),
         ({"memory_budget": -1}, "memory_budget"),
-        ({"resume_from": "newest"}, "resume_from"),
+        ({"resume_from": "the newest one"}, "resume_from"),
         ({"run": "../up"}, "run"),
     ],
 )

@@ -206,8 +206,10 @@ def test_resolve_says_what_there_is(repo: Repo, make: Any) -> None:
         resolve(repo, "gtp", 5)
     assert "there are: gpt" in str(caught.value)
     assert "did you mean 'gpt'" in str(caught.value)
-    with pytest.raises(UsageError):
+    with pytest.raises(CheckpointNotFound, match="neither a step nor a tag"):
         resolve(repo, "gpt", "newest")
+    with pytest.raises(UsageError):
+        resolve(repo, "gpt", "Newest One")
 
 
 def test_a_store_that_fails_is_no_damage(repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
