@@ -8,7 +8,6 @@ is met when the interval's bad end meets it. Absolute speeds of shared machines 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -27,9 +26,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.api.bench import cache
+from holdfast.api.bench.raw import timed
+
 RESULTS = Path(__file__).parent / "results"
 RESAMPLES = 10_000
 GIB = 1 << 30
+UNITS = {"ratio": "", "ms": "ms", "bytes": "bytes", "mib": "MiB"}
+"""What a target's figure may be, by its key in a result."""
+warm_cache = cache.warm
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Target:
     at_most: float | None = None
     at_least: float | None = None
     allowance_s: float = 0.0
+    of_medians: bool = False
 
 
 @dataclass
@@ -58,23 +64,62 @@ class Result:
     bytes: int
     facts: dict[str, Any] = field(default_factory=dict)
     targets: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, list[int]] = field(default_factory=dict)
+    """Bytes by what was measured, round by round."""
+    sized: bool = False
+    """Measured at several sizes: the size is part of the result's name."""
 
-    def ratio(self, numerator: str, denominator: str, allowance_s: float = 0.0) -> tuple[float, float, float]:
-        """Median of the rounds' ratios, and the ends of its 95 % bootstrap interval."""
+    def ratio(
+        self, numerator: str, denominator: str, allowance_s: float = 0.0, *, of_medians: bool = False
+    ) -> tuple[float, float, float]:
+        """Median of the rounds' ratios, and the ends of its 95 % bootstrap interval.
+
+        of_medians: the ratio of the two medians instead, both resampled by the same rounds. For differences of
+        measurements, which may come close to nothing in one round.
+        """
         above, below = np.array(self.seconds[numerator]), np.array(self.seconds[denominator])
         rounds = min(len(above), len(below))
-        ratios = (above[:rounds] - allowance_s) / below[:rounds]
+        above, below = above[:rounds] - allowance_s, below[:rounds]
         draws = np.random.default_rng(0).integers(0, rounds, (RESAMPLES, rounds))
-        low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
-        return float(np.median(ratios)), float(low), float(high)
+        if of_medians:
+            found = np.median(above[draws], axis=1) / np.median(below[draws], axis=1)
+            middle = np.median(above) / np.median(below)
+        else:
+            found = np.median((above / below)[draws], axis=1)
+            middle = np.median(above / below)
+        low, high = np.percentile(found, [2.5, 97.5])
+        return float(middle), float(low), float(high)
 
     def judge(self, target: Target) -> None:
-        middle, low, high = self.ratio(target.numerator, target.denominator, target.allowance_s)
-        met = high <= target.at_most if target.at_most is not None else low >= (target.at_least or 0.0)
+        found = self.ratio(target.numerator, target.denominator, target.allowance_s, of_medians=target.of_medians)
+        self.judge_value(target.text, found, at_most=target.at_most, at_least=target.at_least)
+
+    def judge_value(
+        self,
+        text: str,
+        found: tuple[float, float, float],
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        unit: str = "ratio",
+    ) -> None:
+        """A figure with its interval against its limit: met when the interval's bad end meets it."""
+        middle, low, high = found
+        limit = at_most if at_most is not None else at_least
+        assert limit is not None
+        met = high <= limit if at_most is not None else low >= limit
         self.targets.append(
-            {"target": target.text, "ratio": middle, "interval": [low, high], "met": bool(met)}
-            | {"limit": target.at_most if target.at_most is not None else target.at_least}
+            {"target": text, unit: middle, "interval": [low, high], "met": bool(met), "limit": limit}
+            | {"bound": "at most" if at_most is not None else "at least"}
         )
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the ends of its 95 % bootstrap interval."""
+    found = np.array(values)
+    draws = np.random.default_rng(0).integers(0, len(found), (RESAMPLES, len(found)))
+    low, high = np.percentile(np.median(found[draws], axis=1), [2.5, 97.5])
+    return float(np.median(found)), float(low), float(high)
 
 
 def arguments(description: str, *, add: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
@@ -142,55 +187,16 @@ def compare(
     return seconds
 
 
-def timed(action: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    action()
-    return time.perf_counter() - begun
-
-
 def drop_cache(root: Path) -> str:
     """Drops every file below `root` from the page cache; says how. Raises AssertionError if pages stay."""
-    files = [root] if root.is_file() else [path for path in sorted(root.rglob("*")) if path.is_file()]
-    gc.collect()  # a mapping that lingers in a reference cycle pins its pages
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+    cache.drop(root)
     how = "fsync and posix_fadvise(DONTNEED) of each file"
-    if any(cached_share(path) > 0.01 for path in files) and os.geteuid() == 0:
+    if cache.held(root) and os.geteuid() == 0:
         Path("/proc/sys/vm/drop_caches").write_text("1\n", encoding="ascii")
         how += ", then /proc/sys/vm/drop_caches"
-    held = {str(path): round(share, 3) for path in files if (share := cached_share(path)) > 0.01}
+    held = cache.held(root)
     assert not held, f"the page cache still holds what is to be read cold: {held}"
     return how
-
-
-CACHESTAT = 451
-"""The number of cachestat(2), Linux 6.5, on every architecture; unlike a probing read it brings nothing in."""
-
-
-def cached_share(path: Path) -> float:
-    """The share of the file's pages that the page cache holds."""
-    pages = -(-path.stat().st_size // os.sysconf("SC_PAGE_SIZE"))
-    extent, found = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        system = ctypes.CDLL(None, use_errno=True)
-        if system.syscall(CACHESTAT, descriptor, extent, found, 0) != 0:
-            raise OSError(ctypes.get_errno(), "cachestat is not there: whether a read is cold cannot be told")
-    finally:
-        os.close(descriptor)
-    return found[0] / max(pages, 1)
-
-
-def warm_cache(root: Path) -> None:
-    for path in [root] if root.is_file() else sorted(root.rglob("*")):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                block = bytearray(8 << 20)
-                while file.readinto(block):
-                    pass
 
 
 def empty_directory(path: Path) -> Path:
@@ -200,7 +206,9 @@ def empty_directory(path: Path) -> Path:
 
 
 def environment(place: Path) -> dict[str, Any]:
-    versions = {name: _version(name) for name in ("torch", "numpy", "xxhash", "safetensors", "holdfast")}
+    versions = {
+        name: _version(name) for name in ("torch", "numpy", "xxhash", "safetensors", "torch_checkpointing", "holdfast")
+    }
     return {
         "machine": {
             "cpu": _first("/proc/cpuinfo", "model name"),
@@ -218,16 +226,19 @@ def environment(place: Path) -> dict[str, Any]:
 
 def report(result: Result, options: argparse.Namespace, place: Path) -> None:
     """Prints the comparison and writes its result file, which names the command that made it."""
+    sized = f"{result.id}_{options.gib:g}gib" if result.sized else result.id
     document = {
-        "id": options.id or result.id,
+        "id": options.id or sized,
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "state": {"gib": round(result.bytes / GIB, 3), "leaves": options.leaves},
         **environment(place),
         **result.facts,
         "median_s": {name: float(np.median(values)) for name, values in result.seconds.items() if values},
+        "median_bytes": {name: int(np.median(values)) for name, values in result.memory.items() if values},
         "targets": result.targets,
         "seconds": result.seconds,
+        "bytes": result.memory,
     }
     if not options.no_save:
         RESULTS.mkdir(exist_ok=True)
@@ -261,10 +272,14 @@ def _print(document: dict[str, Any], result: Result) -> None:
             print(
                 f"  {name:42s} {middle * 1e3:10.1f} ms {result.bytes / middle / 1e9:8.2f} GB/s   ({len(values)} rounds)"
             )
+    for name, values in result.memory.items():
+        if values:
+            print(f"  {name:60s} {float(np.median(values)) / (1 << 20):10.1f} MiB   ({len(values)} rounds)")
     for target in document["targets"]:
         low, high = target["interval"]
         verdict = "met   " if target["met"] else "MISSED"
-        print(f"  {verdict} {target['target']}: {target['ratio']:.3f} [{low:.3f}, {high:.3f}]")
+        unit = next(name for name in UNITS if name in target)
+        print(f"  {verdict} {target['target']}: {target[unit]:.3f} [{low:.3f}, {high:.3f}] {UNITS[unit]}".rstrip())
 
 
 def _version(name: str) -> str:

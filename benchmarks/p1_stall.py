@@ -97,7 +97,7 @@ def main() -> None:
         checkpointer.close()
         seconds |= first_saves(place, state, memcpy, min(options.rounds or FIRST_SAVES, FIRST_SAVES))
         prewarm = seconds.pop("prewarm")
-        result = Result("p1_stall", seconds, sum(one.nbytes for one in tensors))
+        result = Result("p1_stall", seconds, sum(one.nbytes for one in tensors), sized=True)
         result.facts["prewarm_s"] = round(float(np.median(prewarm)), 3)
         per_leaf = 5e-6 * options.leaves
         result.judge(

@@ -65,13 +65,15 @@ def file_written(place: Path, name: str, write: Callable[[Path], float]) -> Cont
     return Contender(name, measure)
 
 
-def dcp_written(place: Path, state: dict[str, Any]) -> Contender:
+def directory_written(
+    place: Path, name: str, save: Callable[[dict[str, Any], Path], float], state: dict[str, Any]
+) -> Contender:
     def measure() -> float:
-        seconds = peers.dcp_save(state, empty_directory(place / "dcp"))
-        shutil.rmtree(place / "dcp")
+        seconds = save(state, empty_directory(place / "directory"))
+        shutil.rmtree(place / "directory")
         return seconds
 
-    return Contender("dcp.save", measure)
+    return Contender(name, measure)
 
 
 def main() -> None:
@@ -87,12 +89,15 @@ def main() -> None:
             own,
             once(place, state),
             file_written(place, "torch.save + fsync", lambda path: peers.torch_save(state, path)),
-            dcp_written(place, state),
+            directory_written(place, "dcp.save", peers.dcp_save, state),
             file_written(place, "safetensors + fsync", lambda path: peers.safetensors_save(state["model"], path)),
         ]
+        if peers.has_torch_checkpointing():
+            save = peers.torch_checkpointing_save
+            contenders.append(directory_written(place, "torch_checkpointing + fsync", save, state))
         seconds = compare(contenders, rounds=options.rounds, own=own.name, note=note)
         checkpointer.close()
-        result = Result("p4_sync_save", seconds, sum(one.nbytes for one in tensors))
+        result = Result("p4_sync_save", seconds, sum(one.nbytes for one in tensors), sized=True)
         result.facts["raw_piece_mib"] = piece >> 20
         result.judge(Target("raw write >= 90 % of ours", "raw O_DIRECT write", own.name, at_least=0.90))
         result.judge(Target(">= 2 times torch.save + fsync", "torch.save + fsync", own.name, at_least=2.0))

@@ -110,7 +110,8 @@ def main() -> None:
         contenders = reading.all()
         reading.check()
         seconds = compare(contenders, rounds=options.rounds, own="holdfast.load", note=note)
-        result = Result(f"p5_restore_{options.cache}", seconds, sum(one.nbytes for one in tensors_of(state)))
+        nbytes = sum(one.nbytes for one in tensors_of(state))
+        result = Result(f"p5_restore_{options.cache}", seconds, nbytes, sized=True)
         result.facts["cache"] = f"cold: {reading.how}" if reading.cold else "hot: each file read once before"
         result.facts["raw_piece_mib"] = reading.piece >> 20
         if reading.cold:

@@ -1,0 +1,168 @@
+"""P3: compute lost per save, while a training keeps all cores busy.
+
+    python benchmarks/p3_overhead.py --gib 1
+
+A block is a fixed number of steps of one and the same training, with one save after its first step, and it ends when
+the steps are done and that save is committed. Blocks without a save and with one by each contender follow each other
+in turning order; what a save costs is its block's time less that of the block without one in the same round.
+Target: at most twice one memcpy of the state; at least four times less than dcp.async_save in thread mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peers
+import raw
+import torch
+from harness import (
+    GIB,
+    Contender,
+    Result,
+    Target,
+    arguments,
+    compare,
+    empty_directory,
+    median_interval,
+    note,
+    report,
+    workplace,
+)
+
+import holdfast
+
+WIDTH = 1024
+LAYER_BYTES = 3 * 4 * WIDTH * WIDTH
+"""Of one layer's weight and AdamW's two moments."""
+ROUNDS = 15
+NONE = "no save"
+
+
+def options_of_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--block-s", type=float, default=4.0, help="seconds that a block without a save takes")
+    parser.add_argument("--batch", type=int, default=64, help="rows of a batch (default 64)")
+
+
+class Training:
+    """Layers of one width, AdamW, random batches: matrix products on all of torch's threads."""
+
+    def __init__(self, gib: float, batch: int) -> None:
+        torch.manual_seed(0)
+        layers = max(round(gib * GIB / LAYER_BYTES), 1)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.data = torch.randn(batch, WIDTH)
+        self.step()  # the optimizer's state is born here
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.data).square().mean().backward()
+        self.optimizer.step()
+
+    def tensors(self) -> list[torch.Tensor]:
+        moments = [one for state in self.optimizer.state.values() for one in state.values() if one.dim()]
+        return [*(one.detach() for one in self.model.parameters()), *moments]
+
+    def objects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def dictionaries(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def steps_for(training: Training, seconds: float) -> int:
+    for _ in range(3):
+        training.step()
+    begun = time.perf_counter()
+    for _ in range(10):
+        training.step()
+    return max(round(seconds / ((time.perf_counter() - begun) / 10)), 3)
+
+
+def block(training: Training, steps: int, save: Callable[[], Callable[[], object]] | None) -> float:
+    """Seconds of `steps` steps, a save begun after the first of them, and whatever waiting for it is left then."""
+    begun = time.perf_counter()
+    training.step()
+    finish = save() if save is not None else None
+    for _ in range(steps - 1):
+        training.step()
+    if finish is not None:
+        finish()
+    return time.perf_counter() - begun
+
+
+def ours(checkpointer: holdfast.Checkpointer) -> Callable[[], Callable[[], object]]:
+    def save() -> Callable[[], object]:
+        checkpointer.step_done()
+        return checkpointer.save().wait
+
+    return save
+
+
+def dcp(training: Training, where: Path, mode: str) -> Callable[[], Callable[[], object]]:
+    def save() -> Callable[[], object]:
+        return peers.dcp_async_begin(training.dictionaries(), where, mode)
+
+    return save
+
+
+def contenders_of(training: Training, steps: int, place: Path, checkpointer: holdfast.Checkpointer) -> list[Contender]:
+    def by_us() -> float:
+        seconds = block(training, steps, ours(checkpointer))
+        checkpointer.wait()  # what is unlinked beside training would run into the next block
+        return seconds
+
+    def by_dcp(mode: str) -> Callable[[], float]:
+        def measure() -> float:
+            seconds = block(training, steps, dcp(training, empty_directory(place / mode), mode))
+            shutil.rmtree(place / mode)
+            return seconds
+
+        return measure
+
+    return [
+        Contender(NONE, lambda: block(training, steps, None)),
+        Contender("memcpy", raw.Memcpy(training.tensors())),
+        Contender("holdfast save()", by_us),
+        Contender("dcp.async_save, thread", by_dcp("thread")),
+        Contender("dcp.async_save, process", by_dcp("process")),
+    ]
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", add=options_of_training)
+    training = Training(options.gib, options.batch)
+    with workplace(options) as place:
+        peers.start_group()
+        steps = steps_for(training, options.block_s)
+        nbytes = sum(one.nbytes for one in training.tensors())
+        options.leaves = len(training.tensors())
+        with holdfast.Checkpointer(place / "ours", training.objects(), keep=holdfast.keep.latest(1)) as checkpointer:
+            contenders = contenders_of(training, steps, place, checkpointer)
+            seconds = compare(contenders, rounds=options.rounds or ROUNDS, own="holdfast save()", note=note)
+        result = Result("p3_overhead", seconds, nbytes)
+        lost = {}
+        for one in contenders[2:]:
+            lost[one.name] = f"lost to a {one.name}"
+            pairs = zip(seconds[one.name], seconds[NONE], strict=True)
+            seconds[lost[one.name]] = [block_s - without for block_s, without in pairs]
+        own, thread = lost["holdfast save()"], lost["dcp.async_save, thread"]
+        result.facts["steps_in_a_block"] = steps
+        result.facts["saves_in_a_block"] = 1
+        result.facts["batch"] = options.batch
+        result.facts["lost_s"] = {
+            name: [round(part, 4) for part in median_interval(seconds[name])] for name in lost.values()
+        }
+        result.judge(Target("lost <= 2.0 memcpy", own, "memcpy", at_most=2.0, of_medians=True))
+        result.judge(Target(">= 4 times less than dcp.async_save, thread", thread, own, at_least=4.0, of_medians=True))
+        report(result, options, place)
+        peers.end_group()
+
+
+if __name__ == "__main__":
+    main()
