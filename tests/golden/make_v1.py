@@ -162,7 +162,7 @@ def variants(where: Path) -> dict[str, tuple[list[dict[str, Any]], str]]:
         "critical_manifest_cut": ([{"object": manifest, "cut": 500}], "CorruptionError"),
         "critical_manifest_of_another_step": (
             [{"object": manifest, "put": encoded(f"{other}/manifest.json")}],
-            "CheckpointNotFound",
+            "CorruptionError",
         ),
         "critical_manifest_of_a_newer_format": (
             [{"object": manifest, "put": resealed(where / manifest, **new)}],

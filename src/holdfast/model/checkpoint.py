@@ -113,6 +113,8 @@ class AttemptRecord:
     parent: CheckpointId | None
     owner: Owner
     created: str = ""
+    repository: str = ""
+    """The id of the repository that it was claimed in; empty where an earlier version wrote it."""
 
 
 @dataclass(frozen=True, slots=True)

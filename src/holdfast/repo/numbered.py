@@ -27,7 +27,8 @@ def append(repo: Repo, directory: str, kind: str, body: dict[str, Json]) -> int:
         number += 1
         name = layout.numbered(directory, number)
         try:
-            objects.put(repo.store, name, objects.encode(kind, name, {**body, "id": token}), token=token)
+            data = objects.encode(kind, name, {**body, "id": token, "repository": repo.id})
+            objects.put(repo.store, name, data, token=token)
             return number
         except AlreadyExists:
             continue

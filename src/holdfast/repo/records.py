@@ -45,6 +45,7 @@ def encode_attempt(record: AttemptRecord) -> bytes:
             "id": record.id,
             "owner": owner_json(record.owner),
             "parent": checkpoint_json(record.parent),
+            "repository": record.repository,
             "run": record.run,
         },
     )
@@ -57,7 +58,8 @@ def decode_attempt(data: bytes, run: str, number: int) -> AttemptRecord:
         raise found.refuse("names another attempt than its own")
     parent = found.checkpoint("parent")
     check_parent(parent, run, number, found)
-    return AttemptRecord(run, number, found.hex("id", 32), parent, read_owner(found), found.text("created"))
+    repository = found.text("repository") if "repository" in found.values else ""
+    return AttemptRecord(run, number, found.hex("id", 32), parent, read_owner(found), found.text("created"), repository)
 
 
 def check_parent(parent: CheckpointId | None, run: str, number: int, found: Fields) -> None:

@@ -164,7 +164,16 @@ class Repo:
         try:
             return isinstance(decode_manifest(data, id), Manifest)
         except CorruptionError:
-            return not objects.is_copy(id.manifest, data)
+            return not objects.is_copy(id.manifest, data) or self._was_begun(id)
+
+    def _was_begun(self, id: CheckpointId) -> bool:
+        """Whether a save was begun in this very place: then a copy under its manifest's name has replaced the one that
+        was there, and is no copied directory."""
+        name = layout.begin_name(id)
+        try:
+            return not objects.is_copy(name, self.store.get(name, limit=objects.SMALL))
+        except (ObjectNotFound, CorruptionError):
+            return False
 
     def manifest(self, id: CheckpointId) -> Manifest:
         """Raises CheckpointNotFound if the checkpoint is not there (or its save was aborted), CorruptionError if its

@@ -39,7 +39,13 @@ def put_tombstone(repo: Repo, id: CheckpointId, *, reason: str, attempt: int = 0
     token = secrets.token_hex(16)
     name = f"{layout.tombstone_directory(id)}/{token}.json"
     stone = Tombstone(name, id, this_process(), reason, attempt)
-    body = {"attempt": attempt, "created": now_text(), "owner": owner_json(stone.owner), "reason": reason}
+    body = {
+        "attempt": attempt,
+        "created": now_text(),
+        "owner": owner_json(stone.owner),
+        "reason": reason,
+        "repository": repo.id,
+    }
     objects.put(repo.store, name, objects.encode("tombstone", name, body), token=token)
     return stone
 

@@ -51,6 +51,12 @@ class SaveDirectory:
         name = f"{self.id.directory}/{file}"
         return any(entry.name == name for entry in self.entries)
 
+    @property
+    def freed(self) -> bool:
+        """Whether a removed checkpoint's objects are gone, or going, by another removal: only its manifest's copy in
+        the trash is left to be cleared away."""
+        return bool(self.tombstones) or not (self.begin or self.has(layout.BEGIN) or any(True for _ in self.own()))
+
     def own(self) -> Iterator[Entry]:
         """What is there of what `begin.json` or the manifest lists, and the notes; not the two themselves."""
         listed = set(self.begin.names if self.begin else ())

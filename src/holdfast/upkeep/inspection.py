@@ -16,9 +16,11 @@ from holdfast.model.names import CheckpointId
 from holdfast.repo import layout, objects
 from holdfast.repo.content import content_digest
 from holdfast.repo.notes import notes
+from holdfast.repo.numbered import numbers
 from holdfast.repo.records import decode_attempt, decode_begin
 from holdfast.repo.repository import Repo
 from holdfast.upkeep.findings import Finding
+from holdfast.upkeep.rows import row_oddities
 
 UNREADABLE = (CorruptionError, RepositoryError, StoreError)
 
@@ -189,12 +191,18 @@ def _check_attempt(repo: Repo, found: Inspection) -> None:
 
 
 def _check_notes(repo: Repo, found: Inspection) -> None:
+    directory = layout.notes_directory(found.id)
+    there = numbers(repo, directory)
+    for odd in row_oddities(repo, directory, there):
+        found.findings.append(Finding(found.id, odd.severity, odd.message, object=odd.name, harms_restore=False))
     try:
-        found.objects += len(notes(repo, found.id))
-    except FormatTooNew:
-        raise
-    except UNREADABLE as error:
-        found.error(_words(error), error.subject or layout.notes_directory(found.id), harms=False)
+        found.objects += len(notes(repo, found.id, report=_reported_already))
+    except StoreError as error:
+        found.error(_words(error), error.subject or directory, harms=False)
+
+
+def _reported_already(message: str) -> None:
+    """What is wrong with a note was found in its row."""
 
 
 def _words(error: HoldfastError) -> str:

@@ -46,7 +46,7 @@ def age_s(repo: Repo, entry: Entry, now_ns: int) -> float:
 def put_mark(repo: Repo, save: SaveDirectory) -> None:
     token = secrets.token_hex(16)
     name = f"{mark_directory(save.id)}/{token}.json"
-    body = {"created": now_text(), "id": token, "subject": _subject(save)}
+    body = {"created": now_text(), "id": token, "repository": repo.id, "subject": _subject(save)}
     objects.put(repo.store, name, objects.encode("mark", name, body), token=token)
 
 

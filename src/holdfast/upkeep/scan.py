@@ -58,8 +58,11 @@ class Scan:
                         Finding(self._id, "error", f"cannot be opened: {error.message}", object=self._name(number))
                     )
             todo = [piece for piece in pieces(self._index) if piece.pack in self._readers]
-            with ThreadPoolExecutor(max(1, threads), thread_name_prefix="holdfast-verify") as pool:
-                bad = [fault for faults in pool.map(self._piece, todo) for fault in faults]
+            if len(todo) <= 1:
+                bad = [fault for piece in todo for fault in self._piece(piece)]
+            else:
+                with ThreadPoolExecutor(max(1, threads), thread_name_prefix="holdfast-verify") as pool:
+                    bad = [fault for faults in pool.map(self._piece, todo) for fault in faults]
         finally:
             for reader in self._readers.values():
                 reader.close()

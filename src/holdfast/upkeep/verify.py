@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.errors import CheckpointNotFound, CorruptionError
 from holdfast.events import Emitter, Progress
@@ -18,9 +18,9 @@ from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId
 from holdfast.repo.notes import add_note
 from holdfast.repo.repository import Repo
-from holdfast.upkeep.census import take_census
+from holdfast.upkeep.census import SaveDirectory, look_at, take_census
 from holdfast.upkeep.findings import Finding, VerifyReport
-from holdfast.upkeep.inspection import inspect
+from holdfast.upkeep.inspection import Inspection, inspect
 from holdfast.upkeep.scan import Scan
 from holdfast.upkeep.surroundings import surroundings
 
@@ -86,7 +86,12 @@ def execute(
         if note and plan.every_byte:
             _note(repo, id, found)
     if plan.everything:
-        findings.extend(surroundings(repo, take_census(repo), frozenset(plan.ids)))
+        census = take_census(repo)
+        findings.extend(surroundings(repo, census, frozenset(plan.ids)))
+        for removed in (save for save in census.saves.values() if save.state == "removed" and not save.freed):
+            found, read, number = _verify_removed(repo, removed, plan, progress, threads or _threads())
+            findings.extend(found)
+            nbytes, count = nbytes + read, count + number
     seconds = time.perf_counter() - began
     return VerifyReport(tuple(findings), plan.ids, nbytes, count, plan.every_byte, seconds)
 
@@ -122,15 +127,33 @@ def _verify_one(
     """Findings, bytes read and objects read. One that was removed meanwhile has none: removal is no damage."""
     found = inspect(repo, id)
     if plan.every_byte:
-        for index, usable in zip(found.indexes, found.packs, strict=True):
-            found.findings.extend(Scan(repo.store, id, index, on_bytes=progress.advance).run(usable, threads))
-            for number in usable:
-                pack = index.packs[number]
-                found.bytes_read += pack.length - pack.header_length
+        _scan(repo, found, progress, threads)
     if found.findings and not repo.exists(id):
         removed = Finding(id, "info", "was removed while it was verified")
         return [removed], found.bytes_read, found.objects
     return found.findings, found.bytes_read, found.objects
+
+
+def _verify_removed(
+    repo: Repo, save: SaveDirectory, plan: VerifyPlan, progress: _Progress, threads: int
+) -> tuple[list[Finding], int, int]:
+    """Whether `undelete` would bring a removed checkpoint back whole. No checkpoint is harmed if not."""
+    if save.manifest is None:
+        return [], 0, 0
+    found = inspect(repo, save.id, save.manifest)
+    if plan.every_byte:
+        _scan(repo, found, progress, threads)
+    if found.findings and look_at(repo, save.id).state != "removed":
+        return [], found.bytes_read, found.objects  # brought back or collected meanwhile
+    return [replace(finding, harms_restore=False) for finding in found.findings], found.bytes_read, found.objects
+
+
+def _scan(repo: Repo, found: Inspection, progress: _Progress, threads: int) -> None:
+    for index, usable in zip(found.indexes, found.packs, strict=True):
+        found.findings.extend(Scan(repo.store, found.id, index, on_bytes=progress.advance).run(usable, threads))
+        for number in usable:
+            pack = index.packs[number]
+            found.bytes_read += pack.length - pack.header_length
 
 
 def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> None:
