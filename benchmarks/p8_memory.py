@@ -1,0 +1,286 @@
+"""P8: host memory of a save and of a restore, as the peak of a memory control group.
+
+    python benchmarks/p8_memory.py --gib 1          (as root, or in a group delegated to this user)
+
+Each contender works in a process of its own, alone in a group: first everything a training holds anyway (the state,
+the libraries, for a restore the tensors to be filled), then, watched, the save or the restore. Two figures: memory
+that nobody but its owner gives back (anonymous and shared memory, looked at every 2 ms), which is the one that targets
+are about, and the kernel's own peak of everything, page cache included, which it drops when memory is short. That the
+second is honest to ignore is shown by doing it again under a hard limit: one page more than it may give back, and the
+kernel kills the process.
+Target: a save at most the state + 64 MiB above the training's own; a restore at most 128 MiB above its destination; a
+stated memory_budget holds under a limit of the budget + 64 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peers
+from control_group import Group, NoControlGroups, group
+from harness import (
+    GIB,
+    Result,
+    arguments,
+    drop_cache,
+    make_state,
+    median_interval,
+    note,
+    report,
+    tensors_of,
+    workplace,
+)
+
+import holdfast
+
+MIB = 1 << 20
+SPARE = 64 * MIB
+RESTORE_SPARE = 128 * MIB
+BUDGET = 256 * MIB
+ROUNDS = 3
+OURS = ("holdfast.Checkpointer", "holdfast.save, one-off", "holdfast.load")
+SAVES = (OURS[0], OURS[1], "dcp.async_save, thread", "dcp.async_save, process", "torch.save", "dcp.save")
+LOADS = (OURS[2], "torch.load + copy", "torch.load(mmap) + copy", "dcp.load", "safetensors + copy")
+FILES = {
+    OURS[2]: "ours",
+    "torch.load + copy": "state.pt",
+    "torch.load(mmap) + copy": "state.pt",
+    "dcp.load": "dcp",
+    "safetensors + copy": "state.safetensors",
+}
+
+
+def child_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--at", help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
+
+
+# -- in the child -----------------------------------------------------------------------------------------------------
+
+
+def saving(what: str, state: dict[str, Any], where: Path, budget: int | None) -> Callable[[], object]:
+    def by_us() -> None:
+        with holdfast.Checkpointer(where, state, keep=holdfast.keep.latest(1), memory_budget=budget) as checkpointer:
+            for _ in range(2):
+                checkpointer.step_done()
+                checkpointer.save().wait()
+
+    def by_dcp(mode: str) -> Callable[[], object]:
+        where.mkdir()
+        peers.start_group()
+        return lambda: peers.dcp_async_begin(state, where, mode)()
+
+    def by_dcp_now() -> Callable[[], object]:
+        where.mkdir()
+        return lambda: peers.dcp_save(state, where)
+
+    actions: dict[str, Callable[[], Callable[[], object]]] = {
+        OURS[0]: lambda: by_us,
+        OURS[1]: lambda: lambda: holdfast.save(state, where),
+        "dcp.async_save, thread": lambda: by_dcp("thread"),
+        "dcp.async_save, process": lambda: by_dcp("process"),
+        "torch.save": lambda: lambda: peers.torch_save(state, where),
+        "dcp.save": by_dcp_now,
+    }
+    return actions[what]()
+
+
+def loading(what: str, state: dict[str, Any], where: Path) -> Callable[[], object]:
+    actions: dict[str, Callable[[], object]] = {
+        OURS[2]: lambda: holdfast.load(where, into=state),
+        "torch.load + copy": lambda: peers.torch_load(state, where),
+        "torch.load(mmap) + copy": lambda: peers.torch_load_mmap(state, where),
+        "dcp.load": lambda: peers.dcp_load(state, where),
+        "safetensors + copy": lambda: peers.safetensors_load(state, where),
+    }
+    return actions[what]
+
+
+def work(options: argparse.Namespace) -> None:
+    """The child: gets ready, says so, waits for the word, works, says how it went and waits for the end."""
+    warm = make_state(2 * MIB / GIB, 2)
+    place = Path(options.at)
+    if options.child in SAVES:  # code, threads and libraries are the training's own: they are in place before
+        saving(options.child, warm, place.with_name(place.name + "-warm"), None)()
+        state = make_state(options.gib, options.leaves)
+        action = saving(options.child, state, place, options.budget)
+    else:
+        loading(options.child, warm, place.with_name(place.name + "-warm"))()
+        state = make_state(options.gib, options.leaves)
+        for tensor in tensors_of(state):
+            tensor.zero_()
+        action = loading(options.child, state, place)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        action()
+    except (holdfast.HoldfastError, OSError, RuntimeError, MemoryError) as error:
+        print(f"failed: {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+    else:
+        print("done", flush=True)
+    sys.stdin.readline()
+    os._exit(0)
+
+
+# -- in the parent ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def child(ours: Group, what: str, where: Path, options: argparse.Namespace, budget: int | None) -> Iterator[Any]:
+    command = [sys.executable, __file__, "--child", what, "--at", str(where)]
+    command += ["--gib", str(options.gib), "--leaves", str(options.leaves)]
+    command += ["--budget", str(budget)] if budget is not None else []
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=lambda: ours.enter(os.getpid()),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        for pid in (ours.path / "cgroup.procs").read_text(encoding="ascii").split():
+            os.kill(int(pid), 9)  # what the child began, dcp's own process among them: all of this group is ours
+
+
+def measure(
+    what: str, where: Path, options: argparse.Namespace, *, room: int | None = None, budget: int | None = None
+) -> dict[str, Any]:
+    """Peaks above what the process held before, and how it ended. room: bytes above that, as a hard limit."""
+    with group() as ours, child(ours, what, where, options, budget) as process:
+        assert process.stdout.readline() == "ready\n", f"{what} did not get ready"
+        held, usage = ours.held, ours.usage
+        with ours.watched() as watch:
+            if room is not None:
+                # What the training itself holds, its code and page cache included, is not to be squeezed out for room.
+                ours.limit(usage + room)
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            said = process.stdout.readline().strip()
+        killed = ours.kills > 0
+        return {
+            "held": watch.held - held,
+            "usage": watch.usage - usage,
+            "ended": "killed" if killed else said or "ended without a word",
+            "version": ours.version,
+        }
+
+
+def prepare(what: str, place: Path, options: argparse.Namespace) -> Path:
+    """Where `what` saves to (absent), or what it reads (there, and not in the page cache)."""
+    if what in LOADS:
+        drop_cache(place / FILES[what])
+        return place / FILES[what]
+    for name in ("saved", "saved-warm"):
+        path = place / name
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+    return place / "saved"
+
+
+def write_files(place: Path, options: argparse.Namespace) -> None:
+    for suffix, gib, leaves in (("", options.gib, options.leaves), ("-warm", 2 * MIB / GIB, 2)):
+        state = make_state(gib, leaves)
+        holdfast.save(state, place / f"ours{suffix}")
+        peers.torch_save(state, place / f"state.pt{suffix}")
+        peers.safetensors_save(state["model"], place / f"state.safetensors{suffix}")
+        (place / f"dcp{suffix}").mkdir()
+        peers.dcp_save(state, place / f"dcp{suffix}")
+
+
+def measure_all(place: Path, options: argparse.Namespace, nbytes: int) -> Result:
+    result = Result("p8_memory", {}, nbytes)
+    limited: dict[str, Any] = {}
+    for turn in range(options.rounds or ROUNDS):
+        for what in (*SAVES, *LOADS):
+            found = measure(what, prepare(what, place, options), options)
+            assert found["ended"] == "done", f"{what}: {found['ended']}"
+            result.memory.setdefault(f"{what}: held", []).append(found["held"])
+            result.memory.setdefault(f"{what}: with page cache", []).append(found["usage"])
+            result.facts["control_groups"] = f"version {found['version']}"
+        note(f"round {turn + 1} of {options.rounds or ROUNDS}")
+    for what in (*SAVES, *LOADS):
+        room = nbytes + SPARE if what in SAVES else RESTORE_SPARE
+        found = measure(what, prepare(what, place, options), options, room=room)
+        limited[what] = {"limit_mib_above_training": room // MIB, "ended": found["ended"]}
+    note("under limits")
+    budget = min(BUDGET, nbytes // 2 // MIB * MIB)
+    found = measure(OURS[0], prepare(OURS[0], place, options), options, room=budget + SPARE, budget=budget)
+    limited[f"{OURS[0]}, memory_budget of {budget // MIB} MiB"] = {
+        "limit_mib_above_training": (budget + SPARE) // MIB,
+        "ended": found["ended"],
+        "held_mib": round(found["held"] / MIB, 1),
+    }
+    result.facts["under_a_hard_limit"] = limited
+    return result
+
+
+def judge(result: Result, nbytes: int) -> None:
+    for what, text, above in (
+        (OURS[0], "save, memory above the training's own <= state + 64 MiB", nbytes + SPARE),
+        (OURS[2], "restore, memory above the destination <= 128 MiB", RESTORE_SPARE),
+    ):
+        found = median_interval([value / MIB for value in result.memory[f"{what}: held"]])
+        result.judge_value(f"{text} ({above // MIB} MiB)", found, at_most=above / MIB, unit="mib")
+    for what, found_under in result.facts["under_a_hard_limit"].items():
+        if what.startswith("holdfast"):
+            survived = 1.0 if found_under["ended"] == "done" else 0.0
+            text = f"{what}: done under a hard limit of {found_under['limit_mib_above_training']} MiB above training"
+            result.judge_value(text, (survived, survived, survived), at_least=1.0, unit="done")
+
+
+def fall_back(options: argparse.Namespace, why: str) -> None:
+    note(f"P8 not measured: {why}.")
+    note("It needs root, or a memory control group that was delegated to this user: the peak of a group is the figure.")
+    note(f"This process alone, by VmHWM, with a state of {options.gib:g} GiB (a hint, no result):")
+    state = make_state(options.gib, options.leaves)
+    before = _high_water()
+    with workplace(options) as place:
+        saving(OURS[0], state, place / "saved", None)()
+    note(f"  a save took at most {(_high_water() - before) / MIB:,.0f} MiB above the state")
+
+
+def _high_water() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", add=child_options)
+    if options.child:
+        work(options)
+    try:
+        with group():
+            pass
+    except NoControlGroups as error:
+        fall_back(options, str(error))
+        return
+    with workplace(options) as place:
+        write_files(place, options)
+        nbytes = sum(one.nbytes for one in tensors_of(make_state(options.gib, options.leaves)))
+        begun = time.perf_counter()
+        result = measure_all(place, options, nbytes)
+        result.facts["measured_in_s"] = round(time.perf_counter() - begun)
+        judge(result, nbytes)
+        report(result, options, place)
+
+
+if __name__ == "__main__":
+    main()
