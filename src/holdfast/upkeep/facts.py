@@ -22,30 +22,33 @@ def gather_facts(repo: Repo, run: str, *, metrics: bool = True) -> list[Checkpoi
 
     Raises CorruptionError where a ref cannot be read: it may name any of them.
     """
+    # Before the walk: what commits between the two is not judged yet. The other way round it would count as left behind.
+    ids = [CheckpointId(run, attempt, step) for attempt in repo.attempts(run) for step in repo.committed(run, attempt)]
     refs = list_refs(repo)
     line = {id: place for place, id in enumerate(walk(repo, run))}
     needed = list(_needed_elsewhere(repo, run))
     found = []
-    for attempt in repo.attempts(run):
-        for step in repo.committed(run, attempt):
-            id = CheckpointId(run, attempt, step)
+    for id in ids:
+        try:
             damaged, logged, created_s = _manifest_says(repo, id) if metrics else (False, {}, None)
-            told = notes(repo, id, report=_pass)
-            logged.update(_noted(told))
-            note = standing_of(told)
-            facts = CheckpointFacts(
-                id=id,
-                walk=line.get(id),
-                metrics=logged,
-                verified=note == "verified",
-                suspect=damaged or note == "suspect",
-                created_s=created_s,
-                pinned=any(ref.id == id and ref.kind == "pin" for ref in refs),
-                tags=tuple(ref.name for ref in refs if ref.id == id and ref.kind == "tag"),
-                held=any(ref.id == id and ref.kind == "hold" for ref in refs),
-                needed_by=tuple(reason for needed_id, reason in needed if needed_id == id),
-            )
-            found.append(facts)
+        except CheckpointNotFound:
+            continue  # removed since it was listed
+        told = notes(repo, id, report=_pass)
+        logged.update(_noted(told))
+        note = standing_of(told)
+        facts = CheckpointFacts(
+            id=id,
+            walk=line.get(id),
+            metrics=logged,
+            verified=note == "verified",
+            suspect=damaged or note == "suspect",
+            created_s=created_s,
+            pinned=any(ref.id == id and ref.kind == "pin" for ref in refs),
+            tags=tuple(ref.name for ref in refs if ref.id == id and ref.kind == "tag"),
+            held=any(ref.id == id and ref.kind == "hold" for ref in refs),
+            needed_by=tuple(reason for needed_id, reason in needed if needed_id == id),
+        )
+        found.append(facts)
     return found
 
 

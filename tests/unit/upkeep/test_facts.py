@@ -1,0 +1,57 @@
+"""Facts are gathered while training goes on: what commits meanwhile is never taken for left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.policy import keep
+from holdfast.repo.repository import Repo
+from holdfast.upkeep.facts import gather_facts
+
+
+class Busy:
+    """A store in which something happens just before its `nth` listing."""
+
+    def __init__(self, inner: Any, nth: int, happens: Any) -> None:
+        self._inner = inner
+        self._left = nth
+        self._happens = happens
+
+    def children(self, prefix: str) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            self._happens()
+        return self._inner.children(prefix)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("nth", range(1, 12))
+def test_i7_saves_that_commit_while_facts_are_gathered_are_not_left_behind(world: Any, nth: int) -> None:
+    old = world.claim(alive=False)
+    kept = world.save(old, 10)
+    attempt = world.claim(parent=kept)
+    world.save(attempt, 20)
+
+    def commit_two() -> None:
+        world.save(attempt, 30)
+        world.save(attempt, 40)
+
+    busy = Repo(Busy(world.store, nth, commit_two), world.repo.id, world.repo.chunk_bytes)
+    facts = gather_facts(busy, "main")
+    assert all(one.walk is not None for one in facts)
+    dropped = {verdict.id.step for verdict in keep.latest(2).decide(facts) if not verdict.keep}
+    assert dropped <= {10, 20}
+
+
+def test_a_checkpoint_that_is_removed_while_facts_are_gathered_is_passed_over(world: Any) -> None:
+    attempt = world.claim()
+    gone = world.save(attempt, 10)
+    world.save(attempt, 20)
+    busy = Repo(
+        Busy(world.store, 6, lambda: world.store.delete([gone.manifest])), world.repo.id, world.repo.chunk_bytes
+    )
+    assert [one.id.step for one in gather_facts(busy, "main")][-1] == 20
