@@ -39,6 +39,7 @@ class Row:
     created: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
+    tags: tuple[str, ...] = ()
     message: str = ""
 
     def marks(self) -> list[str]:
@@ -51,6 +52,7 @@ class Row:
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
         if verdicts and self.state == "committed":
             marks.append("SUSPECT" if verdicts[-1] == "suspect" else verdicts[-1])
+        marks += [f"tagged {name}" for name in self.tags]
         return marks
 
     def json(self) -> dict[str, Any]:
@@ -65,6 +67,7 @@ class Row:
             "created": self.created or None,
             "metrics": dict(self.metrics),
             "notes": [{"kind": note.kind, **note.body} for note in self.notes],
+            "tags": list(self.tags),
             "message": self.message or None,
         }
 
@@ -111,6 +114,7 @@ def _rows(repo: Repo, run: str, saves: list[SaveDirectory]) -> Iterator[Row]:
 
     line = list(walk(repo, run))
     on_walk = set(line)
+    tags = tags_of(repo)
     for save in sorted(saves, key=lambda save: (save.id.attempt, save.id.step), reverse=True):
         manifest = save.manifest
         notes = notes_of(repo, save.id) if save.state == "committed" else ()
@@ -124,8 +128,20 @@ def _rows(repo: Repo, run: str, saves: list[SaveDirectory]) -> Iterator[Row]:
             created=manifest.created if manifest else "",
             metrics=metrics_of(manifest.metrics, notes) if manifest else {},
             notes=notes,
+            tags=tags.get(save.id, ()),
             message=save.message,
         )
+
+
+def tags_of(repo: Repo) -> dict[CheckpointId, tuple[str, ...]]:
+    """The tags of each checkpoint that has some; none where they cannot be read, which `verify` reports."""
+    from holdfast.repo.refs import list_tags
+
+    found: dict[CheckpointId, tuple[str, ...]] = {}
+    with contextlib.suppress(CorruptionError, StoreError):
+        for name, id in list_tags(repo).items():
+            found[id] = (*found.get(id, ()), name)
+    return found
 
 
 def notes_of(repo: Repo, id: CheckpointId) -> tuple[Note, ...]:

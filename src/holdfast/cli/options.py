@@ -16,13 +16,13 @@ Run = Annotated[
 OnlyRun = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.")]
 Step = Annotated[
     str,
-    typer.Option("--step", metavar="STEP", help="A step, or latest, or attempt/step such as a0007/500."),
+    typer.Option("--step", metavar="STEP", help="A step, latest, a tag, or attempt/step such as a0007/500."),
 ]
 Checkpoint = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A step, or attempt/step such as a0007/500, or run/attempt/step.",
+        help="A step, a tag, attempt/step such as a0007/500, or run/attempt/step.",
         show_default=False,
     ),
 ]

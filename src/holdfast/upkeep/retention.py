@@ -7,22 +7,26 @@ anew after the tombstones are put, whatever the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from holdfast.crashpoints import crashpoint
-from holdfast.errors import CorruptionError, HoldfastError
+from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError, Superseded
 from holdfast.events import Emitter, Removed
-from holdfast.model.names import CheckpointId
+from holdfast.model.names import CheckpointId, run_key
 from holdfast.policy.keeping import KeepPolicy, Verdict, protections
 from holdfast.repo import layout
-from holdfast.repo.attempts import Attempt
+from holdfast.repo.attempts import Attempt, claim
+from holdfast.repo.lineage import latest
 from holdfast.repo.repository import Repo
 from holdfast.repo.tombstones import Tombstone, put_tombstone, stands, take_back
 from holdfast.store.names import TEMPORARY
 from holdfast.upkeep.census import SaveDirectory, is_note, look_at
 from holdfast.upkeep.facts import gather_facts
 from holdfast.upkeep.sweeping import listed, listed_names
+
+CLAIMS = 3
+"""How often a run is claimed anew because somebody committed to it, or removed from it, meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,54 @@ class RetentionPlan:
 
 def plan_retention(repo: Repo, attempt: Attempt, policy: KeepPolicy) -> RetentionPlan:
     """What `policy` lets go of in the attempt's run. Raises CorruptionError where a ref cannot be read."""
-    run = attempt.run
     if _superseded(repo, attempt):
-        return RetentionPlan(repo.url, run, attempt.number, (), (), superseded=True)
+        return RetentionPlan(repo.url, attempt.run, attempt.number, (), (), superseded=True)
+    return _plan(repo, attempt.run, attempt.number, policy)
+
+
+def preview(repo: Repo, run: str, policy: KeepPolicy) -> RetentionPlan:
+    """What `policy` would let go of in the run, looked at by nobody's attempt: no plan to execute."""
+    return _plan(repo, run_key(run), 0, policy)
+
+
+def retain(
+    repo: Repo,
+    run: str,
+    policy: KeepPolicy,
+    *,
+    wait_s: float = 0.0,
+    emitter: Emitter | None = None,
+    report: Callable[[str], None] | None = None,
+) -> tuple[RetentionPlan, tuple[CheckpointId, ...]]:
+    """Applies `policy` to a run that nobody trains: claims it, as only its live attempt may remove (I11), frees, and
+    gives it back. The plan, and what went. Where nothing would go, nothing is claimed.
+
+    The attempt goes on from what `latest` means, and so changes nothing of that. Raises RunInUse if the run has a live
+    owner (one on another host is watched for 15 s), Superseded if others keep committing to it meanwhile.
+    """
+    plan = preview(repo, run, policy)
+    for _ in range(CLAIMS):
+        newest = latest(repo, run)
+        if newest is None or not plan.dropped:
+            return plan, ()
+        try:
+            attempt = claim(repo, run, newest, wait_s=wait_s, report=report)
+        except CheckpointNotFound:
+            continue
+        try:
+            if latest(repo, run, below=attempt.number) == newest:
+                plan = plan_retention(repo, attempt, policy)
+                return plan, execute(repo, attempt, plan, emitter=emitter)
+        finally:
+            attempt.release()
+    raise Superseded(f"others keep committing to run {run!r}", subject=run, hint=f"holdfast ls {repo.url} --run {run}")
+
+
+def _plan(repo: Repo, run: str, attempt: int, policy: KeepPolicy) -> RetentionPlan:
     facts = sorted(gather_facts(repo, run), key=lambda facts: facts.id, reverse=True)
     verdicts = tuple(policy.decide(facts))
     nbytes = tuple((verdict.id, _bytes(repo, verdict.id)) for verdict in verdicts if not verdict.keep)
-    return RetentionPlan(repo.url, run, attempt.number, verdicts, nbytes)
+    return RetentionPlan(repo.url, run, attempt, verdicts, nbytes)
 
 
 def execute(

@@ -88,6 +88,7 @@ def test_ls_json(cli, made):
         "created": "2030-01-02T03:04:05Z",
         "metrics": {"loss": 1 / 6, "val_loss": "nan"},
         "notes": [],
+        "tags": [],
         "message": None,
     }
     assert gpt["checkpoints"][0]["metrics"]["late"] == 0.25

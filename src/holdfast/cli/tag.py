@@ -1,0 +1,50 @@
+"""`holdfast tag`: gives a checkpoint a name for people, which also keeps it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdfast.cli import options, output
+from holdfast.cli.exitcodes import examples
+from holdfast.cli.places import checkpoint
+from holdfast.errors import UsageError
+
+EXAMPLES = examples(
+    "holdfast tag /data/checkpoints baseline --step 500",
+    "holdfast show /data/checkpoints --step baseline",
+    "holdfast tag /data/checkpoints baseline --delete",
+)
+
+
+def tag(
+    where: options.Where,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.", show_default=False)],
+    *,
+    run: options.Run = None,
+    step: options.Step = "latest",
+    delete: Annotated[bool, typer.Option("--delete", help="Take the tag off; the checkpoint stays for now.")] = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Tag a checkpoint: it is kept as long as it has a tag, and found by it wherever a step is expected.
+
+    A tag that is on another checkpoint moves. Tags are the repository's, not a run's.
+    """
+    from holdfast.api.repository import Repository
+
+    there = Repository(where)
+    before = there.tags().get(name)
+    if delete:
+        if run is not None or step != "latest":
+            raise UsageError("--delete takes a tag off whatever it is on: --run and --step say nothing beside it")
+        there.untag(name)
+    id = None if delete else there.tag(name, checkpoint(there.repo, run, step))
+    if json:
+        output.document("tag", {"where": there.url, "tag": name, "checkpoint": id, "before": before})
+    elif id is None:
+        output.line(f"{before} is no longer tagged {name}")
+    else:
+        moved = f" (moved from {before})" if before not in (None, id) else ""
+        output.line(f"{id} is tagged {name}{moved}")

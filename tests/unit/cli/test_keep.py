@@ -1,0 +1,74 @@
+import json
+
+from holdfast.model.names import CheckpointId
+from holdfast.repo.attempts import claim
+from holdfast.repo.lineage import latest
+from holdfast.repo.repository import Repo
+from holdfast.store.registry import open_store
+from holdfast.upkeep.verify import assert_whole
+
+
+def test_keep_shows_what_would_go_and_does_nothing(cli, made):
+    assert cli("keep", made, "--run", "gpt", "--latest", "2", "--best", "1:loss", "--dry-run") == (
+        0,
+        """\
+  CHECKPOINT   VERDICT    FREES  REASON
+  gpt/a0002/7  kept              what latest means; newest of 2; """
+        """the best by loss (0.142857) of the line of training that goes on
+  gpt/a0002/5  kept              the last one verified; 2nd newest of 2
+  gpt/a0001/8  kept              the best by loss (0.125), on a line of training that was left behind
+  gpt/a0001/6  goes     198 KiB  not among the newest 2, on a line of training that was left behind; """
+        """not the best by loss (0.166667; the best is 0.125)
+  gpt/a0001/4  goes     198 KiB  not among the newest 2; not the best by loss (0.25; the best is 0.125)
+  gpt/a0001/2  goes     198 KiB  not among the newest 2; not the best by loss (0.5; the best is 0.125)
+3 checkpoints of 6 would go, 594 KiB
+""",
+        "",
+    )
+
+
+def test_keep_frees_as_the_runs_own_attempt_and_changes_nothing_of_latest(cli, place):
+    status, out, err = cli("keep", place, "--run", "gpt", "--every-steps", "4", "--yes", "--json")
+    found = json.loads(out)
+    assert (status, err, found["policy"], found["dry_run"]) == (0, "", "keep.every(steps=4)", False)
+    assert [row["step"] for row in found["removed"]] == [2, 6]
+    repo = Repo.open(open_store(place))
+    assert latest(repo, "gpt") == CheckpointId("gpt", 2, 7)
+    assert repo.committed("gpt", 1) == [8, 4] and repo.committed("gpt", 2) == [7, 5]
+    assert repo.attempt("gpt", 3).parent == CheckpointId("gpt", 2, 7)
+    assert_whole(repo)
+    claim(repo, "gpt", CheckpointId("gpt", 2, 7), wait_s=0).release()
+
+
+def test_keep_claims_nothing_where_nothing_goes(cli, place):
+    status, out, _ = cli("keep", place, "--run", "gpt", "--latest", "9", "--yes")
+    assert (status, out.splitlines()[-1]) == (0, "0 checkpoints of 6 would go, 0 B")
+    assert Repo.open(open_store(place)).attempts("gpt") == [1, 2]
+
+
+def test_keep_refuses_a_run_that_is_trained_now(cli, place):
+    repo = Repo.open(open_store(place))
+    attempt = claim(repo, "gpt", CheckpointId("gpt", 2, 7))
+    status, _, err = cli("keep", place, "--run", "gpt", "--latest", "1", "--yes")
+    attempt.release()
+    assert status == 13
+    assert "is in use" in err
+    assert len(repo.committed("gpt", 1)) == 4
+
+
+def test_keep_asks_and_needs_a_policy(cli, made):
+    status, _, err = cli("keep", made, "--run", "gpt", "--latest", "1")
+    assert (status, "--yes" in err) == (2, True)
+    assert cli("keep", made, "--run", "gpt")[0] == 2
+    assert cli("keep", made, "--run", "gpt", "--best", "two:loss")[0] == 2
+    assert cli("keep", made, "--run", "gpt", "--latest", "0")[0] == 2
+    assert cli("keep", made, "--run", "gtp", "--latest", "1")[0] == 11
+
+
+def test_best_takes_metrics_with_colons_and_modes(cli, made):
+    for text, policy in (
+        ("2:a:b:max", "keep.best(2, 'a:b', mode='max')"),
+        ("1:a:b", "keep.best(1, 'a:b', mode='min')"),
+    ):
+        out = cli("keep", made, "--run", "gpt", "--best", text, "--every-hours", "24", "--dry-run", "--json")[1]
+        assert json.loads(out)["policy"] == f"{policy} | keep.every(hours=24)"

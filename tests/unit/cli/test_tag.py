@@ -1,0 +1,32 @@
+import json
+
+
+def test_a_tag_is_put_shown_moved_and_taken_off(cli, place):
+    assert cli("tag", place, "baseline", "--run", "gpt", "--step", "4") == (0, "gpt/a0001/4 is tagged baseline\n", "")
+    row = cli("ls", place, "--run", "gpt")[1].splitlines()[6]
+    assert row.split()[:6] == ["a0001", "4", "198", "KiB", "tagged", "baseline"]
+    found = json.loads(cli("ls", place, "--run", "gpt", "--json")[1])
+    assert [row["tags"] for row in found["runs"][0]["checkpoints"]] == [[], [], [], [], ["baseline"], []]
+    assert cli("show", place, "--run", "gpt", "--step", "baseline")[1].splitlines()[0] == "gpt/a0001/4"
+    status, _, err = cli("rm", place, "baseline", "--run", "gpt", "--yes")
+    assert (status, "tag 'baseline' names it" in err) == (16, True)
+    moved = cli("tag", place, "baseline", "--run", "gpt")
+    assert moved == (0, "gpt/a0002/7 is tagged baseline (moved from gpt/a0001/4)\n", "")
+    assert cli("tag", place, "baseline", "--delete")[1] == "gpt/a0002/7 is no longer tagged baseline\n"
+    assert "tagged" not in cli("ls", place)[1]
+
+
+def test_what_cannot_be_a_tag_is_refused(cli, place):
+    for name in ("latest", "500", "Base Line"):
+        assert cli("tag", place, name, "--run", "gpt")[0] == 2
+    assert cli("tag", place, "baseline", "--delete")[0] == 11
+    assert cli("tag", place, "baseline", "--run", "gpt", "--delete")[0] == 2
+    status, _, err = cli("show", place, "--run", "gpt", "--step", "baselin")
+    assert (status, "neither a step nor a tag" in err) == (11, True)
+
+
+def test_a_damaged_tag_hides_no_checkpoint(cli, place):
+    cli("tag", place, "baseline", "--run", "gpt", "--step", "4")
+    (place / "refs/tag/baseline/1.json").write_bytes(b"?")
+    status, out, _ = cli("ls", place, "--run", "gpt")
+    assert (status, len(out.splitlines())) == (0, 8)
