@@ -46,7 +46,7 @@ MIB = 1 << 20
 SPARE = 64 * MIB
 RESTORE_SPARE = 128 * MIB
 BUDGET = 256 * MIB
-ROUNDS = 3
+ROUNDS = 2
 OURS = ("holdfast.Checkpointer", "holdfast.save, one-off", "holdfast.load")
 SAVES = (OURS[0], OURS[1], "dcp.async_save, thread", "dcp.async_save, process", "torch.save", "dcp.save")
 LOADS = (OURS[2], "torch.load + copy", "torch.load(mmap) + copy", "dcp.load", "safetensors + copy")
@@ -124,7 +124,7 @@ def work(options: argparse.Namespace) -> None:
     sys.stdin.readline()
     try:
         action()
-    except (holdfast.HoldfastError, OSError, RuntimeError, MemoryError) as error:
+    except Exception as error:  # noqa: BLE001 - how it ended is a result, whatever it was
         print(f"failed: {type(error).__name__}: {error}".replace("\n", " "), flush=True)
     else:
         print("done", flush=True)
