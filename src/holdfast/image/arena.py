@@ -7,6 +7,7 @@ first save, because first touch costs several times a copy. A forked child has n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -123,6 +124,14 @@ def acquire_window(nbytes: int, window: int) -> Arena:
     memory = map_ring(length, window)
     _advise(memory, "MADV_DONTFORK")
     return Arena(memory, None, "", time.perf_counter() - begun, window)
+
+
+def free_shared_memory() -> None:
+    """Removes the images that this user's dead processes left in shared memory; a starting Checkpointer does the same.
+    What cannot be removed is left to the next one."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            _table.free_stale(slots.SHARED_MEMORY)
 
 
 def _shared(length: int, slot: Slot) -> mmap.mmap:

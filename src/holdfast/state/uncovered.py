@@ -41,7 +41,7 @@ def _holds_state(value: Any, reached: set[int]) -> bool:
         return True
     if isinstance(value, type) or not has_state(value):
         return False
-    if any(id(getattr(value, name, None)) in reached for name in _WRAPPED):
+    if any(id(getattr(value, name)) in reached for name in _WRAPPED if hasattr(value, name)):
         return False
     try:
         return bool(value.state_dict())

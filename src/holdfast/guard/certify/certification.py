@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.guard.certify.order import order_of
-from holdfast.guard.certify.script import Script
+from holdfast.guard.certify.script import Launch, Script, launch
+from holdfast.image.arena import free_shared_memory
 from holdfast.model.trail import Trail
 from holdfast.policy.exactness.verdict import Trails, Verdict, differs, judge
 
@@ -58,9 +59,16 @@ class Certifier:
     more: int
     patience_s: float
     tell: Tell = lambda what, done, total: None
+    launch: Launch = launch
 
     def run(self) -> Certification:
         """Raises ScriptFailed and DeadlineExceeded, with the tail of the script's output."""
+        try:
+            return self._run()
+        finally:
+            free_shared_memory()  # of those that were killed
+
+    def _run(self) -> Certification:
         began = time.monotonic()
         last = self.steps + self.more
         self._lives: list[Life] = []
@@ -97,6 +105,7 @@ class Certifier:
             self.place / f"output-{number}.txt",
             self.patience_s,
             lambda step: self.tell(name, step, last),
+            self.launch,
         )
         self.tell(name, 0, last)
         trail = script.run()

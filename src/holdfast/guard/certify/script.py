@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import psutil  # type: ignore[import-untyped]
 
@@ -28,6 +28,43 @@ Tell = Callable[[int], None]
 """Told how many steps are completed."""
 
 
+class Process(Protocol):
+    """A running process, as `subprocess.Popen` has it."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
+Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+"""Starts a command, the leader of a session, with variables added to its environment and its output in a file."""
+
+
+def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """Without a terminal and without an input, so that what asks ends instead of waiting."""
+    with log.open("ab") as output:
+        try:
+            return subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ScriptFailed(
+                f"{command[0]} could not be started: {error.strerror}",
+                subject=command[0],
+                hint="give the command as in a shell: holdfast certify WHERE -- python train.py",
+            ) from error
+
+
 @dataclass
 class Script:
     """One life of the script. Records of its trail are read as they come."""
@@ -38,6 +75,7 @@ class Script:
     log: Path
     patience_s: float
     tell: Tell = lambda step: None
+    launch: Launch = launch
     built: bool = False
     refused: dict[str, Any] | None = None
     saved: int | None = None
@@ -45,40 +83,23 @@ class Script:
     status: int | None = None
     seconds: float = 0.0
     _rows: list[Row] = field(default_factory=list)
+    _below: tuple[psutil.Process, ...] = ()
 
     def run(self) -> Trail:
         """Its trail. Raises ScriptFailed with the tail of its output, and DeadlineExceeded where no step comes."""
         began = time.monotonic()
-        process = self._start()
+        process = self.launch(self.command, self.order.environment(), self.log)
         try:
             self._follow(process)
         finally:
             # Also on Ctrl-C, which it does not get by itself: it is in a session of its own.
-            end(process)
+            end(process, self._below)
         self.status, self.seconds = process.returncode, time.monotonic() - began
         self._check()
         found = self.done or {}
         return Trail(tuple(self._rows), found.get("certificate", {}), tuple(found.get("uncovered", ())))
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as output:
-            try:
-                return subprocess.Popen(
-                    list(self.command),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1", **self.order.environment()},
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ScriptFailed(
-                    f"{self.command[0]} could not be started: {error.strerror}",
-                    subject=self.command[0],
-                    hint="give the command as in a shell: holdfast certify WHERE -- python train.py",
-                ) from error
-
-    def _follow(self, process: subprocess.Popen[bytes]) -> None:
+    def _follow(self, process: Process) -> None:
         """Until it ends, has saved what it was to save, or has done all its steps and been given time to leave."""
         trail = GrowingLines(self.order.trail)
         last_news = time.monotonic()
@@ -87,6 +108,8 @@ class Script:
             news = trail.new()
             for record in news:
                 self._take(record)
+            if self.done is not None and not self._below:
+                self._below = below(process.pid)  # before it leaves: then nobody knows any more whose they were
             if news:
                 last_news = time.monotonic()
             if ended or self.saved is not None or self.refused is not None:
@@ -168,21 +191,24 @@ class Script:
         return "; its output ends:\n" + "\n".join(f"  | {line}" for line in lines) if lines else "; it printed nothing"
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: Process, known: Sequence[psutil.Process] = ()) -> None:
     """Kills the process with SIGKILL, and everything that it has started: its session's group, and whoever has left
     that for a session of its own."""
-    below = list(_below(process.pid)) if process.poll() is None else []
+    everything = {*known, *(below(process.pid) if process.poll() is None else ())}
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    for one in below:
+    for one in everything:
         with contextlib.suppress(psutil.Error):
             one.kill()
     process.wait()
 
 
-def _below(pid: int) -> Iterator[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        yield from psutil.Process(pid).children(recursive=True)
+def below(pid: int) -> tuple[psutil.Process, ...]:
+    """Its children, and theirs."""
+    try:
+        return tuple(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return ()
 
 
 def _signal(number: int) -> str:

@@ -89,7 +89,7 @@ def no_resume(reached: int) -> Cause:
 
 def of_resume(difference: Difference, resumed: Trail) -> Cause:
     """Uninterrupted runs agree, and the resumed one differs."""
-    if difference.start:
+    if difference.start and (difference.of("state") or not difference.of("data")):
         return _of_restore(difference)
     if difference.of("data"):
         reasons = [str(one) for one in resumed.certificate.get("reasons", ())]
@@ -117,16 +117,12 @@ def of_resume(difference: Difference, resumed: Trail) -> Cause:
 
 def _of_restore(difference: Difference) -> Cause:
     first = difference.first
-    if difference.of("random") and not difference.of("state"):
-        words = "restoring did not put the random generators back"
-    elif difference.of("data") and not difference.of("state"):
-        words = "restoring did not bring the loader back to where it was"
-    else:
-        words = (
-            f"restoring did not bring back {first.path}: what its load_state_dict takes is not all that its state_dict "
-            "gives, or something changed it as it was loaded"
-        )
-    return Cause("restore", words, ("compare what state_dict gives before saving and after loading",))
+    return Cause(
+        "restore",
+        f"restoring did not bring back {first.path}: what its load_state_dict takes is not all that its state_dict "
+        "gives, or something changed it as it was loaded",
+        ("compare what state_dict gives before saving and after loading",),
+    )
 
 
 def _of_hidden(difference: Difference, resumed: Trail) -> Cause:
