@@ -13,6 +13,7 @@ from holdfast.version import __version__
 if TYPE_CHECKING:
     from holdfast.api.checkpointer import Checkpointer
     from holdfast.api.oneoff import load, save
+    from holdfast.api.opened import Opened, open
     from holdfast.api.repository import Repository
     from holdfast.api.restored import Checkpoint, Restored
     from holdfast.engine.handle import Save
@@ -25,6 +26,7 @@ _HOME = {
     "Checkpoint": "holdfast.api.restored",
     "Checkpointer": "holdfast.api.checkpointer",
     "HoldfastError": "holdfast.errors",
+    "Opened": "holdfast.api.opened",
     "Preempted": "holdfast.guard.preempted",
     "Repository": "holdfast.api.repository",
     "Restored": "holdfast.api.restored",
@@ -34,6 +36,7 @@ _HOME = {
     "keep": "holdfast.policy",
     "load": "holdfast.api.oneoff",
     "on": "holdfast.policy",
+    "open": "holdfast.api.opened",
     "save": "holdfast.api.oneoff",
 }
 
@@ -41,6 +44,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "HoldfastError",
+    "Opened",
     "Preempted",
     "Repository",
     "Restored",
@@ -51,6 +55,7 @@ __all__ = [
     "keep",
     "load",
     "on",
+    "open",
     "save",
 ]
 

@@ -2,6 +2,7 @@
 
 HoldfastError
 ├── UsageError (ValueError)                 an argument or a combination of arguments makes no sense
+│   ├── BadIndex (IndexError)               an index that a leaf which has not been read cannot take
 │   ├── MetricNotLogged                     a policy needs a metric that nothing has logged
 │   ├── PolicyConflict                      save_top_k, max_to_keep and the like contradict each other, or keep=
 │   ├── RanksNotSupported                   more than one process, while ranks are not built
@@ -17,6 +18,7 @@ HoldfastError
 │   ├── FormatTooNew                        written by a newer format than this version reads
 │   ├── RunNotFound (LookupError)           no such run; names those that exist
 │   ├── CheckpointNotFound (LookupError)    no such checkpoint; names the nearest ones
+│   ├── LeafNotFound (KeyError)             no such path in the checkpoint; names what lies near it
 │   ├── NothingRestorable                   checkpoints exist, and none is whole
 │   └── RemovalRefused                      something still needs what was to be removed
 ├── CorruptionError (ValueError)            bytes are not what was saved; names leaf, object and offset
@@ -58,6 +60,10 @@ class HoldfastError(Exception):
 
 class UsageError(HoldfastError, ValueError):
     exit_code = 2
+
+
+class BadIndex(UsageError, IndexError):
+    pass
 
 
 class MetricNotLogged(UsageError):
@@ -117,6 +123,10 @@ class RunNotFound(RepositoryError, LookupError):
 
 
 class CheckpointNotFound(RepositoryError, LookupError):
+    exit_code = 11
+
+
+class LeafNotFound(RepositoryError, KeyError):
     exit_code = 11
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.engine.read import read_leaves
 from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorable
@@ -23,6 +23,7 @@ CHOICES = 3
 """How often the choice starts again because a candidate was removed meanwhile."""
 
 Prepare = Callable[[Manifest, Index], Prepared]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,7 @@ def restore_checkpoint(
     repo: Repo, id: CheckpointId, prepare: Prepare, *, emitter: Emitter | None = None
 ) -> RestoreResult:
     """Restores exactly this checkpoint. CheckpointNotFound if it does not exist, CorruptionError if it is damaged."""
-    try:
-        return _attempt(repo, id, prepare, emitter or Emitter())
-    except _Vanished as vanished:
-        raise CheckpointNotFound(
-            f"{id} was removed while it was being read", subject=str(id), hint=f"holdfast ls {repo.url}"
-        ) from vanished
+    return exactly(repo, id, lambda id: _attempt(repo, id, prepare, emitter or Emitter()))
 
 
 def restore_latest(
@@ -68,25 +64,43 @@ def restore_latest(
     itself.
     """
     emit = emitter or Emitter()
+    result, skipped = choose(repo, run, lambda id: _attempt(repo, id, prepare, emit), emit)
+    return None if result is None else _with_skipped(result, skipped)
+
+
+def exactly(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Result]) -> Result:
+    """What `attempt` makes of this checkpoint; CheckpointNotFound if it is not there, or goes meanwhile."""
+    try:
+        return _unless_vanished(repo, id, attempt)
+    except _Vanished as vanished:
+        raise CheckpointNotFound(
+            f"{id} was removed while it was being read", subject=str(id), hint=f"holdfast ls {repo.url}"
+        ) from vanished
+
+
+def choose(
+    repo: Repo, run: str, attempt: Callable[[CheckpointId], Result], emit: Emitter
+) -> tuple[Result | None, list[tuple[CheckpointId, str]]]:
+    """What `attempt` makes of the first checkpoint on the walk of I4 for which it raises no CorruptionError, and which
+    it passed over for what reason. Raises and returns like `restore_latest`."""
     skipped: list[tuple[CheckpointId, str]] = []
     for _ in range(CHOICES):
         skipped = []
         try:
             for id in walk(repo, run, report=lambda message: emit.emit(Warned(message, run))):
                 try:
-                    result = _attempt(repo, id, prepare, emit)
+                    return _unless_vanished(repo, id, attempt), skipped
                 except CorruptionError as error:
                     skipped.append((id, error.message))
                     emit.emit(CandidateSkipped(id, error.message))
-                    continue
-                return _with_skipped(result, skipped)
         except _Vanished:
             continue
         break
     if skipped:
-        reasons = "; ".join(f"{id}: {reason}" for id, reason in skipped[:5])
+        reasons = "".join(f"\n  {id}: {reason}" for id, reason in skipped[:5])
+        reasons += f"\n  and {len(skipped) - 5} more" if len(skipped) > 5 else ""
         raise NothingRestorable(
-            f"run {run!r} has checkpoints, and none of them is whole: {reasons}",
+            f"run {run!r} has checkpoints, and none of them is whole:{reasons}",
             subject=run,
             hint=f"holdfast verify {repo.url} --run {run}",
         )
@@ -98,7 +112,7 @@ def restore_latest(
             subject=run,
             hint=f"name one: step={stranded.step}, or resume_from={stranded.step}; `holdfast ls {repo.url}` shows all",
         )
-    return None
+    return None, []
 
 
 def _elsewhere(repo: Repo, run: str) -> CheckpointId | None:
@@ -114,19 +128,23 @@ def chosen(repo: Repo, run: str, step: int | str) -> CheckpointId:
     return resolve(repo, run, step)
 
 
-def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -> RestoreResult:
-    began = time.perf_counter()
+def _unless_vanished(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Result]) -> Result:
     try:
-        manifest = repo.manifest(id)
-        index = repo.index(manifest)
-        prepared = prepare(manifest, index)
-        moved = read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
+        return attempt(id)
     except CheckpointNotFound as error:
         raise _Vanished from error
     except CorruptionError:
         if not repo.exists(id):
             raise _Vanished from None
         raise
+
+
+def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -> RestoreResult:
+    began = time.perf_counter()
+    manifest = repo.manifest(id)
+    index = repo.index(manifest)
+    prepared = prepare(manifest, index)
+    moved = read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
     state = prepared.apply()
     seconds = time.perf_counter() - began
     emitter.emit(RestoredEvent(id, moved, seconds))

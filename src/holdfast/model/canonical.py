@@ -31,7 +31,8 @@ _ENCODER: Final = json.JSONEncoder(
     ensure_ascii=True, check_circular=False, allow_nan=False, sort_keys=True, separators=(",", ":")
 )
 _SEAL: Final = b',"digest":"'
-_TAIL: Final = len(_SEAL) + 32 + len(b'"}')
+TAIL: Final = len(_SEAL) + 32 + len(b'"}')
+"""Bytes of the seal, the closing brace included."""
 _NOT_SHAPE: Final = bytes(byte for byte in range(256) if byte not in b'"[]{} \t\r\n')
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 _QUIET_NAN: Final = 0x7FF8000000000000
@@ -100,9 +101,7 @@ def seal(obj: dict[str, Json]) -> bytes:
 
 def open_seal(data: bytes, *, name: str) -> dict[str, Json]:
     """The object in `data`, its digest checked, wherever it lies. `name` is for the error alone."""
-    body, tail = data[:-_TAIL], data[-_TAIL:]
-    if not body or tail != _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}':
-        raise CorruptionError(f"{name} is damaged: its digest does not match its bytes", subject=name)
+    check_seal(data, name=name)
     try:
         found = loads(data)
     except CorruptionError as error:
@@ -110,6 +109,13 @@ def open_seal(data: bytes, *, name: str) -> dict[str, Json]:
     if not isinstance(found, dict):
         raise CorruptionError(f"{name} is no JSON object", subject=name)
     return found
+
+
+def check_seal(data: bytes, *, name: str) -> None:
+    """CorruptionError where the bytes are not those that were sealed, whatever they say."""
+    body, tail = memoryview(data)[:-TAIL], data[-TAIL:]
+    if not body or tail != _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}':
+        raise CorruptionError(f"{name} is damaged: its digest does not match its bytes", subject=name)
 
 
 def unseal(data: bytes, *, name: str) -> dict[str, Json]:

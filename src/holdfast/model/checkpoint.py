@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ class Index:
     save_id: str
     chunk_bytes: int
     packs: tuple[PackEntry, ...]
-    specs: tuple[LeafSpec, ...]
+    specs: Sequence[LeafSpec]
     pack: np.ndarray[Any, Any]
     offset: np.ndarray[Any, Any]
     length: np.ndarray[Any, Any]
@@ -87,7 +87,7 @@ class Manifest:
     environment: Mapping[str, Json] = field(default_factory=dict)
     certificate: Mapping[str, Json] = field(default_factory=dict)
     created: str = ""
-    """Wall clock at commit, RFC 3339, UTC. For the eye alone: nothing is decided by it."""
+    """Wall clock at commit, RFC 3339, UTC. For the eye, and for `keep.every(hours=)`: nothing else is decided by it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ against what is there before it is used, for a digest keeps accidents out, not a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +22,7 @@ from holdfast.model.names import CheckpointId
 from holdfast.repo.layout import check_file, index_file
 from holdfast.repo.manifest import MAX_CHUNK
 from holdfast.repo.objects import FORMAT, Fields, check_format
+from holdfast.repo.specs import Specs
 from holdfast.state import leaf_paths
 from holdfast.state.collector import collector_paused
 
@@ -100,45 +100,114 @@ def _head(index: Index, id: CheckpointId, dtypes: list[str], shared: int) -> Jso
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An index without the paths, which the trees have. Columns are those of `Index`.
+
+    Row i has the dtype `names[code[i]]` and the shape `dims[bounds[i]:bounds[i + 1]]`; the first `shared` rows are the
+    leaves of the manifest's tree by number, the others those of `private`.
+    """
+
+    rank: int
+    save_id: str
+    chunk_bytes: int
+    packs: tuple[PackEntry, ...]
+    names: list[str]
+    code: Array
+    dims: Array
+    bounds: Array
+    pack: Array
+    offset: Array
+    length: Array
+    chunk_start: Array
+    digests: Array
+    private: Json
+    shared: int
+    name: str
+    """The index's own, for errors."""
+
+    def __len__(self) -> int:
+        return len(self.code)
+
+    def spec(self, row: int, path: str) -> LeafSpec:
+        """What the leaf of this row is, called `path`."""
+        shape = tuple(self.dims[int(self.bounds[row]) : int(self.bounds[row + 1])].tolist())
+        return LeafSpec(path, self.names[int(self.code[row])], shape, row >= self.shared)
+
+    def index(self, tree: Json) -> Index:
+        """The whole index; CorruptionError where `tree` (the manifest's) does not name its shared leaves."""
+        head = Fields({}, self.name)
+        paths = _paths(tree, "the manifest's tree", head)
+        if self.shared != len(paths):
+            raise head.refuse(f"has {self.shared} shared leaves, the manifest's tree has {len(paths)}")
+        paths += _paths(self.private, "the private tree", head)
+        if len(set(paths)) != len(paths):
+            raise head.refuse("has a private leaf under the path of another leaf")
+        if len(paths) != len(self):
+            raise head.refuse(f"has {len(self)} rows where there are {len(paths)} leaves")
+        return Index(
+            rank=self.rank,
+            save_id=self.save_id,
+            chunk_bytes=self.chunk_bytes,
+            packs=self.packs,
+            specs=Specs(
+                paths, names=self.names, code=self.code, dims=self.dims, bounds=self.bounds, shared=self.shared
+            ),
+            pack=self.pack,
+            offset=self.offset,
+            length=self.length,
+            chunk_start=self.chunk_start,
+            digests=self.digests,
+            private=self.private,
+        )
+
+
 @collector_paused
 def decode_index(data: bytes, *, id: CheckpointId, rank: int, tree: Json) -> Index:
     """The index in `data`, which has been digested already; `tree` is the manifest's, which names the shared leaves."""
+    return decode_table(data, id=id, rank=rank).index(tree)
+
+
+def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
+    """The rows of the index in `data`, which has been digested already, every number in them checked."""
     name = f"{id.directory}/{index_file(rank)}"
     columns = _columns(data, name)
     head = _read_head(columns, name, rank)
     packs = _packs(head)
     private = _json(columns, "private", name)
-    paths = _paths(tree, "the manifest's tree", head)
     shared = head.whole("shared")
-    if shared != len(paths):
-        raise head.refuse(f"has {shared} shared leaves, the manifest's tree has {len(paths)}")
-    paths += _paths(private, "the private tree", head)
-    count = len(paths)
-    if len(set(paths)) != count:
-        raise head.refuse("has a private leaf under the path of another leaf")
-    for column in ("leaf", "length", "offset", "pack", "dtype", "shape.ends", "digests.ends"):
+    count = columns["leaf"].size
+    for column in ("length", "offset", "pack", "dtype", "shape.ends", "digests.ends"):
         if columns[column].size != count:
             raise head.refuse(f"the column {column!r} has {columns[column].size} rows where there are {count} leaves")
+    if shared > count:
+        raise head.refuse(f"has {shared} shared leaves among {count}")
     if not np.array_equal(columns["leaf"], np.arange(count)):
         raise head.refuse("the leaves are not in the order of the state")
-    specs, length = _specs(columns, head, paths, shared)
+    names, sizes = _dtypes(head)
+    dims, bounds, length = _rows(columns, head, sizes)
     offset = _bounded(columns["offset"], head, "an offset")
     pack = columns["pack"].astype(np.int64)
     _check_rows(head, packs, pack, offset, length)
     chunk_bytes = head.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK)
     chunk_start, digests = _chunks(columns, head, length, chunk_bytes)
-    return Index(
+    return Table(
         rank=rank,
         save_id=head.hex("save_id", 32),
         chunk_bytes=chunk_bytes,
         packs=packs,
-        specs=specs,
+        names=names,
+        code=columns["dtype"],
+        dims=dims,
+        bounds=bounds,
         pack=pack,
         offset=offset,
         length=length,
         chunk_start=chunk_start,
         digests=digests,
         private=private,
+        shared=shared,
+        name=name,
     )
 
 
@@ -223,13 +292,10 @@ def _ends(columns: dict[str, Array], name: str, total: int, head: Fields) -> Arr
     return bounds
 
 
-def _specs(
-    columns: dict[str, Array], head: Fields, paths: Sequence[str], shared: int
-) -> tuple[tuple[LeafSpec, ...], Array]:
-    """Every row's spec and length in bytes; dtype and shape are checked to give that length."""
-    names, sizes = _dtypes(head)
+def _rows(columns: dict[str, Array], head: Fields, sizes: Array) -> tuple[Array, Array, Array]:
+    """Every row's dimensions, where they begin and end, and its length in bytes, which dtype and shape give."""
     code = columns["dtype"]
-    if code.size and int(code.max()) >= len(names):
+    if code.size and int(code.max()) >= len(sizes):
         raise head.refuse("a row has a dtype that the index does not list")
     dims = _bounded(columns["shape"], head, "a dimension")
     bounds = _ends(columns, "shape.ends", dims.size, head)
@@ -237,12 +303,8 @@ def _specs(
     expected = _lengths(dims, bounds, sizes[code], head)
     if not np.array_equal(expected, length):
         row = int(np.flatnonzero(expected != length)[0])
-        raise head.refuse(f"leaf {paths[row]!r} has {length[row]} bytes where dtype and shape give {expected[row]}")
-    flat, at = dims.tolist(), bounds.tolist()
-    shapes = [tuple(flat[start:stop]) for start, stop in pairwise(at)]
-    private = [row >= shared for row in range(len(paths))]
-    specs = tuple(map(LeafSpec, paths, map(names.__getitem__, code.tolist()), shapes, private))
-    return specs, length
+        raise head.refuse(f"leaf {row} has {length[row]} bytes where dtype and shape give {expected[row]}")
+    return dims, bounds, length
 
 
 def _dtypes(head: Fields) -> tuple[list[str], Array]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.errors import CorruptionError
+from holdfast.model import canonical
 from holdfast.model.canonical import tag_number, untag_number
 from holdfast.model.checkpoint import IndexEntry, Json, Manifest
 from holdfast.model.names import CheckpointId
@@ -20,6 +21,9 @@ MAX_ABORTED: Final = 4096
 """An aborted mark is never longer: a longer object under a manifest's name is a manifest."""
 MAX_CHUNK: Final = 1 << 30
 _MAX_RANKS: Final = 100_000
+_TREE: Final = b',"tree":'
+_TREES: Final = 16
+"""How many places are tried that look like the beginning of the tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,33 @@ def decode_manifest(data: bytes, id: CheckpointId) -> Manifest | Aborted:
             raise
         found = objects.decode("aborted", id.manifest, data)
         return Aborted(id, found.text("save_id"), found.text("by"))
+    return _manifest(found, id, _tree(found))
+
+
+def decode_outline(data: bytes, id: CheckpointId) -> tuple[Manifest, int, int] | None:
+    """The manifest without its tree, and where in `data` the tree's own text begins and ends; None where that cannot be
+    told (an aborted mark, or a newer writer's further keys), so that `decode_manifest` has to be asked.
+
+    The digest covers the tree as well, and has been checked. CorruptionError like `decode_manifest`.
+    """
+    canonical.check_seal(data, name=id.manifest)
+    stop = len(data) - canonical.TAIL
+    place = -1
+    for _ in range(_TREES):
+        place = data.find(_TREE, place + 1, stop)
+        if place < 0:
+            return None
+        head = data[:place] + b"}"
+        try:
+            values = canonical.loads(head)
+        except CorruptionError:
+            continue  # a key of this name further in
+        found = objects.checked("manifest", id.manifest, values)
+        return None if found is None else (_manifest(found, id, None), place + len(_TREE), stop)
+    return None
+
+
+def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
     if (found.text("run"), found.whole("attempt"), found.whole("step")) != (id.run, id.attempt, id.step):
         raise found.refuse("names another checkpoint than its own")
     parent = found.checkpoint("parent")
@@ -81,7 +112,7 @@ def decode_manifest(data: bytes, id: CheckpointId) -> Manifest | Aborted:
     return Manifest(
         id=id,
         save_id=found.hex("save_id", 32),
-        tree=_tree(found),
+        tree=tree,
         indexes=_indexes(found),
         content=found.hex("content", 64),
         bytes=found.whole("bytes"),

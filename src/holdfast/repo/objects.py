@@ -34,6 +34,15 @@ def decode(kind: str, name: str, data: bytes) -> Fields:
     return found
 
 
+def checked(kind: str, name: str, values: Json) -> Fields | None:
+    """Fields that were cut out of a sealed object read from `name`: None where `decode` would refuse or say more."""
+    if not isinstance(values, dict) or values.get("path") != name or values.get("kind") != kind:
+        return None
+    found = Fields(values, name)
+    check_format(found)
+    return found
+
+
 def is_copy(name: str, data: bytes) -> bool:
     """Whether `data`, read from `name`, is whole but was written under another name."""
     try:

@@ -124,6 +124,100 @@ def number_of(node: Json, count: int, path: str = "") -> int:
     return number
 
 
+def leaf_nodes(tree: Json) -> list[tuple[str, Json]]:
+    """Every leaf and alias with its path, in order. Strict as `walk` is; DuplicatePath for two at one path."""
+    found = _usual(tree)
+    return _slow_leaf_nodes(tree) if found is None else found
+
+
+def _slow_leaf_nodes(tree: Json) -> list[tuple[str, Json]]:
+    found: dict[str, Json] = {}
+    for path, node in walk(tree):
+        if kind_of(node) in LEAVES:
+            where = path or ROOT
+            if where in found:
+                raise DuplicatePath(f"two leaves lie at {where}", subject=where)
+            found[where] = node
+    return list(found.items())
+
+
+class _Unusual(Exception):
+    """Something that only the slow way judges."""
+
+
+def _usual(tree: Json) -> list[tuple[str, Json]] | None:
+    """What `_slow_leaf_nodes` finds, for trees without anything that it would have to refuse or that is rare."""
+    found: list[tuple[str, Json]] = []
+    try:
+        if type(tree) is dict and tree["!"] in LEAVES:
+            return [(ROOT, tree)]
+        _gather(tree, "", 0, found, {})
+    except (_Unusual, KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return None
+    return found if len(dict(found)) == len(found) else None
+
+
+def _gather(node: Json, path: str, depth: int, found: list[tuple[str, Json]], segments: dict[str, str]) -> None:
+    """Appends the leaves below a node that is none itself. `segments` remembers the usual keys."""
+    if depth > MAX_DEPTH:
+        raise _Unusual
+    kind = "list" if type(node) is list else node["!"]
+    if kind in WRAPPERS:
+        _gather_one(node["v"], join(path, PRIVATE) if kind == "private" else path, depth + 1, found, segments)
+        return
+    below = f"{path}/" if path else ""
+    if kind in KEYED or kind in NAMED:
+        pairs = _checked_pairs(node)
+        for key, child in pairs:
+            name = segments.get(key) if type(key) is str else None
+            if name is None:
+                name = _segment_of(key, segments, kind in NAMED)
+            if type(child) is dict:
+                if child["!"] in LEAVES:
+                    found.append((below + name, child))
+                    continue
+            elif type(child) is not list:
+                continue
+            _gather(child, below + name, depth + 1, found, segments)
+    elif kind == "bypath":
+        for key, child in _checked_pairs(node):
+            if type(key) is not str or not key:
+                raise _Unusual
+            _gather_one(child, below + key, depth + 1, found, segments)
+    elif kind in SEQUENCES or kind == "list":
+        inside = node if type(node) is list else node["i"]
+        if type(inside) is not list:
+            raise _Unusual
+        for number, child in enumerate(inside):
+            if type(child) is dict or type(child) is list:
+                _gather_one(child, f"{below}{number}", depth + 1, found, segments)
+    elif type(kind) is not str:
+        raise _Unusual
+
+
+def _gather_one(node: Json, path: str, depth: int, found: list[tuple[str, Json]], segments: dict[str, str]) -> None:
+    if type(node) is dict and node["!"] in LEAVES:
+        found.append((path or ROOT, node))
+    elif type(node) is dict or type(node) is list:
+        _gather(node, path, depth, found, segments)
+
+
+def _checked_pairs(node: Json) -> list[list[Json]]:
+    pairs: list[list[Json]] = node["i"]
+    if type(pairs) is not list or (pairs and set(map(type, pairs)) != {list}):
+        raise _Unusual
+    return pairs
+
+
+def _segment_of(key: Json, segments: dict[str, str], named: bool) -> str:
+    if type(key) is not str:
+        if named:
+            raise _Unusual
+        return segment(key)
+    name = segments[key] = segment(key)
+    return name
+
+
 def leaf_paths(tree: Json) -> list[str]:
     """The path of each leaf, by leaf number.
 
@@ -132,14 +226,7 @@ def leaf_paths(tree: Json) -> list[str]:
     """
     found: dict[int, str] = {}
     aliases: list[tuple[str, Json]] = []
-    paths: set[str] = set()
-    for path, node in walk(tree):
-        if kind_of(node) not in LEAVES:
-            continue
-        where = path or ROOT
-        if where in paths:
-            raise DuplicatePath(f"two leaves lie at {where}", subject=where)
-        paths.add(where)
+    for where, node in leaf_nodes(tree):
         if node["!"] == "alias":
             aliases.append((where, node))
             continue

@@ -1,0 +1,214 @@
+"""A checkpoint opened for looking into it: nothing is read but what is asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from holdfast.api.leaves import Leaf
+from holdfast.engine.lazy import LazyReader
+from holdfast.engine.restore import choose, chosen, exactly
+from holdfast.errors import CheckpointNotFound, LeafNotFound, RanksNotSupported, StateError
+from holdfast.events import Emitter, Sink
+from holdfast.model.checkpoint import Json
+from holdfast.model.names import CheckpointId
+from holdfast.repo.outline import Outline, read_outline
+from holdfast.repo.repository import Repo
+from holdfast.state.lookup import NOTHING, leaves_below, node_at, plain_paths
+from holdfast.state.nodes import LEAVES, kind_of
+from holdfast.state.rebuild import plain
+from holdfast.store.contract import Where
+from holdfast.store.registry import open_store
+
+SHOWN = 8
+
+
+class Opened(Mapping[str, Leaf]):
+    """One checkpoint, open for reading; a mapping of leaf paths to leaves, and a context manager.
+
+    Tied tensors are there under each of their paths, private values of a rank below `#private`; a sparse tensor or a
+    tensor subclass is there as the dense leaves that it is made of. Other values are read by `plain`. On a local store
+    it goes on to be readable when the checkpoint is removed meanwhile.
+
+    `skipped` are damaged newer checkpoints that were passed over when "latest" was opened, each with the reason.
+    """
+
+    def __init__(
+        self, repo: Repo, outline: Outline, reader: LazyReader, skipped: Sequence[tuple[CheckpointId, str]] = ()
+    ) -> None:
+        self._repo = repo
+        self._outline = outline
+        self._reader = reader
+        self._manifest = outline.manifest
+        self.skipped = tuple(skipped)
+        self._finalizer = weakref.finalize(self, reader.close)
+
+    # -- what it is ------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> CheckpointId:
+        return self._manifest.id
+
+    @property
+    def step(self) -> int:
+        """The number of completed steps."""
+        return self._manifest.id.step
+
+    @property
+    def run(self) -> str:
+        return self._manifest.id.run
+
+    @property
+    def where(self) -> str:
+        return self._repo.url
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """As logged with the step."""
+        return self._manifest.metrics
+
+    @property
+    def progress(self) -> Mapping[str, Json]:
+        """Where training was: step, epoch, batch within the epoch."""
+        return self._manifest.progress
+
+    @property
+    def certificate(self) -> Mapping[str, Json]:
+        """What a resume from it covers, and what could make it inexact."""
+        return self._manifest.certificate
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all leaves."""
+        return self._manifest.bytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of leaves read and verified so far."""
+        return self._reader.bytes_read
+
+    # -- leaves ------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, path: str) -> Leaf:
+        """LeafNotFound (a KeyError) naming what lies there instead, or near it."""
+        found = self._outline.find(path) if isinstance(path, str) else None
+        if found is None:
+            raise self._not_a_leaf(path)
+        row, node = found
+        return Leaf(self._outline.table.spec(row, path), row, node, self._reader)
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str) and self._outline.find(path) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outline.leaves())
+
+    def __len__(self) -> int:
+        return len(self._outline.leaves())
+
+    # -- plain values ------------------------------------------------------------------------------------------
+
+    def plain(self, path: str = "") -> Any:
+        """The plain value at `path`: a number, text, bytes, or a whole list or dict of such.
+
+        As `holdfast.load` without a target gives it, so a value of a class of yours is a `holdfast.Tagged`. StateError
+        where tensors lie at the path or below it, LeafNotFound where nothing does.
+        """
+        node = self._node(path)
+        if node is NOTHING:
+            raise self._not_a_leaf(path)
+        if kind_of(node) in LEAVES and node.get("as") == "bytes":
+            data = self[path].numpy().tobytes()
+            return bytearray(data) if node.get("type") == "bytearray" else data
+        inside = leaves_below(node, path)
+        if inside:
+            raise StateError(
+                f"{path or 'the state'} holds what is no plain value: {_few(inside)}",
+                subject=path,
+                hint=f"opened[{inside[0]!r}] reads a leaf, holdfast.load(…, include={path!r}) all of it",
+            )
+        return plain(node)
+
+    def plain_paths(self) -> list[str]:
+        """The path of every plain value; a list or dict of them is told by its entries."""
+        return [path for tree in self._outline.trees() for path in plain_paths(tree)]
+
+    def _node(self, path: str) -> Json:
+        found = (node_at(tree, path) for tree in self._outline.trees())
+        return next((node for node in found if node is not NOTHING), NOTHING)
+
+    # -- errors, and the end -------------------------------------------------------------------------------------
+
+    def _not_a_leaf(self, path: Any) -> LeafNotFound:
+        node = self._node(path) if isinstance(path, str) else NOTHING
+        if node is NOTHING:
+            message, hint = f"{self.id} has nothing at {path!r}", f"holdfast show {self._repo.url}"
+        elif parts := leaves_below(node, path):
+            message = f"{path!r} is no leaf of {self.id}; below it are {_few(parts)}"
+            hint = f"holdfast.load(…, include={path!r}) restores all of it"
+        else:
+            message, hint = f"{path!r} of {self.id} is a plain value", f"opened.plain({path!r})"
+        return LeafNotFound(message, subject=str(path), hint=hint)
+
+    def close(self) -> None:
+        """Lets go of the packs. Reading afterwards is a UsageError; what was read stays as it is."""
+        self._finalizer()
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"<{self.id} at {self._repo.url}>"
+
+
+def open(
+    where: Where,
+    *,
+    run: str = "main",
+    step: int | Literal["latest"] = "latest",
+    sinks: Sequence[Sink] = (),
+) -> Opened:
+    """Opens a checkpoint for looking into it, without restoring it: `with holdfast.open(where) as opened: …`.
+
+    Reads the manifest and the index, not the leaves. For "latest", checkpoints whose manifest or index is damaged, or
+    whose packs are missing or cut, are passed over like in a restore. Nothing is written or claimed. Raises
+    NotARepository, RunNotFound, CheckpointNotFound, NothingRestorable, CorruptionError.
+    """
+    emitter = Emitter.of(sinks)
+    repo = Repo.open(open_store(where))
+
+    def attempt(id: CheckpointId) -> tuple[Outline, LazyReader]:
+        outline = read_outline(repo, id)
+        if len(outline.manifest.indexes) > 1:
+            raise RanksNotSupported(
+                f"{id} was saved by {len(outline.manifest.indexes)} ranks", subject=str(id), hint="holdfast.load"
+            )
+        return outline, LazyReader(repo, id, outline.table)
+
+    if step != "latest":
+        return Opened(repo, *exactly(repo, chosen(repo, run, step), attempt))
+    found, skipped = choose(repo, run, attempt, emitter)
+    if found is None:
+        chosen(repo, run, "latest")  # raises, naming what there is
+        raise CheckpointNotFound(
+            f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=f"holdfast ls {repo.url}"
+        )
+    return Opened(repo, *found, skipped)
+
+
+def _few(paths: Sequence[str]) -> str:
+    more = len(paths) - SHOWN
+    return ", ".join(paths[:SHOWN]) + (f" and {more} more" if more > 0 else "")

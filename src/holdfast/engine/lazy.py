@@ -1,0 +1,246 @@
+"""Parts of leaves out of the packs of one checkpoint, every byte verified before anybody sees it (I5).
+
+A pack whose bytes lie in memory is looked into where it lies: each chunk is digested at its first use, and a bitmap
+remembers that. Anywhere else every chunk that is read is digested, for each read is another transfer that can go
+wrong; the few that came last are kept, so that neighbouring slices do not read the same chunk again and again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from holdfast.codec.digest import digest
+from holdfast.engine.read import READ_THREADS
+from holdfast.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, UsageError
+from holdfast.model.names import CheckpointId
+from holdfast.plan.slices import Block, Region, blocks
+from holdfast.repo.index import Table
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Buffer
+from holdfast.store.contract import Reader
+
+BLOCK_BYTES: Final = 4 << 20
+"""What is read at once of a slice with gaps, or of a long run by each of several threads."""
+KEPT_BYTES: Final = 8 << 20
+OPENED_AT_ONCE: Final = 64
+"""Packs that are opened with the checkpoint, so that it can be read on after its removal; further ones when needed."""
+_ITEMS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+@dataclass(slots=True)
+class _Pack:
+    reader: Reader
+    view: Buffer | None
+    """The whole object, where it lies in memory."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The verified chunks that were read last, by their row in the table of digests."""
+
+    chunks: OrderedDict[int, Buffer] = field(default_factory=OrderedDict)
+    nbytes: int = 0
+
+    def take(self, row: int) -> Buffer | None:
+        found = self.chunks.get(row)
+        if found is not None:
+            self.chunks.move_to_end(row)
+        return found
+
+    def put(self, row: int, data: Buffer) -> None:
+        if len(data) > KEPT_BYTES // 2 or row in self.chunks:
+            return
+        self.chunks[row] = data.copy()
+        self.nbytes += len(data)
+        while self.nbytes > KEPT_BYTES:
+            self.nbytes -= len(self.chunks.popitem(last=False)[1])
+
+
+class LazyReader:
+    """Reads by row of `table`. May be used by several threads. `bytes_read` counts what was read, or digested where it
+    lay."""
+
+    def __init__(self, repo: Repo, id: CheckpointId, table: Table) -> None:
+        """Opens the packs. CorruptionError where one is missing or has another length than was saved."""
+        self._repo = repo
+        self._id = id
+        self._table = table
+        self._packs: dict[int, _Pack] = {}
+        self._verified = bytearray(-(-len(table.digests) // 8))
+        self._kept = _Kept()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.bytes_read = 0
+        try:
+            for number in range(min(len(table.packs), OPENED_AT_ONCE)):
+                self._pack(number)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            packs, self._packs = self._packs, {}
+            self._kept = _Kept()
+        for pack in packs.values():
+            pack.view = None
+            pack.reader.close()
+
+    def _pack(self, number: int) -> _Pack:
+        found = self._packs.get(number)
+        if found is not None:
+            return found
+        with self._lock:
+            if self._closed:
+                raise UsageError(
+                    f"{self._id} is closed", subject=str(self._id), hint="read inside `with holdfast.open(…)`"
+                )
+            found = self._packs.get(number)
+            if found is None:
+                found = self._packs[number] = self._open(number)
+            return found
+
+    def _open(self, number: int) -> _Pack:
+        entry = self._table.packs[number]
+        name = f"{self._id.directory}/{entry.name}"
+        hint = f"holdfast verify {self._repo.url}"
+        try:
+            reader = self._repo.store.open(name)
+        except ObjectNotFound as error:
+            raise CorruptionError(
+                f"{name} is missing: damaged, or the checkpoint was removed meanwhile", subject=name, hint=hint
+            ) from error
+        try:
+            if reader.length != entry.length:
+                message = f"{name} is {reader.length} bytes long; {entry.length} were saved"
+                raise CorruptionError(message, subject=name, hint=hint)
+            whole = reader.view()
+        except BaseException:
+            reader.close()
+            raise
+        return _Pack(reader, np.frombuffer(whole, np.uint8) if whole is not None else None)
+
+    def read(self, row: int, path: str, region: Region, itemsize: int, out: Buffer) -> None:
+        """Fills `out` with the items of a region in row-major order. `path` is what errors call the leaf.
+
+        CorruptionError names the leaf, the pack and the offset; `out` is undefined then.
+        """
+        if not region.size or not itemsize:
+            return
+        if region.is_run:
+            self._run(row, path, region.first * itemsize, out)
+            return
+        item: Any = np.dtype(_ITEMS.get(itemsize, f"V{itemsize}"))
+        target = np.ndarray(region.counts, item, out)
+        target = target[tuple(slice(None, None, -1 if flip else 1) for flip in region.flipped)]
+        paces = tuple(stride * itemsize for stride in region.strides)
+        chunk = self._table.chunk_bytes
+        for block in blocks(region, itemsize, block_bytes=max(BLOCK_BYTES, chunk), gap_bytes=chunk):
+            self._block(row, path, block, target, paces)
+
+    def _block(self, row: int, path: str, block: Block, target: np.ndarray[Any, Any], paces: tuple[int, ...]) -> None:
+        data, base = self._fetch(row, path, block.start, block.stop)
+        there = np.ndarray(block.counts, target.dtype, data, block.start - base, paces)
+        target[block.where] = there
+
+    def _run(self, row: int, path: str, start: int, out: Buffer) -> None:
+        """A run of bytes; a long one that has to be read is read by several threads, cut between chunks."""
+        stop, step = start + len(out), max(BLOCK_BYTES // self._table.chunk_bytes, 1) * self._table.chunk_bytes
+
+        def piece(low: int) -> None:
+            begin, end = max(low, start), min(low + step, stop)
+            data, base = self._fetch(row, path, begin, end)
+            np.positive(data[begin - base : end - base], out=out[begin - start : end - start])
+
+        lows: Sequence[int] = range(start // step * step, stop, step)
+        if len(lows) < 4 or self._pack(int(self._table.pack[row])).view is not None:
+            for low in lows:
+                piece(low)
+        else:
+            _in_threads(piece, lows)
+
+    def _fetch(self, row: int, path: str, start: int, stop: int) -> tuple[Buffer, int]:
+        """Verified bytes of the leaf that hold `start..stop-1`, and which of its bytes the first of them is."""
+        table, chunk = self._table, self._table.chunk_bytes
+        pack = self._pack(int(table.pack[row]))
+        low, high = start // chunk * chunk, min(-(-stop // chunk) * chunk, int(table.length[row]))
+        view = pack.view
+        if view is None:
+            return self._read(pack, path, row, low, high), low
+        offset, first = int(table.offset[row]), int(table.chunk_start[row])
+        for begin in range(low, high, chunk):
+            one = first + begin // chunk
+            if not self._verified[one >> 3] >> (one & 7) & 1:
+                end = min(begin + chunk, high)
+                self._check(view[offset + begin : offset + end], one, path, row, begin)
+                with self._lock:
+                    self._verified[one >> 3] |= 1 << (one & 7)
+                    self.bytes_read += end - begin
+        return view[offset + start : offset + stop], start
+
+    def _read(self, pack: _Pack, path: str, row: int, low: int, high: int) -> Buffer:
+        """Bytes `low..high-1` of the leaf, whole chunks: those apart that are known from the last reads."""
+        chunk, first = self._table.chunk_bytes, int(self._table.chunk_start[row])
+        rows = range(first + low // chunk, first + -(-high // chunk))
+        out = np.empty(high - low, np.uint8)
+        with self._lock:
+            known = {place: found for place, one in enumerate(rows) if (found := self._kept.take(one)) is not None}
+        for place, data in known.items():
+            out[place * chunk : place * chunk + len(data)] = data
+        place = 0
+        while place < len(rows):
+            if place in known:
+                place += 1
+                continue
+            end = place
+            while end < len(rows) and end not in known:
+                end += 1
+            part = out[place * chunk : end * chunk]
+            self._read_into(pack, int(self._table.offset[row]) + low + place * chunk, part)
+            for one in range(place, end):
+                begin = one * chunk
+                self._check(out[begin : begin + chunk], rows[one], path, row, low + begin)
+            with self._lock:
+                self.bytes_read += len(part)
+                for one in {place, end - 1}:
+                    self._kept.put(rows[one], out[one * chunk : (one + 1) * chunk])
+            place = end
+        return out
+
+    def _read_into(self, pack: _Pack, position: int, part: Buffer) -> None:
+        try:
+            pack.reader.read_into(position, part.data)
+        except ObjectNotFound as error:
+            raise CheckpointNotFound(
+                f"{self._id} was removed while it was open, and this store keeps nothing for those who still read",
+                subject=str(self._id),
+                hint=f"holdfast ls {self._repo.url}",
+            ) from error
+
+    def _check(self, data: Buffer, chunk: int, path: str, row: int, start: int) -> None:
+        """`data` is chunk number `chunk` of the table: the leaf's bytes from `start` on."""
+        if digest(data) != self._table.digests[chunk].tobytes():
+            name = f"{self._id.directory}/{self._table.packs[int(self._table.pack[row])].name}"
+            offset = int(self._table.offset[row]) + start
+            raise CorruptionError(
+                f"{path} is damaged: {name}, {len(data)} bytes from offset {offset}, are not what was saved",
+                subject=path,
+                hint=f"holdfast verify {self._repo.url}",
+            )
+
+
+def _in_threads(work: Callable[[int], None], items: Sequence[int]) -> None:
+    pool = ThreadPoolExecutor(min(READ_THREADS, len(items)), thread_name_prefix="holdfast-read")
+    try:
+        for _ in pool.map(work, items):
+            pass
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,116 @@
+"""A checkpoint opened without its tree being read: what its manifest says, its rows, and single leaves by path."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from holdfast.errors import CorruptionError, ObjectNotFound
+from holdfast.model import canonical
+from holdfast.model.checkpoint import Index, Json, Manifest
+from holdfast.model.names import CheckpointId
+from holdfast.repo.index import Table, decode_table
+from holdfast.repo.layout import index_file
+from holdfast.repo.manifest import MAX_MANIFEST, decode_outline
+from holdfast.repo.repository import Repo
+from holdfast.repo.treetext import TreeText
+from holdfast.state.collector import collector_paused
+from holdfast.state.nodes import LEAVES, kind_of, leaf_nodes, number_of
+
+
+class Outline:
+    """One rank's view of a checkpoint. The digests of manifest and index have been checked, and so has every row.
+
+    The tree is read as a whole when `leaves`, `tree` or `index` is asked for first, or a leaf whose path does not say
+    by itself where it is; then CorruptionError tells what in it no save can have written.
+    """
+
+    def __init__(self, manifest: Manifest, table: Table, text: tuple[bytes, int, int] | None) -> None:
+        """`text`: bytes, and where in them the tree begins and ends; None where `manifest` has it."""
+        self.manifest = manifest
+        self.table = table
+        self._text = text
+        self._quick: TreeText | None = None
+        if text is not None:
+            try:
+                self._quick = TreeText(*text)
+            except ValueError as error:
+                if isinstance(error, CorruptionError):
+                    raise CorruptionError(f"{manifest.id.manifest}: {error.message}", subject=table.name) from None
+        self._index: Index | None = None
+        self._leaves: dict[str, tuple[int, Json]] | None = None
+        self._lock = threading.RLock()
+
+    def find(self, path: str) -> tuple[int, Json] | None:
+        """Row and node of the leaf or alias at `path`; None where there is none."""
+        if self._leaves is None and self._quick is not None:
+            node = self._quick.find(path)
+            if node is not None and kind_of(node) in LEAVES:
+                return number_of(node, self.table.shared, path), node
+        return self.leaves().get(path)
+
+    def leaves(self) -> dict[str, tuple[int, Json]]:
+        """Row and node of every leaf and alias by path, in the order of the state; private ones last."""
+        with self._lock:
+            if self._leaves is None:
+                self._leaves = self._gathered()
+            return self._leaves
+
+    @collector_paused
+    def _gathered(self) -> dict[str, tuple[int, Json]]:
+        found: dict[str, tuple[int, Json]] = {}
+        base, count = 0, self.table.shared
+        for tree in self.trees():
+            for path, node in leaf_nodes(tree):
+                found[path] = (base + number_of(node, count, path), node)
+            base, count = count, len(self.table) - count
+        return found
+
+    @property
+    def tree(self) -> Json:
+        """The manifest's tree, read strictly."""
+        return self._whole().tree
+
+    def index(self) -> Index:
+        """The index with its paths."""
+        with self._lock:
+            if self._index is None:
+                self._index = self.table.index(self.tree)
+            return self._index
+
+    def trees(self) -> list[Json]:
+        """The shared tree, then the private one if there is one, both checked to name the leaves that there are."""
+        self.index()
+        return [self.tree, *([] if self.table.private is None else [self.table.private])]
+
+    @collector_paused
+    def _whole(self) -> Manifest:
+        with self._lock:
+            if self._text is not None:
+                data, start, stop = self._text
+                try:
+                    tree = canonical.loads(data[start:stop])
+                except CorruptionError as error:
+                    name = self.manifest.id.manifest
+                    raise CorruptionError(f"{name}: {error.message}", subject=name) from None
+                self.manifest = replace(self.manifest, tree=tree)
+                self._text = None
+            return self.manifest
+
+
+def read_outline(repo: Repo, id: CheckpointId, rank: int = 0) -> Outline:
+    """Raises like `Repo.manifest` and `Repo.index`, but for what only the whole tree can show."""
+    try:
+        data = repo.store.get(id.manifest, limit=MAX_MANIFEST)
+    except ObjectNotFound:
+        data = b""
+    found = decode_outline(data, id) if data else None
+    manifest, text = (found[0], (data, *found[1:])) if found is not None else (repo.manifest(id), None)
+    file = index_file(rank)
+    entry = next((entry for entry in manifest.indexes if entry.name == file), None)
+    if entry is None:
+        raise CorruptionError(f"the manifest of {id} names no index {file}", subject=id.manifest)
+    table = decode_table(repo.index_bytes(id, entry), id=id, rank=rank)
+    if table.save_id != manifest.save_id or table.chunk_bytes != manifest.chunk_bytes:
+        raise CorruptionError(f"{table.name} belongs to another save than its manifest", subject=table.name)
+    return Outline(manifest, table, text)

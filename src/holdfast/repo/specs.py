@@ -1,0 +1,68 @@
+"""The leaves of an index, each made when it is asked for: a table of columns costs nothing to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, overload
+
+import numpy as np
+
+from holdfast.model.leaf import LeafSpec
+
+Array = np.ndarray[Any, Any]
+
+
+class Specs(Sequence[LeafSpec]):
+    """Row i is the leaf `paths[i]`, of the dtype `names[code[i]]` and the shape `dims[bounds[i]:bounds[i + 1]]`; rows
+    from `shared` on are private. Equal to any sequence of equal leaves."""
+
+    __slots__ = ("_bounds", "_code", "_dims", "_made", "_names", "_shared", "paths")
+
+    def __init__(
+        self, paths: Sequence[str], *, names: Sequence[str], code: Array, dims: Array, bounds: Array, shared: int
+    ) -> None:
+        self.paths = paths
+        self._names = names
+        self._code: list[int] = code.tolist()
+        self._dims: list[int] = dims.tolist()
+        self._bounds: list[int] = bounds.tolist()
+        self._shared = shared
+        self._made: dict[int, LeafSpec] = {}
+
+    def __len__(self) -> int:
+        return len(self._code)
+
+    @overload
+    def __getitem__(self, row: int) -> LeafSpec: ...
+    @overload
+    def __getitem__(self, row: slice) -> tuple[LeafSpec, ...]: ...
+    def __getitem__(self, row: int | slice) -> LeafSpec | tuple[LeafSpec, ...]:
+        found = self._made.get(row) if type(row) is int else None
+        if found is not None:
+            return found
+        if isinstance(row, slice):
+            return tuple(self[one] for one in range(*row.indices(len(self))))
+        if not -len(self) <= row < len(self):
+            raise IndexError(row)
+        at = row % len(self)
+        shape = tuple(self._dims[self._bounds[at] : self._bounds[at + 1]])
+        made = self._made[at] = LeafSpec(self.paths[at], self._names[self._code[at]], shape, at >= self._shared)
+        return made
+
+    def __iter__(self) -> Iterator[LeafSpec]:
+        if len(self._made) < len(self):
+            shapes = [tuple(self._dims[start:stop]) for start, stop in pairwise(self._bounds)]
+            private = [row >= self._shared for row in range(len(self))]
+            every = map(LeafSpec, self.paths, map(self._names.__getitem__, self._code), shapes, private)
+            self._made = dict(enumerate(every))
+        return iter(self._made[row] for row in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Specs({len(self)} leaves)"
