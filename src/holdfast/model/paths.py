@@ -16,12 +16,15 @@ METADATA: Final = "__metadata__"
 
 def escape(key: str) -> str:
     """A string key as a path segment."""
-    try:
-        key.encode("utf-8")
-    except UnicodeEncodeError:
-        raise Unserialisable(
-            f"the key {key!r} holds a lone surrogate, which no file format can name", subject=ascii(key)
-        ) from None
+    if not key.isascii():
+        try:
+            key.encode("utf-8")
+        except UnicodeEncodeError:
+            raise Unserialisable(
+                f"the key {key!r} holds a lone surrogate, which no file format can name", subject=ascii(key)
+            ) from None
+    elif "~" not in key and "/" not in key and "@" not in key and key[:1] != "#":
+        return key
     out = key.replace("~", "~0").replace("/", "~1").replace("@", "~2")
     return "~3" + out[1:] if out.startswith("#") else out
 

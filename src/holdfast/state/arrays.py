@@ -196,7 +196,7 @@ class NumpyAdapter:
             return restorer.mismatch(value, path, f"{spec.dtype} {list(spec.shape)}", f"{ours} {list(value.shape)}")
         if not value.flags.writeable:
             return restorer.rebuild(node, path)
-        restorer.want(number, ArraySink(value), path, (_address(value), _geometry(value)))
+        restorer.want_existing(number, ArraySink(value), path, _address(value), lambda: _geometry(value))
         return lambda: value
 
     def fresh(self, node: Json, path: str, restorer: Restorer) -> Thunk:

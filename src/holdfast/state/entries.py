@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ from holdfast.model.checkpoint import Json
 from holdfast.model.paths import join
 from holdfast.state import registry
 from holdfast.state.atoms import ENCODERS
-from holdfast.state.keys import key_thunk, spell, spelled
+from holdfast.state.keys import key_node, key_thunk, spelled
 from holdfast.state.nodes import KEYED, ROOT, is_plain, items, kind_of, segment, sequence, walk
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
 from holdfast.state.tagged import type_name
@@ -47,10 +46,11 @@ def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: b
     theirs = {spelled(key): (key, child) for key, child in items(node)}
     thunks: list[tuple[Any, Thunk]] = []
     for key, present in like.items():
-        text = spell(key)
-        where = join(path, segment(json.loads(text)))
-        if text in theirs:
-            thunks.append((key, plan.value(theirs.pop(text)[1], present, where)))
+        spelling = key_node(key)
+        where = join(path, segment(spelling))
+        found = theirs.pop(spelled(spelling), None)
+        if found is not None:
+            thunks.append((key, plan.value(found[1], present, where)))
         elif plan.takes(where):
             plan.missing.append(where)
     empty = len(like) == 0
@@ -79,7 +79,7 @@ def _assign(like: Any, key: Any, now: Any, path: str) -> None:
     try:
         like[key] = now
     except TypeError:
-        where = join(path, segment(json.loads(spell(key))))
+        where = join(path, segment(key_node(key)))
         raise StateMismatch(
             f"{where}: a {type(like).__name__} takes no new value", subject=where, hint="give a dict"
         ) from None

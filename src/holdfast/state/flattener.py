@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
 from holdfast.errors import DuplicatePath
 from holdfast.model.checkpoint import Json
+from holdfast.model.leaf import LeafSpec
 from holdfast.state.collector import collector_paused
-from holdfast.state.contract import Device, Flattened
-from holdfast.state.memory import Geometry, first_of_each, overlaps
+from holdfast.state.contract import Flattened
+from holdfast.state.memory import Arrangement, Geometry, first_of_each, overlaps
 from holdfast.state.nodes import PRIVATE
 from holdfast.state.writer import Changed, Leaves, Step, Writer
 
 
 @dataclass(slots=True)
 class _Known:
-    """What the last full look found."""
+    """What the last full look found: all but the state's own tensors, which a state that replaces them must not hold
+    twice."""
 
-    flattened: Flattened
+    about: Flattened
+    """Without tree and sources."""
     script: Sequence[Step]
     addresses: list[int]
     geometries: Sequence[Geometry]
     firsts: Sequence[int]
+    arrangement: Arrangement
     boundary: int
     """How many of the leaves met are shared ones."""
-    state: Any
-    private: Any
 
 
 class Flattener:
@@ -61,15 +63,13 @@ class Flattener:
         leaves = writer.leaves
         if boundary != known.boundary:
             raise Changed
-        before = known.flattened
         if leaves.addresses != known.addresses:
-            firsts = _firsts(leaves.addresses, known.geometries, boundary)
-            if firsts != known.firsts or _reports(leaves.addresses, known.geometries, firsts, before) != before.reports:
-                raise Changed
+            _check_memory(leaves.addresses, known)
             known.addresses = leaves.addresses
-        sources = leaves.sources if len(leaves.sources) == len(before.specs) else _pick(leaves.sources, known.firsts)
+        about = known.about
+        sources = leaves.sources if len(leaves.sources) == len(about.specs) else _pick(leaves.sources, known.firsts)
         return Flattened(
-            tree, private, before.specs, sources, before.devices, before.device, before.fingerprint, before.reports
+            tree, private, about.specs, sources, about.devices, about.device, about.fingerprint, about.reports
         )
 
     @collector_paused
@@ -79,24 +79,24 @@ class Flattener:
         tree, private, boundary = _walk(writer, self._state, self._private)
         leaves = writer.leaves
         _check_paths(leaves)
-        firsts = _firsts(leaves.addresses, leaves.geometries, boundary)
+        firsts = leaves.firsts()
+        arrangement = Arrangement(leaves.geometries, firsts, boundary)
+        apart = arrangement.holds(leaves.addresses)
+        reports = () if apart else _reports(leaves.addresses, leaves.geometries, firsts, leaves.specs)
         devices = tuple({id(device): device for device in leaves.devices}.values())
         numbers = {id(device): number for number, device in enumerate(devices)}
-        flattened = Flattened(
-            tree,
-            private,
+        about = Flattened(
+            None,
+            None,
             tuple(leaves.specs),
-            _pick(leaves.sources, firsts),
+            (),
             devices,
             tuple(numbers[id(device)] for device in leaves.devices),
             _fingerprint(leaves),
+            reports,
         )
-        reports = _reports(leaves.addresses, leaves.geometries, firsts, flattened)
-        flattened = _with_reports(flattened, reports)
-        self._known = _Known(
-            flattened, writer.script, leaves.addresses, leaves.geometries, firsts, boundary, self._state, self._private
-        )
-        return flattened
+        self._known = _Known(about, writer.script, leaves.addresses, leaves.geometries, firsts, arrangement, boundary)
+        return replace(about, tree=tree, private=private, sources=_pick(leaves.sources, firsts))
 
 
 def flatten(state: Any, *, private: Any = None) -> Flattened:
@@ -116,6 +116,17 @@ def _walk(writer: Writer, state: Any, private: Any) -> tuple[Json, Json, int]:
     return tree, {"!": "private", "v": writer.encode_root(private, PRIVATE)}, boundary
 
 
+def _check_memory(addresses: list[int], known: _Known) -> None:
+    """Raises Changed where leaves at these addresses are other aliases, or overlap in another way, than they did."""
+    if not known.about.reports and known.arrangement.holds(addresses):
+        return
+    firsts = _firsts(addresses, known.geometries, known.boundary)
+    if firsts != known.firsts:
+        raise Changed
+    if _reports(addresses, known.geometries, firsts, known.about.specs) != known.about.reports:
+        raise Changed
+
+
 def _firsts(addresses: Sequence[int], geometries: Sequence[Geometry], boundary: int) -> list[int]:
     """For each leaf met, the position of the one that is stored; private leaves are never aliases of shared ones."""
     shared = first_of_each(addresses[:boundary], geometries[:boundary])
@@ -131,22 +142,15 @@ def _pick(sources: Sequence[Any], firsts: Sequence[int]) -> Sequence[Any]:
 
 
 def _reports(
-    addresses: Sequence[int], geometries: Sequence[Geometry], firsts: Sequence[int], flattened: Flattened
+    addresses: Sequence[int], geometries: Sequence[Geometry], firsts: Sequence[int], specs: Sequence[LeafSpec]
 ) -> tuple[str, ...]:
     stored = [position for position, first in enumerate(firsts) if position == first]
     number = {position: leaf for leaf, position in enumerate(stored)}
-    paths = flattened.specs
     return tuple(
-        f"{paths[number[one]].path} and {paths[number[other]].path} share memory without being the same tensor: "
+        f"{specs[number[one]].path} and {specs[number[other]].path} share memory without being the same tensor: "
         "each is stored by itself"
         for one, other in overlaps(addresses, geometries, stored)
     )
-
-
-def _with_reports(flattened: Flattened, reports: tuple[str, ...]) -> Flattened:
-    from dataclasses import replace
-
-    return replace(flattened, reports=reports) if reports else flattened
 
 
 def _check_paths(leaves: Leaves) -> None:
@@ -158,15 +162,8 @@ def _check_paths(leaves: Leaves) -> None:
 
 
 def _fingerprint(leaves: Leaves) -> str:
-    mark = hashlib.blake2b(digest_size=16)
-    for spec, device in zip(leaves.specs, leaves.devices, strict=True):
-        mark.update(
-            repr((spec.path, spec.dtype, spec.shape, spec.private, _device_name(device))).encode(
-                "utf-8", "surrogatepass"
-            )
-        )
-    return mark.hexdigest()
-
-
-def _device_name(device: Device) -> str:
-    return device.name
+    rows = [
+        (spec.path, spec.dtype, spec.shape, spec.private, device.name)
+        for spec, device in zip(leaves.specs, leaves.devices, strict=True)
+    ]
+    return hashlib.blake2b(repr(rows).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

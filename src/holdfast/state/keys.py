@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from holdfast.errors import CorruptionError
@@ -13,12 +14,15 @@ from holdfast.state.writer import Writer
 
 
 def spelled(key: Json) -> str:
-    return json.dumps(key, sort_keys=True)
+    return encode_basestring_ascii(key) if type(key) is str else json.dumps(key, sort_keys=True)
 
 
 def spell(key: Any) -> str:
-    node = key if type(key) is str and key.isascii() else Writer(None).closed(key, "a key")
-    return spelled(node)
+    return spelled(key_node(key))
+
+
+def key_node(key: Any) -> Json:
+    return key if type(key) is str and key.isascii() else Writer(None).closed(key, "a key")
 
 
 def key_thunk(plan: Restorer, node: Json, known: Mapping[str, Any], path: str) -> Thunk:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Geometry(NamedTuple):
@@ -25,6 +29,55 @@ def first_of_each(addresses: Sequence[int], geometries: Sequence[Geometry]) -> l
         seen.setdefault((address, geometry), position)
         for position, (address, geometry) in enumerate(zip(addresses, geometries, strict=True))
     ]
+
+
+class Arrangement:
+    """How the leaves of one state lie towards each other: which are the same memory, and that no others share a byte.
+
+    `firsts` are those of `first_of_each`, of the leaves before `boundary` and of those behind it.
+    """
+
+    def __init__(self, geometries: Sequence[Geometry], firsts: Sequence[int], boundary: int) -> None:
+        count = len(geometries)
+        extents = np.fromiter((one.extent for one in geometries), np.int64, count)
+        names = {name: number for number, name in enumerate(dict.fromkeys(one.space for one in geometries))}
+        spaces = np.fromiter((names[one.space] for one in geometries), np.int64, count)
+        first: Column = np.asarray(firsts, np.int64)
+        own = first == np.arange(count)
+        self._aliases: Column = np.flatnonzero(~own)
+        self._targets: Column = first[self._aliases]
+        self._stored: Column = np.flatnonzero(own & (extents > 0))
+        self._extents: Column = extents[self._stored]
+        self._spaces: Column = spaces[self._stored]
+        empty = np.flatnonzero(extents == 0).tolist()
+        # Leaves of no bytes lie nowhere: their addresses say only which of them are the same object.
+        self._empty = [
+            (positions, [geometries[position] for position in positions], [firsts[position] for position in positions])
+            for positions in ([one for one in empty if one < boundary], [one for one in empty if one >= boundary])
+            if positions
+        ]
+
+    def holds(self, addresses: Sequence[int]) -> bool:
+        """Whether leaves at these addresses are the same as one another exactly where they were, and none overlap.
+
+        False where a closer look is needed; never true for an arrangement that is another.
+        """
+        at: Column = np.fromiter(addresses, np.int64, len(addresses))
+        for positions, geometries, firsts in self._empty:
+            found = first_of_each([addresses[position] for position in positions], geometries)
+            if [positions[place] for place in found] != firsts:
+                return False
+        if not np.array_equal(at[self._aliases], at[self._targets]):
+            return False
+        return _apart(at[self._stored], self._extents, self._spaces)
+
+
+def _apart(begins: Column, extents: Column, spaces: Column) -> bool:
+    """Whether no two of these ranges, none of them empty, share a byte of one space."""
+    order = np.lexsort((begins, spaces))
+    begin, space = begins[order], spaces[order]
+    ends = begin + extents[order]
+    return not bool(((space[1:] == space[:-1]) & (begin[1:] < ends[:-1])).any())
 
 
 def overlaps(

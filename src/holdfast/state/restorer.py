@@ -22,6 +22,8 @@ from holdfast.state.selection import Selection
 from holdfast.state.writer import owners
 
 Thunk = Callable[[], Any]
+_Held = tuple[int, str, Callable[[], Geometry]]
+"""Memory of the target: the leaf that goes there, the path, and what the memory looks like."""
 
 
 class _Absent:
@@ -74,13 +76,19 @@ class Restorer:
         self._base = 0
         self._end = 0
         self._sinks: dict[int, list[Sink]] = {}
-        self._memory: dict[tuple[int, Geometry], tuple[int, str]] = {}
+        self._memory: dict[int, _Held] = {}
+        """Address -> what of the target was met there first."""
+        self._others: dict[int, dict[Geometry, _Held]] = {}
+        """Address -> everything that was met there, where that is several things."""
         self._bases: dict[tuple[int, str], Any] = {}
         self._views: dict[str, Any] = {}
         self._actions: list[tuple[int, str, Callable[[], Any]]] = []
         self._owners: dict[int, tuple[Any, str]] | None = None
         self._tree: Json = None
         self._places: dict[str, tuple[int, str]] | None = None
+        from holdfast.state.rebuild import value
+
+        self._planned = value
 
     # -- the checkpoint's side -------------------------------------------------------------------------------
 
@@ -110,7 +118,8 @@ class Restorer:
 
     def spec(self, node: Json, path: str) -> tuple[int, LeafSpec]:
         """The number (over shared and private leaves) and spec of the leaf that a leaf or alias node means."""
-        number = self._base + number_of(node, self._end - self._base, path)
+        base = self._base
+        number = base + number_of(node, self._end - base, path)
         return number, self._specs[number]
 
     def words(self, node: Json) -> str:
@@ -147,16 +156,28 @@ class Restorer:
             self.skipped.append(path)
         return taken
 
-    def want(self, number: int, sink: Sink, path: str, memory: tuple[int, Geometry] | None) -> None:
-        """Leaf `number` goes to `sink`. `memory` is that of an existing target: filled once, and from one leaf only."""
-        if memory is not None:
-            self.restored.append(path)
-            held = self._memory.setdefault(memory, (number, path))
+    def want(self, number: int, sink: Sink) -> None:
+        """Leaf `number` goes to `sink`."""
+        held = self._sinks.get(number)
+        if held is None:
+            self._sinks[number] = [sink]
+        else:
+            held.append(sink)
+
+    def want_existing(self, number: int, sink: Sink, path: str, address: int, geometry: Callable[[], Geometry]) -> None:
+        """Leaf `number` goes to what the target has at `path`: filled once, and from one leaf only. `geometry` is asked
+        where something else of the target lies at the same address."""
+        self.restored.append(path)
+        entry = (number, path, geometry)
+        first = self._memory.setdefault(address, entry)
+        if first is not entry:
+            others = self._others.setdefault(address, {first[2](): first})
+            held = others.setdefault(geometry(), entry)
             if held[0] != number:
                 self.mismatched.append(f"{path}: one tensor with {held[1]} in the target, two in the checkpoint")
-            if held != (number, path):
+            if held is not entry:
                 return
-        self._sinks.setdefault(number, []).append(sink)
+        self.want(number, sink)
 
     def mismatch(self, value: Any, path: str, theirs: str, ours: str) -> Thunk:
         self.mismatched.append(f"{path or ROOT}: {theirs} in the checkpoint, {ours} in the target")
@@ -170,15 +191,11 @@ class Restorer:
 
     def rebuild(self, node: Json, path: str, like: Any = ABSENT) -> Thunk:
         """Plans a new value; `like` only offers classes that the checkpoint cannot name for itself."""
-        from holdfast.state.rebuild import value
-
-        return value(self, node, like, path, False)
+        return self._planned(self, node, like, path, False)
 
     def value(self, node: Json, like: Any, path: str) -> Thunk:
         """Plans restoring `like` in its place."""
-        from holdfast.state.rebuild import value
-
-        return value(self, node, like, path, True)
+        return self._planned(self, node, like, path, True)
 
     @contextmanager
     def on(self, device: Any) -> Iterator[None]:
@@ -213,7 +230,7 @@ class Restorer:
         key = (number, f"{framework} {where}")
         if key not in self._bases:
             self._bases[key], sink = adapter.allocate(spec, node, where)
-            self._sinks.setdefault(number, []).append(sink)
+            self.want(number, sink)
         return self._bases[key]
 
     def _framework(self, node: Json, path: str) -> tuple[registry.Adapter, str]:

@@ -74,6 +74,16 @@ class Leaves:
     numbers: list[int] = field(default_factory=list)
     """The leaf number of each, or of the one that it aliases."""
 
+    def firsts(self) -> list[int]:
+        """For each leaf met, the position of the one that is stored: its own, where it is no alias."""
+        stored: list[int] = []
+        found: list[int] = []
+        for position, number in enumerate(self.numbers):
+            if number == len(stored):
+                stored.append(position)
+            found.append(stored[number])
+        return found
+
 
 class Writer:
     """One walk over a state. `root` is what optimizers' parameters are looked up in."""
@@ -89,7 +99,10 @@ class Writer:
         self._open: set[int] = set()
         self._private = False
         self._inline = False
-        self._first: dict[tuple[int, Geometry], int] = {}
+        self._first: dict[int, int] = {}
+        """Address -> position of the leaf that was met there first."""
+        self._others: dict[int, dict[Geometry, int]] = {}
+        """Address -> number of every leaf that was met there, where there are several."""
         self._owners: dict[int, tuple[Any, str]] | None = None
         self._base = 0
 
@@ -100,10 +113,17 @@ class Writer:
         self._private = True
         self._base = self.count
         self._first.clear()
+        self._others.clear()
 
     def encode(self, value: Any, path: str) -> Json:
         """The node of any value. Unserialisable, naming the path, for what has none."""
         kind = type(value)
+        if self._replaying and not self._inline and self._cursor < len(self.script):
+            step = self.script[self._cursor]
+            # What the walk below would come to as well: no type of a framework is an atom or a container.
+            if step.kind is kind and step.path == path and registry.registered(kind) is None and step.refresh:
+                self._cursor += 1
+                return step.refresh(value, self)
         encoder = ENCODERS.get(kind)
         if encoder is not None:
             try:
@@ -232,18 +252,27 @@ class Writer:
         if '#k:{"!":"str"' in where:
             raise Unserialisable(f"{where}: a key with a lone surrogate cannot name a tensor", subject=where)
         leaves = self.leaves
+        position, number = len(leaves.sources), self.count
         leaves.sources.append(source)
         leaves.addresses.append(address)
         leaves.geometries.append(geometry)
-        known = self._first.setdefault((address, geometry), self.count)
-        if known != self.count:
-            leaves.numbers.append(known)
-            return {"!": "alias", "n": known - self._base, **about}
-        leaves.numbers.append(known)
+        if self._first.setdefault(address, position) != position:
+            number = self._among_others(address, geometry)
+        leaves.numbers.append(number)
+        if number != self.count:
+            return {"!": "alias", "n": number - self._base, **about}
         leaves.specs.append(LeafSpec(where, spec[0], spec[1], self._private))
         leaves.devices.append(device)
         self.count += 1
-        return {"!": "leaf", "n": known - self._base, **about}
+        return {"!": "leaf", "n": number - self._base, **about}
+
+    def _among_others(self, address: int, geometry: Geometry) -> int:
+        """The number of the leaf that is this very memory, where some leaf lies at this address already."""
+        found = self._others.get(address)
+        if found is None:
+            first = self._first[address]
+            found = self._others[address] = {self.leaves.geometries[first]: self.leaves.numbers[first]}
+        return found.setdefault(geometry, self.count)
 
     def again(self, source: Any, address: int) -> None:
         """A leaf met again, in the place it had at first."""

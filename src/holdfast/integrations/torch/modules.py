@@ -133,11 +133,12 @@ def encode(module: nn.Module, path: str, writer: Writer) -> tuple[Json, Refresh]
         tensors.check(one.value, where)
         pairs.append([one.name, tensors.dense_leaf(one.value, where, writer)])
     node = {**said, "i": pairs}
-    looks = tensors.Looks([one.value for one in found])
+    values = [one.value for one in found]
+    looks = tensors.Looks(values)
 
     def refresh(again: nn.Module, replay: Writer) -> Json:
         cells.check(again)
-        looks.again(replay)
+        looks.again(replay, values)
         return node
 
     return node, refresh

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +36,9 @@ SPARSE: Final = {
 _LAYOUTS: Final = {name: layout for layout, (name, _) in SPARSE.items()}
 _NAMES: Final = {kind: name for name, kind in TORCH_DTYPES.items() if name in DTYPES and str(kind) == f"torch.{name}"}
 
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types that are what they seem; any other may compute what it holds, or hold nothing yet."""
+
 
 def dtype_name(tensor: torch.Tensor, path: str) -> str:
     name = _NAMES.get(tensor.dtype)
@@ -48,29 +53,26 @@ def dtype_name(tensor: torch.Tensor, path: str) -> str:
 
 def geometry(tensor: torch.Tensor) -> Geometry:
     """What tells two views of one address apart: type, shape, strides, conjugate and negative bits."""
-    strides, shape = tensor.stride(), tensor.shape
-    if tensor.is_contiguous():
-        extent = tensor.nbytes
-    elif tensor.numel():
-        reach = sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
-        extent = tensor.element_size() * (1 + reach)
-    else:
-        extent = 0
-    special = tensor.is_conj() or tensor.is_neg()
+    return _geometry((tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()))
+
+
+_Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device, bool, bool]
+
+
+@lru_cache(maxsize=4096)
+def _geometry(form: _Form) -> Geometry:
+    dtype, shape, strides, device, conjugate, negative = form
+    reach = sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
     return Geometry(
-        device_of(tensor).space,
-        extent,
-        (tensor.dtype, shape, strides, (tensor.is_conj(), tensor.is_neg()) if special else None),
+        str(device),
+        0 if 0 in shape else dtype.itemsize * (1 + reach),
+        (dtype, shape, strides, (conjugate, negative) if conjugate or negative else None),
     )
 
 
 def address(tensor: torch.Tensor) -> int:
     """Where the first element lies; an empty tensor lies nowhere and is only the same as itself."""
     return tensor.data_ptr() or id(tensor)
-
-
-def memory(tensor: torch.Tensor) -> tuple[int, Geometry] | None:
-    return (address(tensor), geometry(tensor)) if tensor.numel() else None
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -85,18 +87,15 @@ def check(tensor: torch.Tensor, path: str) -> None:
         raise Unserialisable(
             f"{where}: a meta tensor has no values to save", subject=path, hint="materialise the model first"
         )
-    if is_lazy(tensor):
+    if kind not in _PLAIN and is_lazy(tensor):
         raise Unserialisable(
             f"{where}: a lazy parameter that is not initialised yet", subject=path, hint="run one forward first"
         )
-    if tensor.is_nested or tensor.layout not in (torch.strided, *SPARSE):
+    if tensor.is_nested or (tensor.layout is not torch.strided and tensor.layout not in SPARSE):
         raise Unserialisable(
             f"{where}: a tensor of layout {tensor.layout} has no representation", subject=path, hint="save it dense"
         )
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind not in (
-        torch.nn.Parameter,
-        torch.nn.Buffer,
-    ):
+    if kind not in _PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise Unserialisable(
             f"{where}: {type_name(kind)} computes what it holds",
             subject=path,
@@ -107,13 +106,15 @@ def check(tensor: torch.Tensor, path: str) -> None:
 def about(tensor: torch.Tensor) -> Json:
     """What a leaf's node says beside its number."""
     said: dict[str, Json] = {"as": "torch"}
-    if isinstance(tensor, torch.nn.Parameter):
-        said["param"] = True
-    elif isinstance(tensor, torch.nn.Buffer):
-        said["buffer"] = True
+    # A buffer is a Tensor that says so itself; asking every tensor by isinstance costs more than copying it.
+    if type(tensor) is not torch.Tensor or tensor.__dict__:
+        if isinstance(tensor, torch.nn.Parameter):
+            said["param"] = True
+        elif isinstance(tensor, torch.nn.Buffer):
+            said["buffer"] = True
     if tensor.requires_grad:
         said["grad"] = True
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         said["device"] = tensor.device.type
     return said
 
@@ -125,27 +126,28 @@ def encode(tensor: torch.Tensor, path: str, writer: Writer) -> tuple[Json, Refre
     if tensor.layout is not torch.strided:
         return _sparse_node(tensor, path, writer), lambda again, replay: _sparse_node(again, path, replay)
     node = dense_leaf(tensor, path, writer)
-    known = look(tensor)
+    kind, known = type(tensor), look(tensor)
 
     def refresh(again: torch.Tensor, replay: Writer) -> Json:
-        if look(again) != known:
+        if type(again) is not kind or look(again) != known:
             raise Changed
-        replay.again(again, address(again))
+        replay.again(again, again.data_ptr() or id(again))
         return node
 
     return node, refresh
 
 
 def dense_leaf(tensor: torch.Tensor, path: str, writer: Writer) -> Json:
-    spec = (dtype_name(tensor, path), tuple(tensor.shape))
-    device, place = device_of(tensor), address(tensor)
+    shape = tensor.shape
+    spec = (_NAMES.get(tensor.dtype) or dtype_name(tensor, path), tuple(shape))
+    device = device_of(tensor)
+    place = tensor.data_ptr() or id(tensor)
     return writer.leaf(path, about(tensor), spec, tensor, device=device, address=place, geometry=geometry(tensor))
 
 
 def look(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Everything of a dense tensor that its leaf depends on, its address and values apart."""
+    """Everything of a dense tensor that its leaf depends on, its type, address and values apart."""
     return (
-        type(tensor),
         tensor.dtype,
         tensor.shape,
         tensor.stride() if tensor.layout is torch.strided else tensor.layout,
@@ -158,7 +160,7 @@ def look(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def is_subclass(tensor: torch.Tensor) -> bool:
     """Whether a tensor is made of other tensors, and says how."""
-    return bool(is_traceable_wrapper_subclass(tensor))
+    return type(tensor) not in _PLAIN and bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_dense(value: Any) -> bool:
@@ -166,35 +168,35 @@ def is_dense(value: Any) -> bool:
 
 
 class Looks:
-    """Many dense tensors at once: whether each still is what it was, at well under a microsecond each."""
+    """Many dense tensors at once: whether each still is what it was, at well under a microsecond each.
+
+    They are not held: what the state replaces is to be freed.
+    """
 
     def __init__(self, values: Sequence[torch.Tensor]) -> None:
         self._known = [
-            (one, address(one), one.shape, one.stride(), one.dtype, one.requires_grad, one.device) for one in values
+            (weakref.ref(one), address(one), type(one), one.layout, look(one), one.shape, one.stride())
+            for one in values
         ]
-        self._values = values
 
-    def again(self, replay: Writer, values: Iterable[torch.Tensor] | None = None) -> None:
+    def again(self, replay: Writer, values: Iterable[torch.Tensor]) -> None:
         """Tells the leaves to `replay`, in order. Raises Changed where a tensor differs in more than its values."""
         sources, addresses = replay.leaves.sources, replay.leaves.addresses
-        present = self._values if values is None else values
-        for now, (known, place, shape, stride, dtype, grad, device) in zip(present, self._known, strict=True):
-            if now is not known and not _alike(now, known):
-                raise Changed
+        for now, (known, place, kind, layout, seen, shape, stride) in zip(values, self._known, strict=True):
             here = now.data_ptr() or id(now)
-            if here != place and now.device != device:
-                raise Changed
-            if now.shape != shape or now.stride() != stride or now.dtype is not dtype or now.requires_grad is not grad:
+            if here != place or known() is not now:
+                # Another object, or another memory behind the same one: everything may differ.
+                if type(now) is not kind or now.layout is not layout or look(now) != seen:
+                    raise Changed
+            elif (
+                now.shape != shape
+                or now.stride() != stride
+                or now.dtype is not seen[0]
+                or now.requires_grad is not seen[4]
+            ):
                 raise Changed
             sources.append(now)
             addresses.append(here)
-
-
-def _alike(now: Any, known: torch.Tensor) -> bool:
-    """Whether another object can stand where `known` stood, its shape and place apart."""
-    if type(now) is not type(known) or now.layout is not known.layout or now.device != known.device:
-        return False
-    return bool(now.is_conj() == known.is_conj() and now.is_neg() == known.is_neg())
 
 
 def _parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -245,15 +247,19 @@ def _subclass_node(tensor: torch.Tensor, path: str, writer: Writer) -> Json:
 class TensorSink:
     """An existing or new tensor that a leaf's bytes go into."""
 
+    __slots__ = ("_buffer", "_tensor")
+
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = tensor
+        self._buffer: Buffer | None = None
 
     @property
     def buffer(self) -> Buffer | None:
-        tensor = self._tensor
-        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return None
-        return bytes_of(tensor)
+        if self._buffer is None:
+            tensor = self._tensor
+            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                self._buffer = bytes_of(tensor)
+        return self._buffer
 
     def fill(self, data: Buffer) -> None:
         with torch.no_grad():
@@ -262,12 +268,13 @@ class TensorSink:
 
 
 def bytes_of(tensor: torch.Tensor) -> Buffer:
-    """The bytes of a contiguous tensor in host memory, not copied. The array keeps the tensor alive."""
-    if not tensor.numel():
+    """The bytes of a contiguous tensor in host memory, not copied. The array keeps that memory alive."""
+    nbytes = tensor.nbytes
+    if not nbytes:
         return np.empty(0, np.uint8)
-    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]
-    flat: Buffer = np.ndarray((tensor.nbytes,), np.uint8, memory)  # type: ignore[arg-type]
+    memory = (ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr())
+    memory.storage = tensor.untyped_storage()  # type: ignore[attr-defined]
+    flat: Buffer = np.ndarray((nbytes,), np.uint8, memory)  # type: ignore[arg-type]
     return flat
 
 
@@ -297,7 +304,7 @@ def restore(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> 
     if kind not in LEAVES:
         return restorer.mismatch(tensor, path, restorer.words(node), words(tensor))
     number, spec = restorer.spec(node, path)
-    if TORCH_DTYPES.get(spec.dtype) is not tensor.dtype or spec.shape != tuple(tensor.shape):
+    if TORCH_DTYPES.get(spec.dtype) is not tensor.dtype or spec.shape != tensor.shape:
         return restorer.mismatch(tensor, path, f"{spec.dtype} {list(spec.shape)}", words(tensor))
     if tensor.is_meta:
         from holdfast.integrations.torch.meta import materialise
@@ -307,9 +314,12 @@ def restore(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> 
         restorer.notes.append(
             f"{path}: requires_grad was {bool(node.get('grad'))} when saved and is {tensor.requires_grad}"
         )
-    restorer.want(number, TensorSink(tensor), path, memory(tensor))
-    if not tensor.numel():
+    sink = TensorSink(tensor)
+    if 0 in spec.shape:
         restorer.restored.append(path)
+        restorer.want(number, sink)
+    else:
+        restorer.want_existing(number, sink, path, tensor.data_ptr(), lambda: geometry(tensor))
     return lambda: tensor
 
 
