@@ -12,22 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.crashpoints import crashpoint
-from holdfast.engine.arenas import STEPS_IN_WINDOW, ArenaHolder
-from holdfast.engine.chunks import ChunkTable, Digester
+from holdfast.engine.arenas import ArenaHolder
+from holdfast.engine.chunks import Digester
 from holdfast.engine.content import Filling, PackContent, WriterGone
 from holdfast.engine.handle import Save
+from holdfast.engine.planned import Planner, SavePlan
 from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable
 from holdfast.events import Captured, Committed, Emitter, PackWritten, Progress, SaveFailedEvent, SaveStarted, Warned
-from holdfast.image.arena import Arena
-from holdfast.image.capture import Capturer
-from holdfast.image.layout import Layout, plan_layout
 from holdfast.model.checkpoint import Index, Json, Manifest, PackEntry, Receipt
 from holdfast.model.names import CheckpointId
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.commit import abort, begin, commit
 from holdfast.repo.content import content_digest
 from holdfast.repo.deadline import within
-from holdfast.repo.layout import index_file
+from holdfast.repo.layout import begin_name, index_file
 from holdfast.repo.packs import put_index
 from holdfast.repo.repository import Repo, now_text
 from holdfast.repo.unfinished import free
@@ -35,6 +33,7 @@ from holdfast.state.contract import Flattened
 
 SMALL_OBJECTS_BYTES = 4 << 20
 """Room that is asked for beside the packs: index, manifest, begin.json, notes."""
+COMMITTING = "committing"
 CHECK_S = 60.0
 """How long the training thread waits for the one listing that tells whether it still owns the run."""
 
@@ -52,22 +51,11 @@ class About:
 
 
 @dataclass(slots=True)
-class _Plan:
-    """What one structure of state needs at each save; made once for each fingerprint."""
-
-    fingerprint: str
-    layout: Layout
-    chunks: ChunkTable
-    capturer: Capturer
-    arena: Arena
-
-
-@dataclass(slots=True)
 class _Job:
     """One save under way."""
 
     save: Save
-    plan: _Plan
+    plan: SavePlan
     flattened: Flattened
     about: About
     filling: Filling
@@ -108,8 +96,8 @@ class Saver:
         self._rank = rank
         self._on_end = on_end
         self._make_room = make_room
-        self._arenas = ArenaHolder(repo.id, run, rank, budget=memory_budget, lasting=lasting)
-        self._plan: _Plan | None = None
+        arenas = ArenaHolder(repo.id, run, rank, budget=memory_budget, lasting=lasting)
+        self._planner = Planner(arenas, repo.chunk_bytes, self._emitter, rank=rank)
         self._thread: threading.Thread | None = None
         self.current: Save | None = None
 
@@ -126,7 +114,7 @@ class Saver:
     def prewarm(self, flattened: Flattened) -> float:
         """Plans and takes the memory that a save of this state needs; returns the seconds it took."""
         began = time.perf_counter()
-        self._prepare(flattened)
+        self._planner.plan(flattened)
         return time.perf_counter() - began
 
     def save(self, flattened: Flattened, step: int, *, wait: bool, about: About, handle: Save | None = None) -> Save:
@@ -139,7 +127,7 @@ class Saver:
         began = time.perf_counter()
         attempt = self._claimed()
         within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
-        plan = self._prepare(flattened)
+        plan = self._planner.plan(flattened)
         save = handle or self.plan_save(step, reason=about.reason)
         save.bytes = sum(pack.length for pack in plan.layout.packs)
         filling = Filling(plan.arena.window)
@@ -150,12 +138,16 @@ class Saver:
         self.current = save
         self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
         save.state = "capturing"
-        if wait:
+        if overlapped:
             self._start(job)
+            ended = True
             try:
                 self._capture(job, overlapped=True)
+            except WriterGone:
+                pass  # what made it fail is in the handle
             finally:
-                ended = save.join()
+                if wait:
+                    ended = save.join()
             if not ended:
                 raise save.stuck()
         else:
@@ -179,30 +171,11 @@ class Saver:
     def close(self) -> None:
         """Gives the memory back, unless a hung writer still reads it."""
         if not self.busy:
-            self._plan = None
-            self._arenas.release()
+            self._planner.release()
 
     def _claimed(self) -> Attempt:
         assert self.attempt is not None, "a save needs a claimed attempt"
         return self.attempt
-
-    def _prepare(self, flattened: Flattened) -> _Plan:
-        if self._plan is not None and self._plan.fingerprint == flattened.fingerprint:
-            return self._plan
-        layout = plan_layout(flattened.specs, rank=self._rank)
-        self._plan = None
-        arena = self._arenas.acquire(layout.nbytes, step=self.repo.chunk_bytes)
-        capturer = Capturer(flattened, layout, arena)
-        if arena.window is not None:
-            step = max(capturer.largest_step(flattened), self.repo.chunk_bytes)
-            if STEPS_IN_WINDOW * step > arena.window:
-                arena = self._arenas.acquire(layout.nbytes, step=step)
-                capturer = Capturer(flattened, layout, arena)
-        if arena.note:
-            self._emitter.emit(Warned(f"the image lies in {arena.kind}: {arena.note}"))
-        chunks = ChunkTable(layout, self.repo.chunk_bytes)
-        self._plan = _Plan(flattened.fingerprint, layout, chunks, capturer, arena)
-        return self._plan
 
     def _capture(self, job: _Job, *, overlapped: bool) -> None:
         def progress(filled: int) -> None:
@@ -290,7 +263,7 @@ class Saver:
         try:
             if not job.begun:
                 return True
-            if not abort(self.repo, save.id, save.save_id):
+            if not self._abort(job, error):
                 if isinstance(error, StoreUnreliable):
                     return True  # visible, and perhaps not durable: never reported as committed
                 self.repo.store.settle(save.id.manifest)
@@ -302,6 +275,20 @@ class Saver:
                 Warned(f"what {save.id} left behind stays until the next claim: {trouble.message}", str(save.id))
             )
         return True
+
+    def _abort(self, job: _Job, error: BaseException) -> bool:
+        """As `abort`. On a full disk the mark may not fit; then what was written goes without one, for a save that
+        never began to commit, or found no room for its manifest, cannot commit late: its only writer is here."""
+        save, store = job.save, self.repo.store
+        try:
+            return abort(self.repo, save.id, save.save_id)
+        except StoreFull:
+            in_doubt = save.phase == COMMITTING and not isinstance(error, StoreFull)
+            if in_doubt or self.repo.mark(save.id) is not None:
+                raise
+            store.delete([f"{save.id.directory}/{name}" for name in job.names])
+            store.delete([begin_name(save.id)])
+            return True
 
     def _write(self, job: _Job) -> None:
         save, layout, repo = job.save, job.plan.layout, self.repo
@@ -321,7 +308,7 @@ class Saver:
         receipt, entry = put_index(repo, save.id, index)
         receipts = [*job.receipts, receipt]
         crashpoint("packs and indexes durable, manifest not yet")
-        save.phase = "committing"
+        save.phase = COMMITTING
         manifest = Manifest(
             id=save.id,
             save_id=save.save_id,

@@ -59,8 +59,8 @@ class Capturer:
         self.layout = layout
         self.arena = arena
         self.fingerprint = flattened.fingerprint
-        # A quarter of a window each: being filled, filled, being digested, being written.
-        self._step = BATCH_BYTES if arena.window is None else min(BATCH_BYTES, arena.window // 4)
+        # A window holds four steps (being filled, filled, being digested, being written), headers among them.
+        self._step = BATCH_BYTES if arena.window is None else min(BATCH_BYTES, arena.window // 8)
         self._groups = _bind(flattened, layout, arena.buffer)
         self._batches: list[_Batch] | None = None
 
@@ -103,7 +103,7 @@ class Capturer:
         for batch in self._in_order():
             if (cut := self._cuttable(batch, sources)) is not None:
                 leaf = self._groups[cut[0]].leaves[cut[1]]
-                largest = max(largest, int(self.layout.start[leaf]) - at + max(self._cut(cut)[1:], default=0))
+                largest = max(largest, int(self.layout.start[leaf]) - at + self._cut(cut)[1])
             else:
                 largest = max(largest, batch.end - at)
             at = batch.end
@@ -232,7 +232,7 @@ def _batches(groups: Sequence[Sequence[int]], layout: Layout, step: int) -> list
         owner[np.asarray(leaves, np.int64)] = number
     done = np.zeros(len(groups), np.int64)
     found: list[_Batch] = []
-    for first, stop in _runs(layout.length[layout.order].tolist(), step):
+    for first, stop in _runs(layout.length[layout.order].tolist(), layout.pack[layout.order].tolist(), step):
         members = layout.order[first:stop]
         upto = done + np.bincount(owner[members], minlength=len(groups))
         rows = tuple((group, int(done[group]), int(upto[group])) for group in np.flatnonzero(upto > done).tolist())
@@ -241,11 +241,11 @@ def _batches(groups: Sequence[Sequence[int]], layout: Layout, step: int) -> list
     return found
 
 
-def _runs(lengths: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
-    """Runs of positions whose lengths sum to at most `step`, or of one longer position."""
+def _runs(lengths: Sequence[int], packs: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
+    """Runs of positions in one pack whose lengths sum to at most `step`, or of one longer position."""
     first = filled = 0
     for position, length in enumerate(lengths):
-        if position > first and filled + length > step:
+        if position > first and (filled + length > step or packs[position] != packs[first]):
             yield first, position
             first, filled = position, 0
         filled += length

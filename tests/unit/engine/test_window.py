@@ -1,0 +1,129 @@
+"""Saves through a window: a state larger than the memory that saving may use."""
+
+from __future__ import annotations
+
+import errno
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast import every
+from holdfast.engine import arenas
+from holdfast.errors import SaveFailed, StoreFull
+from holdfast.events import Event, Warned
+from holdfast.repo.repository import Repo
+from holdfast.store.backends.local import LocalStore
+from holdfast.store.backends.operating_system import OperatingSystem
+from holdfast.store.registry import open_store
+from holdfast.upkeep.verify import assert_whole
+
+MIB = 1 << 20
+
+
+def state() -> dict[str, Any]:
+    generator = np.random.default_rng(3)
+    return {"w": generator.random(3 * MIB // 8), "many": {str(n): generator.random(n) for n in range(300)}, "step": 7}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return (
+        bool(np.array_equal(one["w"], other["w"]))
+        and all(np.array_equal(one["many"][name], other["many"][name]) for name in one["many"])
+        and one["step"] == other["step"]
+    )
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_i9_a_state_beyond_the_budget_goes_out_piece_by_piece(tmp_path: Path, wait: bool) -> None:
+    one = state()
+    said: list[str] = []
+
+    class Listening:
+        def emit(self, event: Event) -> None:
+            if isinstance(event, Warned):
+                said.append(event.message)
+
+    with holdfast.Checkpointer(tmp_path, one, save=every(steps=1), memory_budget=MIB, sinks=[Listening()]) as ckpt:
+        for _ in ckpt.steps(3):
+            one["w"][:] += 1
+            ckpt.save(wait=wait)
+    assert any("through 1.0 MiB" in text for text in said), said
+    assert same(holdfast.load(tmp_path).state, one)
+    assert_whole(Repo.open(open_store(tmp_path)))
+
+
+def test_a_single_save_takes_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "WINDOW_BYTES", MIB)
+    taken: list[int | None] = []
+    acquire = arenas.acquire_window
+
+    def watched(nbytes: int, window: int) -> Any:
+        taken.append(window)
+        return acquire(nbytes, window)
+
+    monkeypatch.setattr(arenas, "acquire_window", watched)
+    one = state()
+    holdfast.save(one, tmp_path)
+    assert taken == [MIB]
+    assert same(holdfast.load(tmp_path).state, one)
+
+
+def test_a_leaf_that_cannot_be_cut_asks_for_a_larger_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "WINDOW_BYTES", MIB)
+    taken: list[int] = []
+    acquire = arenas.acquire_window
+
+    def watched(nbytes: int, window: int) -> Any:
+        taken.append(window)
+        return acquire(nbytes, window)
+
+    monkeypatch.setattr(arenas, "acquire_window", watched)
+    turned = np.arange(MIB // 8, dtype=np.float64).reshape(512, -1).T
+    one = {"turned": turned, "w": np.ones(2 * MIB)}
+    holdfast.save(one, tmp_path)
+    assert np.array_equal(holdfast.load(tmp_path).state["turned"], turned)
+    with pytest.raises(SaveFailed, match=re.compile(r"piece by piece.*budget is 1\.0 MiB", re.S)):
+        holdfast.Checkpointer(tmp_path, one, run="tight", memory_budget=MIB)
+
+
+class FullAt(OperatingSystem):
+    """A disk that takes no more from one offset on."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+
+    def pwrite(self, descriptor: int, buffers: Any, offset: int) -> int:
+        if offset >= self.offset:
+            raise OSError(errno.ENOSPC, "full")
+        return super().pwrite(descriptor, buffers, offset)
+
+
+def test_a_disk_that_fills_up_behind_the_window_fails_the_save_and_not_the_next(tmp_path: Path) -> None:
+    disk = FullAt(2 * MIB)
+    store = LocalStore(str(tmp_path), filesystem=disk)
+    one = state()
+    with holdfast.Checkpointer(store, one, save=every(steps=1), memory_budget=MIB, on_error="warn") as ckpt:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step in ckpt.steps(2):
+                if step == 1:
+                    disk.offset = 1 << 40
+                one["w"][:] += 1
+                handle = ckpt.save(wait=False)
+        assert handle is not None
+    assert_whole(Repo.open(open_store(tmp_path)))
+    loaded = holdfast.load(tmp_path)
+    assert loaded.step == 2
+    assert same(loaded.state, one)
+
+
+def test_a_single_save_on_a_disk_that_fills_up_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "WINDOW_BYTES", MIB)
+    with pytest.raises((SaveFailed, StoreFull), match=r"full|space"):
+        holdfast.save(state(), LocalStore(str(tmp_path), filesystem=FullAt(MIB + MIB // 2)))
+    assert list(tmp_path.rglob("*.safetensors")) == []
