@@ -270,9 +270,8 @@ def _print(document: dict[str, Any], result: Result) -> None:
     for name, values in result.seconds.items():
         if values:
             middle = float(np.median(values))
-            print(
-                f"  {name:42s} {middle * 1e3:10.1f} ms {result.bytes / middle / 1e9:8.2f} GB/s   ({len(values)} rounds)"
-            )
+            speed = f"{result.bytes / middle / 1e9:8.2f} GB/s" if result.sized else ""
+            print(f"  {name:42s} {middle * 1e3:10.1f} ms {speed}   ({len(values)} rounds)")
     for name, values in result.memory.items():
         if values:
             print(f"  {name:60s} {float(np.median(values)) / (1 << 20):10.1f} MiB   ({len(values)} rounds)")

@@ -158,8 +158,10 @@ def main() -> None:
         result.facts["lost_s"] = {
             name: [round(part, 4) for part in median_interval(seconds[name])] for name in lost.values()
         }
-        result.judge(Target("lost <= 2.0 memcpy", own, "memcpy", at_most=2.0, of_medians=True))
-        result.judge(Target(">= 4 times less than dcp.async_save, thread", thread, own, at_least=4.0, of_medians=True))
+        result.judge(Target("memcpys lost to a save <= 2.0", own, "memcpy", at_most=2.0, of_medians=True))
+        result.judge(
+            Target("times less lost than to dcp.async_save, thread >= 4", thread, own, at_least=4.0, of_medians=True)
+        )
         report(result, options, place)
         peers.end_group()
 

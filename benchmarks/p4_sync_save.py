@@ -101,9 +101,11 @@ def main() -> None:
         result.facts["raw_piece_mib"] = piece >> 20
         if peers.has_torch_checkpointing():
             result.facts["torch_checkpointing"] = "without its direct I/O, whose buffers are not aligned: EINVAL here"
-        result.judge(Target("raw write >= 90 % of ours", "raw O_DIRECT write", own.name, at_least=0.90))
-        result.judge(Target(">= 2 times torch.save + fsync", "torch.save + fsync", own.name, at_least=2.0))
-        result.judge(Target(">= 1.5 times dcp.save", "dcp.save", own.name, at_least=1.5))
+        result.judge(
+            Target("share of the raw direct write's speed >= 0.90", "raw O_DIRECT write", own.name, at_least=0.90)
+        )
+        result.judge(Target("times faster than torch.save + fsync >= 2", "torch.save + fsync", own.name, at_least=2.0))
+        result.judge(Target("times faster than dcp.save >= 1.5", "dcp.save", own.name, at_least=1.5))
         report(result, options, place)
 
 

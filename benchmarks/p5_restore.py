@@ -115,10 +115,14 @@ def main() -> None:
         result.facts["cache"] = f"cold: {reading.how}" if reading.cold else "hot: each file read once before"
         result.facts["raw_piece_mib"] = reading.piece >> 20
         if reading.cold:
-            result.judge(Target("cold >= 90 % of raw read", "raw O_DIRECT read", "holdfast.load", at_least=0.90))
+            result.judge(
+                Target(
+                    "share of the raw direct read's speed >= 0.90", "raw O_DIRECT read", "holdfast.load", at_least=0.90
+                )
+            )
         else:
-            result.judge(Target("hot <= 1.4 memcpy", "holdfast.load", "memcpy", at_most=1.4))
-        result.judge(Target(">= 2 times dcp.load", "dcp.load", "holdfast.load", at_least=2.0))
+            result.judge(Target("memcpys that a hot restore takes <= 1.4", "holdfast.load", "memcpy", at_most=1.4))
+        result.judge(Target("times faster than dcp.load >= 2", "dcp.load", "holdfast.load", at_least=2.0))
         report(result, options, place)
 
 
