@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import errors, exitcodes
+from holdfast.cli.plainhelp import PlainCommand
 
 COMMANDS = ("ls", "show", "verify", "restore", "rm", "undelete", "keep", "tag", "gc", "demo", "certify", "bench")
 """Each is the function of its own name in the module of its own name."""
@@ -19,8 +20,10 @@ COMMANDS = ("ls", "show", "verify", "restore", "rm", "undelete", "keep", "tag", 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-def application() -> typer.Typer:
-    """The commands, put together. Plain help: it reads the same in every terminal, and costs no import of rich."""
+def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
+    """The commands, put together; of `names` only, as each costs a look at all its options.
+
+    Plain help: it reads the same in every terminal, and costs no import of rich."""
     app = typer.Typer(
         name="holdfast",
         help="Looks after checkpoints of deep-learning training: what is there, whether it is whole, getting it out.",
@@ -39,9 +42,9 @@ def application() -> typer.Typer:
         context_settings=SETTINGS,
     )
     app.callback()(_root)
-    for name in COMMANDS:
+    for name in names:
         module = importlib.import_module(f"holdfast.cli.{name}")
-        app.command(name, epilog=module.EXAMPLES, context_settings=SETTINGS)(getattr(module, name))
+        app.command(name, cls=PlainCommand, epilog=module.EXAMPLES, context_settings=SETTINGS)(getattr(module, name))
     return app
 
 
@@ -50,8 +53,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _never_fail_to_encode()
     try:
-        application()(args=words, prog_name="holdfast")
-    except KeyboardInterrupt:
+        known = words[:1] if words and words[0] in COMMANDS else COMMANDS
+        sys.exit(application(known)(args=words, prog_name="holdfast", standalone_mode=False))
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - the edge: what is no HoldfastError is told as a fault of ours
         own = words[: words.index("--")] if "--" in words else words  # what follows is another command's

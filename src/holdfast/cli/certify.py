@@ -41,8 +41,8 @@ def certify(  # noqa: PLR0917 - options; nobody passes them by position
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND...", help="What trains, as in a shell.", show_default=False)
     ],
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps until it is saved and killed.")] = 10,
-    more: Annotated[int, typer.Option("--more", min=1, help="Steps after that, resumed.")] = 10,
+    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps until it is saved and killed.")] = 10,
+    more: Annotated[int, typer.Option("--more", min=1, metavar="N", help="Steps after that, resumed.")] = 10,
     patience: Annotated[
         float, typer.Option("--patience", min=1, metavar="SECONDS", help="How long to wait for a step, or a start.")
     ] = 600.0,

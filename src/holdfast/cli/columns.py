@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-import typer
 
 from holdfast.cli import output
+from holdfast.cli.output import Style
 
 GAP = "  "
-Style = Literal["", "damaged", "gone"]
 
 
 @dataclass(slots=True)
@@ -35,17 +31,16 @@ class Columns:
     def print(self, indent: str = GAP) -> None:
         """Writes to stdout; in colour where that is a terminal and nobody objects."""
         shown = self._fitting(output.width() - len(indent))
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         wide = [self._width(place) for place in shown]
         for cells, style in [(self.titles, ""), *self.rows]:
             parts = [
-                cells[place].rjust(width) if self.titles[place] in self.right else cells[place].ljust(width)
+                " " * (width - output.cells(cells[place])) + cells[place]
+                if self.titles[place] in self.right
+                else output.padded(cells[place], width)
                 for place, width in zip(shown, wide, strict=True)
             ]
-            text = (indent + GAP.join(parts)).rstrip()
-            if colour and style:
-                text = typer.style(text, fg="red" if style == "damaged" else None, dim=style == "gone")
-            sys.stdout.write(text + "\n")
+            text = GAP.join(parts).rstrip()
+            output.line(indent + output.styled(text, style, sys.stdout), cleaned=True)
 
     def _fitting(self, width: int) -> list[int]:
         """The places of the columns that are shown: those with something in them, as far as there is room."""
@@ -60,4 +55,4 @@ class Columns:
         return sum(self._width(place) for place in shown) + len(GAP) * (len(shown) - 1)
 
     def _width(self, place: int) -> int:
-        return max(len(self.titles[place]), *(len(cells[place]) for cells, _ in self.rows))
+        return max(len(self.titles[place]), *(output.cells(cells[place]) for cells, _ in self.rows))

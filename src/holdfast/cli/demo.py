@@ -27,17 +27,22 @@ DIFFERENT = 12
 
 
 def demo(  # noqa: PLR0917 - options; nobody passes them by position
-    kills: Annotated[int, typer.Option("--kills", min=1, max=10_000, help="How often to kill the training.")] = 8,
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Steps of training.")] = 240,
-    save_every: Annotated[int, typer.Option("--save-every", min=1, help="Steps from save to save.")] = 10,
-    seed: Annotated[int, typer.Option("--seed", help="Chooses the moments of the kills.")] = 0,
+    kills: Annotated[
+        int, typer.Option("--kills", min=1, max=10_000, metavar="N", help="How often to kill the training.")
+    ] = 8,
+    steps: Annotated[int, typer.Option("--steps", min=2, metavar="N", help="Steps of training.")] = 240,
+    save_every: Annotated[int, typer.Option("--save-every", min=1, metavar="N", help="Steps from save to save.")] = 10,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Chooses the moments of the kills.")] = 0,
     keep: Annotated[
-        Path | None, typer.Option("--keep", help="Leave checkpoints, events and output in this new or empty directory.")
+        Path | None,
+        typer.Option(
+            "--keep", metavar="DIR", help="Leave checkpoints, events and output in this new or empty directory."
+        ),
     ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Train a small GPT, kill it again and again, and show that it ends in the same state as if nobody had.
+    """Train a small GPT, kill it again and again, and compare how it ends.
 
     Trains on the sources of Python's own standard library, twice: once untouched, once killed with SIGKILL at random
     moments, during saves and between them, and started again. Then compares both final states in every bit. Needs

@@ -6,22 +6,42 @@ import sys
 import traceback
 
 from holdfast.cli import output
-from holdfast.errors import CorruptionError, HoldfastError
+from holdfast.errors import CorruptionError, HoldfastError, UsageError
 
 
 def report(error: BaseException, *, debug: bool, as_json: bool) -> int:
     """Says what went wrong, and returns the exit status."""
     sys.stdout.flush()
+    refused = _refused(error)
+    if isinstance(refused, str):
+        output.story(refused)
+        return UsageError.exit_code
+    error = refused or error
     if debug:
         traceback.print_exception(error)
     message, subject, hint, code = _parts(error)
     if as_json:
         body = {"error": type(error).__name__, "message": message, "subject": subject, "hint": hint, "exit_code": code}
         output.document("error", body)
-    output.story(f"error: {message}")
+    output.story(f"{output.styled('error:', 'damaged', sys.stderr)} {output.clean_lines(message)}", cleaned=True)
     if hint is not None:
         output.story(f"hint: {hint}")
     return code
+
+
+def _refused(error: BaseException) -> UsageError | str | None:
+    """A command line that cannot be parsed, as an error of ours; as text the help that answers a bare `holdfast`.
+
+    Told by what it has, not by its class: that lies in other modules from version to version of typer.
+    """
+    if not hasattr(error, "format_message") or isinstance(error, HoldfastError):
+        return None
+    message = str(error.format_message())
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return message
+    message = (message[:1].lower() + message[1:]).removesuffix(".").replace("(Possible", "(possible")
+    context = getattr(error, "ctx", None)
+    return UsageError(message, hint=f"{context.command_path if context is not None else 'holdfast'} --help")
 
 
 def _parts(error: BaseException) -> tuple[str, str | None, str | None, int]:

@@ -50,6 +50,8 @@ def gc(
         report = execute(repo, plan)
         if not json:
             output.line(_done(report))
+            if report.marked and not report.deleted:
+                output.story(f"hint: what is marked is deleted by the first gc after {grace:g} h")
     if json:
         output.document("gc", {"where": repo.url, "dry_run": dry_run, **_plan_json(plan), "done": _report_json(report)})
 
@@ -78,10 +80,13 @@ def _print(plan: GcPlan) -> None:
         output.line("nothing to free")
         return
     waiting = len(plan.garbage) - due - new
-    output.line(
-        f"{count(due, 'save')} to delete ({size(plan.bytes)}), {new} to mark, {waiting} waiting, "
-        f"{count(len(plan.odds), 'leftover')} to delete"
-    )
+    parts = [
+        f"{count(due, 'save')} to delete ({size(plan.bytes)})" if due else "",
+        f"{count(new, 'save')} to mark" if new else "",
+        f"{count(waiting, 'save')} waiting" if waiting else "",
+        f"{count(len(plan.odds), 'leftover')} to delete" if plan.odds else "",
+    ]
+    output.line(", ".join(filter(None, parts)))
 
 
 def _words(found: Garbage) -> str:
@@ -100,8 +105,12 @@ def _done(report: GcReport) -> str:
     from holdfast.report.measures import count, size
 
     lines = [f"{id} was spared: {reason}" for id, reason in report.spared]
-    freed = f"{count(len(report.deleted), 'save')} deleted, {size(report.bytes)} freed"
-    lines.append(f"{freed}; {len(report.marked)} marked, {count(report.odds, 'leftover')} deleted")
+    parts = [
+        f"{count(len(report.deleted), 'save')} deleted, {size(report.bytes)} freed" if report.deleted else "",
+        f"{count(len(report.marked), 'save')} marked" if report.marked else "",
+        f"{count(report.odds, 'leftover')} deleted" if report.odds else "",
+    ]
+    lines.append(", ".join(filter(None, parts)) or "nothing was left to do")
     return "\n".join(lines)
 
 

@@ -14,12 +14,16 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
 from holdfast.model.names import CheckpointId
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+Style = Literal["", "damaged", "gone"]
+
+_STYLES: Final[Mapping[str, str]] = {"damaged": "\x1b[31m", "gone": "\x1b[2m"}
 
 UNLIMITED = 100_000
 PAGE = 100
@@ -33,14 +37,39 @@ def clean(text: str) -> str:
     return "".join(char if _is_shown(char) else _escaped(char) for char in text)
 
 
-def line(text: str = "") -> None:
-    """One or more lines of data."""
-    _write(sys.stdout, text)
+def clean_lines(text: str) -> str:
+    """`clean`, but line ends of ours stay."""
+    return "\n".join(map(clean, text.split("\n")))
 
 
-def story(text: str) -> None:
+def cells(text: str) -> int:
+    """Columns that `text` takes on a terminal: letters of East Asia take two, marks that combine none."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        2 if unicodedata.east_asian_width(char) in "WF" else 0 if unicodedata.combining(char) else 1 for char in text
+    )
+
+
+def padded(text: str, width: int) -> str:
+    return text + " " * (width - cells(text))
+
+
+def line(text: str = "", *, cleaned: bool = False) -> None:
+    """One or more lines of data. `cleaned`: it has been through `clean`, and holds colours of ours."""
+    _write(sys.stdout, text if cleaned else clean_lines(text))
+
+
+def story(text: str, *, cleaned: bool = False) -> None:
     """One or more lines for the person who waits."""
-    _write(sys.stderr, text)
+    _write(sys.stderr, text if cleaned else clean_lines(text))
+
+
+def styled(text: str, style: Style, stream: IO[str]) -> str:
+    """`text` in colour where `stream` is a terminal and nobody objects (NO_COLOR, TERM=dumb): red for what is damaged,
+    dim for what is gone. Both are legible on light and on dark."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    return text if plain or not style else f"{_STYLES[style]}{text}\x1b[0m"
 
 
 def document(name: str, body: Mapping[str, Any]) -> None:
@@ -86,21 +115,22 @@ def jsonable(value: Any) -> Any:
 
 def rows(pairs: Sequence[tuple[str, str]], indent: str = "  ") -> str:
     """Names and values in two columns; a value that is too long goes on below itself, between its words."""
-    wide = max((len(name) for name, _ in pairs), default=0)
+    pairs = [(clean(name), clean(value)) for name, value in pairs]
+    wide = max((cells(name) for name, _ in pairs), default=0)
     limit = width()
     room = max((limit if limit == UNLIMITED else min(limit, PAGE)) - len(indent) - wide - 2, 24)
     out = []
     for name, value in pairs:
         parts = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
         out += [
-            f"{indent}{first:<{wide}}  {part}".rstrip()
+            f"{indent}{padded(first, wide)}  {part}".rstrip()
             for first, part in zip([name, *[""] * (len(parts) - 1)], parts, strict=True)
         ]
     return "\n".join(out)
 
 
 def _write(stream: IO[str], text: str) -> None:
-    stream.write("\n".join(clean(row) for row in text.split("\n")) + "\n")
+    stream.write(text + "\n")
 
 
 def _is_shown(char: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.cli.output import cells, clean, padded
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.report.measures import count, size
@@ -120,12 +121,12 @@ def _key(key: Json) -> str:
 
 def columns(found: Sequence[Line]) -> list[str]:
     """The lines, aligned: name, what it is, bytes at the right of both."""
-    names = ["  " * line.depth + (line.name or "(the whole state)") for line in found]
-    wide = min(max((len(name) for name in names), default=0), 48)
-    what = min(max((len(line.what) for line in found if line.bytes is not None), default=0), 30)
+    names = ["  " * line.depth + (clean(line.name) or "(the whole state)") for line in found]
+    wide = min(max(map(cells, names), default=0), 48)
+    what = min(max((cells(clean(line.what)) for line in found if line.bytes is not None), default=0), 30)
     out = []
     for name, line in zip(names, found, strict=True):
-        text = f"  {name:<{wide}}  {line.what:<{what}}"
+        text = f"  {padded(name, wide)}  {padded(clean(line.what), what)}"
         if line.bytes is not None:
             text += f"  {size(line.bytes):>9}"
         out.append(text.rstrip())

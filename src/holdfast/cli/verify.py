@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from holdfast.model.names import CheckpointId
     from holdfast.repo.repository import Repo
     from holdfast.upkeep.findings import Finding, VerifyReport
+    from holdfast.upkeep.verify import VerifyPlan
 
 EXAMPLES = examples(
     "holdfast verify /data/checkpoints",
@@ -31,7 +33,7 @@ def verify(
     step: Annotated[
         str | None,
         typer.Option(
-            "--step", metavar="STEP", help="Only this one: a step, latest, or attempt/step such as a0007/500."
+            "--step", metavar="STEP", help="Only this one: a step, latest, a tag, or attempt/step such as a0007/500."
         ),
     ] = None,
     structure: Annotated[
@@ -54,7 +56,7 @@ def verify(
 
     repo = repository(where)
     plan = plan_verify(repo, _ids(repo, run, step), every_byte=not structure)
-    output.story(str(plan))
+    output.story(_plan_words(plan))
     bar = ProgressBar()
     try:
         report = execute(repo, plan, emitter=Emitter.of([bar]), note=note)
@@ -78,14 +80,22 @@ def _ids(repo: Repo, run: str | None, step: str | None) -> list[CheckpointId] | 
     if run is None:
         return None
     (found,) = listing(repo, run)
-    return sorted(row.id for row in found.rows if row.state == "committed" or (row.state == "damaged" and row.on_walk))
+    return sorted(row.id for row in found.rows if row.state in ("committed", "damaged"))
+
+
+def _plan_words(plan: VerifyPlan) -> str:
+    from holdfast.report.measures import count, size
+
+    how = f"every byte of {size(plan.bytes)}" if plan.every_byte else "structure only"
+    more = ", and everything else there" if plan.everything else ""
+    return f"verifying {count(len(plan.ids), 'checkpoint')} at {plan.where}: {how}{more}"
 
 
 def _print(report: VerifyReport) -> None:
     from holdfast.report.measures import count, seconds, size
 
     for finding in report.findings:
-        output.line(_words(finding))
+        output.line(_words(finding), cleaned=True)
     many = count(len(report.checked), "checkpoint")
     read = f"{size(report.bytes_read)} read in {seconds(report.seconds)}"
     if report.ok:
@@ -94,18 +104,20 @@ def _print(report: VerifyReport) -> None:
     damaged = report.damaged()
     wrong = count(len(report.errors), "error")
     which = f"{len(damaged)} of {many} DAMAGED" if damaged else f"{many} can be restored"
-    output.line(f"{which}; {wrong} ({read})")
+    output.line(f"{output.styled(which, 'damaged' if damaged else '', sys.stdout)}; {wrong} ({read})", cleaned=True)
 
 
 def _words(finding: Finding) -> str:
     """One finding: what is wrong, then where."""
-    head = "DAMAGED" if finding.severity == "error" else "note"
+    harm = finding.severity == "error"
+    head = output.styled("DAMAGED", "damaged", sys.stdout) if harm else "note   "
     subject = " ".join(part for part in (str(finding.id) if finding.id else "", finding.leaf or "") if part)
     place = finding.object or ""
     if finding.offset is not None:
         place += f" at byte {finding.offset}"
-    text = f"{head:<7}  {subject or place}: {finding.message}"
-    return f"{text}\n         in {place}" if subject and place and place not in finding.message else text
+    text = f"{head}  {output.clean(f'{subject or place}: {finding.message}')}"
+    more = subject and place and place not in finding.message
+    return f"{text}\n         in {output.clean(place)}" if more else text
 
 
 def _hint(repo: Repo, report: VerifyReport) -> None:

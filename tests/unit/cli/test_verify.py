@@ -9,7 +9,7 @@ def test_verify_whole(cli, made):
     assert cli("verify", made) == (
         0,
         "7 checkpoints: whole (1.17 MiB read in 1 ms)\n",
-        "verify 7 checkpoints at /ckpts: every byte of 1.2 MiB, and everything else there\n",
+        "verifying 7 checkpoints at /ckpts: every byte of 1.17 MiB, and everything else there\n",
     )
 
 

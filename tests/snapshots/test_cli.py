@@ -1,0 +1,282 @@
+"""All that the commands print, whole, in every way of being looked at, against the text files in `cli/`.
+
+`pytest tests/snapshots --update-snapshots` writes them anew; the difference is to be read like any other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli.application import COMMANDS
+from snapshots import fixed
+from snapshots.screen import Shown, on_pipes, on_terminal
+
+HERE = Path(__file__).parent / "cli"
+RULES = (
+    (re.compile(r"\bin \d[\d.]* (?:us|ms|s|min \d+ s)(?=[\s);.]|$)", re.M), "in <duration>"),
+    (re.compile(r'"(seconds|left_s)": \d[\d.e-]*'), r'"\1": "<seconds>"'),
+    (re.compile(r"^holdfast \d+\.\d+\S*$", re.M), "holdfast <version>"),
+)
+"""What no fixed clock and no fixed id can make equal; everything else is compared as it is."""
+
+EVERY = "wide narrow pipes json"
+
+Prepare = Callable[[Path], None]
+
+
+def nothing(where: Path) -> None:
+    """Leaves everything as it was made."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line, in a copy of the fixed places, after `prepare`. `ways`: see `looks`."""
+
+    name: str
+    words: tuple[str, ...]
+    prepare: Prepare = nothing
+    answer: bytes = b""
+    ways: str = "wide json"
+
+    @property
+    def changes(self) -> bool:
+        """Whether it needs places of its own."""
+        return self.prepare is not nothing or (not self.looks_only and "--help" not in self.words)
+
+    @property
+    def looks_only(self) -> bool:
+        return not self.words or self.words[0] in ("ls", "show", "verify", "--help", "--version")
+
+
+def case(name: str, line: str, prepare: Prepare = nothing, **more: Any) -> Case:
+    return Case(name, tuple(line.split()), prepare, **more)
+
+
+def damaged(where: Path) -> None:
+    """One bit of the newest pack, and one manifest that is none."""
+    pack = where / "checkpoints/runs/gpt/a0002/step-00000007/rank-00000.safetensors"
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    (where / "checkpoints/runs/gpt/a0001/step-00000006/manifest.json").write_bytes(b"?")
+
+
+def all_damaged(where: Path) -> None:
+    for pack in where.glob("checkpoints/runs/gpt/*/*/rank-00000.safetensors"):
+        pack.write_bytes(pack.read_bytes()[:5000])
+
+
+def removed(where: Path) -> None:
+    from holdfast.model.names import CheckpointId
+    from holdfast.repo.repository import Repo
+    from holdfast.store.registry import open_store
+    from holdfast.upkeep import remove
+
+    repo = Repo.open(open_store(where / "checkpoints"))
+    with fixed.fixed_identity():
+        remove.execute(repo, remove.plan_remove(repo, [CheckpointId("gpt", 1, 2)]))
+
+
+def marked_by_gc(where: Path) -> None:
+    from holdfast.repo.repository import Repo
+    from holdfast.store.registry import open_store
+    from holdfast.upkeep import gc
+
+    removed(where)
+    repo = Repo.open(open_store(where / "checkpoints"))
+    with fixed.fixed_identity():
+        gc.execute(repo, gc.plan_gc(repo))
+
+
+def newer_format(where: Path) -> None:
+    from holdfast.model import canonical
+
+    path = where / "checkpoints/holdfast.json"
+    values = json.loads(path.read_bytes())
+    del values["digest"]
+    path.write_bytes(canonical.seal({**values, "format": 2}))
+
+
+def there_already(where: Path) -> None:
+    (where / "out.safetensors").write_bytes(b"mine")
+
+
+CASES = (
+    case("ls", "ls checkpoints", ways=EVERY),
+    case("ls_colour", "ls checkpoints", damaged, ways="colour"),
+    case("ls_damaged", "ls checkpoints --run gpt", damaged),
+    case("ls_removed", "ls checkpoints --run gpt", removed),
+    case("ls_one_run", "ls checkpoints --run small"),
+    case("ls_hostile_names", "ls hostile", ways=f"{EVERY} colour"),
+    case("ls_empty", "ls new", ways="wide pipes json"),
+    case("ls_no_repository", "ls empty", ways="wide narrow pipes json"),
+    case("ls_repository_nearby", "ls .", ways="wide json"),
+    case("ls_no_such_run", "ls checkpoints --run gtp", ways="wide json"),
+    case("ls_newer_format", "ls checkpoints", newer_format, ways="wide json"),
+    case("ls_bad_url", "ls s3://bucket/checkpoints", ways="wide json"),
+    case("show", "show checkpoints --run gpt", ways=EVERY),
+    case("show_depth", "show checkpoints --run gpt --depth 1", ways="wide narrow"),
+    case("show_one_leaf", "show checkpoints --run small", ways="wide"),
+    case("show_hostile_names", "show hostile", ways=f"{EVERY} colour"),
+    case("show_which_run", "show checkpoints", ways="wide json"),
+    case("show_no_such_step", "show checkpoints --run gpt --step 3", ways="wide json"),
+    case("show_no_step", "show checkpoints --run gpt --step three", ways="wide json"),
+    case("verify", "verify checkpoints", ways=EVERY),
+    case("verify_structure", "verify checkpoints --run gpt --structure", ways="wide"),
+    case("verify_damaged", "verify checkpoints --run gpt", damaged, ways=f"{EVERY} colour"),
+    case("verify_empty", "verify new", ways="wide json"),
+    case("restore", "restore checkpoints out.safetensors --run gpt"),
+    case("restore_part", "restore checkpoints w.safetensors --run gpt --include model --strip model/", ways="wide"),
+    case("restore_damaged", "restore checkpoints out.safetensors --run gpt", damaged, ways=EVERY),
+    case("restore_all_damaged", "restore checkpoints out.safetensors --run gpt", all_damaged, ways="wide narrow json"),
+    case("restore_there_already", "restore checkpoints out.safetensors --run gpt", there_already, ways="wide json"),
+    case("restore_other_kind", "restore checkpoints out.ckpt --run gpt", ways="wide"),
+    case("restore_nothing_chosen", "restore checkpoints out.safetensors --run gpt --include modle", ways="wide"),
+    case("rm", "rm checkpoints gpt/a0001/2 gpt/a0001/8 --yes", ways="wide narrow pipes"),
+    case("rm_json", "rm checkpoints gpt/a0001/2 --yes", ways="json"),
+    case("rm_asks_yes", "rm checkpoints gpt/a0001/2", answer=b"y\n", ways="wide colour"),
+    case("rm_asks_no", "rm checkpoints gpt/a0001/2", answer=b"\n", ways="wide"),
+    case("rm_no_terminal", "rm checkpoints gpt/a0001/2", ways="pipes json"),
+    case("rm_dry_run", "rm checkpoints gpt/a0001/2 gpt/a0002/7 --dry-run"),
+    case("rm_refused", "rm checkpoints gpt/a0001/6 --yes", ways="wide narrow json"),
+    case("undelete", "undelete checkpoints gpt/a0001/2", removed),
+    case("undelete_dry_run", "undelete checkpoints 2 --run gpt --dry-run", removed, ways="wide json"),
+    case("undelete_not_removed", "undelete checkpoints gpt/a0001/4", removed, ways="wide json"),
+    case("undelete_nothing", "undelete checkpoints gpt/a0001/3", removed, ways="wide"),
+    case("gc_nothing", "gc checkpoints"),
+    case("gc_marks", "gc checkpoints", removed),
+    case("gc_waits", "gc checkpoints --dry-run", marked_by_gc),
+    case("gc_frees", "gc checkpoints --grace 0 --yes", marked_by_gc),
+    case("gc_no_terminal", "gc checkpoints --grace 0", marked_by_gc, ways="pipes"),
+    case("version", "--version", ways="wide"),
+    case("help", "--help", ways="wide narrow colour"),
+    case("no_command", "", ways="wide pipes"),
+    case("no_such_command", "lst checkpoints", ways="wide json colour"),
+    case("no_such_option", "ls checkpoints --rnu gpt", ways="wide narrow json"),
+    case("no_place", "ls", ways="wide json"),
+    case("wrong_value", "gc checkpoints --grace soon", ways="wide json"),
+    *(case(f"help_{name}", f"{name} --help", ways="narrow") for name in COMMANDS),
+)
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("data")
+    fixed.make(where / "checkpoints")
+    fixed.make_hostile(where / "hostile")
+    fixed.make_empty(where / "new")
+    (where / "empty").mkdir()
+    for name in COMMANDS:  # here once, and not in each child that is forked
+        importlib.import_module(f"holdfast.cli.{name}")
+    for name in ("gc", "inspection", "remove", "retention", "undelete", "verify"):
+        importlib.import_module(f"holdfast.upkeep.{name}")
+    return where
+
+
+@pytest.fixture
+def shown(places: Path, tmp_path: Path) -> Callable[[Case, str], Shown]:
+    """Runs a case in one of the ways, each time in places of its own."""
+
+    def run(one: Case, way: str) -> Shown:
+        where = places
+        if one.changes:
+            where = tmp_path / way
+            shutil.copytree(places, where)
+            one.prepare(where)
+        prepare = lambda: fixed.show_fixed_places(where)  # noqa: E731
+        match way:
+            case "wide" | "narrow":
+                columns = 120 if way == "wide" else 60
+                found = on_terminal(
+                    one.words, columns=columns, where=where, prepare=prepare, answer=one.answer, NO_COLOR="1"
+                )
+            case "colour":
+                found = on_terminal(one.words, columns=120, where=where, prepare=prepare, answer=one.answer)
+            case "pipes":
+                found = on_pipes(one.words, where=where, prepare=prepare)
+            case "json":
+                found = on_pipes((*one.words, "--json"), where=where, prepare=prepare)
+            case _:
+                raise AssertionError(way)
+        return replace(found, stdout=settled(found.stdout, where), stderr=settled(found.stderr, where))
+
+    return run
+
+
+LOOKS = {
+    "wide": "a terminal of 120 columns, NO_COLOR",
+    "narrow": "a terminal of 60 columns, NO_COLOR",
+    "colour": "a terminal of 120 columns, in colour",
+    "pipes": "no terminal",
+    "json": "no terminal, --json",
+}
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+def test_what_is_printed(one: Case, shown: Callable[[Case, str], Shown], pytestconfig: pytest.Config) -> None:
+    text = "\n".join(section(one, way, shown(one, way)) for way in one.ways.split())
+    path = HERE / f"{one.name}.txt"
+    if pytestconfig.getoption("--update-snapshots"):
+        path.write_text(text)
+    assert path.exists(), f"no snapshot {path.name}: write it with --update-snapshots, and read it"
+    assert text == path.read_text()
+
+
+def test_no_snapshot_is_left_over() -> None:
+    assert {path.stem for path in HERE.iterdir()} == {one.name for one in CASES}
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+def test_manners(one: Case) -> None:
+    """What holds for every output, read from the snapshots."""
+    for way, lines, status in sections((HERE / f"{one.name}.txt").read_text()):
+        errors = [line for line in lines if line.startswith(("! error:", "error:"))]
+        hints = [place for place, line in enumerate(lines) if line.removeprefix("! ").startswith("hint:")]
+        assert len(errors) <= 1
+        assert not errors or status != 0
+        assert not hints or hints == [len(lines) - 1], "a hint is the last line"
+        if way == LOOKS["json"]:
+            data = "\n".join(line for line in lines if not line.startswith("!"))
+            assert re.fullmatch(r"holdfast\.[a-z]+/1", json.loads(data)["schema"])
+        if way != LOOKS["colour"]:
+            assert "\\x1b[" not in "".join(lines).replace("\\x1b[31mred\\x1b[0m", ""), "colour where none was asked for"
+
+
+def settled(text: str, where: Path) -> str:
+    text = text.replace(str(where), fixed.PLACE)
+    for pattern, instead in RULES:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def section(one: Case, way: str, found: Shown) -> str:
+    """One way of looking; lines of stderr are marked where the streams are apart; controls are spelled out."""
+    words = " ".join(("holdfast", *one.words, *(["--json"] if way == "json" else [])))
+    lines = [f"{line}" for line in visible(found.stdout)] + [f"! {line}" for line in visible(found.stderr)]
+    return "\n".join([f"$ {words}    # {LOOKS[way]}", *lines, f"[exit status {found.status}]", ""])
+
+
+def visible(text: str) -> list[str]:
+    spelled = "".join(char if char == "\n" or char >= " " else char.encode("unicode_escape").decode() for char in text)
+    return spelled.removesuffix("\n").split("\n") if spelled else []
+
+
+def sections(text: str) -> Iterator[tuple[str, list[str], int]]:
+    lines: list[str] = []
+    way = ""
+    for line in text.splitlines():
+        if line.startswith("$ holdfast"):
+            way, lines = line.rpartition("    # ")[2], []
+        elif line.startswith("[exit status "):
+            yield way, lines, int(line.removeprefix("[exit status ").removesuffix("]"))
+        else:
+            lines.append(line)
