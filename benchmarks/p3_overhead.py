@@ -39,12 +39,12 @@ import holdfast
 WIDTH = 1024
 LAYER_BYTES = 3 * 4 * WIDTH * WIDTH
 """Of one layer's weight and AdamW's two moments."""
-ROUNDS = 15
+ROUNDS = 12
 NONE = "no save"
 
 
 def options_of_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--block-s", type=float, default=4.0, help="seconds that a block without a save takes")
+    parser.add_argument("--block-s", type=float, default=3.0, help="seconds that a block without a save takes")
     parser.add_argument("--batch", type=int, default=64, help="rows of a batch (default 64)")
 
 
