@@ -40,7 +40,7 @@ def gather_facts(repo: Repo, run: str, *, metrics: bool = True) -> list[Checkpoi
             id=id,
             walk=line.get(id),
             metrics=logged,
-            verified=note == "verified",
+            verified=note == "verified" and not damaged,
             suspect=damaged or note == "suspect",
             created_s=created_s,
             pinned=any(ref.id == id and ref.kind == "pin" for ref in refs),
@@ -97,13 +97,16 @@ def _needed_elsewhere(repo: Repo, run: str) -> Iterator[tuple[CheckpointId, str]
     for other in repo.runs():
         if other == run or not _forked_from(repo, other, run):
             continue
-        line = walk(repo, other)
-        for place, id in enumerate(line):
-            state = standing(repo, id)
+        fallback = True
+        for place, id in enumerate(walk(repo, other)):
+            state = "suspect" if _manifest_says(repo, id)[0] else standing(repo, id)
             if id.run == run and place == 0:
                 yield id, f"what latest means in run {other!r}"
             elif id.run == run and state == "verified":
                 yield id, f"the last one verified that run {other!r} has"
+            elif id.run == run and state != "suspect" and fallback:
+                yield id, f"the newest not known to be damaged that run {other!r} has"
+            fallback = fallback and state == "suspect"
             if state == "verified":
                 break
 

@@ -245,3 +245,42 @@ def test_i2_i7_a_retention_that_dies_anywhere_is_finished_by_the_next_claim(worl
     for id in ids[:2]:
         assert world.names(id.directory) in ([], [id.manifest])
     assert_whole(world.repo)
+
+
+def test_i7_what_a_fork_would_fall_back_to_stays(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3, 4)]
+    world.claim("other", parent=ids[2])
+    add_note(world.repo, ids[2], "suspect", {})
+    retain(world, attempt)
+    # Latest of the fork is known to be damaged: a restore of it goes on to the one below.
+    assert there(world) == [(1, 2), (1, 3), (1, 4)]
+
+
+def test_i7_one_verified_before_its_manifest_was_damaged_is_not_the_last_verified(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3)]
+    for id in ids[:2]:
+        add_note(world.repo, id, "verified", {})
+    world.flip(ids[1].manifest)
+    retain(world, attempt)
+    assert (1, 1) in there(world)
+
+
+def test_retain_by_somebody_who_does_not_train(world):
+    from holdfast.errors import RunInUse
+    from holdfast.upkeep.retention import preview
+    from holdfast.upkeep.retention import retain as apply
+
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3)]
+    assert [id.step for id in preview(world.repo, "MAIN", keep.latest(1)).dropped] == [1, 2]
+    with pytest.raises(RunInUse):
+        apply(world.repo, "main", keep.latest(1))
+    assert there(world) == [(1, 1), (1, 2), (1, 3)]
+    world.die(attempt)
+    plan, removed = apply(world.repo, "main", keep.latest(1))
+    assert (plan.attempt, removed) == (2, tuple(ids[:2]))
+    assert there(world) == [(1, 3)] and latest(world.repo, "main") == ids[2]
+    assert apply(world.repo, "main", keep.latest(1))[1] == ()
+    assert world.repo.attempts("main") == [1, 2]
