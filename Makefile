@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format bench crash-campaign kill-campaign clean
+.PHONY: setup demo test lint format bench crash-campaign kill-campaign retention-campaign fault-campaign fuzz clean
 
 setup: $(STAMP)
 
@@ -56,6 +56,17 @@ crash-campaign: setup
 
 kill-campaign: setup
 	$(BIN)/python -m holdfast.demo.campaign --kills 200 --seed 100 --json $(RESULTS)/r2_kills.json
+
+fault-campaign: setup
+	$(BIN)/python -m holdfast.testing.faulty_disk --seed 1 --json $(RESULTS)/r4_faults.json
+
+# Five minutes over all readers of bytes; the corpus that it begins with is tests/attacks.
+fuzz: setup
+	$(BIN)/python -m pip install --quiet -e '.[fuzz]'
+	$(BIN)/python -m holdfast.testing.fuzz --seconds 300 --json $(RESULTS)/r6_fuzz.json
+
+retention-campaign: setup
+	$(BIN)/python -m holdfast.testing.retention_histories --histories 20000 --seed 1 --json $(RESULTS)/r7_retention.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
