@@ -35,8 +35,8 @@ class FileSystemFacts:
 
 
 def check_place(where: str, nbytes: int) -> Path:
-    """The directory to measure in. UsageError if it is none, or if memory cannot hold a state of `nbytes` and its image;
-    StoreFull if they do not fit there. Nothing has been written then."""
+    """The directory to measure in. UsageError if it is none, or if memory cannot hold a state of `nbytes` and its
+    image; StoreFull if they do not fit there. Nothing has been written then."""
     if "://" in where and not where.startswith("file://"):
         raise UsageError(f"{where} is no directory of this machine", subject=where, hint="holdfast bench /a/directory")
     path = Path(os.path.realpath(os.path.expanduser(where.removeprefix("file://"))))
