@@ -34,6 +34,9 @@ _SEAL: Final = b',"digest":"'
 TAIL: Final = len(_SEAL) + 32 + len(b'"}')
 """Bytes of the seal, the closing brace included."""
 _NOT_SHAPE: Final = bytes(byte for byte in range(256) if byte not in b'"[]{} \t\r\n')
+_DIGITS: Final = bytes(ord("0") if chr(byte) in "0123456789" else byte for byte in range(256))
+_LONG: Final = b"0" * 16
+_MINUS_NOUGHT: Final = re.compile(rb"-0(?:[,\]}]|\Z)")
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 _QUIET_NAN: Final = 0x7FF8000000000000
 _TAGGED_NAN: Final = re.compile(r"nan:[0-9a-f]{16}")
@@ -54,7 +57,8 @@ def loads(data: bytes) -> Json:
     """
     _check_shape(data)
     try:
-        return _DECODER.decode(data.decode("ascii"))
+        text = data.decode("ascii")
+        return _usual(data, text) if _has_usual_integers(data) else _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, CorruptionError):
             raise
@@ -172,6 +176,27 @@ def _check_shape(data: bytes) -> None:
     depth = np.cumsum(np.int64(0x5C) - brackets)
     if depth.size and int(depth.max()) > MAX_DEPTH:
         raise CorruptionError(f"not canonical JSON: nested deeper than {MAX_DEPTH} levels")
+
+
+def _has_usual_integers(data: bytes) -> bool:
+    """Whether no integer can be beyond 2^53 or minus nought, so that none need be looked at."""
+    return _MINUS_NOUGHT.search(data) is None and _LONG not in data.translate(_DIGITS)
+
+
+def _usual(data: bytes, text: str) -> Json:
+    """As the strict decoder reads it, for a text whose integers are usual: keys are counted in the bytes and in what
+    came of them, and only where the two differ is each object looked at."""
+    objects: list[dict[str, Json]] = []
+
+    def remember(found: dict[str, Json]) -> dict[str, Json]:
+        objects.append(found)
+        return found
+
+    decoder = json.JSONDecoder(object_hook=remember, parse_float=_float, parse_constant=_constant, strict=True)
+    value = decoder.decode(text)
+    plain = _ESCAPE.sub(b"", data) if b"\\" in data else data
+    # Each key ends in these two bytes; a string that begins with a colon only makes the count too high.
+    return value if sum(map(len, objects)) == plain.count(b'":') else _DECODER.decode(text)
 
 
 def _object(pairs: Sequence[tuple[str, Json]]) -> dict[str, Json]:

@@ -17,6 +17,9 @@ from holdfast.repo.treetext import TreeText
 from holdfast.state.collector import collector_paused
 from holdfast.state.nodes import LEAVES, kind_of, leaf_nodes, number_of
 
+LOOKS = 64
+"""Leaves that are looked up one by one: for more it is quicker to read the whole tree."""
+
 
 class Outline:
     """One rank's view of a checkpoint. The digests of manifest and index have been checked, and so has every row.
@@ -31,6 +34,7 @@ class Outline:
         self.table = table
         self._text = text
         self._quick: TreeText | None = None
+        self._looks = 0
         if text is not None:
             try:
                 self._quick = TreeText(*text)
@@ -43,12 +47,14 @@ class Outline:
 
     def find(self, path: str) -> tuple[int, Json] | None:
         """Row and node of the leaf or alias at `path`; None where there is none."""
-        if self._leaves is None and self._quick is not None:
+        if self._leaves is None and self._quick is not None and self._looks < LOOKS:
+            self._looks += 1
             node = self._quick.find(path)
             if node is not None and kind_of(node) in LEAVES:
                 return number_of(node, self.table.shared, path), node
         return self.leaves().get(path)
 
+    @collector_paused
     def leaves(self) -> dict[str, tuple[int, Json]]:
         """Row and node of every leaf and alias by path, in the order of the state; private ones last."""
         with self._lock:
@@ -56,7 +62,6 @@ class Outline:
                 self._leaves = self._gathered()
             return self._leaves
 
-    @collector_paused
     def _gathered(self) -> dict[str, tuple[int, Json]]:
         found: dict[str, tuple[int, Json]] = {}
         base, count = 0, self.table.shared
@@ -71,6 +76,7 @@ class Outline:
         """The manifest's tree, read strictly."""
         return self._whole().tree
 
+    @collector_paused
     def index(self) -> Index:
         """The index with its paths."""
         with self._lock:

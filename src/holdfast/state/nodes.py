@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -168,10 +169,8 @@ def _gather(node: Json, path: str, depth: int, found: list[tuple[str, Json]], se
     below = f"{path}/" if path else ""
     if kind in KEYED or kind in NAMED:
         pairs = _checked_pairs(node)
-        for key, child in pairs:
-            name = segments.get(key) if type(key) is str else None
-            if name is None:
-                name = _segment_of(key, segments, kind in NAMED)
+        names = _segments(pairs, segments, kind in NAMED)
+        for name, (_, child) in zip(names, pairs, strict=True):
             if type(child) is dict:
                 if child["!"] in LEAVES:
                     found.append((below + name, child))
@@ -209,13 +208,30 @@ def _checked_pairs(node: Json) -> list[list[Json]]:
     return pairs
 
 
-def _segment_of(key: Json, segments: dict[str, str], named: bool) -> str:
-    if type(key) is not str:
-        if named:
+def _segments(pairs: list[list[Json]], known: dict[str, str], named: bool) -> list[str]:
+    """The path segments of the pairs' keys."""
+    keys = [key for key, _ in pairs]
+    if len(keys) > _MANY and set(map(type, keys)) == {str} and "" not in keys:
+        every = "".join(keys)
+        if every.isascii() and _SPECIAL.search(every) is None:
+            return keys
+    names = []
+    for key in keys:
+        if type(key) is str:
+            name = known.get(key)
+            if name is None:
+                name = known[key] = segment(key)
+        elif named:
             raise _Unusual
-        return segment(key)
-    name = segments[key] = segment(key)
-    return name
+        else:
+            name = segment(key)
+        names.append(name)
+    return names
+
+
+_MANY: Final = 16
+_SPECIAL: Final = re.compile("[~/@#]")
+"""Characters that `escape` changes, wherever they stand."""
 
 
 def leaf_paths(tree: Json) -> list[str]:
@@ -224,9 +240,13 @@ def leaf_paths(tree: Json) -> list[str]:
     Strict: CorruptionError for a tree that `flatten` cannot have made (numbers that are not 0..n-1 once each, aliases
     of nothing, malformed nodes), DuplicatePath for two leaves at one path.
     """
+    nodes = leaf_nodes(tree)
+    numbers = [node.get("n") for _, node in nodes if node["!"] == "leaf"]
+    if numbers == list(range(len(nodes))) and {*map(type, numbers)} <= {int}:
+        return [where for where, _ in nodes]  # as `flatten` numbers them, where no two are tied
     found: dict[int, str] = {}
     aliases: list[tuple[str, Json]] = []
-    for where, node in leaf_nodes(tree):
+    for where, node in nodes:
         if node["!"] == "alias":
             aliases.append((where, node))
             continue
