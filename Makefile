@@ -25,6 +25,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --warn-unused-ignores tests/typing/public_surface.py tests/typing/wrong_use.py
+	$(BIN)/pyright --pythonpath $(BIN)/python -p tests/typing
 	$(BIN)/lint-imports
 
 format: setup

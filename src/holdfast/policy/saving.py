@@ -80,8 +80,9 @@ class SavePolicy(ABC):
         return Decision(False, "nothing asked for it") if reason is None else Decision(True, reason)
 
     @final
-    def __or__(self, other: object) -> SavePolicy:
-        if not isinstance(other, SavePolicy):
+    def __or__(self, other: SavePolicy) -> SavePolicy:
+        second: object = other  # a checker refuses what is none; not everybody runs one
+        if not isinstance(second, SavePolicy):
             raise UsageError(
                 f"{self!r} | {other!r} does not combine: the second one does not say when to save",
                 hint="combine every(...), on.end(), on.improve(...) and the like with |; keep.latest(n) goes to keep=",

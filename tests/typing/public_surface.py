@@ -1,0 +1,150 @@
+"""What a type checker has to understand of everything in `holdfast.__all__`. Read by mypy and pyright; never run.
+
+`holdfast` loads its names when they are first asked for; a checker has to see through that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, assert_type
+
+import numpy as np
+
+import holdfast
+from holdfast import every, keep, on
+from holdfast.api.leaves import Leaf
+from holdfast.api.loops import Batches, Epochs, Steps
+from holdfast.events import Event
+from holdfast.model.names import CheckpointId
+from holdfast.policy.keeping import KeepPolicy
+from holdfast.policy.saving import SavePolicy
+
+
+def policies() -> None:
+    assert_type(every(steps=200), SavePolicy)
+    assert_type(every(steps=200, minutes=2.5, epochs=1), SavePolicy)
+    assert_type(every(minutes=10) | on.end() | on.signal(), SavePolicy)
+    assert_type(on.improve("val_loss", mode="max", by="5%") | on.drop("loss", by=0.1), SavePolicy)
+    assert_type(keep.latest(3), KeepPolicy)
+    assert_type(keep.latest(3) | keep.best(2, "val_loss", mode="min"), KeepPolicy)
+    assert_type(keep.every(steps=1000, hours=24) | keep.all(), KeepPolicy)
+
+
+class Printing:
+    def emit(self, event: Event) -> None:
+        print(event)
+
+
+def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> None:
+    with holdfast.Checkpointer(
+        place,
+        state,
+        run="gpt",
+        data=loader,
+        save=every(minutes=10) | on.end(),
+        keep=keep.latest(3) | keep.best(2, "val_loss", mode="max"),
+        resume_from="latest",
+        on_busy="skip",
+        on_error="raise",
+        takeover=True,
+        memory_budget=1 << 30,
+        sinks=[Printing()],
+    ) as ckpt:
+        assert_type(ckpt, holdfast.Checkpointer)
+        assert_type(ckpt.steps(100), Steps)
+        assert_type(ckpt.epochs(10, accumulate=4), Epochs)
+        for step in ckpt.steps(100):
+            assert_type(step, int)
+            assert_type(next(ckpt.batches), Any)
+            ckpt.log(loss=0.5, accuracy=np.float32(1))
+        for epoch in ckpt.epochs(10):
+            assert_type(epoch, int)
+            assert_type(ckpt.batches, Batches)
+            for batch in ckpt.batches:
+                assert_type(batch, Any)
+        assert_type(ckpt.step, int)
+        assert_type(ckpt.epoch, int)
+        assert_type(len(ckpt.steps(5)), int)
+        assert_type(ckpt.restore(), holdfast.Restored | None)
+        assert_type(ckpt.save(wait=True), holdfast.Save)
+        assert_type(ckpt.latest_step(), int | None)
+        ckpt.step_done(step=7, loss=0.5)
+        ckpt.log(tag="baseline", loss=0.5)
+        ckpt.stop()
+        ckpt.wait(timeout=60)
+        ckpt.close(timeout=60)
+
+
+def familiar_names(place: Path) -> None:
+    holdfast.Checkpointer(place, {}, save_top_k=3, monitor="val_loss", mode="min", save_last=True)
+    holdfast.Checkpointer("memory://here", {}, max_to_keep=5, resume_from=None)
+    holdfast.Checkpointer("file:///data", {}, resume_from=500)
+
+
+def saves(save: holdfast.Save) -> None:
+    assert_type(save.wait(timeout=1.5), CheckpointId)
+    assert_type(save.id, CheckpointId)
+    assert_type(save.step, int)
+    assert_type(save.bytes, int)
+    assert_type(save.stall_s, float)
+    assert_type(save.done, bool)
+    assert_type(save.committed, bool)
+    assert_type(save.error, holdfast.HoldfastError | None)
+
+
+def one_off(place: Path, state: dict[str, object]) -> None:
+    checkpoint = holdfast.save(state, place, step=3, run="gpt")
+    assert_type(checkpoint, holdfast.Checkpoint)
+    assert_type(checkpoint.step, int)
+    assert_type(checkpoint.content, str)
+    assert_type(checkpoint.metrics, Mapping[str, float])
+    restored = holdfast.load(
+        place,
+        into=state,
+        run="gpt",
+        step="latest",
+        strict=False,
+        include=["model/*"],
+        exclude="*/bias",
+        rename={"a": "b"},
+    )
+    assert_type(restored, holdfast.Restored)
+    assert_type(restored.state, Any)
+    assert_type(restored.step, int)
+    assert_type(restored.checkpoint, holdfast.Checkpoint)
+    assert_type(restored.seconds, float)
+    holdfast.load(str(place), rename=lambda path: path.removeprefix("module."), step=3)
+
+
+def looking(place: Path) -> None:
+    with holdfast.open(place, run="gpt", step="latest") as opened:
+        assert_type(opened, holdfast.Opened)
+        assert_type(opened["model/weight"], Leaf)
+        assert_type(opened["model/weight"].shape, tuple[int, ...])
+        assert_type(opened.step, int)
+        assert_type(list(opened), list[str])
+        assert_type(opened.metrics, Mapping[str, float])
+
+
+def repositories(place: Path) -> None:
+    repository = holdfast.Repository(place)
+    assert_type(repository.runs(), list[str])
+    assert_type(repository.latest("gpt"), CheckpointId | None)
+    assert_type(repository.latest_step("gpt"), int | None)
+    assert_type(repository.checkpoints("gpt"), list[CheckpointId])
+    assert_type(repository.find("gpt", step="baseline"), CheckpointId)
+    assert_type(repository.checkpoint(repository.find()), holdfast.Checkpoint)
+    assert_type(repository.tags(), dict[str, CheckpointId])
+    assert_type(repository.tag("baseline", step=3), CheckpointId)
+    assert_type(repository.untag("baseline"), CheckpointId)
+
+
+def the_rest(error: holdfast.HoldfastError, leaving: holdfast.Preempted, value: holdfast.Tagged) -> None:
+    assert_type(error.hint, str | None)
+    assert_type(error.subject, str | None)
+    assert_type(error.exit_code, int)
+    assert_type(leaving.signum, int)
+    assert_type(leaving.signal_name, str)
+    assert_type(value.type_name, str)
+    assert_type(holdfast.__version__, str)
