@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.api.leaves import Leaf
 from holdfast.engine.lazy import LazyReader
@@ -13,11 +13,12 @@ from holdfast.engine.restore import choose, chosen, exactly
 from holdfast.errors import CheckpointNotFound, LeafNotFound, RanksNotSupported, StateError
 from holdfast.events import Emitter, Sink
 from holdfast.model.checkpoint import Json
+from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
 from holdfast.repo.outline import Outline, read_outline
 from holdfast.repo.repository import Repo
 from holdfast.state.lookup import NOTHING, leaves_below, node_at, plain_paths
-from holdfast.state.nodes import LEAVES, kind_of
+from holdfast.state.nodes import LEAVES, PRIVATE, kind_of
 from holdfast.state.rebuild import plain
 from holdfast.store.contract import Where
 from holdfast.store.registry import open_store
@@ -116,9 +117,7 @@ class Opened(Mapping[str, Leaf]):
         As `holdfast.load` without a target gives it, so a value of a class of yours is a `holdfast.Tagged`. StateError
         where tensors lie at the path or below it, LeafNotFound where nothing does.
         """
-        node = self._node(path)
-        if node is NOTHING:
-            raise self._not_a_leaf(path)
+        node = self.node(path)
         if kind_of(node) in LEAVES and node.get("as") == "bytes":
             data = self[path].numpy().tobytes()
             return bytearray(data) if node.get("type") == "bytearray" else data
@@ -134,6 +133,19 @@ class Opened(Mapping[str, Leaf]):
     def plain_paths(self) -> list[str]:
         """The path of every plain value; a list or dict of them is told by its entries."""
         return [path for tree in self._outline.trees() for path in plain_paths(tree)]
+
+    def node(self, path: str = "") -> Json:
+        """The node at `path` as the checkpoint's tree has it (docs/design/format.md, section 7). LeafNotFound."""
+        found = self._node(path)
+        if found is NOTHING:
+            raise self._not_a_leaf(path)
+        return found
+
+    def specs(self, path: str = "") -> Sequence[LeafSpec]:
+        """The leaves by the numbers that the nodes at and below `path` have."""
+        shared, every = self._outline.table.shared, self._outline.index().specs
+        private = path == PRIVATE or path.startswith(f"{PRIVATE}/")
+        return every[shared:] if private else every[:shared]
 
     def _node(self, path: str) -> Json:
         found = (node_at(tree, path) for tree in self._outline.trees())
@@ -178,14 +190,15 @@ def open(
     where: Where,
     *,
     run: str = "main",
-    step: int | Literal["latest"] = "latest",
+    step: int | str | CheckpointId = "latest",
     sinks: Sequence[Sink] = (),
 ) -> Opened:
     """Opens a checkpoint for looking into it, without restoring it: `with holdfast.open(where) as opened: …`.
 
-    Reads the manifest and the index, not the leaves. For "latest", checkpoints whose manifest or index is damaged, or
-    whose packs are missing or cut, are passed over like in a restore. Nothing is written or claimed. Raises
-    NotARepository, RunNotFound, CheckpointNotFound, NothingRestorable, CorruptionError.
+    `step` is a number, "latest", a tag, or a whole identity. Reads the manifest and the index, not the leaves. For
+    "latest", checkpoints whose manifest or index is damaged, or whose packs are missing or cut, are passed over like in
+    a restore. Nothing is written or claimed. Raises NotARepository, RunNotFound, CheckpointNotFound, NothingRestorable,
+    CorruptionError.
     """
     emitter = Emitter.of(sinks)
     repo = Repo.open(open_store(where))

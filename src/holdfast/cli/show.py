@@ -1,4 +1,5 @@
-"""`holdfast show`: one checkpoint: what it holds, where it came from, what a resume from it covers."""
+"""`holdfast show`: one checkpoint: what it holds, where it came from, what a resume from it covers; or one path of
+it."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ EXAMPLES = examples(
     "holdfast show /data/checkpoints",
     "holdfast show /data/checkpoints --run gpt --step 500",
     "holdfast show /data/checkpoints --depth 1           # sums only",
+    "holdfast show /data/checkpoints model/head.weight   # its first values and statistics",
 )
 CERTIFICATE = ("exact", "reasons", "caveats", "covers", "leaves_out", "code", "versions", "settings")
 ITEM_BY_ITEM = ("reasons", "caveats")
@@ -26,6 +28,12 @@ ITEM_BY_ITEM = ("reasons", "caveats")
 
 def show(
     where: options.Where,
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PATH]", help="A leaf, a plain value, or what holds some: only that.", show_default=False
+        ),
+    ] = None,
     *,
     run: options.Run = None,
     step: options.Step = "latest",
@@ -35,13 +43,22 @@ def show(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show one checkpoint: its leaves, its plain values, its certificate and where it came from."""
+    """Show one checkpoint: its leaves, its plain values, its certificate and where it came from.
+
+    With PATH: that leaf's element type, shape, first values and statistics, for which the whole leaf is read and
+    verified; or that plain value; or the entries below it.
+    """
     from holdfast.cli.listing import notes_of
     from holdfast.cli.tree import columns, lines
     from holdfast.repo.lineage import latest
 
     repo = repository(where)
     id = checkpoint(repo, run, step)
+    if path is not None:
+        from holdfast.cli.leaf import show_path
+
+        show_path(repo, id, path, json=json, depth=depth)
+        return
     manifest = repo.manifest(id)
     indexes = [repo.index(manifest, rank) for rank in range(len(manifest.indexes))]
     notes = notes_of(repo, id)

@@ -38,6 +38,14 @@ def lines(tree: Json, specs: Sequence[LeafSpec], *, depth: int | None = None) ->
     return [line for line in teller.found if depth is None or line.depth < depth]
 
 
+def entries_below(node: Json, path: str, specs: Sequence[LeafSpec], *, depth: int | None = None) -> list[Line]:
+    """The entries below one node of a tree; none where it is a plain value."""
+    teller = _Teller(specs)
+    if not _is_single(node, path):
+        teller.fill(path, node, 0)
+    return [line for line in teller.found if depth is None or line.depth < depth]
+
+
 @dataclass(slots=True)
 class _Teller:
     specs: Sequence[LeafSpec]

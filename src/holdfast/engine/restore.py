@@ -123,7 +123,7 @@ def _elsewhere(repo: Repo, run: str) -> CheckpointId | None:
     return None
 
 
-def chosen(repo: Repo, run: str, step: int | str) -> CheckpointId:
+def chosen(repo: Repo, run: str, step: int | str | CheckpointId) -> CheckpointId:
     """The checkpoint that `step` ("latest" or a number) means now."""
     return resolve(repo, run, step)
 
