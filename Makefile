@@ -68,7 +68,7 @@ fuzz: setup
 	$(BIN)/python -m holdfast.testing.fuzz --seconds 300 --json $(RESULTS)/r6_fuzz.json
 
 retention-campaign: setup
-	$(BIN)/python -m holdfast.testing.retention_histories --histories 20000 --seed 1 --json $(RESULTS)/r7_retention.json
+	$(BIN)/python -m holdfast.testing.retention_histories --histories 20000 --seed 1 --workers 2 --json $(RESULTS)/r7_retention.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

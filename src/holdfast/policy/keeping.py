@@ -126,13 +126,15 @@ class Union(KeepPolicy):
 def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[str]]:
     """Why I7 keeps each checkpoint; an empty list where it does not."""
     walk = sorted((facts for facts in history if facts.walk is not None), key=lambda facts: facts.walk or 0)
+    # Where the run goes on from another run's checkpoint, that one is what `latest` means; its own newest stays too.
     latest = walk[0].id if walk else None
+    newest = "what latest means" if walk and walk[0].walk == 0 else "the newest of this run that leads to latest"
     # What a restore would fall back to: latest itself, unless it is known to be damaged.
     whole = next((facts.id for facts in walk if not facts.suspect), None)
     last_verified = next((facts.id for facts in walk if facts.verified), None)
     return {
         facts.id: [
-            *(["what latest means"] if facts.id == latest else []),
+            *([newest] if facts.id == latest else []),
             *(["the newest not known to be damaged"] if facts.id == whole != latest else []),
             *(["the last one verified"] if facts.id == last_verified else []),
             *(["pinned"] if facts.pinned else []),

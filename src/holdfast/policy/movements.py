@@ -33,8 +33,7 @@ class OnImprove(SavePolicy):
         if len(before) < self.top:
             return f"{self.metric} is among the best {self.top} ({value:g})"
         bar = before[self.top - 1]
-        gain = sign * (bar - value)
-        if not (gain > 0 and gain >= self.by.at(bar)):
+        if not self.by.reached(sign * (bar - value), bar):
             return None
         what = "the best" if self.top == 1 else f"the {self.top} best"
         return f"{self.metric} improved ({value:g}; {what} before: {bar:g})"
@@ -60,7 +59,7 @@ class OnDrop(SavePolicy):
         if not before:
             return f"the first {self.metric} ({value:g})"
         last = before[-1]
-        if not (last > value and last - value >= self.by.at(last)):
+        if not self.by.reached(last - value, last):
             return None
         return f"{self.metric} dropped from {last:g} at the last save to {value:g}"
 

@@ -49,6 +49,11 @@ class Margin:
         """The amount, where `value` is what it is compared with."""
         return self.amount * abs(value) if self.relative and self.amount else self.amount
 
+    def reached(self, change: float, value: float) -> bool:
+        """Whether `change`, counted from `value`, is something and at least this: decimal places are no obstacle."""
+        least = self.at(value)
+        return change > 0 and (change >= least or math.isclose(change, least, rel_tol=1e-9))
+
     def __repr__(self) -> str:
         return f"'{self.amount * 100:g}%'" if self.relative else f"{self.amount:g}"
 

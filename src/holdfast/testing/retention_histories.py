@@ -18,25 +18,31 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from holdfast.crashpoints import armed
 from holdfast.errors import CheckpointNotFound, HoldfastError
+from holdfast.model import canonical
 from holdfast.model.canonical import tag_number
 from holdfast.model.names import CheckpointId
 from holdfast.policy import keep
 from holdfast.policy.keeping import CheckpointFacts, KeepPolicy, Opinion
 from holdfast.repo import layout
+from holdfast.repo import manifest as manifests
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.commit import abort, free
 from holdfast.repo.lineage import walk
 from holdfast.repo.notes import add_note
 from holdfast.repo.refs import Kind, clear_ref, put_ref
 from holdfast.testing import retention_oracle as oracles
+from holdfast.testing.processes import replacing
 from holdfast.testing.retention_oracle import Judge, Known, Oracle
 from holdfast.testing.retention_world import INDEX, PACK, World
 from holdfast.upkeep import retention
@@ -44,6 +50,8 @@ from holdfast.version import __version__
 
 RUNS = ("main", "fork")
 HOUR_S = 3600.0
+PART = 250
+"""Histories that one process runs at a time."""
 TOMBSTONES_PUT = "tombstone put, manifest still there"
 
 
@@ -72,6 +80,13 @@ class Counts:
     superseded: int = 0
     raced: int = 0
     doings: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Counts) -> None:
+        for one in fields(self):
+            if one.name != "doings":
+                setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        for name, number in other.doings.items():
+            self.doings[name] = self.doings.get(name, 0) + number
 
 
 class History:
@@ -269,14 +284,18 @@ class History:
         self.check_the_rest(before, vanished, what, quiet=between is None)
 
     def let_go(self, run: str, judge: Judge) -> tuple[set[CheckpointId], set[CheckpointId]]:
-        """What goes, and what of it may stay: one that was verified and whose manifest is damaged now."""
+        """What goes, and what of it may stay: what was verified and is damaged now; and, where `latest` means another
+        run's checkpoint, what would be protected of the run's own."""
         own = {id for id in self.oracle.there if id.run == run}
         unwanted = own - judge(self.oracle, run)
         protected = self.oracle.protected()
         self.counts.judged += len(own)
         self.counts.protected += len(unwanted & protected.keys())
         goes = unwanted - protected.keys()
-        return goes, {id for id in goes if self.oracle.there[id].damaged}
+        line = [self.oracle.there[id] for id in self.oracle.walk(run) if id.run == run]
+        firsts = (line, [k for k in line if k.whole], [k for k in line if k.whole and k.verdict == "verified"])
+        may_stay = {known.id for found in firsts for known in found[:1]}
+        return goes, may_stay | {id for id in goes if self.oracle.there[id].damaged}
 
     def interfere(self) -> None:
         """Somebody comes to need a checkpoint, or claims the run."""
@@ -371,23 +390,44 @@ def draw_policy(source: random.Random) -> tuple[KeepPolicy, Judge]:
     return first[0] | second[0], oracles.either(first[1], second[1])
 
 
-def run_histories(
-    number: int, seed: int, *, say: Callable[[str], None] | None = None, until_broken: bool = False
-) -> tuple[Counts, list[str]]:
-    """Runs histories 0 … number-1 of `seed`; the counts, and what was broken in which history."""
+def run_histories(number: int, seed: int, *, first: int = 0, until_broken: bool = False) -> tuple[Counts, list[str]]:
+    """Runs `number` histories of `seed`, from number `first` on; the counts, and what was broken in which history."""
     counts, broken = Counts(), []
-    for history in range(number):
-        try:
-            History(f"{seed}/{history}", counts).run()
-        except (Broken, HoldfastError, AssertionError) as error:
-            broken.append(f"history {seed}/{history}: {type(error).__name__}: {error}")
-            if until_broken:
-                counts.histories += 1
-                return counts, broken
-        counts.histories += 1
-        if say is not None and counts.histories % 1000 == 0:
-            say(f"{counts.histories:,} histories, {counts.removed:,} checkpoints removed, {len(broken)} broken")
+    with _read_once():
+        for history in range(first, first + number):
+            counts.histories += 1
+            try:
+                History(f"{seed}/{history}", counts).run()
+            except (Broken, HoldfastError, AssertionError) as error:
+                broken.append(f"history {seed}/{history}: {type(error).__name__}: {error}")
+                if until_broken:
+                    break
     return counts, broken
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Reading bytes is a function of the bytes: what has been read before is remembered. Nothing that is read is ever
+    changed by its reader."""
+    manifest = lru_cache(4096)(manifests.decode_manifest)
+    with mock.patch.object(canonical, "loads", lru_cache(4096)(canonical.loads)):
+        with replacing(manifests.decode_manifest, manifest):
+            yield
+
+
+def campaign(number: int, seed: int, *, workers: int) -> tuple[Counts, list[str]]:
+    """`run_histories` in several processes, a part at a time; says on stderr how far it is."""
+    total, broken = Counts(), []
+    parts = [(first, min(PART, number - first)) for first in range(0, number, PART)]
+    with ProcessPoolExecutor(workers) as pool:
+        futures = [pool.submit(run_histories, size, seed, first=first) for first, size in parts]
+        for done, future in enumerate(futures, start=1):
+            counts, found = future.result()
+            total.add(counts)
+            broken += found
+            if done % 4 == 0:
+                sys.stderr.write(f"{total.histories:,} histories, {total.removed:,} removed, {len(broken)} broken\n")
+    return total, broken
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -396,16 +436,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Random histories of retention against an independent oracle.")
     parser.add_argument("--histories", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where to write the counts")
     parser.add_argument("--no-bugs", action="store_true", help="seed no bugs")
     chosen = parser.parse_args(arguments)
     began = time.monotonic()
-
-    def say(line: str) -> None:
-        sys.stderr.write(line + "\n")
-
     bugs = [] if chosen.no_bugs else run_bugs(chosen.seed)
-    counts, broken = run_histories(chosen.histories, chosen.seed, say=say)
+    counts, broken = campaign(chosen.histories, chosen.seed, workers=chosen.workers)
     words = sys.argv[1:] if arguments is None else arguments
     report = {
         "command": f"python -m holdfast.testing.retention_histories {' '.join(words)}",

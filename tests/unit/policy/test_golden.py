@@ -19,11 +19,21 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "policy"
 def facts(line):
     name, place, *words = line.split("->")[0].split()
     attempt, step = name.split("/")
-    metrics = {key: float(value) for key, _, value in (w.partition("=") for w in words) if value and key != "needed"}
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    tags = tuple(given.pop("tags").split(",")) if "tags" in given else ()
+    created_s = created(given.pop("created")) if "created" in given else None
+    metrics = {key: float(value) for key, value in given.items() if key != "needed"}
     flags = {word.replace("-", "_"): True for word in words if "=" not in word}
     needed = tuple(w.split("=")[1].replace("_", " ") for w in words if w.startswith("needed="))
     walk = None if place == "-" else int(place)
-    return CheckpointFacts(CheckpointId("gpt", int(attempt), int(step)), walk, metrics, needed_by=needed, **flags)
+    id = CheckpointId("gpt", int(attempt), int(step))
+    return CheckpointFacts(id, walk, metrics, created_s=created_s, tags=tags, needed_by=needed, **flags)
+
+
+def created(text):
+    """`day.hour`, counted from 1970 as the clock of the saving machine said it."""
+    day, hour = text.split(".")
+    return (int(day) * 24 + int(hour)) * 3600.0
 
 
 def keep_table(policy, lines):
@@ -36,18 +46,21 @@ def moment(line, minutes):
     step, minute, *words = line.split("->")[0].split()
     given = {"ending": "ending" in words, "epoch_ended": "epoch-ended" in words}
     for key, _, value in (word.partition("=") for word in words):
-        if value:
+        if key in ("epoch", "signal"):
             given[key] = int(value) if key == "epoch" else value
+        elif value:
+            given.setdefault("metrics", {})[key] = float(value)
     return Moment(step=int(step), now_s=float(minute) * minutes, **given)
 
 
 def save_table(policy, lines):
-    out, history = [], SaveHistory(started_s=0.0)
+    out, history, saved = [], SaveHistory(started_s=0.0), []
     for line in lines:
         now = moment(line, 60.0)
         decision = policy.decide(now, history)
         if decision.save:
-            history = SaveHistory(started_s=0.0, last_saved_step=now.step, last_saved_s=now.now_s)
+            saved = [*saved, now.metrics]
+            history = SaveHistory(started_s=0.0, last_saved_step=now.step, last_saved_s=now.now_s, saved=saved)
         verdict = f"{'saved' if decision.save else 'not saved'}: {decision.reason}"
         out.append(f"{line.split('->')[0].rstrip():<36} -> {verdict}")
     return out

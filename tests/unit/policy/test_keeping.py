@@ -144,7 +144,9 @@ def histories(draw):
                 "metrics": {} if loss is None else {"loss": loss},
                 "verified": draw(st.integers(0, 3)) == 0,
                 "suspect": draw(st.integers(0, 5)) == 0,
+                "created_s": draw(st.one_of(st.none(), st.integers(0, 200_000).map(float))),
                 "pinned": draw(st.integers(0, 7)) == 0,
+                "tags": ("baseline",) if draw(st.integers(0, 7)) == 0 else (),
                 "held": draw(st.integers(0, 7)) == 0,
                 "being_copied": draw(st.integers(0, 7)) == 0,
                 "needed_by": ("run b was started from it",) if draw(st.integers(0, 7)) == 0 else (),
@@ -157,7 +159,11 @@ def histories(draw):
 counts = st.integers(1, 4)
 latest_policies = counts.map(keep.latest)
 best_policies = st.builds(keep.best, counts, st.just("loss"), st.sampled_from(["min", "max"]))
-singles = st.one_of(st.just(Nothing()), latest_policies, best_policies)
+milestones = st.one_of(
+    st.integers(1, 15).map(lambda n: keep.every(steps=n)),
+    st.sampled_from([0.5, 6, 24]).map(lambda h: keep.every(hours=h)),
+)
+singles = st.one_of(st.just(Nothing()), latest_policies, best_policies, milestones)
 policies = st.one_of(singles, st.builds(lambda one, other: one | other, singles, singles))
 
 
@@ -169,7 +175,7 @@ def test_i7_retention_never_removes_what_is_protected(history, policy):
     verified = [facts for facts in walk if facts.verified]
     assert not removed & {facts.id for facts in (*walk[:1], *verified[:1])}
     for facts in history:
-        if facts.pinned or facts.held or facts.being_copied or facts.needed_by:
+        if facts.pinned or facts.tags or facts.held or facts.being_copied or facts.needed_by:
             assert facts.id not in removed
 
 
@@ -233,3 +239,60 @@ def test_removing_what_was_judged_and_judging_again_removes_nothing_more_of_the_
     left = {verdict.id for verdict in policy.decide(history) if verdict.keep}
     again = policy.decide([facts for facts in history if facts.id in left])
     assert all(verdict.keep for verdict in again)
+
+
+@settings(derandomize=True, max_examples=80, deadline=None)
+@given(histories(), st.integers(1, 15))
+def test_every_span_that_has_a_whole_checkpoint_keeps_one(history, n):
+    policy = keep.every(steps=n)
+    kept_ones = {verdict.id for verdict in policy.decide(history) if verdict.keep}
+    for facts in history:
+        span = facts.id.step // n
+        if not facts.suspect and (span or not facts.id.step):
+            same = [f for f in history if f.id.step // n == span and not f.suspect]
+            assert any(f.id in kept_ones and (f.walk is not None or facts.walk is None) for f in same)
+
+
+def test_milestones_stay_while_training_goes_on_and_retention_follows_each_save():
+    """Permanent: whatever the saves are, the milestones that stay are the first of each span."""
+    there, policy = [], keep.every(steps=1000) | keep.latest(2)
+    for step in range(130, 6000, 130):
+        there.append(step)
+        history = [
+            CheckpointFacts(CheckpointId("r", 1, s), place, created_s=0.0) for place, s in enumerate(reversed(there))
+        ]
+        there = sorted(verdict.id.step for verdict in policy.decide(history) if verdict.keep)
+    assert there == [1040, 2080, 3120, 4030, 5070, 5850, 5980]
+
+
+def test_spans_of_hours_begin_at_midnight_and_without_a_time_nothing_is_a_milestone():
+    def at(step, created_s, walk):
+        return CheckpointFacts(CheckpointId("r", 1, step), walk, created_s=created_s)
+
+    day = 86400.0
+    history = [at(5, None, 0), at(4, 2 * day, 1), at(3, 2 * day - 1, 2), at(2, day, 3), at(1, None, 4)]
+    assert kept(keep.every(hours=24), history) == [5, 4, 2]
+    before_1970 = [at(2, -1.0, 0), at(1, -day, 1)]
+    assert kept(keep.every(hours=24), before_1970) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: keep.every(), "every\\(\\) of what"),
+        (lambda: keep.every(steps=0), "would never be reached"),
+        (lambda: keep.every(steps=2.5), "no whole number"),
+        (lambda: keep.every(hours=0), "no duration"),
+        (lambda: keep.every(hours="24"), "no duration"),
+        (lambda: keep.every(hours=NAN), "no duration"),
+    ],
+)
+def test_milestones_are_checked(call, text):
+    with pytest.raises(UsageError, match=text):
+        call()
+
+
+def test_milestones_are_written_as_one_writes_them():
+    policy = keep.every(steps=1000, hours=0.5) | keep.latest(1)
+    assert repr(policy) == "keep.every(steps=1000) | keep.every(hours=0.5) | keep.latest(1)"
+    assert eval(repr(policy)) == policy

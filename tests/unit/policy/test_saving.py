@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -131,3 +132,69 @@ def test_wherever_one_starts_the_saved_steps_are_the_same(interval, start):
     history = SaveHistory(started_s=0, first_step=start, last_saved_step=start)
     late = saved_steps(every(steps=interval), range(start + 1, 121), history)
     assert late == [step for step in saved_steps(every(steps=interval), range(1, 121)) if step > start]
+
+
+def at(step, **metrics):
+    return Moment(step=step, now_s=0.0, metrics=metrics)
+
+
+def before(*losses):
+    return SaveHistory(started_s=0.0, last_saved_step=len(losses), saved=[{"loss": loss} for loss in losses])
+
+
+def test_improve_and_drop_say_what_they_need():
+    policy = on.improve("val_loss") | on.drop("loss", by="5%") | every(steps=3)
+    assert policy.metrics() == {"val_loss", "loss"}
+    assert every(steps=3).metrics() == frozenset()
+
+
+def test_improve_and_drop_are_written_as_one_writes_them():
+    policy = (
+        on.improve("a", mode="max", by="2.5%") | on.improve("b", by=0.5) | on.drop("c", by=1) | on.drop("d", by="5%")
+    )
+    assert (
+        repr(policy) == "on.improve('a', mode='max', by='2.5%') | on.improve('b', mode='min', by=0.5) | "
+        "on.drop('c', by=1) | on.drop('d', by='5%')"
+    )
+    assert eval(repr(policy)) == policy
+
+
+def test_at_least_means_at_least_also_in_decimals():
+    assert on.improve("loss", by=0.1).decide(at(9, loss=0.9), before(1.0)).save
+    assert not on.improve("loss", by=0.1).decide(at(9, loss=0.9001), before(1.0)).save
+    assert on.drop("loss", by=0.1).decide(at(9, loss=0.3), before(9.0, 0.4)).save
+    assert on.drop("loss", by="10%").decide(at(9, loss=0.27), before(0.3)).save
+
+
+@pytest.mark.parametrize("bad", [-1, "5", "five%", math.nan, math.inf, True, None, "-5%", "nan%", b"5%"])
+def test_margins_are_checked(bad):
+    with pytest.raises(UsageError, match=r"on\.improve\('loss', by="):
+        on.improve("loss", by=bad)
+    with pytest.raises(UsageError, match=r"on\.drop\('loss', by="):
+        on.drop("loss", by=bad)
+
+
+def test_what_makes_no_sense_of_metrics_is_refused():
+    for call in (lambda: on.drop("loss", by=0), lambda: on.improve(""), lambda: on.improve("loss", mode="low")):
+        with pytest.raises(UsageError):
+            call()
+
+
+losses = st.lists(st.one_of(st.just(math.nan), st.sampled_from([math.inf, -math.inf]), st.floats(-9, 9)), max_size=30)
+
+
+@settings(derandomize=True, max_examples=100)
+@given(losses, st.sampled_from(["min", "max"]))
+def test_what_improve_saves_is_strictly_better_each_time_and_ends_at_the_best(values, mode):
+    saved = []
+    for step, value in enumerate(values, start=1):
+        if (
+            on.improve("loss", mode=mode)
+            .decide(at(step, loss=value), SaveHistory(0.0, saved=[{"loss": v} for v in saved]))
+            .save
+        ):
+            saved.append(value)
+    real = [value for value in values if not math.isnan(value)]
+    sign = 1 if mode == "min" else -1
+    assert all(sign * (one - two) > 0 for one, two in itertools.pairwise(saved))
+    assert saved[-1:] == ([min(real) if mode == "min" else max(real)] if real else [])
