@@ -18,6 +18,7 @@ import numpy as np
 from holdfast.errors import UsageError
 from holdfast.image.arena import Arena
 from holdfast.image.layout import Layout
+from holdfast.model.dtypes import dtype
 from holdfast.state.contract import Bound, Flattened
 
 BATCH_BYTES: Final = 16 << 20
@@ -214,14 +215,15 @@ def _admit_all(end: int) -> None:
 
 def _bind(flattened: Flattened, layout: Layout, buffer: Array) -> list[_Group]:
     device = np.asarray(flattened.device, np.int64)
+    begins, ends = layout.start.tolist(), (layout.start + layout.length).tolist()
+    sizes = {name: dtype(name).size for name in {spec.dtype for spec in flattened.specs}}
     groups: list[_Group] = []
     for number, owner in enumerate(flattened.devices):
         leaves = layout.order[device[layout.order] == number].tolist() if len(device) else []
         if leaves:
-            begins, ends = layout.start.tolist(), (layout.start + layout.length).tolist()
             views = [buffer[begins[leaf] : ends[leaf]] for leaf in leaves]
             specs = [flattened.specs[leaf] for leaf in leaves]
-            groups.append(_Group(tuple(leaves), tuple(spec.itemsize for spec in specs), owner.bind(specs, views)))
+            groups.append(_Group(tuple(leaves), tuple(sizes[spec.dtype] for spec in specs), owner.bind(specs, views)))
     return groups
 
 

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NoReturn
 
 from holdfast.errors import CorruptionError
@@ -72,7 +73,7 @@ def build_header(
 def entry_text(name: str, code: str, shape: Sequence[int], start: int, stop: int) -> str:
     """One member of the header's JSON; `start..stop-1` are counted from the end of the header."""
     sizes = ",".join(map(str, shape))
-    return f'{json.dumps(name)}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
+    return f'{encode_basestring_ascii(name)}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
 
 
 def pad_header(text: str, *, align: int = ALIGNMENT) -> bytes:

@@ -89,13 +89,15 @@ def plan_layout(
     specs: Sequence[LeafSpec], *, rank: int = 0, max_header: int = 64 << 20, max_leaves: int = 500_000
 ) -> Layout:
     """The layout of these leaves in rank `rank`'s image. Raises DuplicatePath if two leaves have one path."""
-    order, length = _arrange(specs)
+    forms = _forms(specs)
+    order = _arrange(specs, forms)
     count = len(specs)
+    length = np.fromiter((form.nbytes for form in forms), np.int64, count)
     pack, offset, start = (np.zeros(count, np.int64) for _ in range(3))
     packs: list[PackPlan] = []
     templates: list[bytes] = []
     at = 0
-    for first, stop, template in _split(specs, order, length, max_header, max_leaves):
+    for first, stop, template in _split(specs, forms, order, max_header, max_leaves):
         members = order[first:stop]
         ends = np.cumsum(length[members])
         begins = len(template) + ends - length[members]
@@ -109,17 +111,46 @@ def plan_layout(
     return Layout(tuple(packs), at, pack, offset, start, length, order, tuple(templates))
 
 
-def _arrange(specs: Sequence[LeafSpec]) -> tuple[Array, Array]:
-    """The leaf numbers in image order, and every leaf's length in bytes by leaf number."""
-    length = np.fromiter((spec.nbytes for spec in specs), np.int64, len(specs))
-    ranked = sorted((-_natural(spec.itemsize), spec.path, number) for number, spec in enumerate(specs))
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What leaves of one dtype and shape have in common: their rank in the image, their length, their entry."""
+
+    rank: int
+    nbytes: int
+    code: str
+    shape: tuple[int, ...]
+
+
+def _forms(specs: Sequence[LeafSpec]) -> list[_Form]:
+    """The form of each leaf. States have many leaves of few forms."""
+    known: dict[tuple[str, tuple[int, ...]], _Form] = {}
+    found: list[_Form] = []
+    for spec in specs:
+        key = spec.dtype, spec.shape
+        form = known.get(key)
+        if form is None:
+            kind: DType = dtype(spec.dtype)
+            nbytes = spec.nbytes
+            plain = kind.code is not None
+            form = known[key] = _Form(
+                -_natural(kind.size), nbytes, kind.code or "U8", spec.shape if plain else (nbytes,)
+            )
+        found.append(form)
+    return found
+
+
+def _arrange(specs: Sequence[LeafSpec], forms: Sequence[_Form]) -> Array:
+    """The leaf numbers in image order."""
+    ranked = sorted(
+        (form.rank, spec.path, number) for number, (spec, form) in enumerate(zip(specs, forms, strict=True))
+    )
     seen: set[str] = set()
     for spec in specs:
         assert spec.path != METADATA, "the state refuses this path"
         if spec.path in seen:
             raise DuplicatePath(f"two leaves have the path {spec.path!r}", subject=spec.path)
         seen.add(spec.path)
-    return np.fromiter((number for _, _, number in ranked), np.int64, len(ranked)), length
+    return np.fromiter((number for _, _, number in ranked), np.int64, len(ranked))
 
 
 def _natural(itemsize: int) -> int:
@@ -128,7 +159,7 @@ def _natural(itemsize: int) -> int:
 
 
 def _split(
-    specs: Sequence[LeafSpec], order: Array, length: Array, max_header: int, max_leaves: int
+    specs: Sequence[LeafSpec], forms: Sequence[_Form], order: Array, max_header: int, max_leaves: int
 ) -> Iterator[tuple[int, int, bytes]]:
     """Runs of leaves in image order, one a pack: first, stop, header block. There is one pack even without leaves."""
     parts: list[str] = []
@@ -136,23 +167,16 @@ def _split(
     room = empty = max_header - len(_PREFIX) - SAVE_ID_CHARACTERS - len('"}}') - 8
     first = data = 0
     for position, number in enumerate(order.tolist()):
-        nbytes = int(length[number])
-        part = _member(specs[number], data, data + nbytes)
+        path, form = specs[number].path, forms[number]
+        part = entry_text(path, form.code, form.shape, data, data + form.nbytes)
         if parts and (len(parts) == max_leaves or len(part) + 1 > room):
             yield first, position, _template(parts)
             parts, room, first, data = [], empty, position, 0
-            part = _member(specs[number], 0, nbytes)
+            part = entry_text(path, form.code, form.shape, 0, form.nbytes)
         parts.append(part)
         room -= len(part) + 1
-        data += nbytes
+        data += form.nbytes
     yield first, len(order), _template(parts)
-
-
-def _member(spec: LeafSpec, start: int, stop: int) -> str:
-    known: DType = dtype(spec.dtype)
-    if known.code is None:
-        return entry_text(spec.path, "U8", (stop - start,), start, stop)
-    return entry_text(spec.path, known.code, spec.shape, start, stop)
 
 
 def _template(parts: list[str]) -> bytes:

@@ -17,7 +17,7 @@ from holdfast.model.leaf import LeafSpec
 from holdfast.state import registry
 from holdfast.state.contract import Buffer, Sink
 from holdfast.state.memory import Geometry
-from holdfast.state.nodes import LEAVES, ROOT, kind_of, number_of, walk
+from holdfast.state.nodes import LEAVES, ROOT, kind_of, leaf_nodes, number_of
 from holdfast.state.selection import Selection
 from holdfast.state.writer import owners
 
@@ -102,8 +102,7 @@ class Restorer:
         if self._places is None:
             self._places = {
                 path: (self.spec(node, path)[0], str(node.get("device", "cpu")))
-                for path, node in walk(self._tree)
-                if kind_of(node) in LEAVES
+                for path, node in leaf_nodes(self._tree)
             }
         return self._places
 

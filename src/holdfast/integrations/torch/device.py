@@ -38,7 +38,8 @@ def over(view: Buffer, kind: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor whose memory is `view` (writable, of the right length)."""
     if not view.size:
         return torch.empty(tuple(shape), dtype=kind)
-    return torch.frombuffer(view, dtype=kind).view(tuple(shape))
+    flat = torch.frombuffer(view, dtype=kind)
+    return flat if len(shape) == 1 else flat.view(tuple(shape))
 
 
 def writable(data: Buffer) -> Buffer:
@@ -53,11 +54,12 @@ class TorchBound:
     """Destinations in host memory for tensors of one device."""
 
     def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> None:
-        self._targets = [
-            raw(over(view, TORCH_DTYPES[spec.dtype], spec.shape)) for spec, view in zip(specs, views, strict=True)
-        ]
+        kinds = {name: TORCH_DTYPES[name] for name in {spec.dtype for spec in specs}}
+        self._targets = [over(view, kinds[spec.dtype], spec.shape) for spec, view in zip(specs, views, strict=True)]
         self._views = views
-        self._opaque = any(TORCH_DTYPES[spec.dtype] in OPAQUE for spec in specs)
+        self._opaque = not OPAQUE.isdisjoint(kinds.values())
+        if self._opaque:
+            self._targets = [raw(target) for target in self._targets]
 
     def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
         targets = self._targets

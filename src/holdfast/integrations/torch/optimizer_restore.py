@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import CorruptionError
 from holdfast.integrations.torch import tensors
+from holdfast.integrations.torch.device import TORCH_DTYPES
 from holdfast.integrations.torch.meta import device_after
 from holdfast.integrations.torch.optimizers import located
 from holdfast.model.checkpoint import Json
@@ -164,7 +165,7 @@ class _Plan:
         restorer = self._restorer
         if kind_of(node) in LEAVES and tensors.is_dense(now) and not now.is_meta:
             _, spec = restorer.spec(node, path)
-            if spec.shape == tuple(now.shape) and spec.dtype == str(now.dtype)[6:]:
+            if spec.shape == now.shape and TORCH_DTYPES.get(spec.dtype) is now.dtype:
                 return tensors.restore(now, node, path, restorer)
         with restorer.on(self._device(held, key, node)):
             return restorer.rebuild(node, path)
