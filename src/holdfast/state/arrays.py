@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _NAMES: Final = {row.numpy: row.name for row in DTYPES.values() if row.numpy is not None}
+MT19937_WORDS: Final = 624
+PHILOX_WORDS: Final = 4
 _BIT_GENERATORS: Final = {
     kind.__name__: kind
     for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
@@ -234,15 +236,30 @@ def _bits(value: Any) -> Any:
 
 def _set_random(value: Any, state: Any, path: str) -> Any:
     try:
+        check_generator(state)
         if isinstance(value, np.random.RandomState):
             value.set_state(state)
         else:
             _bits(value).state = state
-    except (ValueError, TypeError, KeyError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptionError(
             f"{path or ROOT}: no state of a numpy {type(value).__name__} ({error})", subject=path
         ) from None
     return value
+
+
+def check_generator(state: Any) -> None:
+    """Raises ValueError, or what a missing part raises, for a state with a position outside of its words: numpy takes
+    it unchecked, and the next draw reads memory there."""
+    if state["bit_generator"] == "MT19937":
+        inner = state["state"]
+        words, at, last = np.shape(inner["key"]) == (MT19937_WORDS,), inner["pos"], MT19937_WORDS
+    elif state["bit_generator"] == "Philox":
+        words, at, last = np.shape(state["buffer"]) == (PHILOX_WORDS,), state["buffer_pos"], PHILOX_WORDS
+    else:
+        return
+    if not words or not 0 <= at <= last:
+        raise ValueError("key or position has the wrong size")
 
 
 def _new_random(node: Json, state: Thunk, path: str) -> Any:

@@ -15,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.errors import StateMismatch
+from holdfast.state.arrays import check_generator
 
 FRAMEWORKS: Final[Mapping[str, str]] = {"torch": "holdfast.integrations.torch.rng"}
 """A framework's module -> the module whose `capture` and `apply` know its generators."""
-MT19937_WORDS: Final = 624
 
 
 def capture(*, frameworks: bool = True) -> dict[str, Any]:
@@ -70,11 +70,7 @@ def _apply_python(state: Mapping[str, Any]) -> None:
 def _apply_numpy(state: Mapping[str, Any]) -> None:
     try:
         found = _plain(state)
-        if found["bit_generator"] == "MT19937":
-            # numpy takes the position unchecked, and the next draw reads memory there.
-            inner = found["state"]
-            if inner["key"].shape != (MT19937_WORDS,) or not 0 <= inner["pos"] <= MT19937_WORDS:
-                raise ValueError("key or position has the wrong size")
+        check_generator(found)
         np.random.set_state(found)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise StateMismatch(f"this is no state of numpy's global generator: {error}", subject="rng/numpy") from error
