@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format bench crash-campaign kill-campaign retention-campaign fault-campaign fuzz clean
+.PHONY: setup demo test lint format bench crash-campaign kill-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz clean
 
 setup: $(STAMP)
 
@@ -69,6 +69,12 @@ fuzz: setup
 
 retention-campaign: setup
 	$(BIN)/python -m holdfast.testing.retention_histories --histories 20000 --seed 1 --workers 2 --json $(RESULTS)/r7_retention.json
+
+corruption-campaign: setup
+	$(BIN)/python -m holdfast.testing.corruption --faults 1000000 --seed 1 --json $(RESULTS)/r3_corruption.json
+
+stateful-campaign: setup
+	$(BIN)/python -m holdfast.testing.stateful --examples 2000 --seed 1 --json $(RESULTS)/r_stateful.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

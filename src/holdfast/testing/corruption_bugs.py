@@ -26,6 +26,8 @@ class Bug:
     breaks: str
     patch: Patch
     shapes: tuple[str, ...] = ("chunks", "steps", "loader")
+    kinds: tuple[str, ...] = ()
+    """The objects that it can be seen at; empty: those that most faults strike."""
 
 
 @dataclass
@@ -42,7 +44,7 @@ def hunt(bug: Bug, seed: int, *, limit: int = 4000, each: int = 100) -> BugResul
     faults = number = 0
     with bug.patch():
         while faults < limit:
-            tally = run_unit(Unit(bug.shapes[number % len(bug.shapes)], seed, number, each))
+            tally = run_unit(Unit(bug.shapes[number % len(bug.shapes)], seed, number, each, bug.kinds))
             faults, number = faults + each, number + 1
             if tally.violations or tally.alarms:
                 return BugResult(bug.name, bug.breaks, True, faults, (tally.violations or tally.alarms)[0])
@@ -239,38 +241,29 @@ def _false_alarm() -> AbstractContextManager[Any]:
     return mock.patch.object(surroundings, "_strangers", loud)
 
 
+CHUNKS, STEPS = ("chunks",), ("steps",)
 BUGS: Final = (
     Bug("chunk digests not compared on load", "other bytes are restored (I5)", _no_digest(read)),
-    Bug("a pack's header is not looked at", "a renamed tensor passes", _headers_skipped),
+    Bug("a pack's header is not looked at", "a renamed tensor passes", _headers_skipped, CHUNKS, ("pack",)),
     Bug("index digest not compared", "leaves at wrong places are restored", _no_digest(repository)),
     Bug("chunk digests not compared by verify", "rot is not reported", _no_digest(scan)),
     Bug("seals not compared", "a changed field of a small object passes", _seal_not_compared),
-    Bug("a copy is accepted", "another checkpoint is restored under this one's name", _copy_accepted),
+    Bug("a copy is accepted", "another object counts under this name", _copy_accepted, STEPS, ("begin", "lease")),
     Bug("a pack's length is trusted", "bytes behind a pack's end pass", _length_trusted),
     Bug("a leaf's last chunk is skipped", "rot at leaves' ends is not reported", _last_chunk_skipped),
-    Bug("every other chunk is verified", "half of the rot is not reported", _half_the_chunks, ("chunks",)),
-    Bug("zeroes pass for a hole", "lost sectors are restored as zeroes (I5)", _zeroes_are_holes),
-    Bug("falls back silently", "older state is restored and nothing says so", _silent_fallback),
+    Bug("every other chunk is verified", "half of the rot is not reported", _half_the_chunks, CHUNKS),
+    Bug("zeroes pass for a hole", "lost sectors are restored (I5)", _zeroes_are_holes, CHUNKS, ("pack",)),
+    Bug("falls back silently", "older state is restored and nothing says so", _silent_fallback, CHUNKS),
     Bug("errors name no object", "nobody can tell what is damaged", _nameless_errors),
-    Bug("a damaged manifest makes no checkpoint", "older state is restored and nothing says so", _damaged_is_absent),
+    Bug("a damaged manifest is none", "older state comes back silently", _damaged_is_absent, CHUNKS, ("manifest",)),
     Bug("an index is remembered", "what rots later goes unseen", _index_remembered),
-    Bug("notes are not looked at", "a damaged note passes", _every_note_is_fine, ("steps",)),
-    Bug(
-        "tombstones, marks and trash are not looked at",
-        "what rots there passes",
-        _every_small_object_is_fine,
-        ("steps",),
-    ),
-    Bug("leases are not looked at", "a damaged lease passes", _every_lease_is_fine, ("steps",)),
-    Bug("another repository's objects pass", "a foreign note or ref counts", _any_repository, ("steps",)),
-    Bug("a missing pack passes", "a checkpoint without bytes is called whole", _missing_pack_passes),
-    Bug(
-        "removed checkpoints are not looked at",
-        "undelete promises what it cannot keep",
-        _removed_is_no_matter,
-        ("steps",),
-    ),
-    Bug("begin.json is not looked at", "gc would not know what is its own", _begin_is_no_matter),
+    Bug("notes are not looked at", "a damaged note passes", _every_note_is_fine, STEPS, ("note",)),
+    Bug("tombstones are not looked at", "what rots there passes", _every_small_object_is_fine, STEPS, ("tombstone",)),
+    Bug("leases are not looked at", "a damaged lease passes", _every_lease_is_fine, STEPS, ("lease",)),
+    Bug("another repository's objects pass", "a foreign note or ref counts", _any_repository, STEPS, ("note", "ref")),
+    Bug("a missing pack passes", "a checkpoint without bytes is whole", _missing_pack_passes, CHUNKS, ("pack",)),
+    Bug("what was removed is not looked at", "undelete breaks its word", _removed_is_no_matter, STEPS, ("pack",)),
+    Bug("begin.json is not looked at", "gc would not know its own", _begin_is_no_matter, CHUNKS, ("begin",)),
     Bug("a stranger's file is damage", "verify cries wolf", _false_alarm),
 )
 

@@ -36,6 +36,8 @@ class Unit:
     seed: int
     number: int
     faults: int = FAULTS
+    kinds: tuple[str, ...] = ()
+    """Only objects of these kinds are struck, where any are given."""
 
 
 @dataclass
@@ -87,16 +89,17 @@ def units(seed: int, faults: int = FAULTS) -> Iterator[Unit]:
 
 
 @cache
-def shape_of(name: str, seed: int) -> tuple[Shape, Sequence[Target], Sequence[int]]:
+def shape_of(name: str, seed: int) -> tuple[Shape, Sequence[Target]]:
     """Built once in a process; a unit leaves it as it was."""
     shape = build_shape(name, seed)
-    found = targets(shape)
-    return shape, found, [_WEIGHTS.get(target.kind, 1) for target in found]
+    return shape, targets(shape)
 
 
 def run_unit(unit: Unit) -> Tally:
     """Judges the unit's faults and harmless changes."""
-    shape, found, weights = shape_of(unit.shape, unit.seed)
+    shape, everything = shape_of(unit.shape, unit.seed)
+    found = [target for target in everything if not unit.kinds or target.kind in unit.kinds]
+    weights = [_WEIGHTS.get(target.kind, 1) for target in found]
     source = random.Random(f"{unit.seed} {unit.shape} {unit.number}")
     tally = Tally()
     shape.heal()
