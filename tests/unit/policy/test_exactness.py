@@ -98,6 +98,14 @@ def test_a_generator_that_is_not_restored_is_found_though_nobody_seeds_it():
     assert (found.kind, found.difference.first.path) == ("inexact", PYTHON)
 
 
+def test_what_an_epoch_began_with_is_a_generator_too():
+    epoch = "#private/data/start/global/python/keys"
+    changes = [{step: {PYTHON: name, epoch: name} for step in range(LAST + 1)} for name in "pq"]
+    whole, interrupted = trail(changes=changes[0]), trail(last=SAVED + 1, changes=changes[1])
+    found = verdict(whole=whole, interrupted=interrupted, resumed=trail(SAVED, changes=changes[1]))
+    assert (found.kind, found.unseeded) == ("exact", ("python",))
+
+
 def test_a_generator_is_blamed_only_if_it_was_drawn_from():
     other = {step: {PYTHON: "q", **({"weight": "x"} if step > 1 else {})} for step in range(LAST + 1)}
     drawn = {step: {NUMPY: f"m{step}", **({"weight": "x"} if step > 1 else {})} for step in range(LAST + 1)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from holdfast.errors import UsageError
 from holdfast.guard.certify.order import Order
@@ -63,12 +64,12 @@ class Teller:
         finally:
             os.close(descriptor)
 
-    def await_kill(self, step: int) -> None:
+    def await_kill(self, step: int) -> NoReturn:
         """Returns never: the step is committed, and whoever asked kills this process without a warning."""
         self.tell("saved", step=step)
-        while not self.order.orphaned():
+        while True:
+            self.check_owner()
             time.sleep(KILL_POLL_S)
-        os._exit(1)
 
     def leave(self, certificate: Mapping[str, Any], uncovered: tuple[str, ...]) -> None:
         """Every step is done. Raises EnoughSteps; a script that catches that and goes on is ended."""
@@ -82,6 +83,6 @@ class Teller:
         os._exit(0)
 
     def check_owner(self) -> None:
-        """Ends this process where nobody waits for it any more."""
+        """Ends this process, and its group, where nobody waits for it any more."""
         if self.order.orphaned():
-            os._exit(1)
+            os.killpg(0, signal.SIGKILL)

@@ -47,7 +47,8 @@ def of_training(difference: Difference, whole: Trail, unseeded: tuple[str, ...])
         return Cause(
             "unseeded data",
             "the same place in the data gave other contents, with every generator that Holdfast knows in the same "
-            "state: the data set draws from a generator of its own that nobody has seeded, or from a clock",
+            "state: the data was made before seeding, or comes from a generator of its own that nobody has seeded, or "
+            "from a clock",
             ("draw from the global generators, or seed that generator", "loader workers have generators of their own"),
         )
     if difference.of("random"):

@@ -12,6 +12,7 @@ from holdfast.model.trail import Row, Trail
 Group = Literal["data", "batches", "random", "state"]
 GROUPS: Final[tuple[Group, ...]] = ("data", "batches", "random", "state")
 RANDOM: Final = "#private/random/"
+EPOCH_RANDOM: Final = "#private/data/start/global/"
 DATA: Final = "#private/data"
 
 
@@ -86,13 +87,17 @@ def unseeded(one: Trail, other: Trail) -> frozenset[str]:
 def drawn_from(trail: Trail, step: int) -> frozenset[str]:
     """The generators whose state changed in the steps up to this one."""
     rows = [row for row in trail.rows if row.step <= step]
-    differing = (_generator(one.path) for a, b in pairwise(rows) for one in _entries(a.entries, b.entries))
-    return frozenset(name for name in differing if name)
+    changed = (one.path for a, b in pairwise(rows) for one in _entries(a.entries, b.entries))
+    return frozenset(_generator(path) for path in changed if path.startswith(RANDOM))
 
 
 def _generator(path: str) -> str:
-    """The name of the generator that an entry belongs to; "" for any other entry."""
-    return path[len(RANDOM) :].partition("/")[0] if path.startswith(RANDOM) else ""
+    """The name of the generator that an entry belongs to; "" for any other entry. A position in the data may hold the
+    state that the generators had when its epoch began."""
+    for beginning in (RANDOM, EPOCH_RANDOM):
+        if path.startswith(beginning):
+            return path[len(beginning) :].partition("/")[0]
+    return ""
 
 
 def group_of(path: str) -> Group:
