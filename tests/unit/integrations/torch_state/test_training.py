@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -522,3 +524,32 @@ def test_any_state_looked_at_again_equals_a_full_look(shapes: list[Any]) -> None
             assert (quick.tree, quick.specs, quick.fingerprint) == (full.tree, full.specs, full.fingerprint)
             assert (quick.reports, quick.device) == (full.reports, full.device)
             assert all(type(one) is type(other) for one, other in zip(quick.sources, full.sources, strict=True))
+
+
+def test_state_that_an_optimizer_replaces_is_freed() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    flattener = Flattener({"model": model, "optimizer": optimizer})
+    flattener.flatten()
+    entry = optimizer.state[model.weight]
+    old = weakref.ref(entry["exp_avg"])
+    entry["exp_avg"] = entry["exp_avg"].clone()
+    gc.collect()
+    assert old() is None
+    flattened = flattener.flatten()
+    assert any(source is entry["exp_avg"] for source in flattened.sources)
+    assert flattener.full_looks == 1
+
+
+def test_a_conjugate_view_behind_the_same_tensor_is_seen() -> None:
+    values = torch.ones(3, dtype=torch.complex64)
+    model = torch.nn.Module()
+    model.register_buffer("held", torch.ones(3, dtype=torch.complex64))
+    flattener = Flattener({"model": model})
+    flattener.flatten()
+    model.held.data = values.conj()
+    assert model.held.is_conj()
+    flattener.flatten()
+    assert flattener.full_looks == 2
