@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.api.leaves import Leaf
+from holdfast.api.rehearsal import rehearsed
 from holdfast.engine.lazy import LazyReader
 from holdfast.engine.restore import choose, chosen, exactly
 from holdfast.errors import CheckpointNotFound, LeafNotFound, RanksNotSupported, StateError
@@ -201,7 +202,7 @@ def open(
     CorruptionError.
     """
     emitter = Emitter.of(sinks)
-    repo = Repo.open(open_store(where))
+    repo = Repo.open(open_store(rehearsed(where)))
 
     def attempt(id: CheckpointId) -> tuple[Outline, LazyReader]:
         outline = read_outline(repo, id)
