@@ -1,0 +1,380 @@
+"""Every error of the tree, raised by the product where a user would meet it, with its message and its hint.
+
+A class that has no case here fails the last test: what cannot be raised is no error.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast import errors, every, keep
+from holdfast.model import canonical
+from holdfast.repo.repository import Repo
+from holdfast.store.backends.local import LocalStore
+from holdfast.store.backends.operating_system import OperatingSystem
+from holdfast.store.contract import Bytes, Store
+from holdfast.store.registry import open_store
+from tiny_training import Gate, flip, state
+
+Raising = Callable[[Path, pytest.MonkeyPatch], object]
+CASES: dict[str, tuple[Raising, str, str]] = {}
+GROUPS = {errors.HoldfastError, errors.OwnershipError}
+"""Only to be caught by: their subclasses are raised."""
+
+
+def case(kind: type[errors.HoldfastError], message: str, hint: str = "") -> Callable[[Raising], Raising]:
+    """Registers how `kind` is raised; `message` and `hint` are searched for in what it says."""
+
+    def register(raising: Raising) -> Raising:
+        CASES[kind.__name__] = (raising, message, hint)
+        return raising
+
+    return register
+
+
+def trained(place: Path, steps: int = 3, **more: Any) -> None:
+    with holdfast.Checkpointer(place, state(), save=every(steps=1), keep=keep.all(), **more) as ckpt:
+        for step in ckpt.steps(steps):
+            ckpt.log(loss=1 / (step + 1))
+
+
+# -- what was asked for ---------------------------------------------------------------
+
+
+@case(errors.UsageError, r"every\(steps=0\) would never", r"every\(steps=")
+def a_policy_that_never_saves(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return every(steps=0)
+
+
+@case(errors.BadIndex, "w: index 1000 is out of range: dimension 0 has 1000")
+def an_index_beyond_the_end(place: Path, patch: pytest.MonkeyPatch) -> object:
+    holdfast.save(state(), place)
+    with holdfast.open(place) as opened:
+        return opened["w"][1000]
+
+
+@case(errors.MetricNotLogged, "'accuracy', which nothing has logged", r"ckpt.log\(accuracy=")
+def a_metric_that_is_never_logged(place: Path, patch: pytest.MonkeyPatch) -> object:
+    """Training is not ended for it: it is told as a warning, in the words of the error."""
+    with pytest.warns(RuntimeWarning, match="nothing has logged") as told:
+        with holdfast.Checkpointer(place, state(), save=every(steps=1), keep=keep.best(1, "accuracy")) as ckpt:
+            for _ in ckpt.steps(1):
+                pass
+    message, _, hint = str(told[0].message).partition("\n  hint: ")
+    raise errors.MetricNotLogged(message, hint=hint)
+
+
+@case(errors.PolicyConflict, "save_top_k=3", "")
+def names_that_contradict_each_other(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return holdfast.Checkpointer(place, {}, save_top_k=3, monitor="loss", keep=keep.latest(1))
+
+
+@case(errors.RanksNotSupported, "4 processes", "as one process")
+def more_than_one_rank(place: Path, patch: pytest.MonkeyPatch) -> object:
+    patch.setenv("WORLD_SIZE", "4")
+    return holdfast.Checkpointer(place, state())
+
+
+@case(errors.ForkedProcess, "forked child", "build another one")
+def a_forked_child_that_saves(place: Path, patch: pytest.MonkeyPatch) -> object:
+    with holdfast.Checkpointer(place, state()) as ckpt:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                ckpt.save()
+            except errors.ForkedProcess as error:
+                os.write(write, f"{error.message}\n{error.hint}".encode())
+            os._exit(0)
+        os.close(write)
+        message, _, hint = os.read(read, 4096).decode().partition("\n")
+        os.close(read)
+        os.waitpid(child, 0)
+    raise errors.ForkedProcess(message, hint=hint)
+
+
+@case(errors.MissingExtra, "needs torch", "pip install")
+def a_pt_file_without_torch(place: Path, patch: pytest.MonkeyPatch) -> object:
+    from holdfast.cli.restore import restore
+
+    holdfast.save(state(), place)
+    patch.setitem(sys.modules, "torch", None)
+    return restore(str(place), place.parent / "out.pt")
+
+
+@case(errors.UnsupportedPlatform, "win32|Windows", "")
+def another_operating_system(place: Path, patch: pytest.MonkeyPatch) -> object:
+    patch.setattr(sys, "platform", "win32")
+    return holdfast.save(state(), place)
+
+
+# -- the state ---------------------------------------------------------------
+
+
+@case(errors.StateError, "holds what is no plain value", r"opened\['w'\]|holdfast.load")
+def a_tensor_as_a_plain_value(place: Path, patch: pytest.MonkeyPatch) -> object:
+    holdfast.save(state(), place)
+    with holdfast.open(place) as opened:
+        return opened.plain()
+
+
+@case(errors.Unserialisable, "hooks/after", "")
+def a_function_in_the_state(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return holdfast.save({"hooks": {"after": lambda: None}}, place)
+
+
+@case(errors.DuplicatePath, "two leaves lie at a/", "rename one")
+def two_leaves_under_one_path(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return holdfast.save({"a": {float("nan"): np.ones(1), float("nan"): np.ones(1)}}, place)
+
+
+@case(errors.StateMismatch, r"w.*1000.*10|w.*10.*1000", "")
+def another_shape(place: Path, patch: pytest.MonkeyPatch) -> object:
+    holdfast.save(state(), place)
+    return holdfast.load(place, into={**state(), "w": np.zeros(10, np.float32)})
+
+
+# -- the repository ---------------------------------------------------------------
+
+
+@case(errors.RepositoryError, "is not removed", "holdfast verify")
+def an_undelete_of_what_is_there(place: Path, patch: pytest.MonkeyPatch) -> object:
+    from holdfast.upkeep.undelete import plan_undelete
+
+    checkpoint = holdfast.save(state(), place)
+    return plan_undelete(Repo.open(open_store(place)), checkpoint.id)
+
+
+@case(errors.NotARepository, "no Holdfast repository at", "there is one at")
+def the_directory_above(place: Path, patch: pytest.MonkeyPatch) -> object:
+    holdfast.save(state(), place)
+    return holdfast.load(place.parent)
+
+
+@case(errors.FormatTooNew, "has format 2", "pip install --upgrade")
+def a_newer_format(place: Path, patch: pytest.MonkeyPatch) -> object:
+    import json
+
+    holdfast.save(state(), place)
+    values = json.loads((place / "holdfast.json").read_bytes())
+    del values["digest"]
+    (place / "holdfast.json").write_bytes(canonical.seal({**values, "format": 2}))
+    return holdfast.load(place)
+
+
+@case(errors.RunNotFound, "no run 'gtp'.*main", "holdfast ls|run=")
+def a_run_that_is_not_there(place: Path, patch: pytest.MonkeyPatch) -> object:
+    holdfast.save(state(), place)
+    return holdfast.load(place, run="gtp")
+
+
+@case(errors.CheckpointNotFound, "no checkpoint of step 7; the nearest", "holdfast ls")
+def a_step_that_is_not_there(place: Path, patch: pytest.MonkeyPatch) -> object:
+    trained(place)
+    return holdfast.load(place, step=7)
+
+
+@case(errors.LeafNotFound, "has nothing at 'weight'", "holdfast show")
+def a_leaf_that_is_not_there(place: Path, patch: pytest.MonkeyPatch) -> object:
+    holdfast.save(state(), place)
+    with holdfast.open(place) as opened:
+        return opened["weight"]
+
+
+@case(errors.NothingRestorable, "none of them is whole", "holdfast verify")
+def nothing_whole(place: Path, patch: pytest.MonkeyPatch) -> object:
+    trained(place)
+    flip(place, "runs/*/*/*/rank-*.safetensors", -1)
+    return holdfast.load(place)
+
+
+@case(errors.RemovalRefused, "`latest` means|latest", "")
+def removing_the_latest(place: Path, patch: pytest.MonkeyPatch) -> object:
+    from holdfast.upkeep.remove import execute, plan_remove
+
+    checkpoint = holdfast.save(state(), place)
+    repo = Repo.open(open_store(place))
+    return execute(repo, plan_remove(repo, [checkpoint.id]))
+
+
+@case(errors.CorruptionError, "w.*rank-00000.safetensors.*offset", "holdfast verify")
+def a_flipped_bit(place: Path, patch: pytest.MonkeyPatch) -> object:
+    checkpoint = holdfast.save(state(), place)
+    flip(place, "runs/*/*/*/rank-*.safetensors", -1)
+    return holdfast.load(place, step=checkpoint.step)
+
+
+# -- owners and saves ---------------------------------------------------------------
+
+
+@case(errors.RunInUse, "process|owns|live", "takeover|run=")
+def a_run_that_another_process_trains(place: Path, patch: pytest.MonkeyPatch) -> object:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        ckpt = holdfast.Checkpointer(place, state())
+        for _ in ckpt.steps(2):
+            os.write(write, b"!")
+            signal.pause()
+        os._exit(0)
+    try:
+        os.read(read, 1)
+        with holdfast.Checkpointer(place, state()) as ckpt:
+            return list(ckpt.steps(2))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
+
+
+@case(errors.Superseded, "claimed", "")
+def a_run_that_another_process_takes_over(place: Path, patch: pytest.MonkeyPatch) -> object:
+    ckpt = holdfast.Checkpointer(place, state())
+    try:
+        for _ in ckpt.steps(3):
+            child = os.fork()
+            if child == 0:
+                with holdfast.Checkpointer(place, state(), takeover=True) as other:
+                    next(other.steps(3))
+                    os._exit(0)
+            os.waitpid(child, 0)
+            ckpt.save(wait=True)
+    finally:
+        ckpt.close()
+    return None
+
+
+@case(errors.SaveFailed, "save of main/a0001/1.*", "")
+def a_save_that_fails(place: Path, patch: pytest.MonkeyPatch) -> object:
+    gate = Gate(open_store(place))
+    gate.failure, gate.failures = errors.StoreError("the disk is on fire"), 1
+    with pytest.warns(RuntimeWarning, match="on fire"):
+        with holdfast.Checkpointer(gate, state()) as ckpt:
+            ckpt.step_done()
+            try:
+                return ckpt.save(wait=True)
+            finally:
+                ckpt.step_done()
+                ckpt.save(wait=True)  # else this process would leave with a status that tells of it
+
+
+@case(errors.ScriptFailed, "nowhere-to-be-found could not be started", "holdfast certify")
+def a_command_that_is_none(place: Path, patch: pytest.MonkeyPatch) -> object:
+    from holdfast.guard.certify.script import launch
+
+    return launch(["nowhere-to-be-found"], {}, place.parent / "log")
+
+
+@case(errors.DeadlineExceeded, "has not ended within 0.01 s", "look at the store")
+def a_save_that_takes_too_long(place: Path, patch: pytest.MonkeyPatch) -> object:
+    gate = Gate(open_store(place))
+    with holdfast.Checkpointer(gate, state()) as ckpt:
+        gate.open_gate.clear()
+        ckpt.step_done()
+        save = ckpt.save()
+        try:
+            return save.wait(timeout=0.01)
+        finally:
+            gate.open_gate.set()
+
+
+# -- stores ---------------------------------------------------------------
+
+
+class Failing(OperatingSystem):
+    """The real file system, of which one call fails."""
+
+    def __init__(self, method: str, number: int) -> None:
+        def fail(*arguments: object, **options: object) -> None:
+            raise OSError(number, os.strerror(number), str(arguments[0]))
+
+        setattr(self, method, fail)
+
+
+def put(place: Path, method: str = "", number: int = 0) -> Store:
+    store = LocalStore(place, filesystem=Failing(method, number) if method else None)
+    store.put_if_absent("runs/x", Bytes(b"1"), token="t0")
+    return store
+
+
+@case(errors.StoreError, "cannot name an object")
+def a_name_that_leads_out(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return LocalStore(place).put_if_absent("../out", Bytes(b"1"), token="t0")
+
+
+@case(errors.AlreadyExists, "runs/x exists already")
+def a_second_put(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return put(place).put_if_absent("runs/x", Bytes(b"2"), token="t1")
+
+
+@case(errors.ObjectNotFound, "no object runs/y")
+def an_object_that_is_not_there(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return put(place).get("runs/y", limit=10)
+
+
+@case(errors.StoreFull, "space", "")
+def a_full_disk(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return put(place, "create", errno.ENOSPC)
+
+
+@case(errors.StoreDenied, "[Pp]ermission", "")
+def a_place_that_may_not_be_written(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return put(place, "create", errno.EACCES)
+
+
+@case(errors.StoreUnreliable, "flush|sync", "")
+def a_flush_that_fails(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return put(place, "fsync", errno.EIO)
+
+
+@case(errors.StoreUnavailable, "passing fault", "")
+def a_stale_handle(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return put(place, "create", errno.ESTALE)
+
+
+def tree(kind: type[errors.HoldfastError]) -> Iterator[type[errors.HoldfastError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        if below.__module__ == errors.__name__:
+            yield from tree(below)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_is_raised_and_says_what_to_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raising, message, hint = CASES[name]
+    with pytest.raises(errors.HoldfastError) as caught:
+        raising(tmp_path / "checkpoints", monkeypatch)
+    error = caught.value
+    assert type(error).__name__ == name
+    assert re.search(message, error.message, re.S), error.message
+    assert error.message[0] == error.message[0].strip() and not error.message.endswith(".")
+    if hint:
+        assert error.hint is not None and re.search(hint, error.hint), error.hint
+        assert str(error) == f"{error.message}\n  hint: {error.hint}"
+
+
+def test_every_class_of_the_tree_is_drawn_and_has_a_case() -> None:
+    kinds = set(tree(errors.HoldfastError))
+    assert {kind.__name__ for kind in kinds - GROUPS} == set(CASES)
+    assert errors.__doc__ is not None
+    assert {kind.__name__ for kind in kinds} == set(
+        re.findall(r"^[│├└─\s]*([A-Z]\w+)(?: \(\w+\))?(?:  |$)", errors.__doc__, re.M)
+    )
+
+
+def test_a_domain_error_is_also_the_builtin_that_a_caller_would_catch() -> None:
+    assert errors.__doc__ is not None
+    for name, builtin in re.findall(r"([A-Z]\w+) \(([A-Z]\w+)\)", errors.__doc__):
+        assert issubclass(getattr(errors, name), __builtins__[builtin])  # type: ignore[index]
