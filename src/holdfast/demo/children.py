@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.errors import DeadlineExceeded
+from holdfast.report.growing import GrowingLines
 
 POLL_S: Final = 0.0005
 LIFE_S: Final = 300.0
@@ -60,7 +61,7 @@ class Child:
     counter: mmap.mmap
     started: float = field(default_factory=time.monotonic)
     status: int | None = None
-    _read: int = 0
+    _lines: GrowingLines | None = None
     _seen: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -70,15 +71,9 @@ class Child:
 
     def seen(self) -> list[dict[str, Any]]:
         """Every event so far. The last line of a killed process may be cut short; it is not an event."""
-        try:
-            with self.events.open("rb") as file:
-                file.seek(self._read)
-                new = file.read()
-        except FileNotFoundError:
-            return self._seen
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read += len(whole)
-        self._seen.extend(json.loads(line) for line in whole.splitlines())
+        if self._lines is None:
+            self._lines = GrowingLines(self.events)
+        self._seen.extend(self._lines.new())
         return self._seen
 
     def running(self) -> bool:

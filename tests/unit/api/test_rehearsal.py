@@ -1,0 +1,96 @@
+"""A process under `holdfast certify`: what means the place that is certified means the scratch place instead."""
+
+import json
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.api.rehearsal import AtStep
+from holdfast.errors import UsageError
+from holdfast.guard.certify.order import VARIABLE, order_of, standing
+from holdfast.guard.certify.telling import EnoughSteps
+from holdfast.policy.saving import Moment, SaveHistory
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    where, scratch = tmp_path / "where", tmp_path / "scratch"
+    order = order_of(str(where), str(scratch), str(tmp_path / "trail"), last=4, save_at=None)
+    monkeypatch.setenv(VARIABLE, order.environment()[VARIABLE])
+    return where, scratch
+
+
+def records(place):
+    return [json.loads(line) for line in (place.parent / "trail").read_text().splitlines()]
+
+
+def test_everything_that_is_meant_for_the_place_goes_to_the_scratch_place(places, monkeypatch):
+    where, scratch = places
+    monkeypatch.chdir(where.parent)
+    for name in (where, str(where), "where", where.as_uri(), f"{where}/"):
+        holdfast.save({"x": np.ones(2)}, name, run="one-off")
+    assert holdfast.load("where", run="one-off").state["x"].tolist() == [1, 1]
+    assert holdfast.Repository(where).runs() == ["one-off"]
+    with holdfast.open(where, run="one-off") as opened:
+        assert list(opened) == ["x"]
+    assert scratch.exists() and not where.exists()
+
+
+def test_other_places_are_what_they_are(places, tmp_path):
+    holdfast.save({"x": 1}, tmp_path / "other")
+    assert holdfast.Repository(tmp_path / "other").latest().step == 0
+    assert not places[1].exists()
+
+
+def test_a_training_tells_its_steps_and_leaves_in_time(places):
+    where, scratch = places
+    state = {"x": np.zeros(2), "n": 0}
+    with pytest.raises(EnoughSteps) as leaving:
+        with holdfast.Checkpointer(where, state, data=[1, 2], save=holdfast.every(steps=1)) as ckpt:
+            for _ in ckpt.steps(100):
+                state["n"] += next(ckpt.batches)
+    assert leaving.value.code == 0 and not where.exists()
+    told = records(scratch)
+    assert [one["record"] for one in told] == ["built", "row", "row", "row", "row", "row", "done"]
+    rows = told[1:-1]
+    assert [(one["step"], one["epoch"], one["start"]) for one in rows] == [
+        (0, 0, True),
+        (1, 0, False),
+        (2, 0, False),
+        (3, 1, False),
+        (4, 1, False),
+    ]
+    assert [one["entries"]["n"] for one in rows] == ["0", "1", "3", "4", "6"]
+    assert len({one["entries"]["x"] for one in rows}) == 1
+    assert rows[1]["batches"] == rows[3]["batches"] != rows[2]["batches"]
+    assert told[-1]["certificate"]["exact"] is True
+    assert holdfast.Repository(scratch).runs() in ([], ["main"])
+    assert holdfast.Repository(scratch).latest() is None, "nothing was to be saved"
+
+
+def test_another_place_and_a_second_checkpointer_are_refused(places, tmp_path):
+    with pytest.raises(UsageError, match="not for the WHERE"):
+        holdfast.Checkpointer(tmp_path / "other", {})
+    assert not (tmp_path / "other").exists()
+    assert records(places[1])[-1]["record"] == "refused"
+    with holdfast.Checkpointer(places[0], {}):
+        with pytest.raises(UsageError, match="more than one"):
+            holdfast.Checkpointer(places[0], {}, run="second")
+
+
+def test_a_variable_that_says_nothing_is_told(monkeypatch, tmp_path):
+    for text in ("yes", "{}", '{"where": 1}', "[]"):
+        monkeypatch.setenv(VARIABLE, text)
+        with pytest.raises(UsageError, match=VARIABLE):
+            holdfast.Checkpointer(tmp_path, {})
+    monkeypatch.setenv(VARIABLE, "")
+    assert standing() is None
+
+
+def test_the_step_is_saved_once_also_when_steps_are_counted_in_leaps():
+    def wants(step, saved=None):
+        return AtStep(5).decide(Moment(step, 0.0), SaveHistory(0.0, 0, saved)).save
+
+    assert [wants(4), wants(5), wants(7), wants(7, saved=4), wants(8, saved=7)] == [False, True, True, True, False]
+    assert AtStep(None).decide(Moment(5, 0.0), SaveHistory(0.0)).save is False
