@@ -40,7 +40,7 @@ RESULTS := benchmarks/results
 bench: setup
 	$(BIN)/python -m pip install --quiet -e '.[bench]'
 	$(BIN)/python benchmarks/p1_stall.py --gib 1
-	$(BIN)/python benchmarks/p1_stall.py --gib 4 --rounds 7
+	$(BIN)/python benchmarks/p1_stall.py --gib 4 --rounds 7 --without-process
 	$(BIN)/python benchmarks/p3_overhead.py --gib 1
 	$(BIN)/python benchmarks/p4_sync_save.py --gib 1 --rounds 11
 	$(BIN)/python benchmarks/p4_sync_save.py --gib 4
