@@ -7,6 +7,8 @@ Target: at most 1.05 of one warm memcpy + 5 us a leaf; the first save, prewarmed
 
 from __future__ import annotations
 
+import argparse
+import gc
 import shutil
 import time
 from pathlib import Path
@@ -72,13 +74,23 @@ def dcp_stall(place: Path, state: dict[str, Any], mode: str) -> Contender:
     def measure() -> float:
         stall = peers.dcp_async_stall(state, empty_directory(place / mode), mode)
         shutil.rmtree(place / mode)
+        gc.collect()  # what it staged hangs in reference cycles: at 4 GiB the next contender needs that memory
         return stall
 
     return Contender(f"dcp.async_save, {mode}", measure)
 
 
+def leaving_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--without-process",
+        action="store_true",
+        help="leave dcp's process mode out: it goes on holding the states of saves that have ended (three more of them "
+        "were seen after three saves), which at 4 GiB is more than this machine's memory",
+    )
+
+
 def main() -> None:
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", add=leaving_out)
     state = make_state(options.gib, options.leaves)
     tensors = tensors_of(state)
     with workplace(options) as place:
@@ -90,7 +102,7 @@ def main() -> None:
             Contender("memcpy", memcpy),
             own,
             dcp_stall(place, state, "thread"),
-            dcp_stall(place, state, "process"),
+            *([] if options.without_process else [dcp_stall(place, state, "process")]),
             Contender("torch.save", lambda: timed(lambda: peers.torch.save(state, torch_file))),
         ]
         seconds = compare(contenders, rounds=options.rounds, own=own.name, note=note)
@@ -99,6 +111,8 @@ def main() -> None:
         prewarm = seconds.pop("prewarm")
         result = Result("p1_stall", seconds, sum(one.nbytes for one in tensors), sized=True)
         result.facts["prewarm_s"] = round(float(np.median(prewarm)), 3)
+        if options.without_process:
+            result.facts["left_out"] = "dcp.async_save in process mode: memory"
         per_leaf = 5e-6 * options.leaves
         result.judge(
             Target("stall <= 1.05 memcpy + 5 us a leaf", own.name, "memcpy", at_most=1.05, allowance_s=per_leaf)

@@ -27,7 +27,7 @@ EXAMPLES = examples(
     "holdfast bench /mnt/nfs --size 4GiB --leaves 800",
     "holdfast bench /data/new --like /data/checkpoints    # leaf for leaf the sizes of its latest",
 )
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT](?:i?B)?|B)?\s*", re.IGNORECASE | re.ASCII)
 LARGE = 4 << 30
 """From this size on three rounds are taken rather than five."""
 
@@ -99,7 +99,7 @@ def parse_size(text: str) -> int:
     if found is None or not float(found[1]):
         raise UsageError(f"{text!r} is no size", subject="--size", hint="write it as 4GiB or 500MiB")
     unit = (found[2] or "b").lower()
-    thousand = 1000 if len(unit) == 2 else 1024
+    thousand = 1000 if unit.endswith("b") and len(unit) == 2 else 1024
     return int(float(found[1]) * thousand ** "bkmgt".index(unit[0]))
 
 
