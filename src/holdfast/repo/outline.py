@@ -28,28 +28,22 @@ class Outline:
     by itself where it is; then CorruptionError tells what in it no save can have written.
     """
 
-    def __init__(self, manifest: Manifest, table: Table, text: tuple[bytes, int, int] | None) -> None:
-        """`text`: bytes, and where in them the tree begins and ends; None where `manifest` has it."""
+    def __init__(self, manifest: Manifest, table: Table, text: TreeText | None) -> None:
+        """`text` is the tree's, where `manifest` does not have it."""
         self.manifest = manifest
         self.table = table
         self._text = text
-        self._quick: TreeText | None = None
         self._looks = 0
-        if text is not None:
-            try:
-                self._quick = TreeText(*text)
-            except ValueError as error:
-                if isinstance(error, CorruptionError):
-                    raise CorruptionError(f"{manifest.id.manifest}: {error.message}", subject=table.name) from None
         self._index: Index | None = None
         self._leaves: dict[str, tuple[int, Json]] | None = None
         self._lock = threading.RLock()
 
     def find(self, path: str) -> tuple[int, Json] | None:
         """Row and node of the leaf or alias at `path`; None where there is none."""
-        if self._leaves is None and self._quick is not None and self._looks < LOOKS:
+        text = self._text
+        if text is not None and self._looks < LOOKS:
             self._looks += 1
-            node = self._quick.find(path)
+            node = text.find(path)
             if node is not None and kind_of(node) in LEAVES:
                 return number_of(node, self.table.shared, path), node
         return self.leaves().get(path)
@@ -93,9 +87,8 @@ class Outline:
     def _whole(self) -> Manifest:
         with self._lock:
             if self._text is not None:
-                data, start, stop = self._text
                 try:
-                    tree = canonical.loads(data[start:stop])
+                    tree = canonical.loads(self._text.text)
                 except CorruptionError as error:
                     name = self.manifest.id.manifest
                     raise CorruptionError(f"{name}: {error.message}", subject=name) from None
@@ -110,8 +103,7 @@ def read_outline(repo: Repo, id: CheckpointId, rank: int = 0) -> Outline:
         data = repo.store.get(id.manifest, limit=MAX_MANIFEST)
     except ObjectNotFound:
         data = b""
-    found = decode_outline(data, id) if data else None
-    manifest, text = (found[0], (data, *found[1:])) if found is not None else (repo.manifest(id), None)
+    manifest, text = (_cut(data, id) if data else None) or (repo.manifest(id), None)
     file = index_file(rank)
     entry = next((entry for entry in manifest.indexes if entry.name == file), None)
     if entry is None:
@@ -120,3 +112,15 @@ def read_outline(repo: Repo, id: CheckpointId, rank: int = 0) -> Outline:
     if table.save_id != manifest.save_id or table.chunk_bytes != manifest.chunk_bytes:
         raise CorruptionError(f"{table.name} belongs to another save than its manifest", subject=table.name)
     return Outline(manifest, table, text)
+
+
+def _cut(data: bytes, id: CheckpointId) -> tuple[Manifest, TreeText] | None:
+    found = decode_outline(data, id)
+    if found is None:
+        return None
+    try:
+        return found[0], TreeText(data, *found[1:])
+    except CorruptionError as error:
+        raise CorruptionError(f"{id.manifest}: {error.message}", subject=id.manifest) from None
+    except ValueError:
+        return None  # a tree that is a single value, or a newer writer's further keys behind it

@@ -41,7 +41,7 @@ class TreeText:
         self._at, brackets = _brackets(data, start, stop)
         # "[" is 0x5B and "{" 0x7B; "]" and "}" are two more.
         self._depth = np.cumsum(0x5C - (brackets & 0x5F).astype(np.int8), dtype=np.int32)
-        self._text, self._start = data, start
+        self._text, self._start, self._end = data, start, stop
         depth = self._depth
         if not depth.size or self._at[0] != start or self._at[-1] != stop - 1:
             raise ValueError("no object or list")
@@ -49,6 +49,10 @@ class TreeText:
             raise ValueError("more than one value")
         if int(depth.max()) > canonical.MAX_DEPTH:
             raise CorruptionError(f"the tree is nested deeper than {canonical.MAX_DEPTH} levels")
+
+    @property
+    def text(self) -> bytes:
+        return self._text[self._start : self._end]
 
     def find(self, path: str) -> Json | None:
         """The node of the leaf or alias at `path`; None where there is none, or where only the whole tree tells."""

@@ -1,0 +1,160 @@
+"""A leaf found in the tree's text is the leaf that reading the whole tree finds; whatever is odd is left to that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.errors import CheckpointNotFound, CorruptionError
+from holdfast.model import canonical
+from holdfast.model.checkpoint import IndexEntry, Manifest
+from holdfast.model.names import CheckpointId
+from holdfast.repo.manifest import Aborted, decode_manifest, decode_outline, encode_aborted, encode_manifest
+from holdfast.repo.outline import read_outline
+from holdfast.repo.repository import Repo
+from holdfast.repo.treetext import TreeText
+from holdfast.state import flatten
+from holdfast.state.nodes import leaf_nodes
+from holdfast.store.registry import open_store
+
+ID = CheckpointId("gpt", 3, 500)
+
+keys = st.sampled_from(
+    ["a", "b", "tree", "a/b", "", "#i:3", "~1", "é", '"], [{', "\\", "x\n", ",", 'i":[', 3, -3, True, None]
+)
+states = st.recursive(
+    st.sampled_from([0, 1.5, "[{", '"', None, (), float("nan")]) | st.builds(lambda: np.zeros(1)),
+    lambda inner: st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=3),
+    max_leaves=10,
+).map(lambda found: {"root": found, "w": np.zeros(2)})
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(states)
+def test_a_leaf_found_in_the_text_is_the_one_in_the_tree(state: Any) -> None:
+    tree = flatten(state).tree
+    quick = TreeText(canonical.dumps(tree))
+    known = dict(leaf_nodes(tree))
+    for path, node in known.items():
+        assert quick.find(path) in (node, None)
+    for path in ("", "root", "w/0", "root/a", "root/a/b", "root/a~1b", "root/#s:", "root/~1", "root/#i:03", "nothing"):
+        assert quick.find(path) in (known.get(path), None)
+    assert quick.find("w") == known["w"]
+
+
+def test_usual_leaves_are_found_without_the_tree() -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    tree = flatten({"model": model, "optimizer": optimizer, "odd [{": {3: torch.ones(1), "é": torch.ones(1)}}).tree
+    quick = TreeText(canonical.dumps(tree))
+    assert {path: quick.find(path) for path, _ in leaf_nodes(tree)} == dict(leaf_nodes(tree))
+
+
+def leaf(number: int) -> Any:
+    return {"!": "leaf", "as": "numpy", "n": number}
+
+
+def test_two_at_one_path_are_left_to_the_strict_way() -> None:
+    twice = {"!": "dict", "i": [["a", leaf(0)], ["b", leaf(1)], ["a", leaf(2)]]}
+    quick = TreeText(canonical.dumps(twice))
+    assert (quick.find("a"), quick.find("b")) == (None, leaf(1))
+    text = canonical.dumps({"!": "dict", "i": [["a", leaf(0)]]})[:-1] + b',"i":[["a",{"!":"leaf","as":"numpy","n":1}]]}'
+    assert TreeText(text).find("a") is None
+
+
+def test_what_a_subclass_says_of_itself_is_no_leaf() -> None:
+    node = {"!": "subclass", "context": [["x", leaf(7)]], "i": [["y", leaf(0)]], "type": "T"}
+    assert TreeText(canonical.dumps({"!": "dict", "i": [["s", node]]})).find("s/x") is None
+    assert TreeText(canonical.dumps({"!": "dict", "i": [["s", node]]})).find("s/y") == leaf(0)
+
+
+@pytest.mark.parametrize("text", [b"", b"5", b'"a"', b"[],5", b"[]]", b"[[]", b'{"a":1},{"b":2}', b'["]"', b'{}"'])
+def test_text_that_is_no_single_value_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        TreeText(text)
+
+
+def test_a_deep_text_is_refused() -> None:
+    with pytest.raises(CorruptionError, match="deep"):
+        TreeText(b"[" * 500 + b"]" * 500)
+
+
+def manifest(tree: Any, **more: Any) -> Manifest:
+    entry = IndexEntry("rank-00000.index", 100, bytes(16))
+    return Manifest(ID, "ab" * 16, tree, (entry,), "cd" * 32, 5, 1, 1024, **more)
+
+
+@pytest.mark.parametrize(
+    "tree", [{"!": "dict", "i": [["tree", leaf(0)]]}, 5, "text", [leaf(0)], {"!": "dict", "i": [["x", 'a,"tree":']]}]
+)
+def test_the_outline_says_what_the_manifest_says(tree: Any) -> None:
+    whole = manifest(tree, progress={"step": 5, "tree": {"a": 1, "tree": 2}}, metrics={"loss": float("nan"), "a": 0.5})
+    data = encode_manifest(whole)
+    found = decode_outline(data, ID)
+    assert found is not None
+    assert data[found[1] : found[2]] == canonical.dumps(tree)
+    assert repr(replace(found[0], tree=tree)) == repr(decode_manifest(data, ID))
+
+
+def test_the_outline_of_what_is_no_plain_manifest() -> None:
+    assert decode_outline(encode_aborted(Aborted(ID, "ab" * 16, "me")), ID) is None
+    data = encode_manifest(manifest(5))
+    assert decode_outline(data, CheckpointId("gpt", 3, 501)) is None
+    for place in range(0, len(data), 7):
+        broken = bytearray(data)
+        broken[place] ^= 4
+        with pytest.raises(CorruptionError):
+            decode_outline(bytes(broken), ID)
+
+
+def _newer(data: bytes) -> dict[str, Any]:
+    body = {key: value for key, value in canonical.loads(data).items() if key != "digest"}
+    return {**body, "writer": "newer"}
+
+
+def test_a_newer_writers_further_keys_are_passed_over(tmp_path: Any) -> None:
+    """The text behind the tree's key is no single value then: the whole manifest is read."""
+    repo, id = _made(tmp_path)
+    name = tmp_path / id.manifest
+    name.write_bytes(canonical.seal(_newer(name.read_bytes())))
+    outline = read_outline(repo, id)
+    found = outline.find("model/w")
+    assert found is not None and found[0] == 0 and list(outline.leaves()) == ["model/w", "b"]
+
+
+def test_a_tree_that_does_not_fit_the_rows_is_refused_when_it_is_read(tmp_path: Any) -> None:
+    repo, id = _made(tmp_path)
+    name = tmp_path / id.manifest
+    body = _newer(name.read_bytes())
+    del body["writer"]
+    body["tree"] = {"!": "dict", "i": [["a", leaf(0)], ["b", leaf(5)]]}
+    name.write_bytes(canonical.seal(body))
+    outline = read_outline(repo, id)
+    assert outline.find("a") is not None
+    with pytest.raises(CorruptionError, match="names leaf 5 of 2"):
+        outline.find("b")
+    with pytest.raises(CorruptionError, match="none that a save can have written"):
+        outline.leaves()
+
+
+def test_no_manifest_and_no_index(tmp_path: Any) -> None:
+    repo, id = _made(tmp_path)
+    with pytest.raises(CheckpointNotFound):
+        read_outline(repo, CheckpointId("main", 1, 6))
+    (tmp_path / id.directory / "rank-00000.index").unlink()
+    with pytest.raises(CorruptionError, match="is missing"):
+        read_outline(repo, id)
+
+
+def _made(place: Any) -> tuple[Repo, CheckpointId]:
+    saved = holdfast.save({"model": {"w": np.ones(3)}, "b": np.zeros(2)}, place, step=5)
+    return Repo.open(open_store(place)), saved.id
