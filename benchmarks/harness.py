@@ -32,7 +32,7 @@ from holdfast.api.bench import raw as loops
 RESULTS = Path(__file__).parent / "results"
 RESAMPLES = 10_000
 GIB = 1 << 30
-UNITS = {"ratio": "", "ms": "ms", "mib": "MiB", "done": "(1 = done)"}
+UNITS = {"ratio": "", "ms": "ms", "us": "us", "mib": "MiB", "done": "(1 = done)"}
 """What a target's figure may be, by its key in a result."""
 warm_cache = cache.warm
 timed = loops.timed
