@@ -70,8 +70,7 @@ class Oracle:
             line = self.walk(run)
             whole = [id for id in line if self.there[id].whole]
             verified = [id for id in line if self.there[id].verdict == "verified" and self.there[id].whole]
-            noted = [id for id in line if self.there[id].verdict == "verified"]
-            for what, found in (("latest", line), ("whole", whole), ("verified", verified), ("verified", noted)):
+            for what, found in (("latest", line), ("whole", whole), ("verified", verified)):
                 out.update({id: f"the {what} of run {run}" for id in found[:1]})
         out.update({id: f"{kind} {name}" for (kind, name), id in self.refs.items()})
         return out
