@@ -83,7 +83,7 @@ class Opened(Mapping[str, Leaf]):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all leaves."""
+        """Bytes of its packs: of all leaves, and a little more."""
         return self._manifest.bytes
 
     @property
