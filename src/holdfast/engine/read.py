@@ -72,8 +72,7 @@ class LeafReader:
         """Fills every sink; returns the bytes of the leaves. CorruptionError names the leaf, the pack and the
         offset."""
         index = self._index
-        sinks = [sink for _, sink in wants]
-        staged = self._stage(wants)
+        staged, ours = self._stage(wants)
         offsets, lengths, packs = index.offset.tolist(), index.length.tolist(), index.pack.tolist()
         total: int = sum(lengths[leaf] for leaf, _ in wants)
         by_pack: dict[int, list[tuple[int, int]]] = {}
@@ -95,18 +94,20 @@ class LeafReader:
         finally:
             for reader in readers:
                 reader.close()
-        for place, data in enumerate(staged):
-            if sinks[place].buffer is None:
-                sinks[place].fill(data)
+        for place in ours:
+            wants[place][1].fill(staged[place])
         return total
 
-    def _stage(self, wants: Sequence[tuple[int, Sink]]) -> list[Buffer]:
-        """Where each leaf's bytes arrive: its destination, or memory of our own for a sink that must be filled."""
+    def _stage(self, wants: Sequence[tuple[int, Sink]]) -> tuple[list[Buffer], list[int]]:
+        """Where each leaf's bytes arrive: its destination, or memory of our own for a sink that must be filled; and
+        which of the wanted leaves are of the second kind."""
         out: list[Buffer] = []
-        for leaf, sink in wants:
-            nbytes = int(self._index.length[leaf])
+        ours: list[int] = []
+        lengths = self._index.length[[leaf for leaf, _ in wants]].tolist() if wants else []
+        for place, ((leaf, sink), nbytes) in enumerate(zip(wants, lengths, strict=True)):
             buffer = sink.buffer
             if buffer is None:
+                ours.append(place)
                 buffer = np.empty(nbytes, np.uint8)
             if len(buffer) != nbytes:
                 path = self._index.specs[leaf].path
@@ -114,7 +115,7 @@ class LeafReader:
                     f"{path} has {nbytes} bytes in the checkpoint and {len(buffer)} in the target", subject=path
                 )
             out.append(buffer)
-        return out
+        return out, ours
 
     def _open(self, pack: int) -> Reader:
         """A reader of one pack, its length and header block checked against the index."""
