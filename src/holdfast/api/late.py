@@ -23,7 +23,7 @@ class _Said:
 
 
 class Late:
-    """Notes and tags that wait for their saves to be committed. From any thread; what cannot be written is warned of."""
+    """Notes and tags that wait for their saves to be committed. From any thread; what fails is warned of."""
 
     def __init__(self, repo: Repo, *, warn: Callable[[str], None]) -> None:
         self._repo = repo

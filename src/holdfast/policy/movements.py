@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.policy.numbers import Margin
@@ -16,7 +16,7 @@ class OnImprove(SavePolicy):
 
     metric: str
     mode: Literal["min", "max"] = "min"
-    by: Margin = Margin(0.0)
+    by: Margin = field(default_factory=lambda: Margin(0.0))
     top: int = 1
 
     def metrics(self) -> frozenset[str]:

@@ -22,7 +22,7 @@ def gather_facts(repo: Repo, run: str, *, metrics: bool = True) -> list[Checkpoi
 
     Raises CorruptionError where a ref cannot be read: it may name any of them.
     """
-    # Before the walk: what commits between the two is not judged yet. The other way round it would count as left behind.
+    # Before the walk: what commits between the two is not judged yet. The other way round it would seem left behind.
     ids = [CheckpointId(run, attempt, step) for attempt in repo.attempts(run) for step in repo.committed(run, attempt)]
     refs = list_refs(repo)
     line = {id: place for place, id in enumerate(walk(repo, run))}
