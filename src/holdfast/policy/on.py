@@ -30,7 +30,9 @@ def improve(metric: str, mode: Literal["min", "max"] = "min", by: float | str = 
 
     A metric that is logged after its step, such as one of an epoch, saves that step's state where it can still be
     saved: at the epoch's end; after the loop, or in a loop of your own, at once if nothing has changed the state since.
-    A step that is saved already gets the metric noted, and counts from then on.
+    (To know that, a loop of your own is looked at after each step that has not logged the metric itself: microseconds
+    a tensor, and a digest of each numpy array.) A step that is saved already gets the metric noted, and counts from
+    then on.
     """
     name = metric_name(metric, 'on.improve("val_loss")')
     chosen = margin(by, f"on.improve({name!r}, by={{}})", least="zero")
