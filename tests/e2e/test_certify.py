@@ -70,6 +70,7 @@ def test_a_training_that_does_not_repeat_itself(
         ("training.scheduler", "learning rate", 4, "optimizer/param_groups/0/lr", "put the scheduler into `state`"),
         ("training.data", "data position", 3, "#private/data/delivered", "the data cannot be positioned"),
         ("training.forgetful", "restore", 3, "average/weights", "state_dict"),
+        ("training.broken_restore", "restore", 3, "#private/random/numpy/state/pos", ""),
         ("training.warm_up", "random draws", 4, "weights", "before ckpt.restore()"),
         ("torch_training.scheduler", "learning rate", 4, "optimizer/param_groups/0/lr", "StepLR) is not in"),
     ],

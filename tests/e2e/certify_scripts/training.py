@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 
@@ -187,6 +188,12 @@ def forgetful(where):
             state["average"].update(state["weights"])
 
 
+def broken_restore(where):
+    """What a fault in Holdfast itself would look like: the generators are not put back."""
+    with mock.patch("holdfast.api.position.apply", lambda state: ()):
+        exact(where)
+
+
 def warm_up(where):
     """Draws after the restore, which nothing before the kill did at this step."""
     state = begin()
@@ -283,7 +290,18 @@ def saves_too(where):
 
 CASES = (
     *("exact", "epochs", "step_done", "no_restore", "unseeded", "unseeded_unused", "augmented", "nondeterministic"),
-    *("average", "harmless_average", "scheduler", "generator", "data", "forgetful", "warm_up", "ends_early", "crashes"),
+    *(
+        "average",
+        "harmless_average",
+        "scheduler",
+        "generator",
+        "data",
+        "forgetful",
+        "broken_restore",
+        "warm_up",
+        "ends_early",
+        "crashes",
+    ),
     *("no_checkpointer", "elsewhere", "two", "asks", "hangs", "catches", "saves_too"),
 )
 

@@ -37,6 +37,27 @@ def test_everything_that_is_meant_for_the_place_goes_to_the_scratch_place(places
     assert scratch.exists() and not where.exists()
 
 
+def test_what_is_in_the_place_stays_as_it_is(places, monkeypatch):
+    where, scratch = places
+    monkeypatch.delenv(VARIABLE)
+    with holdfast.Checkpointer(where, {"n": 1}) as ckpt:
+        ckpt.step_done()
+    before = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in where.rglob("*")}
+    order = order_of(str(where), str(scratch), str(where.parent / "trail"), last=2, save_at=1)
+    monkeypatch.setenv(VARIABLE, order.environment()[VARIABLE])
+    state = {"n": 5}
+    with pytest.raises(EnoughSteps), holdfast.Checkpointer(where, state) as ckpt:
+        assert ckpt.restore() is None
+        monkeypatch.setattr("holdfast.guard.certify.telling.Teller.await_kill", lambda teller, step: None)
+        for _ in ckpt.steps(100):
+            state["n"] += 1
+    assert holdfast.Repository(where).latest().step == 1 and holdfast.load(where).state["n"] == 6
+    monkeypatch.delenv(VARIABLE)
+    assert holdfast.load(where).state["n"] == 1
+    after = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in where.rglob("*")}
+    assert after == before
+
+
 def test_other_places_are_what_they_are(places, tmp_path):
     holdfast.save({"x": 1}, tmp_path / "other")
     assert holdfast.Repository(tmp_path / "other").latest().step == 0
