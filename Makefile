@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format bench crash-campaign kill-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz clean
+.PHONY: setup demo test lint format reference bench crash-campaign kill-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,9 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+reference: setup
+	$(BIN)/python docs/generate_reference.py
 
 # What follows takes minutes, wants a machine that does nothing else, and rewrites the committed results.
 RESULTS := benchmarks/results

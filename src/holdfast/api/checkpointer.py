@@ -38,16 +38,24 @@ from holdfast.store.registry import open_store
 class Checkpointer:
     """Saves and resumes one run of training.
 
-    where: a directory, a URL, or a store; created if need be, and nothing foreign in it is touched. state: a mapping of
-    names to models, optimizers, anything with `state_dict`/`load_state_dict`, tensors, plain values; held by reference
-    and read at every save. run: the line of training, when several live in one place. data: the loader, whose position
-    is saved too. save: when (`every(...)`, `on.end()`, `on.signal()`, `on.improve(metric)`, `on.drop(metric, by=)`,
-    combined with `|`). keep: what (`keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=)`). resume_from:
-    "latest", a step, a tag, or None to start afresh. on_busy: whether a save that is due while one is in flight waits
-    or is skipped. on_error: whether a failed save warns (and makes the exit status tell) or also raises at the next
-    call. takeover: claim the run even if its owner lives. memory_budget: bytes of host memory that saving may use.
-    sinks: take events. save_top_k, monitor, mode, save_last, max_to_keep: names that other libraries have for `keep`
-    (and, with monitor and no `save`, for `on.improve` beside the default).
+    - `where`: a directory, a URL, or a store; created if need be, and nothing foreign in it is touched.
+    - `state`: a mapping of names to models, optimizers, anything with `state_dict`/`load_state_dict`, tensors, plain
+      values; held by reference and read at every save.
+    - `run`: the line of training, when several live in one place.
+    - `data`: the loader, whose position is saved too.
+    - `save`: when: `every(...)`, `on.end()`, `on.signal()`, `on.improve(metric)`, `on.drop(metric, by=)`, combined
+      with `|`. By default `every(minutes=10) | on.end() | on.signal()`.
+    - `keep`: what: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=)`, combined with `|`. By default
+      `keep.latest(3)`.
+    - `resume_from`: "latest", a step, a tag, or None to start afresh.
+    - `on_busy`: whether a save that is due while one is in flight waits ("wait") or is skipped ("skip").
+    - `on_error`: whether a failed save warns, and makes the exit status tell ("warn"), or also raises at the next call
+      ("raise").
+    - `takeover`: claim the run even if its owner lives.
+    - `memory_budget`: bytes of host memory that saving may use.
+    - `sinks`: take events.
+    - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and,
+      with `monitor` and no `save`, for `on.improve` beside the default).
 
     Raises UsageError for arguments that make no sense (PolicyConflict for policies that contradict each other),
     RanksNotSupported with more than one process, Unserialisable (naming the path) for a state that cannot be

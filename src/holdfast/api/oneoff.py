@@ -42,8 +42,8 @@ def save(
     """Saves `state` and returns once it is committed. `step=None` is the one after `latest`.
 
     Everything is kept. Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live
-    process (or a
-    Checkpointer of this one) owns the run, and errors of the store; the checkpoints that were there stay as they are.
+    process owns the run (UsageError if a Checkpointer of this one trains it), and errors of the store; the checkpoints
+    that were there stay as they are.
     """
     check_platform()
     solo()
@@ -112,13 +112,15 @@ def load(
     """Loads a checkpoint, every byte verified: into existing objects (`into`, the same kind of thing that was saved),
     or fresh.
 
-    step: a step, "latest", a tag, or attempt/step such as "a0007/500".
-    strict: every leaf of `into` is found with equal shape and dtype, and nothing is left over inside an entry that
-    `into` names.
-    include, exclude: globs over paths (or compiled expressions). rename: checkpoint path to target path, a mapping of
-    prefixes or a
-    callable. Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError,
-    StateMismatch.
+    - `step`: a step, "latest", a tag, or attempt/step such as "a0007/500".
+    - `strict`: every leaf of `into` is found with equal shape and dtype, and nothing is left over inside an entry that
+      `into` names. Entries of the checkpoint that it does not name are left aside, and reported.
+    - `rename`: the checkpoint's path to that of `into`: a mapping of prefixes, or a callable.
+    - `include`, `exclude`: globs over the paths that `rename` leads to, each standing for what is below it as well, or
+      compiled expressions.
+    - `device`: where tensors that are made anew go.
+
+    Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch.
     """
     emitter = Emitter.of(sinks)
     repo = Repo.open(open_store(rehearsed(where)))
