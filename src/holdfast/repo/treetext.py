@@ -17,6 +17,8 @@ from holdfast.model.checkpoint import Json
 from holdfast.model.paths import escape, unescape
 from holdfast.state.nodes import KEYED, LEAVES, NAMED, WRAPPERS
 
+_NOT_SHAPE: Final = bytes(byte for byte in range(256) if byte not in b'"[]{}')
+_IS_BRACKET: Final = bytes(byte in b"[]{}" for byte in range(256))
 _IS_SHAPE: Final = bytes(byte in b'"[]{}' for byte in range(256))
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 _KIND: Final = re.compile(rb'\{"!":"([a-z.]+)"')
@@ -142,16 +144,17 @@ def _brackets(data: bytes, start: int, stop: int) -> tuple[Column, Column]:
             end += 1  # an escape is not cut in two
         block = data[start:end]
         plain = _ESCAPE.sub(b"__", block) if b"\\" in block else block
-        codes = np.frombuffer(plain, np.uint8)
-        at = np.flatnonzero(np.frombuffer(plain.translate(_IS_SHAPE), bool))
-        found = codes[at]
-        quotes = found == ord('"')
+        shape = np.frombuffer(plain.translate(None, _NOT_SHAPE), np.uint8)
+        quotes = shape == ord('"')
         inside = np.logical_xor.accumulate(quotes) ^ open_quote
+        outside = ~(inside | quotes)
+        if np.array_equal(outside, ~quotes):  # no string of this block holds a bracket
+            places.append(np.flatnonzero(np.frombuffer(plain.translate(_IS_BRACKET), bool)) + start)
+        else:
+            places.append(np.flatnonzero(np.frombuffer(plain.translate(_IS_SHAPE), bool))[outside] + start)
+        brackets.append(shape[outside])
         if len(inside):
             open_quote = bool(inside[-1])
-        outside = ~(inside | quotes)
-        places.append(at[outside] + start)
-        brackets.append(found[outside])
         start = end
     return np.concatenate(places), np.concatenate(brackets)
 

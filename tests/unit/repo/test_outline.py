@@ -35,10 +35,15 @@ states = st.recursive(
 ).map(lambda found: {"root": found, "w": np.zeros(2)})
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
-@given(states)
-def test_a_leaf_found_in_the_text_is_the_one_in_the_tree(state: Any) -> None:
-    tree = flatten(state).tree
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(states, st.sampled_from([1, 7, 1 << 16]))
+def test_a_leaf_found_in_the_text_is_the_one_in_the_tree(state: Any, block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("holdfast.repo.treetext._BLOCK", block)
+        compare(flatten(state).tree)
+
+
+def compare(tree: Any) -> None:
     quick = TreeText(canonical.dumps(tree))
     known = dict(leaf_nodes(tree))
     for path, node in known.items():
