@@ -3,7 +3,7 @@
     python benchmarks/p7_small.py
 
 A save is the whole `Checkpointer.save(wait=True)`: copied, digested, files and directories synced, committed. The first
-one is by a Checkpointer that has only just been built, its plan made and its memory taken, which is a figure of its own;
+one is by a Checkpointer that has only just been built, with plan and memory taken, which is a figure of its own;
 `holdfast.save` is everything at once. Restores are into existing tensors, every byte verified, from the page cache; the
 first is by a Checkpointer that has only just been built. Target: at most 20 us a tensor each.
 """
