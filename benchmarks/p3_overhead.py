@@ -161,9 +161,8 @@ def main() -> None:
             name: [round(part, 4) for part in median_interval(seconds[name])] for name in lost.values()
         }
         result.judge(Target("memcpys lost to a save <= 2.0", own, "memcpy", at_most=2.0, of_medians=True))
-        result.judge(
-            Target("times less lost than to dcp.async_save, thread >= 4", thread, own, at_least=4.0, of_medians=True)
-        )
+        text = "share of what dcp.async_save, thread, loses <= 0.25"
+        result.judge(Target(text, own, thread, at_most=0.25, of_medians=True))
         report(result, options, place)
         peers.end_group()
 
