@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -124,7 +124,11 @@ def _suits(bug: Bug, case: Case) -> bool:
     )
 
 
-def campaign(seed: int, count: int, *, workers: int, say: Callable[[str], None]) -> tuple[list[Outcome], list[Hunted]]:
+def campaign(
+    seed: int, count: int, *, workers: int, seconds: float, say: Callable[[str], None]
+) -> tuple[list[Outcome], list[Hunted]]:
+    """The bugs, then cases until there are `count` of them or `seconds` are over."""
+    until = time.monotonic() + seconds
     for place in PLACES:
         calls_of(place)
     cases = chosen_cases(seed, count)
@@ -135,8 +139,15 @@ def campaign(seed: int, count: int, *, workers: int, say: Callable[[str], None])
         for found in pool.map(_hunt_by_name, [bug.name for bug in BUGS], [seed] * len(BUGS)):
             hunted.append(found)
             say(f"bugs: {len(hunted)} of {len(BUGS)} seeded, {sum(one.caught for one in hunted)} seen")
-        for some in pool.map(run_batch, batches):
-            outcomes += some
+        under_way: set[Future[list[Outcome]]] = set()
+        while batches or under_way:
+            while batches and len(under_way) < 2 * workers and time.monotonic() < until:
+                under_way.add(pool.submit(run_batch, batches.pop(0)))
+            if not under_way:
+                break
+            done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            for future in done:
+                outcomes += future.result()
             broken = sum(bool(outcome.violations) for outcome in outcomes)
             say(f"{len(outcomes):,} of {len(cases):,} cases, {broken} with a rule broken")
     return outcomes, hunted
@@ -187,12 +198,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m holdfast.testing.faulty_disk", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=6000, help="how many of the possible cases; 0: all of them")
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no further case after so long")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to write the result")
     given = parser.parse_args(arguments)
     began = time.monotonic()
     full = [asdict(found) for found in fill_all()]
-    outcomes, hunted = campaign(given.seed, given.cases, workers=given.workers, say=_progress())
+    outcomes, hunted = campaign(given.seed, given.cases, workers=given.workers, seconds=given.seconds, say=_progress())
     report = {
         "command": f"python -m holdfast.testing.faulty_disk {' '.join(arguments or sys.argv[1:])}".strip(),
         "seed": given.seed,
@@ -215,6 +227,7 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
     }
 
 

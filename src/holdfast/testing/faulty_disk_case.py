@@ -204,7 +204,10 @@ def _run_apart(job: Training, failing: FailingDisk, case: Case) -> str | None:
     thread.join(PATIENCE_S)
     until = time.monotonic() + PATIENCE_S
     for left in set(threading.enumerate()) - before:
-        left.join(max(0.0, until - time.monotonic()))
+        while left.ident is None and time.monotonic() < until:
+            time.sleep(0.001)  # another thread is just starting it
+        if left.ident is not None:
+            left.join(max(0.0, until - time.monotonic()))
     return stuck
 
 
@@ -215,6 +218,8 @@ def _stuck(job: Training, failing: FailingDisk, thread: threading.Thread) -> str
         thread.join(OWN_PATIENCE_S)
         if not thread.is_alive():
             return None
+        if not failing.blocked:
+            until = time.monotonic() + PATIENCE_S  # only slow, so far: the machine is busy
         if failing.blocked and job.phase in OWN_CALLS:
             return job.phase
     return job.phase

@@ -1,0 +1,38 @@
+"""One target under a coverage-guided fuzzer, in a process of its own: `python -m holdfast.testing.fuzz.run NAME …`.
+
+What follows the name goes to libFuzzer as it is. Every 32nd input is run with its memory measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+
+import atheris
+
+with atheris.instrument_imports(include=["holdfast.repo", "holdfast.model", "holdfast.image", "holdfast.state"]):
+    from holdfast.testing.fuzz.targets import TARGETS
+
+from holdfast.testing.fuzz.seeds import make
+from holdfast.testing.fuzz.watching import watched
+
+MEASURED = 32
+
+
+def main() -> None:
+    target = TARGETS[sys.argv[1]]
+    numbers = itertools.count()
+    warnings.simplefilter("ignore")
+    for data in make()[target.name]:
+        target(data)  # what is imported where it is used is there from now on
+
+    def one(data: bytes) -> None:
+        watched(target, data, memory=next(numbers) % MEASURED == 0)
+
+    atheris.Setup([sys.argv[0], *sys.argv[2:]], one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

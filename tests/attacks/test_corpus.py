@@ -1,0 +1,73 @@
+"""Every reader of bytes, given its valid inputs changed at random, and every input that has ever broken a rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import CorruptionError, HoldfastError
+from holdfast.testing.fuzz.mutate import mutations
+from holdfast.testing.fuzz.seeds import make
+from holdfast.testing.fuzz.targets import TARGETS, Broken, Target, sealed
+from holdfast.testing.fuzz.watching import watched
+
+CORPUS = Path(__file__).parent / "corpus"
+KEPT = sorted(path for path in CORPUS.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def seeds() -> dict[str, list[bytes]]:
+    return make()
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_what_once_broke_a_rule_breaks_none(path: Path) -> None:
+    watched(TARGETS[path.parent.name], path.read_bytes())
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
+def test_valid_inputs_are_read(target: Target, seeds: dict[str, list[bytes]]) -> None:
+    for data in seeds[target.name]:
+        target.run(data)  # which raises what a reader raises
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
+def test_i10_valid_inputs_changed_at_random(target: Target, seeds: dict[str, list[bytes]]) -> None:
+    for data in seeds[target.name]:
+        target(data)
+    refused = 0
+    for number, data in enumerate(mutations(seeds[target.name], target.words, seed=20, count=120)):
+        watched(target, data, memory=number % 8 == 0)
+        try:
+            target.run(data)
+        except HoldfastError:
+            refused += 1
+    assert refused > 10
+
+
+def test_a_reader_that_does_what_it_must_not_is_told() -> None:
+    def opens(data: bytes) -> None:
+        Path("/etc/hostname").read_bytes()
+
+    def hoards(data: bytes) -> None:
+        bytes(64 << 20)
+
+    def leaks(data: bytes) -> None:
+        raise OverflowError
+
+    with pytest.raises(Broken, match="open"):
+        watched(Target("opens", opens), b"")
+    with pytest.raises(Broken, match="MiB"):
+        watched(Target("hoards", hoards), b"")
+    with pytest.raises(OverflowError):
+        watched(Target("leaks", leaks), b"")
+
+
+def test_the_seal_is_the_products_own(seeds: dict[str, list[bytes]]) -> None:
+    from holdfast.model.canonical import open_seal
+
+    for data in seeds["begin"]:
+        open_seal(sealed(data), name="begin")
+        with pytest.raises(CorruptionError):
+            open_seal(sealed(data)[:-3] + b'0"}', name="begin")
