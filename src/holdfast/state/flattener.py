@@ -13,9 +13,10 @@ from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.state.collector import collector_paused
 from holdfast.state.contract import Flattened
+from holdfast.state.leaves import Leaves
 from holdfast.state.memory import Arrangement, Geometry, first_of_each, overlaps
 from holdfast.state.nodes import PRIVATE
-from holdfast.state.writer import Changed, Leaves, Step, Writer
+from holdfast.state.writer import Changed, Step, Writer
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.errors import HoldfastError, StateError, Unserialisable
@@ -24,6 +24,7 @@ from holdfast.model.paths import METADATA, join
 from holdfast.state import registry
 from holdfast.state.atoms import ENCODERS, INLINE_BYTES, encode_bytes
 from holdfast.state.contract import Device
+from holdfast.state.leaves import Leaves
 from holdfast.state.memory import Geometry
 from holdfast.state.nodes import MAX_DEPTH, PRIVATE, ROOT, segment
 from holdfast.state.tagged import Tagged, type_name
@@ -60,29 +61,6 @@ class Step:
     path: str
     kind: type
     refresh: registry.Refresh | None = None
-
-
-@dataclass(slots=True)
-class Leaves:
-    """Every leaf in the order met, aliases included."""
-
-    sources: list[Any] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    geometries: list[Geometry] = field(default_factory=list)
-    specs: list[LeafSpec] = field(default_factory=list)
-    devices: list[Device] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    """The leaf number of each, or of the one that it aliases."""
-
-    def firsts(self) -> list[int]:
-        """For each leaf met, the position of the one that is stored: its own, where it is no alias."""
-        stored: list[int] = []
-        found: list[int] = []
-        for position, number in enumerate(self.numbers):
-            if number == len(stored):
-                stored.append(position)
-            found.append(stored[number])
-        return found
 
 
 class Writer:
