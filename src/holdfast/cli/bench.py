@@ -40,7 +40,8 @@ def bench(
         typer.Option("--size", metavar="SIZE", help="Bytes of state, such as 4GiB or 500MB. [default: 1GiB]"),
     ] = None,
     leaves: Annotated[
-        int | None, typer.Option("--leaves", min=1, max=10_000_000, help="Tensors in the state. [default: 200]")
+        int | None,
+        typer.Option("--leaves", metavar="N", min=1, max=10_000_000, help="Tensors in the state. [default: 200]"),
     ] = None,
     like: Annotated[
         str | None,
@@ -49,15 +50,24 @@ def bench(
     run: options.Run = None,
     step: options.Step = "latest",
     rounds: Annotated[
-        int | None, typer.Option("--rounds", min=1, max=100, help="[default: 5; from 4GiB on 3]", show_default=False)
+        int | None,
+        typer.Option(
+            "--rounds",
+            min=1,
+            max=100,
+            metavar="N",
+            help="How often each is measured.  [default: 5; from 4GiB on 3]",
+            show_default=False,
+        ),
     ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure a place: how long saves hold training there, until when they are durable, how long a restore takes.
+    """Measure what saving and restoring take at a place.
 
-    Writes only in a hidden directory of its own inside WHERE and removes it, also when interrupted. Takes twice the
-    state's size of space and of memory, and refuses where that is short. --run and --step choose what --like looks at.
+    How long saves hold training there, until when they are durable, how long a restore takes. Writes only in a hidden
+    directory of its own inside WHERE and removes it, also when interrupted. Takes twice the state's size of space and
+    of memory, and refuses where that is short. --run and --step choose what --like looks at.
     """
     from holdfast.api.bench import expect
     from holdfast.api.bench.measure import measure

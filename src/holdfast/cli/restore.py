@@ -46,10 +46,11 @@ def restore(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write a checkpoint, every byte verified, to one file that needs no Holdfast to be read.
+    """Write a checkpoint, every byte verified, to one file.
 
-    A *.safetensors file gets the leaves, under their paths. A *.pt file (needs torch) gets the whole state as nested
-    dicts of tensors and plain values, which torch.load(weights_only=True) reads. OUT appears whole or not at all.
+    No Holdfast is needed to read it. A *.safetensors file gets the leaves, under their paths. A *.pt file (needs torch)
+    gets the whole state as nested dicts of tensors and plain values, which torch.load(weights_only=True) reads. OUT
+    appears whole or not at all.
     """
     from holdfast.report.measures import count, seconds, size
 
@@ -59,6 +60,12 @@ def restore(
         raise UsageError(f"{out} is there already", subject=str(out), hint="--force replaces it")
     with export:
         result = _restore(repo, run, step, export)
+        if not export.leaves and out.suffix == ".safetensors" and (include or exclude):
+            raise UsageError(
+                f"no leaf of {result.id} is left by --include and --exclude; nothing was written",
+                subject=str(result.id),
+                hint=f"holdfast show {repo.url} --run {result.id.run} shows the paths",
+            )
         export.publish(force=force)
     for remark in export.remarks:
         output.story(f"note: {remark}")

@@ -43,7 +43,7 @@ def show(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show one checkpoint: its leaves, its plain values, its certificate and where it came from.
+    """Show what a checkpoint holds, and what a resume from it covers.
 
     With PATH: that leaf's element type, shape, first values and statistics, for which the whole leaf is read and
     verified; or that plain value; or the entries below it.

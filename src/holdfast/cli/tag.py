@@ -28,9 +28,10 @@ def tag(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Tag a checkpoint: it is kept as long as it has a tag, and found by it wherever a step is expected.
+    """Give a checkpoint a name, by which it is found and kept.
 
-    A tag that is on another checkpoint moves. Tags are the repository's, not a run's.
+    It is kept as long as it has a tag, and a tag is taken wherever a step is expected. A tag that is on another
+    checkpoint moves. Tags are the repository's, not a run's.
     """
     from holdfast.api.repository import Repository
 

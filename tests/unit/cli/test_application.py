@@ -33,6 +33,7 @@ def test_help_names_every_command_and_every_exit_status(cli):
     for code, meaning in exitcodes.EXIT_CODES.items():
         assert f"  {code:>3}  {meaning}\n" in out
     assert max(map(len, out.splitlines())) <= 80
+    assert "..." not in out.partition("Commands:")[2].partition("Examples:")[0], "cut off at 80 columns"
 
 
 @pytest.mark.parametrize("name", application.COMMANDS)
