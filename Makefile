@@ -78,7 +78,7 @@ corruption-campaign: setup
 	$(BIN)/python -m holdfast.testing.corruption --faults 1000000 --seed 1 --json $(RESULTS)/r3_corruption.json
 
 stateful-campaign: setup
-	$(BIN)/python -m holdfast.testing.stateful --examples 2000 --seed 1 --json $(RESULTS)/r_stateful.json
+	$(BIN)/python -m holdfast.testing.stateful_campaign --examples 2000 --seed 1 --json $(RESULTS)/r_stateful.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
