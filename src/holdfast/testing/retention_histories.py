@@ -284,8 +284,8 @@ class History:
         self.check_the_rest(before, vanished, what, quiet=between is None)
 
     def let_go(self, run: str, judge: Judge) -> tuple[set[CheckpointId], set[CheckpointId]]:
-        """What goes, and what of it may stay: what was verified and is damaged now; and, where `latest` means another
-        run's checkpoint, what would be protected of the run's own."""
+        """What goes, and what of it may stay: where `latest` means another run's checkpoint, what would be protected of
+        the run's own."""
         own = {id for id in self.oracle.there if id.run == run}
         unwanted = own - judge(self.oracle, run)
         protected = self.oracle.protected()
@@ -295,7 +295,7 @@ class History:
         line = [self.oracle.there[id] for id in self.oracle.walk(run) if id.run == run]
         firsts = (line, [k for k in line if k.whole], [k for k in line if k.whole and k.verdict == "verified"])
         may_stay = {known.id for found in firsts for known in found[:1]}
-        return goes, may_stay | {id for id in goes if self.oracle.there[id].damaged}
+        return goes, may_stay
 
     def interfere(self) -> None:
         """Somebody comes to need a checkpoint, or claims the run."""

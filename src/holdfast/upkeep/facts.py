@@ -17,8 +17,8 @@ from holdfast.repo.repository import Repo
 from holdfast.upkeep.needs import standing, standing_of
 
 
-def gather_facts(repo: Repo, run: str, *, metrics: bool = True) -> list[CheckpointFacts]:
-    """Every checkpoint of `run`, also on lines of training that were left behind. `metrics`: read manifests for them.
+def gather_facts(repo: Repo, run: str) -> list[CheckpointFacts]:
+    """Every checkpoint of `run`, also on lines of training that were left behind.
 
     Raises CorruptionError where a ref cannot be read: it may name any of them.
     """
@@ -30,7 +30,7 @@ def gather_facts(repo: Repo, run: str, *, metrics: bool = True) -> list[Checkpoi
     found = []
     for id in ids:
         try:
-            damaged, logged, created_s = _manifest_says(repo, id) if metrics else (False, {}, None)
+            damaged, logged, created_s = _manifest_says(repo, id)
         except CheckpointNotFound:
             continue  # removed since it was listed
         told = notes(repo, id, report=_pass)

@@ -154,7 +154,7 @@ def _still_free(repo: Repo, attempt: Attempt, stones: list[Tombstone]) -> Iterat
     """Those of the tombstones whose checkpoints nobody needs, seen after all of them were put."""
     if _superseded(repo, attempt):
         return
-    protected = protections(gather_facts(repo, attempt.run, metrics=False))
+    protected = protections(gather_facts(repo, attempt.run))
     for stone in stones:
         if not protected.get(stone.id, ["it is gone"]):
             yield stone

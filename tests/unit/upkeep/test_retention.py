@@ -284,3 +284,15 @@ def test_retain_by_somebody_who_does_not_train(world):
     assert there(world) == [(1, 3)] and latest(world.repo, "main") == ids[2]
     assert apply(world.repo, "main", keep.latest(1))[1] == ()
     assert world.repo.attempts("main") == [1, 2]
+
+
+def test_i7_the_second_look_knows_what_is_damaged(world):
+    """Between plan and removal the fallback is found damaged too: the next whole one then has to stay."""
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3, 4)]
+    world.flip(ids[3].manifest)
+    plan = plan_retention(world.repo, attempt, Nothing())
+    assert [id.step for id in plan.dropped] == [1, 2]
+    add_note(world.repo, ids[2], "suspect", {})
+    assert [id.step for id in execute(world.repo, attempt, plan)] == [1]
+    assert there(world) == [(1, 2), (1, 3), (1, 4)]
