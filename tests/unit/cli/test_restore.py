@@ -29,9 +29,11 @@ def test_restore_a_part_under_its_own_names(cli, made, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_restore_nothing_is_an_empty_file_that_opens(cli, made, tmp_path):
-    assert cli("restore", made, tmp_path / "no.safetensors", "--run", "gpt", "--include", "nothing")[0] == 0
-    assert load_file(tmp_path / "no.safetensors") == {}
+def test_restore_of_nothing_is_refused_and_writes_nothing(cli, made, tmp_path):
+    status, out, err = cli("restore", made, tmp_path / "o.safetensors", "--run", "gpt", "--include", "nothing*")
+    assert (status, out) == (2, "")
+    assert "is left by --include and --exclude" in err
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_restore_passes_over_a_damaged_latest_aloud(cli, place, tmp_path):
