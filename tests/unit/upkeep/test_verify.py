@@ -18,6 +18,8 @@ from holdfast.repo.refs import put_ref
 from holdfast.repo.repository import Repo
 from holdfast.store.backends.memory import MemoryReader
 from holdfast.store.registry import open_store
+from holdfast.upkeep.remove import execute as execute_removal
+from holdfast.upkeep.remove import plan_remove
 from holdfast.upkeep.verify import assert_whole, execute, plan_verify
 
 
@@ -257,3 +259,64 @@ def test_a_manifest_with_another_contents_digest_is_found(world):
     assert [finding.harms_restore for finding in found] == [False, True]
     assert "counts 7 leaves" in found[0].message
     assert "content digest" in found[1].message
+
+
+def errors_of(repo: Repo) -> dict[str | None, str]:
+    return {finding.object: finding.message for finding in execute(repo, plan_verify(repo)).errors}
+
+
+def test_an_object_of_another_repository_under_the_right_name_is_found(world, make_world):
+    other = make_world()
+    for one in (world, other):
+        id = one.save(one.claim(), 1)
+        put_ref(one.repo, "pin", "keep", id)
+        add_note(one.repo, id, "metric", {"loss": 1.0})
+    for name in ("holdfast.json", "refs/pin/keep/1.json", f"{id.directory}/notes/1.json"):
+        was = world.store.place.objects[name]
+        world.store.place.objects[name] = other.store.place.objects[name]
+        assert errors_of(world.reopened())
+        world.store.place.objects[name] = was
+    assert not errors_of(world.reopened())
+
+
+def test_a_gap_in_a_row_and_a_replaced_version_are_found(world):
+    id = world.save(world.claim(), 1)
+    for _ in range(3):
+        put_ref(world.repo, "pin", "keep", id)
+    version = world.store.place.objects["refs/pin/keep/2.json"]
+    world.lose("refs/pin/keep/2.json")
+    assert "is missing" in errors_of(world.repo)["refs/pin/keep/2.json"]
+    world.store.place.objects["refs/pin/keep/2.json"] = version
+    world.store.place.objects["refs/pin/keep/3.json"] = version
+    assert "a copy of" in errors_of(world.repo)["refs/pin/keep/3.json"]
+
+
+def test_a_manifest_that_a_ref_names_and_that_is_gone_is_found(world):
+    id = world.save(world.claim(), 1)
+    assert not errors_of(world.repo)
+    put_ref(world.repo, "tag", "best", id)
+    world.lose(id.manifest)
+    assert errors_of(world.repo)[id.manifest] == "is missing: tag 'best' names it"
+
+
+def test_a_replaced_manifest_is_damage_and_is_skipped_loudly(world):
+    attempt = world.claim()
+    one, two = world.save(attempt, 1), world.save(attempt, 2)
+    world.store.place.objects[two.manifest] = world.store.place.objects[one.manifest]
+    assert world.repo.exists(two)
+    restored = holdfast.load(world.store)
+    assert restored.checkpoint.id == one
+    assert [id for id, _ in restored.skipped] == [two]
+
+
+def test_what_was_removed_is_read_too(world):
+    attempt = world.claim()
+    id = world.save(attempt, 1)
+    world.save(attempt, 2)
+    execute_removal(world.repo, plan_remove(world.repo, [id], finished={}))
+    assert not errors_of(world.repo)
+    pack = f"{id.directory}/rank-00000.safetensors"
+    world.flip(pack, -1)
+    report = execute(world.repo, plan_verify(world.repo))
+    assert [finding.object for finding in report.errors] == [pack]
+    assert report.damaged() == ()

@@ -1,0 +1,151 @@
+"""The campaign of random histories: `python -m holdfast.testing.stateful_campaign --examples 2000 --seed 1 --json out`.
+
+Exit status 1 if a history contradicts the model, or if a seeded bug does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from holdfast.engine import read, restore
+from holdfast.repo import attempts
+from holdfast.testing.processes import replacing
+from holdfast.testing.stateful import Product, counted
+from holdfast.upkeep import needs, retention, surroundings, undelete, verify
+from holdfast.version import __version__
+
+STEPS: Final = 25
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    patch: Callable[[], AbstractContextManager[Any]]
+
+
+def _lowest_step_first() -> AbstractContextManager[Any]:
+    from holdfast.repo.repository import Repo
+
+    steps = Repo.steps
+    return mock.patch.object(Repo, "steps", lambda self, run, attempt: sorted(steps(self, run, attempt)))
+
+
+def _nothing_is_wrong() -> AbstractContextManager[Any]:
+    execute = verify.execute
+
+    def lenient(*arguments: Any, **options: Any) -> Any:
+        return replace(execute(*arguments, **options), findings=())
+
+    return replacing(execute, lenient)
+
+
+BUGS: Final = (
+    Bug("chunks are not checked on load", lambda: mock.patch.object(read.LeafReader, "_check", lambda *rest: None)),
+    Bug("the oldest step is the latest", _lowest_step_first),
+    Bug("verify finds nothing", _nothing_is_wrong),
+    Bug("rm asks nobody", lambda: mock.patch.object(needs, "_run", lambda *rest: iter(()))),
+    Bug(
+        "an owner that was claimed over saves on",
+        lambda: mock.patch.object(attempts.Attempt, "check", lambda self: None),
+    ),
+    Bug(
+        "unfinished saves are never closed",
+        lambda: mock.patch.object(attempts, "close_unfinished", lambda *r, **m: None),
+    ),
+    Bug(
+        "retention takes what it wants",
+        lambda: mock.patch.object(retention, "_still_free", lambda repo, a, stones: stones),
+    ),
+    Bug("undelete checks nothing", lambda: mock.patch.object(undelete, "_check", lambda *rest, **more: None)),
+    Bug("copies are not shown", lambda: mock.patch.object(surroundings, "_save", lambda *rest: iter(()))),
+    Bug(
+        "what was skipped is not told",
+        lambda: mock.patch.object(restore, "_with_skipped", lambda result, skipped: result),
+    ),
+)
+
+
+def histories(examples: int, number: int | None, *, steps: int = STEPS, shrink: bool = False) -> None:
+    """Runs so many histories; AssertionError, or what the product raised, where one contradicts the model. `number`:
+    the seed; None: always the same histories."""
+    phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
+    chosen = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        derandomize=number is None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
+        print_blob=False,
+    )
+    machine = type("Histories", (Product,), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_state_machine_as_test(seed(number)(machine) if number is not None else machine, settings=chosen)
+
+
+def caught(bug: Bug, examples: int, number: int | None) -> str:
+    """What contradicts the model while the bug is there; empty if nothing does."""
+    with bug.patch():
+        try:
+            histories(examples, number)
+        except Exception as error:  # noqa: BLE001 - any contradiction will do, the product's own errors too
+            return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.stateful_campaign", description=__doc__)
+    parser.add_argument("--examples", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="where to write the counts")
+    parser.add_argument("--no-bugs", action="store_true", help="seed no bugs")
+    chosen = parser.parse_args(arguments)
+    began = time.monotonic()
+    counted.clear()
+    findings = []
+    try:
+        histories(chosen.examples, chosen.seed)
+    except Exception as error:  # noqa: BLE001 - told below, and by the exit status
+        findings.append(f"{type(error).__name__}: {error}")
+    counts = dict(counted)
+    bugs = {} if chosen.no_bugs else {bug.name: caught(bug, 200, chosen.seed) for bug in BUGS}
+    report = {
+        "command": " ".join(["python -m holdfast.testing.stateful_campaign", *sys.argv[1:]]),
+        "seed": chosen.seed,
+        "seconds": round(time.monotonic() - began, 1),
+        "versions": {"holdfast": __version__, "python": platform.python_version()},
+        "machine": platform.platform(),
+        "histories": counts.pop("histories", 0),
+        "steps": counts.pop("steps", 0),
+        "rules": dict(sorted(counts.items())),
+        "findings": findings,
+        "bugs_seeded": len(bugs),
+        "bugs_caught": sum(bool(how) for how in bugs.values()),
+        "bugs": bugs,
+    }
+    text = json.dumps(report, indent=2) + "\n"
+    sys.stdout.write(text)
+    if chosen.json is not None:
+        chosen.json.write_text(text)
+    return 1 if findings or not all(bugs.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
