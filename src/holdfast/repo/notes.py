@@ -24,7 +24,12 @@ def add_note(repo: Repo, id: CheckpointId, kind: str, body: Mapping[str, Json]) 
     if not repo.exists(id):
         raise CheckpointNotFound(f"no checkpoint {id} at {repo.url} to add a note to", subject=str(id))
     content: dict[str, Json] = {"body": dict(body), "created": now_text(), "note": kind}
-    return Note(append(repo, layout.notes_directory(id), "note", content), kind, dict(body))
+    directory = layout.notes_directory(id)
+    number = append(repo, directory, "note", content)
+    if not repo.exists(id):  # removed meanwhile, and whoever removed it may have passed here already
+        repo.store.delete([layout.numbered(directory, number)])
+        raise CheckpointNotFound(f"checkpoint {id} was removed while a note was added to it", subject=str(id))
+    return Note(number, kind, dict(body))
 
 
 def notes(repo: Repo, id: CheckpointId, *, report: Callable[[str], None] | None = None) -> list[Note]:

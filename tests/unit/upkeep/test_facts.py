@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.errors import CheckpointNotFound
 from holdfast.policy import keep
+from holdfast.repo.notes import add_note
 from holdfast.repo.repository import Repo
 from holdfast.upkeep.facts import gather_facts
 
@@ -55,3 +57,17 @@ def test_a_checkpoint_that_is_removed_while_facts_are_gathered_is_passed_over(wo
         Busy(world.store, 6, lambda: world.store.delete([gone.manifest])), world.repo.id, world.repo.chunk_bytes
     )
     assert [one.id.step for one in gather_facts(busy, "main")][-1] == 20
+
+
+def test_a_note_on_a_checkpoint_that_is_removed_meanwhile_is_withdrawn(world: Any, monkeypatch: Any) -> None:
+    id = world.save(world.claim(), 10)
+    put = world.store.put_if_absent
+
+    def removed_first(name: str, content: Any, *, token: str) -> Any:
+        world.store.delete([id.manifest])
+        return put(name, content, token=token)
+
+    monkeypatch.setattr(world.store, "put_if_absent", removed_first)
+    with pytest.raises(CheckpointNotFound):
+        add_note(world.repo, id, "metric", {"loss": 1.0})
+    assert not [entry for entry in world.store.walk(id.directory) if "/notes/" in entry.name]
