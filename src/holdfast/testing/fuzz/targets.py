@@ -69,8 +69,8 @@ def header_text(data: bytes) -> None:
 
 def canonical_json(data: bytes) -> None:
     value = canonical.loads(data)
-    again = canonical.loads(canonical.dumps(value))
-    if repr(again) != repr(value):
+    text = canonical.dumps(value)
+    if canonical.dumps(canonical.loads(text)) != text:
         raise Broken("a value does not come back from its canonical spelling")
 
 
