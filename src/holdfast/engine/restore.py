@@ -17,6 +17,7 @@ from holdfast.model.checkpoint import Index, Manifest
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo.lineage import resolve, walk
 from holdfast.repo.repository import Repo
+from holdfast.state.collector import collector_paused
 from holdfast.state.contract import LoadReport, Prepared
 
 CHOICES = 3
@@ -139,6 +140,7 @@ def _unless_vanished(repo: Repo, id: CheckpointId, attempt: Callable[[Checkpoint
         raise
 
 
+@collector_paused
 def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -> RestoreResult:
     began = time.perf_counter()
     manifest = repo.manifest(id)
