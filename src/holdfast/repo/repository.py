@@ -28,7 +28,7 @@ from holdfast.version import __version__
 
 
 def now_text() -> str:
-    """The wall clock, for a person's eye: nothing is decided by it."""
+    """The wall clock, for a person's eye, and for milestones of hours: nothing else is decided by it."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
