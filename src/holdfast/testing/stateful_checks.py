@@ -76,14 +76,16 @@ def _check_findings(world: World, model: Model) -> None:
     errors = {finding.object for finding in report.errors}
     expected = {name for names in model.damaged.values() for name in names}
     assert errors == expected, f"errors at {errors}, damage at {expected}: {[str(one) for one in report.errors]}"
-    assert set(report.damaged()) == set(model.damaged) - set(model.trash)
+    harmed = set(model.damaged) - set(model.trash)
+    assert set(report.damaged()) == harmed, f"damaged are {report.damaged()}, not {harmed}"
     told: dict[str, set[Any]] = {}
     for finding in report.findings:
         if finding.severity == "info":
             told.setdefault(_means(finding), set()).add(finding.id or finding.object)
     copies = told.pop("copy", set())
-    assert told.pop("unfinished", set()) == set(model.unfinished)
-    assert told.pop("removed", set()) == set(model.trash)
+    unfinished, removed = told.pop("unfinished", set()), told.pop("removed", set())
+    assert unfinished == set(model.unfinished), f"unfinished are {unfinished}, not {set(model.unfinished)}"
+    assert removed == set(model.trash), f"removed are {removed}, not {set(model.trash)}"
     marked = told.pop("marked", set())
     assert set(model.marked) <= marked, f"gc marked {marked}, not {set(model.marked)}"
     # A mark on what was closed or brought back since speaks of nothing any more; the next gc clears it away.

@@ -70,7 +70,7 @@ class Model:
             self._drop(id)
 
     def commit(self, id: CheckpointId, state: Any) -> None:
-        assert id not in self.committed
+        assert id not in self.committed, f"{id} was saved twice; claimed are {sorted(self.parents)}"
         self.committed[id] = state
 
     def remove(self, id: CheckpointId) -> None:
