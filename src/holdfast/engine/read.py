@@ -144,12 +144,28 @@ class LeafReader:
                 self._one(task, staged, total)
             return
         threads = COPY_THREADS if all(task.view is not None for task in tasks) else READ_THREADS
-        pool = ThreadPoolExecutor(min(threads, len(tasks)), thread_name_prefix="holdfast-read")
-        try:
-            for _ in pool.map(lambda task: self._one(task, staged, total), tasks):
-                pass
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        waiting = iter(tasks)
+        failed = threading.Event()
+
+        def work() -> None:
+            # Taking from an iterator is one step of the interpreter. A future for each task would cost more than that.
+            for task in waiting:
+                if failed.is_set():
+                    return
+                try:
+                    self._one(task, staged, total)
+                except BaseException:
+                    failed.set()
+                    raise
+
+        with ThreadPoolExecutor(min(threads, len(tasks)), thread_name_prefix="holdfast-read") as pool:
+            workers = [pool.submit(work) for _ in range(min(threads, len(tasks)))]
+            try:
+                for worker in workers:
+                    worker.result()
+            except BaseException:
+                failed.set()
+                raise
 
     def _one(self, task: _Task, staged: Sequence[Buffer], total: int) -> None:
         parts = task.task.parts

@@ -32,6 +32,10 @@ class Patience:
     """Before the second try; doubled for each further one, at most 5 s."""
 
     def __call__(self, work: Callable[[], Result]) -> Result:
+        try:
+            return work()  # outside the loop, whose making alone holds the interpreter's lock for a tenth of a read
+        except StoreUnavailable as error:
+            first = [error]
         for attempt in stamina.retry_context(
             on=StoreUnavailable,
             attempts=self.attempts,
@@ -41,6 +45,8 @@ class Patience:
             wait_jitter=0.0,
         ):
             with attempt:
+                if first:
+                    raise first.pop()
                 return work()
         raise AssertionError("stamina ends with a result or an error")
 
