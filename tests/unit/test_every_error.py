@@ -20,12 +20,13 @@ import pytest
 import holdfast
 from holdfast import errors, every, keep
 from holdfast.model import canonical
+from holdfast.repo import attempts
 from holdfast.repo.repository import Repo
 from holdfast.store.backends.local import LocalStore
 from holdfast.store.backends.operating_system import OperatingSystem
 from holdfast.store.contract import Bytes, Store
 from holdfast.store.registry import open_store
-from tiny_training import Gate, flip, state
+from tiny_training import Gate, flip, flip_leaf, state
 
 Raising = Callable[[Path, pytest.MonkeyPatch], object]
 CASES: dict[str, tuple[Raising, str, str]] = {}
@@ -109,6 +110,8 @@ def a_pt_file_without_torch(place: Path, patch: pytest.MonkeyPatch) -> object:
     from holdfast.cli.restore import restore
 
     holdfast.save(state(), place)
+    for name in [name for name in sys.modules if name.startswith("holdfast.integrations.torch")]:
+        patch.delitem(sys.modules, name)  # what another test may have loaded with torch
     patch.setitem(sys.modules, "torch", None)
     return restore(str(place), place.parent / "out.pt")
 
@@ -195,7 +198,7 @@ def a_leaf_that_is_not_there(place: Path, patch: pytest.MonkeyPatch) -> object:
 @case(errors.NothingRestorable, "none of them is whole", "holdfast verify")
 def nothing_whole(place: Path, patch: pytest.MonkeyPatch) -> object:
     trained(place)
-    flip(place, "runs/*/*/*/rank-*.safetensors", -1)
+    flip_leaf(place, "runs/*/*/*/rank-*.safetensors", "w")
     return holdfast.load(place)
 
 
@@ -220,6 +223,7 @@ def a_flipped_bit(place: Path, patch: pytest.MonkeyPatch) -> object:
 
 @case(errors.RunInUse, "process|owns|live", "takeover|run=")
 def a_run_that_another_process_trains(place: Path, patch: pytest.MonkeyPatch) -> object:
+    patch.setattr(attempts, "DYING_S", 0.2)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -241,6 +245,7 @@ def a_run_that_another_process_trains(place: Path, patch: pytest.MonkeyPatch) ->
 
 @case(errors.Superseded, "claimed", "")
 def a_run_that_another_process_takes_over(place: Path, patch: pytest.MonkeyPatch) -> object:
+    patch.setattr(attempts, "DYING_S", 0.2)
     ckpt = holdfast.Checkpointer(place, state())
     try:
         for _ in ckpt.steps(3):

@@ -23,6 +23,8 @@ from holdfast.repo.watch import Found, Watch, held_here, let_go, take_hold
 __all__ = ["Attempt", "Clock", "Watch", "claim", "judge", "this_process"]
 
 _POLL_S: Final = 0.25
+DYING_S: Final = 60.0
+"""How long an owner that is alive is waited for: it may be dying."""
 
 Report = Callable[[str], None]
 
@@ -87,7 +89,7 @@ def claim(
     parent: CheckpointId | None,
     *,
     takeover: bool = False,
-    wait_s: float = 60.0,
+    wait_s: float | None = None,
     observe: Watch | None = None,
     beat_s: float = BEAT_S,
     trouble: Trouble | None = None,
@@ -95,9 +97,9 @@ def claim(
 ) -> Attempt:
     """Claims the run's next attempt, whose training goes on from `parent` (None: from nothing).
 
-    A dead owner is claimed over at once; one that may be dying is waited for, `wait_s` at most, and then raises
-    RunInUse, or is claimed over with `takeover`. `observe`: a watch begun earlier (before the restore), so that waiting
-    for a lease to run out has begun too. Afterwards unfinished saves of earlier attempts are closed and freed.
+    A dead owner is claimed over at once; one that may be dying is waited for, `wait_s` (a minute) at most, and then
+    raises RunInUse, or is claimed over with `takeover`. `observe`: a watch begun earlier (before the restore), so that
+    waiting for a lease to run out has begun too. Afterwards unfinished saves of earlier attempts are closed and freed.
 
     Raises CheckpointNotFound if `parent` vanished or is being removed: the attempt stays, as one that goes on from
     there and has no commit, and the caller chooses anew and claims again. The caller walks I4 again after the claim,
@@ -109,7 +111,8 @@ def claim(
     run = run_key(check_run(run))
     watch = observe or Watch(repo, run)
     say: Report = report or (lambda message: None)
-    record, previous = _put_claim(repo, run, parent, watch, takeover=takeover, wait_s=wait_s, say=say)
+    patience = DYING_S if wait_s is None else wait_s
+    record, previous = _put_claim(repo, run, parent, watch, takeover=takeover, wait_s=patience, say=say)
     crashpoint("attempt claimed")
     lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
     attempt = Attempt(repo, record, lease)

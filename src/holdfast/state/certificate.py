@@ -50,7 +50,9 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict
     (code: git commit and whether tracked files differ from it; None outside a repository).
     """
     found = [
-        importlib.import_module(module).findings(state) for name, module in FRAMEWORKS.items() if name in sys.modules
+        importlib.import_module(module).findings(state)
+        for name, module in FRAMEWORKS.items()
+        if sys.modules.get(name) is not None
     ]
     reasons = [reason for one in found for reason in one.reasons]
     caveats = [caveat for one in found for caveat in one.caveats]
@@ -59,7 +61,7 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict
     else:
         reasons += position.reasons
         caveats += position.caveats
-    frameworks = [name for name in FRAMEWORKS if name in sys.modules]
+    frameworks = [name for name in FRAMEWORKS if sys.modules.get(name) is not None]
     versions: dict[str, Any] = {"holdfast": __version__, "python": platform.python_version(), "numpy": np.__version__}
     settings: dict[str, Any] = {}
     for one in found:

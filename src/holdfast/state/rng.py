@@ -34,7 +34,7 @@ def capture(*, frameworks: bool = True) -> dict[str, Any]:
     }
     if frameworks:
         for name, module in FRAMEWORKS.items():
-            if name in sys.modules:
+            if sys.modules.get(name) is not None:
                 out[name] = importlib.import_module(module).capture()
     return out
 
@@ -50,7 +50,7 @@ def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
     for name, module in FRAMEWORKS.items():
         if name not in state:
             continue
-        if name in sys.modules:
+        if sys.modules.get(name) is not None:
             notes.extend(importlib.import_module(module).apply(state[name]))
         else:
             notes.append(
