@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +26,7 @@ _KIND: Final = re.compile(rb'\{"!":"([a-z.]+)"')
 _NUMBER: Final = re.compile(r"#i:(-?[0-9]{1,15})")
 _WRAPPERS: Final = WRAPPERS - {"private"}
 _BLOCK: Final = 1 << 16
+_FEW: Final = 64
 
 Column = np.ndarray[Any, Any]
 
@@ -123,15 +125,27 @@ class TreeText:
     def _pair(self, token: bytes, start: int, stop: int, depth: int) -> int | None:
         """The end of the one pair's beginning `token` whose own bracket is the `depth`-th."""
         found = None
+        for place in self._places(token, start, stop, depth):
+            if found is not None:
+                return None
+            found = place + len(token)
+        return found
+
+    def _places(self, token: bytes, start: int, stop: int, depth: int) -> Iterator[int]:
+        """Every place where `token` begins with the `depth`-th bracket. Few brackets are looked at one by one; of many
+        the text is searched, which is quicker than to pick them out."""
+        first, last = np.searchsorted(self._at, (start, stop)).tolist()
+        same = self._depth[first:last] == depth
+        if np.count_nonzero(same) <= _FEW:
+            places = self._at[first:last][same].tolist()
+            yield from (place for place in places if self._text.startswith(token, place, stop))
+            return
         place = self._text.find(token, start, stop)
         while place >= 0:
             bracket = int(np.searchsorted(self._at, place))
             if self._at[bracket] == place and int(self._depth[bracket]) == depth:
-                if found is not None:
-                    return None
-                found = place + len(token)
+                yield place
             place = self._text.find(token, place + 1, stop)
-        return found
 
 
 def _brackets(data: bytes, start: int, stop: int) -> tuple[Column, Column]:
