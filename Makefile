@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format reference bench crash-campaign kill-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz clean
+.PHONY: setup demo test lint format reference bench crash-campaign kill-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
 setup: $(STAMP)
 
@@ -79,6 +79,11 @@ corruption-campaign: setup
 
 stateful-campaign: setup
 	$(BIN)/python -m holdfast.testing.stateful_campaign --examples 2000 --seed 1 --json $(RESULTS)/r_stateful.json
+
+# A sample: all mutants take hours. Which survive and why is in the result.
+mutation-run: setup
+	$(BIN)/python -m pip install --quiet -e '.[mutation]'
+	$(BIN)/python tests/mutation/run.py --sample 600 --seed 1 --json $(RESULTS)/mutation.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
