@@ -140,7 +140,8 @@ class LazyReader:
             return
         item: Any = np.dtype(_ITEMS.get(itemsize, f"V{itemsize}"))
         target = np.ndarray(region.counts, item, out)
-        target = target[(*(slice(None, None, -1 if flip else 1) for flip in region.flipped), ...)]
+        turned: Any = (*(slice(None, None, -1 if flip else 1) for flip in region.flipped), ...)
+        target = target[turned]
         paces = tuple(stride * itemsize for stride in region.strides)
         chunk = self._table.chunk_bytes
         for block in blocks(region, itemsize, block_bytes=max(BLOCK_BYTES, chunk), gap_bytes=chunk):

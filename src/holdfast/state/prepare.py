@@ -59,6 +59,8 @@ def prepare(
     else:
         restorer.skipped.extend(private)
     _check(restorer)
+    if strict and not restorer.selection.everything:
+        _check_selection(restorer, matched)
 
     def apply() -> Any:
         restorer.act()
@@ -116,7 +118,7 @@ def _root(restorer: Restorer, tree: Json, into: Any, path: str = "") -> Thunk:
 def _selected(restorer: Restorer, tree: Json) -> Thunk:
     """A new state of what include and exclude leave of the tree."""
     kept = _prune(restorer, tree, "")
-    return restorer.rebuild(kept if kept is not None else {"!": "dict", "i": []}, "")
+    return restorer.rebuild(kept if kept is not _NOTHING else {"!": "dict", "i": []}, "")
 
 
 def _prune(restorer: Restorer, node: Json, path: str) -> Json:
@@ -156,6 +158,17 @@ def _check(restorer: Restorer) -> None:
             _listed(problems, "the checkpoint and the target differ"),
             subject=_subject(problems[0]),
             hint="strict=False restores what fits; rename=, include= and exclude= say what belongs where",
+        )
+
+
+def _check_selection(restorer: Restorer, tree: Json) -> None:
+    """A pattern that meets nothing is a slip of the pen: nobody asks for nothing."""
+    paths = _terminals(tree, "")
+    if paths and not any(map(restorer.selection.takes, paths)):
+        raise StateMismatch(
+            "include= and exclude= leave nothing of the checkpoint",
+            subject=paths[0],
+            hint=f"they are globs over paths such as {paths[0]!r}; strict=False restores nothing without a word",
         )
 
 

@@ -31,7 +31,8 @@ def needs(repo: Repo, id: CheckpointId, finished: Finished) -> list[Need]:
 def _refs(repo: Repo, id: CheckpointId) -> Iterator[Need]:
     for ref in list_refs(repo):
         if ref.id == id:
-            yield Need(f"{ref.kind} {ref.name!r} names it", f"clear the {ref.kind} {ref.name!r} first")
+            way = f"holdfast tag {repo.url} {ref.name} --delete" if ref.kind == "tag" else f"clear the {ref.kind} first"
+            yield Need(f"{ref.kind} {ref.name!r} names it", way)
 
 
 def _run(repo: Repo, run: str, id: CheckpointId, finished: Finished) -> Iterator[Need]:

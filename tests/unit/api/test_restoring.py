@@ -167,6 +167,13 @@ def test_loading_is_partial_where_that_is_wanted_and_reports(trained: Path) -> N
     assert only.state == {"n": 3}
 
 
+def test_a_choice_that_leaves_nothing_is_told(trained: Path) -> None:
+    for into in (None, {"w": np.zeros(1000, np.float32)}):
+        with pytest.raises(StateMismatch, match="leave nothing"):
+            holdfast.load(trained, into=into, include="weight")
+    assert holdfast.load(trained, include="weight", strict=False).state == {}
+
+
 def test_what_is_not_there_is_told_with_what_is(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="no checkpoint of step 9; the nearest are 1, 2, 3"):
         holdfast.load(trained, step=9)
