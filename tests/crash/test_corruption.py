@@ -7,14 +7,14 @@ import random
 import numpy as np
 import pytest
 
-from holdfast.testing.corruption import main, run
-from holdfast.testing.corruption_bugs import BUGS, Bug, hunt
-from holdfast.testing.corruption_faults import KINDS, draw, targets
-from holdfast.testing.corruption_harmless import CHANGES, false_alarms, unharmed
-from holdfast.testing.corruption_judge import judge, same
-from holdfast.testing.corruption_peers import PEERS, flipped_bits
-from holdfast.testing.corruption_shapes import SHAPES, build_shape
-from holdfast.testing.corruption_units import Unit, run_unit, shape_of
+from holdfast.testing.corruption.bugs import BUGS, Bug, hunt
+from holdfast.testing.corruption.campaign import main, run
+from holdfast.testing.corruption.faults import KINDS, draw, targets
+from holdfast.testing.corruption.harmless import CHANGES, false_alarms, unharmed
+from holdfast.testing.corruption.judge import judge, same
+from holdfast.testing.corruption.peers import PEERS, flipped_bits
+from holdfast.testing.corruption.shapes import SHAPES, build_shape
+from holdfast.testing.corruption.units import Unit, run_unit, shape_of
 
 SEED = 20
 

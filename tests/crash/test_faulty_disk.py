@@ -7,10 +7,10 @@ import errno
 import pytest
 
 from holdfast.testing.disk_image import DiskImage
-from holdfast.testing.faulty_disk import all_cases, calls_of, chosen_cases, hunt, run_batch, summary
-from holdfast.testing.faulty_disk_bugs import BUGS, Bug
-from holdfast.testing.faulty_disk_case import PLACES, Case, run_case, surroundings
-from holdfast.testing.faulty_disk_faults import WAYS, FailingDisk, lost
+from holdfast.testing.faulty_disk.bugs import BUGS, Bug
+from holdfast.testing.faulty_disk.campaign import all_cases, calls_of, chosen_cases, hunt, run_batch, summary
+from holdfast.testing.faulty_disk.case import PLACES, Case, run_case, surroundings
+from holdfast.testing.faulty_disk.faults import WAYS, FailingDisk, lost
 from holdfast.testing.simulated_disk import SimulatedDisk
 
 SEED = 20

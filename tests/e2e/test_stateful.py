@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.testing.stateful_campaign import BUGS, caught, histories
+from holdfast.testing.stateful.campaign import BUGS, caught, histories
 
 QUICK = ("rm asks nobody", "the oldest step is the latest", "verify finds nothing")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.testing.retention_bugs import BUGS, run_bugs
-from holdfast.testing.retention_histories import run_histories
+from holdfast.testing.retention_histories.bugs import BUGS, run_bugs
+from holdfast.testing.retention_histories.campaign import run_histories
 
 QUICK = ("latest not protected", "tombstones stay", "foreign files go", "superseded attempts retain", "copies count")
 

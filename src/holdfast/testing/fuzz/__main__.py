@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.errors import MissingExtra
-from holdfast.testing.faulty_disk import machine
+from holdfast.testing.faulty_disk.campaign import machine
 from holdfast.testing.fuzz.seeds import make
 from holdfast.testing.fuzz.targets import MAX_BYTES, TARGETS, Target
 

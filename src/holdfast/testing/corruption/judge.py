@@ -21,8 +21,8 @@ from holdfast.model.checkpoint import Index, Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Prepared
-from holdfast.testing.corruption_faults import FOREIGN, MISSING, Fault
-from holdfast.testing.corruption_shapes import Shape, match_private
+from holdfast.testing.corruption.faults import FOREIGN, MISSING, Fault
+from holdfast.testing.corruption.shapes import Shape, match_private
 from holdfast.upkeep.findings import Finding
 from holdfast.upkeep.verify import VerifyPlan, execute, plan_verify
 

@@ -13,7 +13,7 @@ from holdfast.errors import CorruptionError, ObjectNotFound
 from holdfast.model import canonical
 from holdfast.model.names import CheckpointId
 from holdfast.repo import objects, repository
-from holdfast.testing.corruption_units import Unit, run_unit
+from holdfast.testing.corruption.units import Unit, run_unit
 from holdfast.testing.processes import replacing
 from holdfast.upkeep import claims, inspection, rows, scan, surroundings, verify
 

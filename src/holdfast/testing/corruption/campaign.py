@@ -24,9 +24,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from holdfast.testing.corruption_bugs import BUGS, BugResult, by_name, hunt
-from holdfast.testing.corruption_judge import NOTHING_TELLS
-from holdfast.testing.corruption_units import FAULTS, Tally, Unit, run_unit, units
+from holdfast.testing.corruption.bugs import BUGS, BugResult, by_name, hunt
+from holdfast.testing.corruption.judge import NOTHING_TELLS
+from holdfast.testing.corruption.units import FAULTS, Tally, Unit, run_unit, units
 from holdfast.version import __version__
 
 Say = Callable[[str], None]
@@ -68,7 +68,7 @@ def run_peers(flips: int, seed: int) -> dict[str, dict[str, int]]:
 
 
 def _all_peers(flips: int, seed: int) -> dict[str, dict[str, int]]:
-    from holdfast.testing.corruption_peers import PEERS, flipped_bits
+    from holdfast.testing.corruption.peers import PEERS, flipped_bits
 
     return {peer.name: flipped_bits(peer, flips, seed) for peer in PEERS}
 

@@ -18,7 +18,7 @@ from holdfast.repo import lineage, objects
 from holdfast.repo.refs import Ref, list_refs
 from holdfast.repo.repository import Repo
 from holdfast.testing.processes import replacing
-from holdfast.testing.retention_histories import run_histories
+from holdfast.testing.retention_histories.campaign import run_histories
 from holdfast.upkeep import facts as gathering
 from holdfast.upkeep import needs, retention, sweeping
 

@@ -14,7 +14,7 @@ from typing import Final
 from holdfast.image.header import parse_header
 from holdfast.model import canonical
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step
-from holdfast.testing.corruption_shapes import Shape
+from holdfast.testing.corruption.shapes import Shape
 
 SECTOR: Final = 512
 PAGE: Final = 4096

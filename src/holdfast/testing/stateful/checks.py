@@ -13,8 +13,8 @@ from holdfast.model.names import CheckpointId
 from holdfast.repo.lineage import walk
 from holdfast.state.contract import Prepared
 from holdfast.state.prepare import prepare
-from holdfast.testing.stateful_model import Model
-from holdfast.testing.stateful_world import World
+from holdfast.testing.stateful.model import Model
+from holdfast.testing.stateful.world import World
 from holdfast.upkeep.findings import Finding
 from holdfast.upkeep.verify import execute, plan_verify
 

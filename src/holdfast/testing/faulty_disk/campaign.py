@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.testing.faulty_disk_bugs import BUGS, Bug
-from holdfast.testing.faulty_disk_case import PLACES, Case, Outcome, run_case, sites, surroundings
-from holdfast.testing.faulty_disk_faults import CHANGING, FLUSHES, WAYS, Site
-from holdfast.testing.faulty_disk_full import fill_all
+from holdfast.testing.faulty_disk.bugs import BUGS, Bug
+from holdfast.testing.faulty_disk.case import PLACES, Case, Outcome, run_case, sites, surroundings
+from holdfast.testing.faulty_disk.faults import CHANGING, FLUSHES, WAYS, Site
+from holdfast.testing.faulty_disk.full import fill_all
 from holdfast.version import __version__
 
 BATCH = 20

@@ -27,7 +27,7 @@ from holdfast.errors import HoldfastError
 from holdfast.model import canonical
 from holdfast.repo import manifest as manifests
 from holdfast.testing.processes import replacing
-from holdfast.testing.retention_history import Broken, Counts, History
+from holdfast.testing.retention_histories.history import Broken, Counts, History
 from holdfast.version import __version__
 
 PART = 250
@@ -75,7 +75,7 @@ def campaign(number: int, seed: int, *, workers: int) -> tuple[Counts, list[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from holdfast.testing.retention_bugs import run_bugs
+    from holdfast.testing.retention_histories.bugs import run_bugs
 
     parser = argparse.ArgumentParser(description="Random histories of retention against an independent oracle.")
     parser.add_argument("--histories", type=int, default=20_000)

@@ -20,8 +20,8 @@ from holdfast.state.contract import Prepared
 from holdfast.state.prepare import prepare
 from holdfast.store.backends.local import LocalStore
 from holdfast.testing.checker import PLACE
-from holdfast.testing.faulty_disk_faults import FailingDisk
-from holdfast.testing.faulty_disk_training import KEPT, ONCE, OWN_CALLS, State, Told, Training, equal
+from holdfast.testing.faulty_disk.faults import FailingDisk
+from holdfast.testing.faulty_disk.training import KEPT, ONCE, OWN_CALLS, State, Told, Training, equal
 from holdfast.testing.going_on import left_of
 from holdfast.testing.jobs import RUN
 from holdfast.testing.simulated_disk import SimulatedDisk

@@ -346,7 +346,7 @@ def _apart(kind: str, place: Path, some: int) -> list[Filled]:
     """Runs the trials of one kind in a process with a mount namespace of its own."""
     flags = ["-m"] if os.getuid() == 0 else ["-r", "-m"]
     told = place / "told.json"
-    command = ["unshare", *flags, sys.executable, "-m", "holdfast.testing.faulty_disk_full", kind, str(place / "disk")]
+    command = ["unshare", *flags, sys.executable, "-m", "holdfast.testing.faulty_disk.full", kind, str(place / "disk")]
     try:
         done = subprocess.run(
             [*command, str(told), str(some)], check=False, capture_output=True, text=True, timeout=900

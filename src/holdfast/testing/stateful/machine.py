@@ -25,9 +25,9 @@ from holdfast.errors import (
 from holdfast.model.names import CheckpointId
 from holdfast.policy import keep
 from holdfast.repo.refs import clear_ref, put_ref
-from holdfast.testing.stateful_checks import GRACE_S, check_world
-from holdfast.testing.stateful_model import Model
-from holdfast.testing.stateful_world import Gone, Process, crashing, simulated_world
+from holdfast.testing.stateful.checks import GRACE_S, check_world
+from holdfast.testing.stateful.model import Model
+from holdfast.testing.stateful.world import Gone, Process, crashing, simulated_world
 from holdfast.upkeep import gc, remove, retention, undelete
 
 RUNS = ("main", "side")

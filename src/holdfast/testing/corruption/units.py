@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Final
 
-from holdfast.testing.corruption_faults import Fault, Target, draw, targets
-from holdfast.testing.corruption_harmless import CHANGES, false_alarms, unharmed
-from holdfast.testing.corruption_judge import Verdict, judge
-from holdfast.testing.corruption_known import known
-from holdfast.testing.corruption_shapes import Shape, build_shape
+from holdfast.testing.corruption.faults import Fault, Target, draw, targets
+from holdfast.testing.corruption.harmless import CHANGES, false_alarms, unharmed
+from holdfast.testing.corruption.judge import Verdict, judge
+from holdfast.testing.corruption.known import known
+from holdfast.testing.corruption.shapes import Shape, build_shape
 
 FAULTS: Final = 1000
 """Of one unit."""

@@ -20,8 +20,8 @@ from holdfast.repo.records import LeaseRecord, decode_lease, encode_lease
 from holdfast.repo.refs import clear_ref, put_ref
 from holdfast.repo.tombstones import put_tombstone, take_back
 from holdfast.repo.watch import Watch
-from holdfast.testing.corruption_judge import Reading
-from holdfast.testing.corruption_shapes import Shape, repeatable
+from holdfast.testing.corruption.judge import Reading
+from holdfast.testing.corruption.shapes import Shape, repeatable
 from holdfast.testing.jobs import Faster, save_stages
 from holdfast.upkeep.verify import execute, plan_verify
 

@@ -1,4 +1,4 @@
-"""The campaign of random histories: `python -m holdfast.testing.stateful_campaign --examples 2000 --seed 1 --json out`.
+"""The campaign of random histories: `python -m holdfast.testing.stateful --examples 2000 --seed 1 --json out`.
 
 Exit status 1 if a history contradicts the model, or if more than one seeded bug does not. "retention takes what it
 wants" needs a reader that comes between plan and removal, and no history here interleaves the two.
@@ -25,7 +25,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from holdfast.engine import read, restore
 from holdfast.repo import attempts
 from holdfast.testing.processes import replacing
-from holdfast.testing.stateful import Product, counted
+from holdfast.testing.stateful.machine import Product, counted
 from holdfast.upkeep import needs, retention, surroundings, undelete, verify
 from holdfast.version import __version__
 
@@ -112,7 +112,7 @@ def caught(bug: Bug, examples: int, number: int | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.stateful_campaign", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.stateful", description=__doc__)
     parser.add_argument("--examples", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where to write the counts")
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     counts = dict(counted)
     bugs = {} if chosen.no_bugs else {bug.name: caught(bug, 200, chosen.seed) for bug in BUGS}
     report = {
-        "command": " ".join(["python -m holdfast.testing.stateful_campaign", *sys.argv[1:]]),
+        "command": " ".join(["python -m holdfast.testing.stateful", *sys.argv[1:]]),
         "seed": chosen.seed,
         "seconds": round(time.monotonic() - began, 1),
         "versions": {"holdfast": __version__, "python": platform.python_version()},

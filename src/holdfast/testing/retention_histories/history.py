@@ -21,9 +21,9 @@ from holdfast.repo.commit import abort, free
 from holdfast.repo.lineage import walk
 from holdfast.repo.notes import add_note
 from holdfast.repo.refs import Kind, clear_ref, put_ref
-from holdfast.testing import retention_oracle as oracles
-from holdfast.testing.retention_oracle import Judge, Known, Oracle
-from holdfast.testing.retention_world import INDEX, PACK, World
+from holdfast.testing.retention_histories import oracle as oracles
+from holdfast.testing.retention_histories.oracle import Judge, Known, Oracle
+from holdfast.testing.retention_histories.world import INDEX, PACK, World
 from holdfast.upkeep import retention
 
 RUNS = ("main", "fork")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.model.names import CheckpointId
-from holdfast.testing.corruption_judge import same
+from holdfast.testing.corruption.judge import same
 
 
 @dataclass

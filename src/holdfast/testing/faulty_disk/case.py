@@ -28,9 +28,9 @@ from holdfast.store.contract import Store
 from holdfast.store.wrappers.retry import Patience, RetryingStore
 from holdfast.testing.checker import PLACE
 from holdfast.testing.disk_image import DiskImage
-from holdfast.testing.faulty_disk_faults import FLUSHES, WAYS, FailingDisk, Site, lost
-from holdfast.testing.faulty_disk_judge import judge_disk, judge_restart, judge_told, judge_wait
-from holdfast.testing.faulty_disk_training import ELEMENTS, OWN_CALLS, State, Told, Training
+from holdfast.testing.faulty_disk.faults import FLUSHES, WAYS, FailingDisk, Site, lost
+from holdfast.testing.faulty_disk.judge import judge_disk, judge_restart, judge_told, judge_wait
+from holdfast.testing.faulty_disk.training import ELEMENTS, OWN_CALLS, State, Told, Training
 from holdfast.testing.jobs import RUN, quiet, save_stages, state_at
 from holdfast.testing.processes import Processes
 from holdfast.testing.scenarios import NOTHING, Seeded, silent_threads

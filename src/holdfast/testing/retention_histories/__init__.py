@@ -1,0 +1,1 @@
+"""Random histories of retention, and an oracle that shares no code with it."""
