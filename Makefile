@@ -52,7 +52,7 @@ bench: setup
 	$(BIN)/python benchmarks/p5_restore.py --gib 1 --cache cold --rounds 11
 	$(BIN)/python benchmarks/p5_restore.py --gib 4 --cache cold
 	$(BIN)/python benchmarks/p6_lazy.py
-	$(BIN)/python benchmarks/p7_small.py
+	$(BIN)/python benchmarks/p7_small.py --rounds 9
 	$(BIN)/python benchmarks/p8_memory.py --gib 1
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
