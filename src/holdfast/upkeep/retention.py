@@ -176,7 +176,10 @@ def _free(repo: Repo, stone: Tombstone) -> bool:
     repo.store.delete([*(f"{directory}/{file}" for file in files), *leftovers])
     crashpoint("packs removed, notes still there")
     prefix = len(directory) + 1
-    repo.store.delete([entry.name for entry in save.entries if is_note(entry.name[prefix:])])
+    # Listed anew: whoever notes something looks for the manifest afterwards, and withdraws the note if that is gone;
+    # what was noted between the first look and the manifest's removal is found here.
+    noted = [entry.name for entry in repo.store.walk(directory) if is_note(entry.name[prefix:])]
+    repo.store.delete(noted)
     repo.store.delete([layout.begin_name(save.id)])
     return True
 

@@ -12,6 +12,7 @@ from holdfast.repo import attempts, layout, tombstones
 from holdfast.repo.lineage import latest, walk
 from holdfast.repo.notes import add_note
 from holdfast.repo.refs import put_ref
+from holdfast.upkeep import retention
 from holdfast.upkeep.retention import execute, plan_retention
 from holdfast.upkeep.verify import assert_whole
 
@@ -43,6 +44,22 @@ def test_what_goes_goes_without_a_trace(world):
     dirs = {name.rpartition("/")[0].removesuffix("/notes") for name in world.names("runs") if name != attempt_name}
     assert dirs == {"runs/main/a0001/step-00000004", "runs/main/a0001/step-00000005"}
     assert world.names("tombstones") == world.names("trash") == []
+    assert_whole(world.repo)
+
+
+def test_a_note_that_comes_while_its_checkpoint_goes_goes_with_it(world, monkeypatch):
+    attempt = world.claim()
+    for step in (1, 2):
+        world.save(attempt, step)
+    stands = retention.stands
+
+    def noted_meanwhile(repo, stone):
+        add_note(repo, stone.id, "metric", {"loss": 1.0})
+        return stands(repo, stone)
+
+    monkeypatch.setattr(retention, "stands", noted_meanwhile)
+    assert [id.step for id in retain(world, attempt, keep.latest(1))] == [1]
+    assert not [name for name in world.names("runs") if "step-00000001" in name]
     assert_whole(world.repo)
 
 
