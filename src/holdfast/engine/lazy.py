@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.codec.digest import digest
-from holdfast.engine.read import READ_THREADS
+from holdfast.engine.read import READ_THREADS, damaged
 from holdfast.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, UsageError
 from holdfast.model.names import CheckpointId
 from holdfast.plan.slices import Block, Region, blocks
@@ -231,11 +231,7 @@ class LazyReader:
         if digest(data) != self._table.digests[chunk].tobytes():
             name = f"{self._id.directory}/{self._table.packs[int(self._table.pack[row])].name}"
             offset = int(self._table.offset[row]) + start
-            raise CorruptionError(
-                f"{path} is damaged: {name}, {len(data)} bytes from offset {offset}, are not what was saved",
-                subject=path,
-                hint=f"holdfast verify {self._repo.url}",
-            )
+            raise damaged(self._repo, path, name, len(data), offset)
 
 
 def _in_threads(work: Callable[[int], None], items: Sequence[int]) -> None:

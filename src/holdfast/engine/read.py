@@ -227,14 +227,17 @@ class LeafReader:
         row = (int(self._index.chunk_start[part.leaf]) + start // self._index.chunk_bytes) * 16
         if digest(chunk) != self._expected[row : row + 16]:
             path = self._index.specs[part.leaf].path
-            offset = position + start - part.start
-            raise CorruptionError(
-                f"{path} is damaged: {self._manifest.id.directory}/{task.pack}, {len(chunk)} bytes from "
-                f"offset {offset}, "
-                "are not what was saved",
-                subject=path,
-                hint=_verify_hint(self._repo),
-            )
+            name = f"{self._manifest.id.directory}/{task.pack}"
+            raise damaged(self._repo, path, name, len(chunk), position + start - part.start)
+
+
+def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> CorruptionError:
+    """What a chunk of leaf `path` that is not what was saved is told by (I5): `nbytes` of `pack` from `offset` on."""
+    return CorruptionError(
+        f"{path} is damaged: {pack}, {nbytes} bytes from offset {offset}, are not what was saved",
+        subject=path,
+        hint=_verify_hint(repo),
+    )
 
 
 def _verify_hint(repo: Repo) -> str:
