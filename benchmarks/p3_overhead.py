@@ -38,31 +38,39 @@ from harness import (
 import holdfast
 
 WIDTH = 1024
-LAYER_BYTES = 3 * 4 * WIDTH * WIDTH
-"""Of one layer's weight and AdamW's two moments."""
+HEADS = 16
+LAYER_BYTES = 3 * 4 * 12 * WIDTH * WIDTH
+"""Of one transformer layer's weights (four of attention, eight of its feed-forward part) and AdamW's two moments."""
 ROUNDS = 12
 NONE = "no save"
 
 
 def options_of_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-s", type=float, default=3.0, help="seconds that a block without a save takes")
-    parser.add_argument("--batch", type=int, default=64, help="rows of a batch (default 64)")
+    parser.add_argument("--tokens", type=int, default=128, help="of a batch (default 128)")
 
 
 class Training:
-    """Layers of one width, AdamW, random batches: matrix products on all of torch's threads."""
+    """A transformer's encoder, AdamW, one random batch: matrix products on all of torch's threads.
 
-    def __init__(self, gib: float, batch: int) -> None:
+    Normalised and residual, as real ones are: in a deep stack of bare matrices the numbers fade into denormals, on
+    which a processor is a hundred times slower.
+    """
+
+    def __init__(self, gib: float, tokens: int) -> None:
         torch.manual_seed(0)
         layers = max(round(gib * GIB / LAYER_BYTES), 1)
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        layer = torch.nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.data = torch.randn(batch, WIDTH)
+        self.data = torch.randn(2, tokens // 2, WIDTH)
         self.step()  # the optimizer's state is born here
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.model(self.data).square().mean().backward()
+        torch.nn.functional.mse_loss(self.model(self.data), self.data).backward()
         self.optimizer.step()
 
     def tensors(self) -> list[torch.Tensor]:
@@ -138,7 +146,7 @@ def contenders_of(training: Training, steps: int, place: Path, checkpointer: hol
 
 def main() -> None:
     options = arguments(__doc__ or "", add=options_of_training)
-    training = Training(options.gib, options.batch)
+    training = Training(options.gib, options.tokens)
     with workplace(options) as place:
         peers.start_group()
         steps = steps_for(training, options.block_s)
@@ -156,7 +164,7 @@ def main() -> None:
         own, thread = lost["holdfast save()"], lost["dcp.async_save, thread"]
         result.facts["steps_in_a_block"] = steps
         result.facts["saves_in_a_block"] = 1
-        result.facts["batch"] = options.batch
+        result.facts["tokens"] = options.tokens
         result.facts["lost_s"] = {
             name: [round(part, 4) for part in median_interval(seconds[name])] for name in lost.values()
         }
