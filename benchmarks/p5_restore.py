@@ -41,13 +41,20 @@ def cache_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", choices=["hot", "cold"], default="hot", help="whether the page cache holds the files"
     )
+    parser.add_argument(
+        "--beside",
+        choices=["all", "dcp"],
+        default="all",
+        help="peers; dcp: only dcp.load, where the files of all of them do not fit into memory together",
+    )
 
 
 class Reading:
     """Contenders that restore the same state, each from files of its own, in the same condition of the cache."""
 
-    def __init__(self, place: Path, state: dict[str, Any], cold: bool) -> None:
+    def __init__(self, place: Path, state: dict[str, Any], *, cold: bool, every_peer: bool) -> None:
         self.cold = cold
+        self.every_peer = every_peer
         self.how = ""
         self.place = place
         self.state = state
@@ -66,8 +73,6 @@ class Reading:
     def all(self) -> list[Contender]:
         where, state, target = self.place, self.state, self.target
         holdfast.save(state, where / "ours")
-        peers.torch_save(state, where / "state.pt")
-        peers.safetensors_save(state["model"], where / "state.safetensors")
         (where / "dcp").mkdir()
         peers.dcp_save(state, where / "dcp")
         pack = max((where / "ours").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
@@ -81,20 +86,28 @@ class Reading:
             self.contender(
                 "holdfast.load", where / "ours", lambda: timed(lambda: holdfast.load(where / "ours", into=target))
             ),
+            self.contender("dcp.load", where / "dcp", lambda: peers.dcp_load(target, where / "dcp")),
+        ]
+        return found + (self.others() if self.every_peer else [])
+
+    def others(self) -> list[Contender]:
+        """The peers beside dcp.load."""
+        where, state, target = self.place, self.state, self.target
+        peers.torch_save(state, where / "state.pt")
+        peers.safetensors_save(state["model"], where / "state.safetensors")
+        return [
             self.contender(
                 "torch.load + copy", where / "state.pt", lambda: peers.torch_load(target, where / "state.pt")
             ),
             self.contender(
                 "torch.load(mmap) + copy", where / "state.pt", lambda: peers.torch_load_mmap(target, where / "state.pt")
             ),
-            self.contender("dcp.load", where / "dcp", lambda: peers.dcp_load(target, where / "dcp")),
             self.contender(
                 "safetensors + copy",
                 where / "state.safetensors",
                 lambda: peers.safetensors_load(target, where / "state.safetensors"),
             ),
         ]
-        return found
 
     def check(self) -> None:
         """What was timed was the whole work: the bytes are there."""
@@ -109,7 +122,7 @@ def main() -> None:
     options = arguments(__doc__ or "", add=cache_option)
     state = make_state(options.gib, options.leaves)
     with workplace(options) as place:
-        reading = Reading(place, state, options.cache == "cold")
+        reading = Reading(place, state, cold=options.cache == "cold", every_peer=options.beside == "all")
         contenders = reading.all()
         reading.check()
         seconds = compare(contenders, rounds=options.rounds, own="holdfast.load", note=note)
