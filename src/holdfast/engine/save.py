@@ -17,6 +17,7 @@ from holdfast.engine.chunks import Digester
 from holdfast.engine.content import Filling, PackContent, WriterGone
 from holdfast.engine.handle import Save
 from holdfast.engine.planned import Planner, SavePlan
+from holdfast.engine.politeness import stand_back
 from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable
 from holdfast.events import Captured, Committed, Emitter, PackWritten, Progress, SaveFailedEvent, SaveStarted, Warned
 from holdfast.model.checkpoint import Index, Json, Manifest, PackEntry, Receipt
@@ -209,6 +210,8 @@ class Saver:
         began = time.perf_counter()
         failure: HoldfastError | None = None
         try:
+            if job.digest_while_writing:  # training goes on meanwhile
+                stand_back()
             failure = self._run(job)
             if failure is None:
                 save.seconds = time.perf_counter() - began
