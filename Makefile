@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format reference bench crash-campaign kill-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
+.PHONY: setup demo test lint format reference bench crash-campaign kill-campaign exact-resume-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
 setup: $(STAMP)
 
@@ -61,10 +61,13 @@ crash-campaign: setup
 	$(BIN)/python -m holdfast.testing.crash_states --states 100000 --seed 1 --json $(RESULTS)/r1_crash_states.json
 
 kill-campaign: setup
-	$(BIN)/python -m holdfast.demo.campaign --kills 200 --seed 100 --json $(RESULTS)/r2_kills.json
+	$(BIN)/python -m holdfast.demo.campaign --kills 1000 --seed 100 --json $(RESULTS)/r2_kills.json
+
+exact-resume-campaign: setup
+	$(BIN)/python -m holdfast.testing.exact_resume --json $(RESULTS)/r8_exact_resume.json
 
 fault-campaign: setup
-	$(BIN)/python -m holdfast.testing.faulty_disk --seed 1 --json $(RESULTS)/r4_faults.json
+	$(BIN)/python -m holdfast.testing.faulty_disk --seed 1 --cases 0 --seconds 900 --json $(RESULTS)/r4_faults.json
 
 # Five minutes over all readers of bytes; the corpus that it begins with is tests/attacks.
 fuzz: setup

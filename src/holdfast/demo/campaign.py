@@ -1,23 +1,22 @@
-"""Many kills, in rounds that are compared one by one: `python -m holdfast.demo.campaign --kills 200`."""
+"""Many kills, in rounds that are compared one by one: `python -m holdfast.demo.campaign --kills 1000`."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from holdfast.demo.plan import SMALL, draw_plan
 from holdfast.demo.runner import Runner, load_framework
+from holdfast.testing.campaigns import Sitting, deliver, options
+
+MODULE: Final = "holdfast.demo.campaign"
 
 
 def campaign(*, kills: int, per_round: int, steps: int, save_every: int, seed: int, place: Path) -> dict[str, Any]:
     """Kills until `kills` are done (a round whose training ends early counts what it had). Every round trains the same
     and is compared with one untouched run in every bit."""
-    began = time.monotonic()
     load_framework()
     runner = Runner(place)
     untouched = runner.untouched(draw_plan(kills=0, steps=steps, save_every=save_every, seed=seed, sizes=SMALL))
@@ -50,23 +49,21 @@ def campaign(*, kills: int, per_round: int, steps: int, save_every: int, seed: i
         "kills_while_saving": sum(one["kills_while_saving"] for one in rounds),
         "kills_while_starting": sum(one["kills_while_starting"] for one in rounds),
         "equal": done >= kills and all(one["equal"] for one in rounds),
-        "seconds": round(time.monotonic() - began, 1),
         "rounds": rounds,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Kills a training again and again; every round must end bit for bit as the untouched one."
+    parser = options(
+        MODULE, "Kills a training again and again; every round must end bit for bit as the untouched one.", seed=0
     )
-    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--per-round", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the account there too")
     parser.add_argument("--keep", type=Path, help="leave the checkpoints there")
     given = parser.parse_args()
+    sitting = Sitting(MODULE, None, seed=given.seed, packages=["torch", "numpy"])
     with tempfile.TemporaryDirectory(prefix="holdfast-campaign-") as place:
         account = campaign(
             kills=given.kills,
@@ -76,11 +73,7 @@ def main() -> None:
             seed=given.seed,
             place=given.keep or Path(place),
         )
-    account = {"command": f"python -m holdfast.demo.campaign {' '.join(sys.argv[1:])}", **account}
-    text = json.dumps(account, indent=2) + "\n"
-    if given.json:
-        given.json.write_text(text)
-    sys.stdout.write(text)
+    deliver(sitting.result(account), given.json)
     sys.exit(0 if account["equal"] else 12)
 
 

@@ -7,8 +7,6 @@ more than one bug passed unseen.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import multiprocessing
 import random
@@ -17,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from holdfast.errors import HoldfastError
+from holdfast.testing.campaigns import Progress, Sitting, deliver, options
 from holdfast.testing.checker import Checker
 from holdfast.testing.exploration import crash_states, violation
 from holdfast.testing.going_on import after_crash, go_on
@@ -28,6 +26,7 @@ from holdfast.testing.scenarios import NOTHING, SCENARIOS, Recording, killed
 from holdfast.testing.seeded_bugs import BUGS, Bug
 from holdfast.testing.simulated_disk import SimulatedDisk
 
+MODULE = "holdfast.testing.crash_states"
 RESTART_ONE_IN = 23
 """Of the states that are judged, one in so many is handed to a restarted job."""
 
@@ -236,31 +235,23 @@ def run_bugs(seed: int, *, workers: int, say: Callable[[str], None]) -> list[Bug
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.crash_states", description=__doc__)
+    parser = options(MODULE, __doc__, workers=2, bugs=True)
     parser.add_argument("--states", type=int, default=100_000, help="distinct disks to judge")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--each", type=int, default=400, help="states for one prefix of one scenario, at most")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where to write the counts")
-    parser.add_argument("--no-bugs", action="store_true", help="seed no bugs")
     chosen = parser.parse_args(arguments)
-    began = time.monotonic()
-    bugs = [] if chosen.no_bugs else run_bugs(chosen.seed, workers=chosen.workers, say=_progress)
-    campaign = run(chosen.states, chosen.seed, each=chosen.each, workers=chosen.workers, say=_progress)
-    sys.stderr.write("\n")
-    report = summary(campaign, bugs, seed=chosen.seed, seconds=time.monotonic() - began)
-    sys.stdout.write(text(report) + "\n")
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(report, indent=2) + "\n")
+    sitting, say = Sitting(MODULE, arguments, seed=chosen.seed), Progress()
+    bugs = [] if chosen.no_bugs else run_bugs(chosen.seed, workers=chosen.workers, say=say)
+    campaign = run(chosen.states, chosen.seed, each=chosen.each, workers=chosen.workers, say=say)
+    say.end()
+    report = sitting.result(summary(campaign, bugs))
+    deliver(report, chosen.json, text(report))
     missed = sum(not found.caught for found in bugs)
     return 1 if campaign.violations or missed > 1 else 0
 
 
-def summary(campaign: Campaign, bugs: list[BugResult], *, seed: int, seconds: float) -> dict[str, object]:
+def summary(campaign: Campaign, bugs: list[BugResult]) -> dict[str, object]:
     """The counts, as they are written to the JSON file."""
     return {
-        "seed": seed,
-        "seconds": round(seconds, 1),
         "distinct_states": len(campaign.distinct),
         "recordings": campaign.recordings,
         "judged": sum(result.judged for result in campaign.families.values()),
@@ -295,26 +286,6 @@ def text(report: dict[str, object]) -> str:
         f"{report['seconds']} s, seed {report['seed']}"
     )
     return "\n".join(lines)
-
-
-def _progress(line: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{line}")
-    elif _due():
-        sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
-
-
-_last_line = [0.0]
-
-
-def _due() -> bool:
-    """Into a file: a line every ten seconds."""
-    now = time.monotonic()
-    if now - _last_line[0] < 10:
-        return False
-    _last_line[0] = now
-    return True
 
 
 if __name__ == "__main__":

@@ -8,27 +8,24 @@ bit. Exit status 1 if anything passed unseen, was read wrongly or was a false al
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
 import multiprocessing
-import platform
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+from holdfast.testing.campaigns import Progress, Sitting, deliver, options
 from holdfast.testing.corruption.bugs import BUGS, BugResult, by_name, hunt
 from holdfast.testing.corruption.judge import NOTHING_TELLS
 from holdfast.testing.corruption.units import FAULTS, Tally, Unit, run_unit, units
-from holdfast.version import __version__
 
+MODULE = "holdfast.testing.corruption"
+PACKAGES = ("numpy", "xxhash", "torch", "safetensors")
 Say = Callable[[str], None]
 
 
@@ -85,15 +82,11 @@ def _settle() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
-def summary(
-    tally: Tally, bugs: Iterable[BugResult], peers: dict[str, dict[str, int]], *, seed: int, seconds: float
-) -> dict[str, Any]:
+def summary(tally: Tally, bugs: Iterable[BugResult], peers: dict[str, dict[str, int]]) -> dict[str, Any]:
     """The counts, as they are written to the JSON file."""
     bugs = list(bugs)
     detected = sum(count for (_, _, _, verify), count in tally.told.items() if verify in ("error", "shown"))
     return {
-        "seed": seed,
-        "seconds": round(seconds, 1),
         "faults": tally.faults,
         "detected": detected,
         "detected_as_error": sum(count for (*_, verify), count in tally.told.items() if verify == "error"),
@@ -139,20 +132,6 @@ def _shown(tally: Tally) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def about() -> dict[str, Any]:
-    """With what, and where, a result was obtained."""
-    names = ("numpy", "xxhash", "torch", "safetensors")
-    return {
-        "command": " ".join(["python -m holdfast.testing.corruption", *sys.argv[1:]]),
-        "versions": {"holdfast": __version__, "python": platform.python_version()} | {n: version(n) for n in names},
-        "machine": {
-            "processor": platform.machine(),
-            "cores": multiprocessing.cpu_count(),
-            "kernel": platform.release(),
-        },
-    }
-
-
 def text(report: dict[str, Any]) -> str:
     """The same for a person."""
     lines = [f"MISSED: {found['name']} ({found['breaks']})" for found in report["bugs"] if not found["caught"]]
@@ -168,40 +147,23 @@ def text(report: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.corruption", description=__doc__)
+    parser = options(MODULE, __doc__, workers=2, bugs=True)
     parser.add_argument("--faults", type=int, default=1_000_000, help="faults to judge")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--each", type=int, default=FAULTS, help="faults of one unit")
-    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--peer-flips", type=int, default=300, help="flipped bits for each of the other formats")
-    parser.add_argument("--json", type=Path, help="where to write the counts")
-    parser.add_argument("--no-bugs", action="store_true", help="seed no bugs")
     chosen = parser.parse_args(arguments)
-    began = time.monotonic()
-    bugs = [] if chosen.no_bugs else run_bugs(chosen.seed, workers=chosen.workers, say=_progress)
+    sitting, say = Sitting(MODULE, arguments, seed=chosen.seed, packages=PACKAGES), Progress()
+    bugs = [] if chosen.no_bugs else run_bugs(chosen.seed, workers=chosen.workers, say=say)
     peers = run_peers(chosen.peer_flips, chosen.seed) if chosen.peer_flips else {}
-    tally = run(chosen.faults, chosen.seed, workers=chosen.workers, say=_progress, each=chosen.each)
-    sys.stderr.write("\n")
-    report = about() | summary(tally, bugs, peers, seed=chosen.seed, seconds=time.monotonic() - began)
-    sys.stdout.write(text(report) + "\n")
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(report, indent=2) + "\n")
+    tally = run(chosen.faults, chosen.seed, workers=chosen.workers, say=say, each=chosen.each)
+    say.end()
+    report = sitting.result(summary(tally, bugs, peers))
+    deliver(report, chosen.json, text(report))
     failed = tally.violations or tally.alarms or any(not found.caught for found in bugs)
     return 1 if failed or report["detected"] != report["faults"] else 0
 
 
-def _progress(line: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{line}")
-    elif time.monotonic() - _last_line[0] > 10:
-        _last_line[0] = time.monotonic()
-        sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
-
-
-_last_line = [0.0]
-
-__all__ = ["Unit", "about", "main", "run", "run_bugs", "run_peers", "summary", "text"]
+__all__ = ["Unit", "main", "run", "run_bugs", "run_peers", "summary", "text"]
 
 if __name__ == "__main__":
     sys.exit(main())

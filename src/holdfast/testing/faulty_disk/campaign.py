@@ -9,11 +9,7 @@ systems are filled. Exit status 1 if a rule was broken or a bug passed unseen.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
-import os
-import platform
 import random
 import sys
 import time
@@ -22,17 +18,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from holdfast.testing.campaigns import Progress, Sitting, deliver, options
 from holdfast.testing.faulty_disk.bugs import BUGS, Bug
 from holdfast.testing.faulty_disk.case import PLACES, Case, Outcome, run_case, sites, surroundings
 from holdfast.testing.faulty_disk.faults import CHANGING, FLUSHES, WAYS, Site
 from holdfast.testing.faulty_disk.full import fill_all
-from holdfast.version import __version__
 
+MODULE = "holdfast.testing.faulty_disk"
 BATCH = 20
 BUG_CASES = 40
 """Tries in which a seeded bug has to be seen."""
@@ -195,53 +189,18 @@ def text(report: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.faulty_disk", description=__doc__)
-    parser.add_argument("--seed", type=int, default=1)
+    parser = options(MODULE, __doc__, workers=2)
     parser.add_argument("--cases", type=int, default=6000, help="how many of the possible cases; 0: all of them")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no further case after so long")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where to write the result")
     given = parser.parse_args(arguments)
-    began = time.monotonic()
+    sitting, say = Sitting(MODULE, arguments, seed=given.seed, packages=["numpy"]), Progress()
     full = [asdict(found) for found in fill_all()]
-    outcomes, hunted = campaign(given.seed, given.cases, workers=given.workers, seconds=given.seconds, say=_progress())
-    report = {
-        "command": f"python -m holdfast.testing.faulty_disk {' '.join(arguments or sys.argv[1:])}".strip(),
-        "seed": given.seed,
-        "seconds": round(time.monotonic() - began, 1),
-        "machine": machine(),
-        **summary(outcomes, hunted),
-        "full": full,
-    }
-    sys.stdout.write(text(report) + "\n")
-    if given.json is not None:
-        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    outcomes, hunted = campaign(given.seed, given.cases, workers=given.workers, seconds=given.seconds, say=say)
+    say.end()
+    report = sitting.result({**summary(outcomes, hunted), "full": full})
+    deliver(report, given.json, text(report))
     missed = report["bugs_seeded"] - report["bugs_seen"]
     return 1 if report["violations"] or missed or any(found["violations"] for found in full) else 0
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "holdfast": __version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-    }
-
-
-def _progress() -> Callable[[str], None]:
-    """A line on stderr, every ten seconds at most."""
-    last = [0.0]
-
-    def say(line: str) -> None:
-        if time.monotonic() - last[0] >= 10:
-            last[0] = time.monotonic()
-            sys.stderr.write(line + "\n")
-            sys.stderr.flush()
-
-    return say
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ and from the corpus; an input that breaks a rule is kept, and the exit status is
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import re
 import resource
 import subprocess
@@ -17,15 +15,15 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from holdfast.errors import MissingExtra
-from holdfast.testing.faulty_disk.campaign import machine
+from holdfast.testing.campaigns import Sitting, deliver, options
 from holdfast.testing.fuzz.seeds import make
 from holdfast.testing.fuzz.targets import MAX_BYTES, TARGETS, Target
 
+MODULE: Final = "holdfast.testing.fuzz"
 ADDRESS_SPACE: Final = 4 << 30
 """Bytes; the instrumented interpreter with numpy takes the better part of one."""
 _DONE: Final = re.compile(r"Done (\d+) runs")
@@ -110,40 +108,32 @@ def _quoted(word: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.fuzz", description=__doc__)
+    parser = options(MODULE, __doc__, workers=2)
     parser.add_argument("--seconds", type=float, default=300, help="over all targets, on one core")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--targets", nargs="*", choices=sorted(TARGETS), default=sorted(TARGETS))
     parser.add_argument("--corpus", type=Path, default=Path("tests/attacks/corpus"), help="a directory for each target")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-crashes"), help="where to put what breaks a rule")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     if importlib.util.find_spec("atheris") is None:
         raise MissingExtra("fuzzing needs atheris", subject="atheris", hint="pip install 'holdfast[fuzz]'")
     each = given.seconds / len(given.targets)
-    began = time.monotonic()
+    sitting = Sitting(MODULE, arguments, seed=given.seed, packages=["numpy", "atheris"])
     with ThreadPoolExecutor(given.workers) as pool:
         jobs = [pool.submit(fuzz, TARGETS[name], each, given.corpus, given.keep, given.seed) for name in given.targets]
         results = []
         for job in jobs:
             results.append(job.result())
             sys.stderr.write(f"{results[-1]}\n")
-    report: dict[str, Any] = {
-        "command": f"python -m holdfast.testing.fuzz {' '.join(arguments or sys.argv[1:])}".strip(),
-        "seed": given.seed,
-        "seconds": round(time.monotonic() - began, 1),
-        "seconds_each": each,
-        "machine": {**machine(), "atheris": version("atheris")},
-        "executions": sum(found.executions for found in results),
-        "crashes": sum(len(found.crashes) for found in results),
-        "corpus_kept": sum(1 for path in given.corpus.rglob("*") if path.is_file()),
-        "targets": [asdict(found) for found in results],
-    }
-    text = json.dumps(report, indent=2) + "\n"
-    if given.json is not None:
-        given.json.write_text(text)
-    sys.stdout.write(text)
+    report = sitting.result(
+        {
+            "seconds_each": each,
+            "executions": sum(found.executions for found in results),
+            "crashes": sum(len(found.crashes) for found in results),
+            "corpus_kept": sum(1 for path in given.corpus.rglob("*") if path.is_file()),
+            "targets": [asdict(found) for found in results],
+        }
+    )
+    deliver(report, given.json)
     return 1 if report["crashes"] else 0
 
 

@@ -10,26 +10,21 @@ of retention exactly what the oracle lets go of is gone, without a trace, and no
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 from unittest import mock
 
 from holdfast.errors import HoldfastError
 from holdfast.model import canonical
 from holdfast.repo import manifest as manifests
+from holdfast.testing.campaigns import Progress, Sitting, deliver, options
 from holdfast.testing.processes import replacing
 from holdfast.testing.retention_histories.history import Broken, Counts, History
-from holdfast.version import __version__
 
+MODULE = "holdfast.testing.retention_histories"
 PART = 250
 """Histories that one process runs at a time."""
 
@@ -61,37 +56,29 @@ def _read_once() -> Iterator[None]:
 
 def campaign(number: int, seed: int, *, workers: int) -> tuple[Counts, list[str]]:
     """`run_histories` in several processes, a part at a time; says on stderr how far it is."""
-    total, broken = Counts(), []
+    total, broken, say = Counts(), [], Progress()
     parts = [(first, min(PART, number - first)) for first in range(0, number, PART)]
     with ProcessPoolExecutor(workers) as pool:
         futures = [pool.submit(run_histories, size, seed, first=first) for first, size in parts]
-        for done, future in enumerate(futures, start=1):
+        for future in futures:
             counts, found = future.result()
             total.add(counts)
             broken += found
-            if done % 4 == 0:
-                sys.stderr.write(f"{total.histories:,} histories, {total.removed:,} removed, {len(broken)} broken\n")
+            say(f"{total.histories:,} histories, {total.removed:,} removed, {len(broken)} broken")
+    say.end()
     return total, broken
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     from holdfast.testing.retention_histories.bugs import run_bugs
 
-    parser = argparse.ArgumentParser(description="Random histories of retention against an independent oracle.")
+    parser = options(MODULE, "Random histories of retention against an independent oracle.", workers=1, bugs=True)
     parser.add_argument("--histories", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where to write the counts")
-    parser.add_argument("--no-bugs", action="store_true", help="seed no bugs")
     chosen = parser.parse_args(arguments)
-    began = time.monotonic()
+    sitting = Sitting(MODULE, arguments, seed=chosen.seed)
     bugs = [] if chosen.no_bugs else run_bugs(chosen.seed)
     counts, broken = campaign(chosen.histories, chosen.seed, workers=chosen.workers)
-    words = sys.argv[1:] if arguments is None else arguments
-    report = {
-        "command": f"python -m holdfast.testing.retention_histories {' '.join(words)}",
-        "seed": chosen.seed,
-        "seconds": round(time.monotonic() - began, 1),
+    found = {
         "histories": counts.histories,
         "retentions": counts.retentions,
         "retentions_by_superseded_attempts": counts.superseded,
@@ -104,13 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bugs_seeded": len(bugs),
         "bugs_caught": sum(bug["caught"] for bug in bugs),
         "bugs": bugs,
-        "versions": {"holdfast": __version__, "python": platform.python_version()},
-        "machine": f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} cores",
     }
-    text = json.dumps(report, indent=2) + "\n"
-    if chosen.json is not None:
-        chosen.json.write_text(text)
-    sys.stdout.write(text)
+    deliver(sitting.result(found), chosen.json)
     return 0 if not broken and all(bug["caught"] for bug in bugs) else 1
 
 

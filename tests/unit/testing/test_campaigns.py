@@ -1,0 +1,73 @@
+"""What campaigns share: options, the head of a result, progress."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.testing import campaigns
+from holdfast.testing.campaigns import Progress, Sitting, deliver, machine, options, versions
+from holdfast.version import __version__
+
+
+def test_a_result_begins_with_what_it_was_obtained_by() -> None:
+    found = Sitting("holdfast.testing.one", ["--seed", "7"], seed=7, packages=["numpy"]).result({"cases": 3})
+    assert list(found) == ["command", "seed", "seconds", "versions", "machine", "cases"]
+    assert found["command"] == "python -m holdfast.testing.one --seed 7"
+    assert (found["seed"], found["cases"]) == (7, 3)
+    assert found["versions"].keys() == {"python", "holdfast", "numpy"}
+    assert found["versions"]["holdfast"] == __version__
+    assert found["seconds"] >= 0
+
+
+def test_the_command_is_the_process_s_own_where_no_arguments_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ignored", "--kills", "20"])
+    assert Sitting("m", None, seed=1).result({})["command"] == "python -m m --kills 20"
+    assert Sitting("m", [], seed=1).result({})["command"] == "python -m m"
+
+
+def test_what_is_not_installed_or_not_told_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions("no-such-package-at-all")["no-such-package-at-all"] == "absent"
+    monkeypatch.setattr(campaigns.os.path, "exists", lambda path: False)
+    assert (machine()["cpu"], machine()["memory_gib"]) == ("unknown", "unknown")
+
+
+def test_only_asked_for_options_are_there() -> None:
+    alone = options("m", "what").parse_args([])
+    assert vars(alone) == {"seed": 1, "json": None}
+    all = options("m", "what", seed=0, workers=2, bugs=True).parse_args(["--json", "out", "--no-bugs"])
+    assert vars(all) == {"seed": 0, "json": Path("out"), "workers": 2, "no_bugs": True}
+
+
+def test_a_result_is_written_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deliver({"cases": 3}, tmp_path / "out.json", "three cases")
+    assert json.loads((tmp_path / "out.json").read_text()) == {"cases": 3}
+    assert capsys.readouterr().out == "three cases\n"
+    deliver({"cases": 3}, None)
+    assert json.loads(capsys.readouterr().out) == {"cases": 3}
+
+
+def test_into_a_file_progress_is_told_at_once_and_then_seldom(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(campaigns.time, "monotonic", lambda: now)
+    say = Progress()
+    for line, now in (("first", 100.0), ("too soon", 109.0), ("later", 110.0)):
+        say(line)
+    say.end()
+    assert capsys.readouterr().err == "first\nlater\n"
+
+
+def test_on_a_terminal_every_line_replaces_the_last(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    say = Progress()
+    say("one")
+    say("two")
+    say.end()
+    assert capsys.readouterr().err == "\r\x1b[Kone\r\x1b[Ktwo\n"
