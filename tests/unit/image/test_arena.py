@@ -411,3 +411,98 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_out(take, root: Path, monkey
     monkeypatch.setattr(fcntl, "lockf", busy)
     assert take().kind == "shared memory"
     assert len(tries) == 3
+
+
+def test_rank_and_slot_name_the_file(take, root: Path) -> None:
+    assert take(rank=3, slot=2).kind == "shared memory"
+    assert sorted(path.name for path in place(root).iterdir()) == ["3-2", "3-2.lock"]
+
+
+def test_memory_that_is_not_shared_leaves_no_file_and_needs_no_excuse(take, root: Path) -> None:
+    found = take(shared=False)
+    assert (found.kind, found.note, found.window) == ("anonymous", "", None)
+    assert list(root.iterdir()) == []
+    assert (take(0).nbytes, take(0, shared=False).nbytes) == (4096, 4096)
+
+
+@pytest.mark.parametrize(("missing", "kind"), [(0, "shared memory"), (1, "anonymous")])
+def test_room_is_enough_to_the_byte(take, monkeypatch: pytest.MonkeyPatch, missing: int, kind: str) -> None:
+    monkeypatch.setattr(headroom, "file_system_headroom", lambda descriptor: MIB - missing)
+    assert take(rank=1).kind == kind
+    monkeypatch.setattr(headroom, "file_system_headroom", lambda descriptor: 1 << 40)
+    monkeypatch.setattr(headroom, "memory_headroom", lambda: MIB + (64 << 20) - missing)
+    assert take(rank=2).kind == kind
+    monkeypatch.setattr(headroom, "memory_headroom", lambda: None)
+    assert take(rank=4).kind == "shared memory", "where nobody knows, it is tried"
+
+
+def test_the_notes_say_what_is_missing(take, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headroom, "memory_headroom", lambda: (66 << 20) - 1)
+    assert take(2 * MIB, prewarm=False).note == "65 MiB of memory are free, the image needs 2"
+    monkeypatch.setattr(headroom, "file_system_headroom", lambda descriptor: 3 << 20)
+    assert take(4 * MIB, prewarm=False).note == "shared memory has 3 MiB free, the image needs 4"
+    monkeypatch.setattr(arena_module.sys, "platform", "darwin")
+    assert take(prewarm=False).note == "this system keeps no files in memory"
+
+
+def test_dead_owners_files_are_freed_on_demand(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = place(root) / "0-0"
+    stale.parent.mkdir(parents=True)
+    for directory in (stale.parent, stale.parent.parent, stale.parent.parent.parent):
+        directory.chmod(0o700)
+    foreign = stale.with_name("notes.txt")
+    for path in (stale, foreign):
+        path.write_bytes(b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_module.sys, "platform", "darwin")
+        arena_module.free_shared_memory()
+    assert stale.exists()
+    arena_module.free_shared_memory()
+    assert not stale.exists()
+    assert foreign.exists(), "only what looks like a slot is ours to remove"
+    monkeypatch.setattr(slots, "SHARED_MEMORY", str(root / "none"))
+    arena_module.free_shared_memory()
+
+
+def test_a_file_that_cannot_be_removed_is_told_and_ends_nothing(take, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = take()
+    real = os.unlink
+
+    def refuse(path: object, **options: object) -> None:
+        if path == "0-0":
+            raise PermissionError(1, "not yours")
+        real(path, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        with pytest.warns(RuntimeWarning, match="stays in shared memory until the next start frees it: .*not yours"):
+            found.release()
+    assert len(found.buffer) == 0
+    assert take().kind == "shared memory", "the slot is free, and the file left behind is replaced"
+
+
+def test_two_slots_of_one_process_are_told_apart_from_another_process(take) -> None:
+    take()
+    assert take().note == "another arena of this process holds the slot"
+
+
+def test_a_lock_that_stays_held_is_given_up(take, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, naps = [100.0], []
+
+    class Time:
+        monotonic = staticmethod(lambda: clock[0])
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            naps.append(seconds)
+            clock[0] += seconds
+
+    def busy(descriptor: int, operation: int) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(slots, "time", Time)
+    monkeypatch.setattr(fcntl, "lockf", busy)
+    before = len(os.listdir("/proc/self/fd"))
+    assert take(prewarm=False).note == "another process holds the slot"
+    assert 0.2 <= sum(naps) < 0.25 and len(naps) >= 20
+    assert len(os.listdir("/proc/self/fd")) == before

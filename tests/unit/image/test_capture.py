@@ -203,3 +203,70 @@ def test_what_progress_raises_ends_the_capture(arenas) -> None:
         capturer.capture(state, SAVE_ID, progress=refuse)
     capturer.capture(state, SAVE_ID)
     check(state, capturer.arena)
+
+
+def test_leaves_worth_it_are_copied_as_one_part_beside_a_writer(arenas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "PART_BYTES", 1024)
+    leaves = [("float32", count, 0) for count in (100, 300, 50, 255, 256)]
+    for splits, asked in (
+        (True, [("copy", 0, 1), ("part", 1, 0, 1200), ("copy", 2, 4), ("part", 4, 0, 1024)]),
+        (False, [("copy", 0, 5)]),
+    ):
+        state = flattened(leaves, splits)
+        layout = plan_layout(state.specs)
+        capturer = Capturer(state, layout, arenas(layout.nbytes))
+        capturer.capture(state, SAVE_ID, progress=lambda end: None)
+        check(state, capturer.arena)
+        assert state.devices[0].bounds[0].asked == asked
+
+
+def test_nothing_is_written_before_it_is_admitted_and_the_longest_step_is_known(arenas) -> None:
+    @settings(max_examples=60, derandomize=True, deadline=None)
+    @given(LEAVES, st.booleans(), st.sampled_from([500_000, 3]))
+    def run(leaves: list[tuple[str, int, int]], splits: bool, max_leaves: int) -> None:
+        state = flattened(leaves, splits)
+        layout = plan_layout(state.specs, max_leaves=max_leaves)
+        arena = arenas(layout.nbytes)
+        admitted, ends = [0], [0]
+
+        def admit(end: int) -> None:
+            assert admitted[-1] <= end <= layout.nbytes
+            assert (arena.buffer[admitted[-1] :] == 0xEE).all()
+            admitted.append(end)
+
+        def progress(end: int) -> None:
+            assert end <= admitted[-1]
+            ends.append(end)
+
+        capturer = Capturer(state, layout, arena)
+        largest = capturer.largest_step(state)
+        capturer.capture(state, SAVE_ID, progress=progress, admit=admit)
+        assert ends[-1] == admitted[-1] == layout.nbytes
+        assert largest == int(np.diff(ends).max())
+
+    run()
+
+
+def test_parts_end_at_whole_items() -> None:
+    assert capture._cuts(10, 4, 8) == [0, 8, 10]
+    assert capture._cuts(16, 4, 8) == [0, 8, 16]
+    assert capture._cuts(30, 12, 25) == [0, 24, 30]
+    assert capture._cuts(30, 12, 5) == [0, 12, 24, 30], "an item that is longer than a step is a step"
+
+
+def test_runs_fill_a_step_and_keep_to_one_pack() -> None:
+    assert list(capture._runs([], [], 10)) == []
+    assert list(capture._runs([4, 6, 1], [0, 0, 0], 10)) == [(0, 2), (2, 3)]
+    assert list(capture._runs([4, 7, 1], [0, 0, 0], 10)) == [(0, 1), (1, 3)]
+    assert list(capture._runs([4, 4, 1], [0, 1, 1], 10)) == [(0, 1), (1, 3)]
+    assert list(capture._runs([30, 30, 1], [0, 0, 0], 10)) == [(0, 1), (1, 2), (2, 3)]
+    assert list(capture._runs([0, 30, 0], [0, 0, 0], 10)) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_what_does_not_fit_is_told_in_bytes(arenas) -> None:
+    state = flattened([("float32", 5000, 0)])
+    layout = plan_layout(state.specs)
+    with pytest.raises(UsageError) as caught:
+        Capturer(state, layout, arenas(4096))
+    assert caught.value.message == f"the arena has 4096 bytes, the image needs {layout.nbytes}"
+    assert Capturer(state, layout, arenas(layout.nbytes)).fits(state)

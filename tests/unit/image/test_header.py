@@ -200,3 +200,128 @@ def test_what_safetensors_writes_is_read() -> None:
     for name, array in arrays.items():
         assert data[header[name].start : header[name].stop] == array.tobytes()
         assert header[name].shape == array.shape
+
+
+@pytest.mark.parametrize(
+    ("text", "character"),
+    [
+        ("[]", 0),
+        ("{}x", 2),
+        (GOOD[:-1] + ";}", len(GOOD) - 1),
+        ('{"é":{}}', 5),
+        ("{ 1:{}}", 2),
+        ('{"a" {}}', 4),
+        ('{"a":[]}', 5),
+        ('{"a": []}', 6),
+        ("{" + EMPTY + ',"é":{"dtype":1}}', 1 + len(EMPTY) + 5),
+        ('{"__metadata__":{"a":1}}', 21),
+        ('{"__metadata__":{"a" 1}}', 21),
+        ('{"__metadata__":[]}', 16),
+        ('{"__metadata__":{},"__metadata__":{}}', 34),
+    ],
+)
+def test_a_lie_is_pointed_at_by_the_byte(text: str, character: int) -> None:
+    """Counted from the file's first byte; a letter outside ASCII is more than one."""
+    with pytest.raises(CorruptionError) as caught:
+        parse_header(file_of(text), name="x")
+    assert caught.value.message.startswith("x: the ")
+    assert caught.value.message.endswith(f"(at byte {8 + len(text[:character].encode())})")
+    assert caught.value.hint == "holdfast verify finds the checkpoints that are whole"
+
+
+@pytest.mark.parametrize(
+    ("entries", "total", "message"),
+    [
+        ({"a": (0, 4), "b": (5, 9)}, 9, "bytes {4} to {5} belong to no tensor (at byte {4})"),
+        ({"a": (0, 4), "b": (3, 7)}, 7, "'b' begins at byte {3}, inside the tensor before it (at byte {3})"),
+        ({"b": (0, 4)}, 3, "'b' ends at byte {4}, but the file has {3} (at byte {0})"),
+        ({"b": (0, 4)}, 6, "bytes {4} to {6} belong to no tensor (at byte {4})"),
+        ({}, 1, "bytes {0} to {1} belong to no tensor (at byte {0})"),
+    ],
+)
+def test_what_does_not_cover_the_file_is_told_by_its_bytes(
+    entries: dict[str, tuple[int, int]], total: int, message: str
+) -> None:
+    header = file_of(
+        {name: entry(shape=[stop - start], offsets=[start, stop]) for name, (start, stop) in entries.items()}
+    )
+    with pytest.raises(CorruptionError) as caught:
+        parse_header(header, name="x", file_length=len(header) + total)
+    at = [len(header) + number for number in range(10)]
+    assert caught.value.message == "x: " + message.format(*at)
+
+
+@pytest.mark.parametrize(
+    ("block", "options", "message"),
+    [
+        (b"1234567", {}, "the file has 7 bytes, which is too short for a header (at byte 0)"),
+        (b"12345678" * 2, {"file_length": 7}, "the file has 7 bytes, which is too short for a header (at byte 0)"),
+        (
+            struct.pack("<Q", 11) + b"{}" + b" " * 9,
+            {"max_header": 10},
+            "the header claims 11 bytes; at most 10 are read (at byte 0)",
+        ),
+        (
+            struct.pack("<Q", 3) + b"{}",
+            {},
+            "the header claims 3 bytes, but the file ends after 2 of them (at byte 0)",
+        ),
+        (struct.pack("<Q", 1) + b"{", {}, "the header claims 1 bytes, which cannot hold an object (at byte 0)"),
+        (
+            struct.pack("<Q", 10) + b"{}",
+            {"file_length": 18},
+            "only 10 of the header's 18 bytes were read (at byte 10)",
+        ),
+        (struct.pack("<Q", 4) + b'{"\xff}', {}, "the header is not UTF-8 (at byte 10)"),
+    ],
+)
+def test_a_length_that_lies_is_told_in_numbers(block: bytes, options: dict[str, int], message: str) -> None:
+    with pytest.raises(CorruptionError) as caught:
+        parse_header(block, name="x", **options)
+    assert caught.value.message == f"x: {message}"
+
+
+def test_the_longest_header_that_is_allowed_is_read() -> None:
+    block = file_of("{}" + " " * 8)
+    assert parse_header(block, name="x", max_header=10).length == 18
+    assert header_length(block, name="x", file_length=18, max_header=10) == 18
+    assert parse_header(file_of("{}"), name="x").length == 10
+
+
+def test_an_entry_may_be_as_long_as_it_may_be() -> None:
+    text = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]'
+    longest = text + " " * (65_536 - len(text) - 1) + "}"
+    assert "a" in parse_header(file_of('{"a":' + longest + "}"), name="x")
+    with pytest.raises(CorruptionError, match="'a' is no flat object of at most 65536 characters"):
+        parse_header(file_of('{"a":' + longest.replace("}", " }") + "}"), name="x")
+
+
+def test_the_largest_shape_that_a_file_can_have_is_known() -> None:
+    from holdfast.image.header import _product
+
+    assert _product([]) == 1
+    assert _product([2, 3, 4]) == 24
+    assert _product([2**40, 2**40, 0]) == 0
+    assert _product([2, 5], 10) == 10
+    assert _product([2, 5], 9) == 10 == _product([3, 7, 1000], 9), "no more than one above the cap"
+
+
+def test_metadata_of_others_with_white_space_is_read() -> None:
+    text = '{"__metadata__" : { "a" : "b" , "c":"d" } , ' + EMPTY + " }"
+    header = parse_header(file_of(text), name="x")
+    assert header.metadata == {"a": "b", "c": "d"}
+    assert list(header) == ["a"]
+    assert parse_header(file_of('{"__metadata__":{ }}'), name="x").metadata == {}
+
+
+def test_a_header_without_metadata_has_no_place_for_any() -> None:
+    assert build_header([], {}, align=1) == struct.pack("<Q", 2) + b"{}"
+    assert build_header([], {"k": "é"}, align=1)[8:] == b'{"__metadata__":{"k":"\\u00e9"}}'
+    block = build_header([("a", "F32", (2, 3)), ("é", "U8", ())], {}, align=64)
+    assert len(block) == 128
+    assert json.loads(block[8:]) == {
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "é": {"dtype": "U8", "shape": [], "data_offsets": [24, 25]},
+    }
+    assert b" " not in block[8:].rstrip(b" ")
+    assert len(build_header([], {})) == 4096

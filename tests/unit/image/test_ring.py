@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+import sys
 import threading
 from typing import Any
 
@@ -80,3 +84,85 @@ def test_a_capture_that_waits_for_a_writer_that_is_gone_ends() -> None:
     filling.abandon()
     with pytest.raises(WriterGone):
         filling.admit(WINDOW + 1)
+
+
+def test_a_step_is_an_eighth_of_the_window() -> None:
+    flattened = flatten({"a": np.arange(5 * WINDOW, dtype=np.uint8)})
+    layout = plan_layout(flattened.specs)
+    arena = acquire_window(layout.nbytes, WINDOW)
+    ends: list[int] = []
+    Capturer(flattened, layout, arena).capture(flattened, SAVE_ID, progress=ends.append)
+    assert ends[0] == 4096 + WINDOW // 8
+    assert set(np.diff(ends).tolist()) == {WINDOW // 8}
+    arena.release()
+
+
+def test_an_arena_with_a_window_says_so() -> None:
+    arena = acquire_window(3 * WINDOW + 1, WINDOW - 1)
+    assert (arena.kind, arena.note, arena.window) == ("a window", "", WINDOW)
+    assert arena.nbytes == len(arena.buffer) == 3 * WINDOW + 4096
+    assert arena.prewarm_s > 0
+    arena.buffer[7] = 9
+    assert arena.buffer[7 + 2 * WINDOW] == 9
+    arena.release()
+    assert len(arena.buffer) == 0
+    smallest = acquire_window(0, 0)
+    assert (smallest.nbytes, smallest.window) == (4096, 4096)
+    smallest.release()
+
+
+def test_a_forked_child_has_no_window() -> None:
+    arena = acquire_window(2 * WINDOW, WINDOW)
+    address = f"{arena.buffer.ctypes.data:x}-"
+    read, write = os.pipe()
+    if os.fork() == 0:
+        with open("/proc/self/maps", encoding="ascii") as maps:
+            os.write(write, str(any(line.startswith(address) for line in maps)).encode())
+        os._exit(0)
+    os.wait()
+    assert os.read(read, 9) == b"False"
+    os.close(read)
+    os.close(write)
+    arena.release()
+
+
+def test_as_many_mappings_as_allowed_are_made() -> None:
+    with pytest.raises(OSError) as caught:
+        map_ring(4096 * 16_385, 4096)
+    assert caught.value.errno == errno.E2BIG
+    assert "a window of 4096 bytes would be mapped 16385 times" in str(caught.value)
+    ring = map_ring(4096 * 16_384, 4096)
+    np.frombuffer(ring, np.uint8)[-1] = 5
+    assert ring[4095] == 5
+
+
+def test_a_system_without_such_mappings_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(OSError, match="maps no memory twice") as caught:
+        map_ring(8192, 4096)
+    assert caught.value.errno == errno.ENOSYS
+
+
+@pytest.mark.parametrize("moment", ["reserve", "map"])
+def test_a_ring_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.ENOMEM, "no")
+
+    before = set(os.listdir("/proc/self/fd"))
+    if moment == "reserve":
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    else:
+        monkeypatch.setattr("holdfast.image.ring._map_over", refuse)
+    closed: list[Any] = []
+
+    class Noted(mmap.mmap):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr(mmap, "mmap", Noted)
+    with pytest.raises(OSError) as caught:
+        map_ring(8192, 4096)
+    assert caught.value.errno == errno.ENOMEM
+    assert len(closed) == 1
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,230 @@
+"""What a watch says of an owner, and what a lease puts, keeps and gives back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.errors import DeadlineExceeded, StoreError, StoreUnavailable
+from holdfast.model.checkpoint import AttemptRecord
+from holdfast.model.names import CheckpointId
+from holdfast.repo import layout, objects
+from holdfast.repo import lease as lease_module
+from holdfast.repo.lease import BEAT_S, TTL_S, Lease, read_last
+from holdfast.repo.liveness import Clock, this_process
+from holdfast.repo.records import LeaseRecord, decode_lease, encode_lease
+from holdfast.repo.repository import Repo
+from holdfast.repo.watch import Found, Watch, held_here, let_go, take_hold
+from holdfast.store.contract import Bytes
+
+SLOW = 3600.0
+
+
+def beat(repo: Repo, record: AttemptRecord, number: int, **fields: Any) -> None:
+    lease = LeaseRecord(number, record.id, record.parent, False, False)
+    data = encode_lease(replace(lease, **fields), record.run, record.number)
+    repo.store.put_if_absent(
+        layout.numbered(layout.lease_directory(record.run, record.number), number), Bytes(data), token="x"
+    )
+
+
+class Time:
+    now = 100.0
+
+    def clock(self) -> Clock:
+        return Clock(lambda: self.now, lambda seconds: None)
+
+
+def test_a_run_that_nobody_claimed_is_free(repo: Repo) -> None:
+    assert Watch(repo, "gpt").look() == Found("free", 0, None, "")
+
+
+def test_a_lease_is_watched_on_the_watchers_own_clock(repo: Repo, make: Any) -> None:
+    record = make.attempt(3)
+    beat(repo, record, 5)
+    time = Time()
+    watch = Watch(repo, "GPT", clock=time.clock(), ttl_s=10)
+    assert watch.look() == Found("unknown", 3, record, "its lease is being watched")
+    time.now += 9
+    assert watch.look().verdict == "unknown"
+    beat(repo, record, 6)
+    assert watch.look() == Found("alive", 3, record, "its lease moves")
+    time.now += 9.9
+    assert watch.look().verdict == "alive"
+    time.now += 0.1
+    assert watch.look() == Found("dead", 3, record, "its lease has not moved for 10 s")
+
+
+def test_a_newer_owner_is_watched_anew(repo: Repo, make: Any) -> None:
+    make.attempt(1)
+    time = Time()
+    watch = Watch(repo, "gpt", clock=time.clock(), ttl_s=10)
+    watch.look()
+    time.now += 10
+    assert watch.look().verdict == "dead"
+    second = make.attempt(2)
+    assert watch.look() == Found("unknown", 2, second, "its lease is being watched")
+    time.now += 9
+    assert watch.look().verdict == "unknown"
+    time.now += 1
+    assert watch.look().verdict == "dead"
+
+
+def test_the_usual_patience_is_five_beats() -> None:
+    assert (BEAT_S, TTL_S) == (3.0, 15.0)
+
+
+def test_a_released_lease_ends_its_own_attempt_only(repo: Repo, make: Any) -> None:
+    record = make.attempt(1)
+    beat(repo, record, 1, released=True, id="ab" * 16)
+    assert Watch(repo, "gpt").look().verdict == "unknown", "it is another attempt's"
+    beat(repo, record, 2, released=True)
+    assert Watch(repo, "gpt").look() == Found("dead", 1, record, "it has released its lease")
+
+
+def test_a_damaged_record_with_a_released_lease_is_dead(repo: Repo, make: Any) -> None:
+    record = make.attempt(1)
+    beat(repo, record, 1, released=True)
+    make.damage(layout.attempt_name("gpt", 1))
+    assert Watch(repo, "gpt").look() == Found("dead", 1, None, "it has released its lease")
+
+
+def test_what_this_very_process_holds_is_known(repo: Repo, make: Any) -> None:
+    record = make.attempt(1, owner=this_process())
+    assert Watch(repo, "gpt").look() == Found("dead", 1, record, "this process has closed it")
+    take_hold(repo, "gpt", 1)
+    assert held_here(repo, "gpt", 1)
+    assert not held_here(repo, "gpt", 2) and not held_here(repo, "other", 1)
+    assert Watch(repo, "gpt").look() == Found("here", 1, record, "which has not closed it")
+    let_go(repo, "gpt", 1)
+    let_go(repo, "gpt", 1)
+    assert not held_here(repo, "gpt", 1)
+
+
+def test_a_process_of_this_host_is_judged_by_itself(repo: Repo, make: Any) -> None:
+    ended = make.attempt(1, owner=replace(this_process(), started="1"))
+    assert Watch(repo, "gpt").look() == Found("dead", 1, ended, "its process has ended")
+    from holdfast.repo import liveness
+
+    parent = liveness._look(os.getppid())
+    assert parent is not None
+    running = make.attempt(2, owner=replace(this_process(), pid=os.getppid(), started=parent.started))
+    assert Watch(repo, "gpt").look() == Found("alive", 2, running, "its process is running")
+
+
+def test_an_attempt_without_a_record_counts_if_it_committed(repo: Repo, make: Any) -> None:
+    first = make.attempt(1)
+    make.attempt(2)
+    make.checkpoint(2, 10)
+    repo.store.delete([layout.attempt_name("gpt", 2)])
+    assert Watch(repo, "gpt").look() == Found("unknown", 2, None, "its lease is being watched")
+    repo.store.delete([CheckpointId("gpt", 2, 10).manifest])
+    assert Watch(repo, "gpt").look().record == first
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_beat_that_can_be_read_is_told_beside_the_counter(repo: Repo, make: Any) -> None:
+    record = make.attempt(1)
+    assert read_last(repo, "gpt", 1) == (0, None)
+    for number in (9, 10, 11):
+        beat(repo, record, number, closed=number == 10)
+    assert read_last(repo, "gpt", 1) == (11, LeaseRecord(11, record.id, None, False, False))
+    make.damage(layout.numbered(layout.lease_directory("gpt", 1), 11))
+    assert read_last(repo, "gpt", 1) == (11, LeaseRecord(10, record.id, None, True, False))
+    for number in (9, 10):
+        make.damage(layout.numbered(layout.lease_directory("gpt", 1), number))
+    assert read_last(repo, "gpt", 1) == (11, None)
+
+
+def test_a_beat_says_what_its_attempt_says(repo: Repo, make: Any) -> None:
+    make.attempt(1)
+    parent = make.checkpoint(1, 10)
+    record = make.attempt(2, parent)
+    lease = Lease(repo, record, interval_s=SLOW)
+    lease.beat()
+    lease.say_closed()
+    assert read_last(repo, "gpt", 2) == (2, LeaseRecord(2, record.id, parent, True, False))
+    lease.release()
+    assert read_last(repo, "gpt", 2) == (3, LeaseRecord(3, record.id, parent, True, True))
+    data = repo.store.get("runs/gpt/a0002/lease/3.json", limit=10_000)
+    assert decode_lease(data, "gpt", 2, 3).released
+
+
+def test_the_beating_thread_is_named_and_ends_with_the_release(repo: Repo, make: Any) -> None:
+    lease = Lease(repo, make.attempt(1), interval_s=SLOW)
+    lease.start()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "holdfast-lease-gpt-1"]
+    assert thread.daemon
+    lease.release()
+    assert not thread.is_alive()
+
+
+def test_a_release_that_hangs_is_given_up_and_named(repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    come_back = threading.Event()
+    real = objects.put
+
+    def hang(*arguments: Any, **named: Any) -> Any:
+        come_back.wait(60)
+        return real(*arguments, **named)
+
+    asked: list[float] = []
+    within = lease_module.within
+
+    def noted(seconds: float, *arguments: Any, **named: Any) -> Any:
+        asked.append(seconds)
+        return within(0.0, *arguments, **named)
+
+    monkeypatch.setattr(lease_module, "within", noted)
+    monkeypatch.setattr(objects, "put", hang)
+    for number, timeout in ((1, None), (2, 4.0)):
+        lease = Lease(repo, make.attempt(number), interval_s=SLOW)
+        with pytest.raises(DeadlineExceeded, match=f"giving back attempt {number} of run gpt") as caught:
+            lease.release(timeout)
+        assert caught.value.subject == "gpt"
+    come_back.set()
+    assert asked == [10.0, 4.0]
+
+
+def test_a_release_that_fails_is_told_to_whoever_releases(
+    repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(store: Any, name: str, data: bytes, *, token: str) -> Any:
+        raise StoreUnavailable("away", subject=name)
+
+    troubles: list[Any] = []
+    lease = Lease(repo, make.attempt(1), interval_s=SLOW, trouble=troubles.append)
+    monkeypatch.setattr(objects, "put", refuse)
+    lease.start()
+    assert [error.message for error in troubles] == ["away"], "a beat that fails ends no training"
+    with pytest.raises(StoreError, match="away"):
+        lease.release()
+    lease.release()
+
+
+def test_a_failing_beat_without_anybody_to_tell_is_passed_over(
+    repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(store: Any, name: str, data: bytes, *, token: str) -> Any:
+        raise StoreUnavailable("away", subject=name)
+
+    lease = Lease(repo, make.attempt(1), interval_s=SLOW)
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "put", refuse)
+        lease.start()
+        with pytest.raises(StoreUnavailable):
+            lease.beat()
+    lease.release()
+
+
+def test_after_the_release_nothing_beats(repo: Repo, make: Any) -> None:
+    lease = Lease(repo, make.attempt(1), interval_s=SLOW)
+    lease.beat()
+    lease.release()
+    lease._try_beat()
+    assert read_last(repo, "gpt", 1)[0] == 2
