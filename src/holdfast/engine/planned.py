@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from holdfast.engine.arenas import STEPS_IN_WINDOW, ArenaHolder
+from holdfast.engine.arenas import STEPS_IN_WINDOW
 from holdfast.engine.chunks import ChunkTable
 from holdfast.events import Emitter, Warned
 from holdfast.image.arena import Arena
@@ -22,10 +23,21 @@ class SavePlan:
     arena: Arena
 
 
+class Arenas(Protocol):
+    """Where a planner takes the memory of an image from."""
+
+    def acquire(self, nbytes: int, *, step: int = 0) -> Arena:
+        """At least `nbytes`, or a window that holds four steps of `step` bytes; the one given before is no longer
+        valid."""
+        ...
+
+    def release(self) -> None: ...
+
+
 class Planner:
     """Keeps the plan of the structure that was saved last, and the memory that it takes."""
 
-    def __init__(self, arenas: ArenaHolder, chunk_bytes: int, emitter: Emitter, *, rank: int) -> None:
+    def __init__(self, arenas: Arenas, chunk_bytes: int, emitter: Emitter, *, rank: int) -> None:
         self._arenas = arenas
         self._chunk_bytes = chunk_bytes
         self._emitter = emitter

@@ -15,16 +15,17 @@ from holdfast.crashpoints import crashpoint
 from holdfast.engine.arenas import ArenaHolder
 from holdfast.engine.chunks import Digester
 from holdfast.engine.content import Filling, PackContent, WriterGone
+from holdfast.engine.describing import index_of, manifest_of
 from holdfast.engine.handle import Save
+from holdfast.engine.memory import MemoryTier
 from holdfast.engine.planned import Planner, SavePlan
 from holdfast.engine.politeness import stand_back
 from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable
 from holdfast.events import Captured, Committed, Emitter, PackWritten, Progress, SaveFailedEvent, SaveStarted, Warned
-from holdfast.model.checkpoint import Index, Json, Manifest, PackEntry, Receipt
+from holdfast.model.checkpoint import Index, Json, Receipt
 from holdfast.model.names import CheckpointId
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.commit import abort, begin, commit
-from holdfast.repo.content import content_digest
 from holdfast.repo.deadline import within
 from holdfast.repo.layout import begin_name, index_file
 from holdfast.repo.packs import put_index
@@ -64,6 +65,7 @@ class _Job:
     digest_while_writing: bool
     created: str
     begun: bool = False
+    sealed: bool = False
     names: Sequence[str] = ()
     receipts: list[Receipt] = field(default_factory=list)
     """Of the packs, in order: a save that goes on after room was made does not write them again."""
@@ -90,6 +92,7 @@ class Saver:
         rank: int = 0,
         on_end: Callable[[Save], None] | None = None,
         make_room: Callable[[], bool] | None = None,
+        memory: MemoryTier | None = None,
     ) -> None:
         self.repo = repo
         self.attempt: Attempt | None = None
@@ -97,6 +100,7 @@ class Saver:
         self._rank = rank
         self._on_end = on_end
         self._make_room = make_room
+        self.memory = memory
         arenas = ArenaHolder(repo.id, run, rank, budget=memory_budget, lasting=lasting)
         self._planner = Planner(arenas, repo.chunk_bytes, self._emitter, rank=rank)
         self._thread: threading.Thread | None = None
@@ -115,7 +119,10 @@ class Saver:
     def prewarm(self, flattened: Flattened) -> float:
         """Plans and takes the memory that a save of this state needs; returns the seconds it took."""
         began = time.perf_counter()
-        self._planner.plan(flattened)
+        if self.memory is not None:
+            self.memory.prepare(flattened)
+        if self.memory is None or self.memory.off:
+            self._planner.plan(flattened)
         return time.perf_counter() - began
 
     def save(self, flattened: Flattened, step: int, *, wait: bool, about: About, handle: Save | None = None) -> Save:
@@ -128,7 +135,7 @@ class Saver:
         began = time.perf_counter()
         attempt = self._claimed()
         within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
-        plan = self._planner.plan(flattened)
+        plan = self._plan(flattened)
         save = handle or self.plan_save(step, reason=about.reason)
         save.bytes = sum(pack.length for pack in plan.layout.packs)
         filling = Filling(plan.arena.window)
@@ -173,6 +180,11 @@ class Saver:
         """Gives the memory back, unless a hung writer still reads it."""
         if not self.busy:
             self._planner.release()
+
+    def _plan(self, flattened: Flattened) -> SavePlan:
+        """Over the memory tier's slot whose turn it is, else over memory that serves saves alone."""
+        kept = self.memory.begin(flattened, writing=True) if self.memory is not None else None
+        return kept or self._planner.plan(flattened)
 
     def _claimed(self) -> Attempt:
         assert self.attempt is not None, "a save needs a claimed attempt"
@@ -224,6 +236,8 @@ class Saver:
             raise
         finally:
             job.filling.abandon()
+            if self.memory is not None:
+                self.memory.ended(job.plan)
             save.end(failure)  # whatever happens: somebody may wait for it without a deadline (I8)
             if self._on_end is not None:
                 self._on_end(save)
@@ -302,6 +316,8 @@ class Saver:
             job.names = [*(pack.name for pack in layout.packs), index_file(self._rank)]
             begin(self._claimed(), save.step, save.save_id, job.names)
             job.begun = True
+        if job.digest_while_writing:
+            self._seal(job)  # at once, where training goes on meanwhile: a crash from here on loses no step
         for pack in range(len(job.receipts), len(layout.packs)):
             job.receipts.append(self._write_pack(job, pack))
         crashpoint("pack durable, index not yet")
@@ -311,29 +327,9 @@ class Saver:
         receipt, entry = put_index(repo, save.id, index)
         receipts = [*job.receipts, receipt]
         crashpoint("packs and indexes durable, manifest not yet")
+        self._seal(job)
         save.phase = COMMITTING
-        manifest = Manifest(
-            id=save.id,
-            save_id=save.save_id,
-            tree=job.flattened.tree,
-            indexes=(entry,),
-            content=content_digest(
-                job.flattened.tree,
-                index.specs,
-                index.digests,
-                chunk_bytes=repo.chunk_bytes,
-                private=[index.private],
-            ),
-            bytes=save.bytes,
-            leaves=len(index.specs),
-            chunk_bytes=repo.chunk_bytes,
-            parent=job.about.parent,
-            metrics=job.about.metrics,
-            progress=job.about.progress,
-            environment=job.about.environment,
-            certificate=job.about.certificate,
-            created=job.created,
-        )
+        manifest = manifest_of(save.id, job.flattened, index, entry, job.about, created=job.created)
         commit(repo, manifest, receipts)
         crashpoint("manifest durable, not yet reported")
 
@@ -354,24 +350,19 @@ class Saver:
         return receipt
 
     def _index(self, job: _Job) -> Index:
-        layout = job.plan.layout
-        packs = tuple(
-            PackEntry(pack.name, pack.length, pack.header_length, layout.header_digest(number, job.save.save_id))
-            for number, pack in enumerate(layout.packs)
+        digests = job.digester.digests()
+        return index_of(
+            job.plan, job.flattened, digests, job.save.save_id, rank=self._rank, chunk_bytes=self.repo.chunk_bytes
         )
-        return Index(
-            rank=self._rank,
-            save_id=job.save.save_id,
-            chunk_bytes=self.repo.chunk_bytes,
-            packs=packs,
-            specs=job.flattened.specs,
-            pack=layout.pack,
-            offset=layout.offset,
-            length=layout.length,
-            chunk_start=job.plan.chunks.start,
-            digests=job.digester.digests(),
-            private=job.flattened.private,
-        )
+
+    def _seal(self, job: _Job) -> None:
+        """Makes the image one that a process to come can go on from. Once; it fails no save."""
+        if self.memory is None or job.sealed or job.plan.arena.window is not None:
+            return
+        job.sealed = True
+        job.filling.wait(job.plan.layout.nbytes)
+        job.digester.advance(job.plan.layout.nbytes)
+        self.memory.seal(job.plan, job.save.id, self._index(job), job.flattened, job.about, created=job.created)
 
     def _check_space(self, job: _Job) -> None:
         free_bytes = self.repo.store.free_bytes()

@@ -49,15 +49,24 @@ class Arena:
     """
 
     def __init__(
-        self, memory: mmap.mmap, slot: Slot | None, note: str, prewarm_s: float, window: int | None = None
+        self,
+        memory: mmap.mmap,
+        slot: Slot | None,
+        note: str,
+        prewarm_s: float,
+        window: int | None = None,
+        *,
+        nbytes: int | None = None,
+        kind: str | None = None,
     ) -> None:
+        """`slot`: whose file goes with the arena. `nbytes`: where the image takes less than all of `memory`."""
         self._memory = memory
         # At the latest when the interpreter ends: a file in shared memory is memory that stays taken.
         self._give_back = weakref.finalize(self, _give_back, slot, os.getpid())
-        self.buffer: Buffer = np.frombuffer(memory, np.uint8)
+        self.buffer: Buffer = np.frombuffer(memory, np.uint8)[:nbytes]
         self.nbytes = len(self.buffer)
         self.window = window
-        self.kind = "a window" if window is not None else "anonymous" if slot is None else "shared memory"
+        self.kind = kind or ("a window" if window is not None else "anonymous" if slot is None else "shared memory")
         self.note = note
         self.prewarm_s = prewarm_s
         _mappings.add(memory)
@@ -127,11 +136,23 @@ def acquire_window(nbytes: int, window: int) -> Arena:
 
 
 def free_shared_memory() -> None:
-    """Removes the images that this user's dead processes left in shared memory; a starting Checkpointer does the same.
-    What cannot be removed is left to the next one."""
+    """Removes the images that this user's dead processes left in shared memory, sealed ones excepted; a starting
+    Checkpointer does the same. What cannot be removed is left to the next one."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             _table.free_stale(slots.SHARED_MEMORY)
+
+
+def table() -> SlotTable:
+    """What this process holds."""
+    return _table
+
+
+def map_file(descriptor: int, length: int, *, nbytes: int, prewarm: bool = True) -> Arena:
+    """An arena for an image of `nbytes` over the first of `length` bytes of a file that stays when the arena goes."""
+    memory = mmap.mmap(descriptor, length, mmap.MAP_SHARED)
+    _advise(memory, "MADV_DONTFORK")
+    return Arena(memory, None, "", _touch(memory) if prewarm else 0.0, nbytes=nbytes, kind="shared memory")
 
 
 def _shared(length: int, slot: Slot) -> mmap.mmap:
@@ -142,7 +163,7 @@ def _shared(length: int, slot: Slot) -> mmap.mmap:
     try:
         descriptor = _table.create(slot)
         try:
-            _reserve(descriptor, length)
+            reserve(descriptor, length)
             return mmap.mmap(descriptor, length, mmap.MAP_SHARED)
         finally:
             os.close(descriptor)
@@ -152,7 +173,8 @@ def _shared(length: int, slot: Slot) -> mmap.mmap:
         raise
 
 
-def _reserve(descriptor: int, length: int) -> None:
+def reserve(descriptor: int, length: int) -> None:
+    """Makes a file of `length` bytes of which every page exists. OSError, with the figures, where they do not fit."""
     room = headroom.file_system_headroom(descriptor)
     if length > room:
         raise OSError(errno.ENOSPC, f"shared memory has {room >> 20} MiB free, the image needs {length >> 20}")

@@ -6,6 +6,9 @@ descriptor of the file drops the first: measured), so one table per process know
 once, and closes it only after it has removed the file. flock would be inherited by forked loader workers and outlive a
 killed trainer (measured).
 
+A file that is sealed holds a whole image, which a process to come may go on from: it is no stale one, and nobody makes
+a new file in its place before `discard`.
+
 Everything here raises OSError; whoever asked for a slot then does without one, and says why.
 """
 
@@ -22,6 +25,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
+
+from holdfast.image.seals import is_sealed
 
 SHARED_MEMORY: Final = "/dev/shm"
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -70,12 +75,43 @@ class SlotTable:
             self._unlock(slot)
 
     def create(self, slot: Slot) -> int:
-        """A new empty file for a slot that the caller holds; a descriptor for reading and writing."""
+        """A new empty file for a slot that the caller holds; a descriptor for reading and writing. FileExistsError
+        where a sealed image lies there."""
         with directory(slot.root, slot.parent) as parent:
+            if _is_sealed_file(slot.name, parent):
+                raise FileExistsError(errno.EEXIST, "a sealed image lies there; see `holdfast ls --memory`")
             _unlink(slot.name, parent)
             descriptor = os.open(slot.name, _FILE | os.O_EXCL, 0o600, dir_fd=parent)
         self._files[slot] = _identity(os.fstat(descriptor))
         return descriptor
+
+    def open_file(self, slot: Slot) -> int:
+        """The file that lies in a slot which the caller holds, as if it had been created now. FileNotFoundError if
+        there is none."""
+        with directory(slot.root, slot.parent) as parent:
+            descriptor = os.open(slot.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            known = self._files.setdefault(slot, _identity(os.fstat(descriptor)))
+            if known != _identity(os.fstat(descriptor)):
+                raise FileNotFoundError(errno.ENOENT, "the image's file was removed by someone else")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def discard(self, slot: Slot) -> None:
+        """Removes whatever file lies in a slot which the caller holds, a sealed one too."""
+        self._files.pop(slot, None)
+        try:
+            with directory(slot.root, slot.parent) as parent:
+                _unlink(slot.name, parent)
+        except FileNotFoundError:
+            pass  # what is to be gone is gone
+
+    def leave(self, slot: Slot) -> None:
+        """Gives a slot back and leaves its file to whoever comes."""
+        self._files.pop(slot, None)
+        self.give_back(slot)
 
     def remove(self, slot: Slot) -> None:
         """Removes the file that was created for a slot which the caller holds, and no other of that name: a session
@@ -89,8 +125,8 @@ class SlotTable:
             pass  # what is to be gone is gone
 
     def free_stale(self, root: str) -> None:
-        """Removes this user's files whose owners are dead."""
-        for path, names in _walk(root):
+        """Removes this user's files whose owners are dead, except those that are sealed."""
+        for path, names in walk(root):
             for name in sorted({name.removesuffix(_LOCK) for name in names}):
                 if _SLOT.fullmatch(name):
                     self._set_aside(Slot(root, path, name))
@@ -110,6 +146,8 @@ class SlotTable:
                 return
             try:
                 with directory(slot.root, slot.parent) as parent:
+                    if _is_sealed_file(slot.name, parent):
+                        return
                     os.rename(slot.name, f"{slot.name}.stale-{os.getpid()}", src_dir_fd=parent, dst_dir_fd=parent)
             except FileNotFoundError:
                 pass  # freed by another process that is starting too, or only its lock was left
@@ -184,7 +222,26 @@ def _prune(root: str, path: str) -> None:
             return
 
 
-def _walk(root: str) -> Iterator[tuple[str, list[str]]]:
+def _is_sealed_file(name: str, parent: int) -> bool:
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    except OSError:
+        return False  # none, or none of ours
+    try:
+        return is_sealed(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def occupied(root: str) -> Iterator[Slot]:
+    """Every slot of this user that has a file, whoever holds it."""
+    for path, names in walk(root):
+        for name in names:
+            if _SLOT.fullmatch(name):
+                yield Slot(root, path, name)
+
+
+def walk(root: str) -> Iterator[tuple[str, list[str]]]:
     """`<repository>/<run>` and the names in it, of everything that this user has in shared memory."""
     for repository in _names(root, ""):
         for run in _names(root, repository):

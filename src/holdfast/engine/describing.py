@@ -1,0 +1,64 @@
+"""What describes an image: its index and its manifest, the same for a save to a store and for one in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from holdfast.engine.planned import SavePlan
+from holdfast.model.checkpoint import Index, IndexEntry, Manifest, PackEntry
+from holdfast.model.names import CheckpointId
+from holdfast.repo.content import content_digest
+from holdfast.state.contract import Flattened
+
+if TYPE_CHECKING:
+    from holdfast.engine.save import About
+
+
+def index_of(
+    plan: SavePlan, flattened: Flattened, digests: np.ndarray[Any, Any], save_id: str, *, rank: int, chunk_bytes: int
+) -> Index:
+    """The index of an image that was captured by `plan`; `digests`: uint8 [chunks, 16] in index order."""
+    layout = plan.layout
+    packs = tuple(
+        PackEntry(pack.name, pack.length, pack.header_length, layout.header_digest(number, save_id))
+        for number, pack in enumerate(layout.packs)
+    )
+    return Index(
+        rank=rank,
+        save_id=save_id,
+        chunk_bytes=chunk_bytes,
+        packs=packs,
+        specs=flattened.specs,
+        pack=layout.pack,
+        offset=layout.offset,
+        length=layout.length,
+        chunk_start=plan.chunks.start,
+        digests=digests,
+        private=flattened.private,
+    )
+
+
+def manifest_of(
+    id: CheckpointId, flattened: Flattened, index: Index, entry: IndexEntry, about: About, *, created: str
+) -> Manifest:
+    """The manifest of a checkpoint of one rank."""
+    return Manifest(
+        id=id,
+        save_id=index.save_id,
+        tree=flattened.tree,
+        indexes=(entry,),
+        content=content_digest(
+            flattened.tree, index.specs, index.digests, chunk_bytes=index.chunk_bytes, private=[index.private]
+        ),
+        bytes=sum(pack.length for pack in index.packs),
+        leaves=len(index.specs),
+        chunk_bytes=index.chunk_bytes,
+        parent=about.parent,
+        metrics=about.metrics,
+        progress=about.progress,
+        environment=about.environment,
+        certificate=about.certificate,
+        created=created,
+    )

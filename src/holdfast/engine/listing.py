@@ -1,0 +1,57 @@
+"""The images that lie in this node's shared memory, whoever left them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.image import lasting, slots
+from holdfast.image.seals import read_seals
+from holdfast.image.slots import Slot
+from holdfast.repo.footer import Footer, newest
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One file. `bytes`: what it takes; `alive`: a process holds its slot; `footer`: None where it is not sealed."""
+
+    slot: Slot
+    bytes: int
+    alive: bool
+    footer: Footer | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.slot.parent}/{self.slot.name}"
+
+
+def images() -> Iterator[Found]:
+    """This user's, in the order of their names."""
+    for slot in slots.occupied(slots.SHARED_MEMORY):
+        try:
+            with slots.directory(slot.root, slot.parent) as parent:
+                descriptor = os.open(slot.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+            try:
+                status, seals = os.fstat(descriptor), read_seals(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            continue  # gone since it was listed, or no file of ours
+        sealed = newest(seals, f"{slot.parent}/{slot.name}")
+        yield Found(slot, status.st_blocks * 512, _is_held(slot), sealed[1] if sealed is not None else None)
+
+
+def dead_images() -> list[Found]:
+    """Those whose process has ended."""
+    return [found for found in images() if not found.alive]
+
+
+def _is_held(slot: Slot) -> bool:
+    try:
+        lasting.take_slot(slot).leave()
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # nobody can say who; to remove it will fail in the same way
+    return False

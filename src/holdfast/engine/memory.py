@@ -1,0 +1,301 @@
+"""The memory tier: the newest states of a run, whole and sealed, in shared memory that outlives the process.
+
+Two slots, so that a whole image is always there: one is filled while the other stays sealed. What goes to the store is
+sealed here as well, before it is written. A process that starts finds what the one before left, and goes on from it if
+nothing else has been gone on from since (`repo/adoption`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from holdfast.codec.digest import digest
+from holdfast.crashpoints import crashpoint
+from holdfast.engine.describing import manifest_of
+from holdfast.engine.halves import Half, Halves
+from holdfast.engine.images import Image, open_image
+from holdfast.engine.planned import SavePlan
+from holdfast.engine.room import free_room, shortage
+from holdfast.errors import CorruptionError, StoreError
+from holdfast.events import Emitter, Warned
+from holdfast.image.lasting import LastingSlot, take
+from holdfast.model.checkpoint import Index, IndexEntry
+from holdfast.model.names import CheckpointId, run_key
+from holdfast.repo.adoption import Adoptable, judge
+from holdfast.repo.attempts import Attempt
+from holdfast.repo.footer import Footer, Holder, Part, encode_footer, new_footer, newest
+from holdfast.repo.index import encode_index
+from holdfast.repo.layout import index_file
+from holdfast.repo.manifest import encode_manifest
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Flattened
+
+if TYPE_CHECKING:
+    from holdfast.engine.save import About
+
+SLOTS: Final = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sealed image that the run may go on from."""
+
+    half: Half
+    footer: Footer
+    adoptable: Adoptable
+
+
+class MemoryTier:
+    """The slots of one run and rank. Used by the training thread; `seal` and `ended` by a writing thread as well.
+
+    `off` says in words why there is no memory tier; then every save goes to the store alone.
+    """
+
+    def __init__(self, repo: Repo, run: str, *, rank: int = 0, budget: int | None = None, emitter: Emitter) -> None:
+        self.off = ""
+        self.saved_s = 0.0
+        """When a save to the store was last begun, or training was; by this boot's monotonic clock."""
+        self._repo = repo
+        self._run = run_key(run)
+        self._rank = rank
+        self._budget = budget
+        self._emitter = emitter
+        self._halves: Halves | None = None
+        self._holder: Holder | None = None
+        self._adopted: Half | None = None
+        self._sequence = 0
+        self._why_not_held = ""
+
+    @property
+    def on(self) -> bool:
+        """Whether states are kept: the slots are this process's, and the run is claimed."""
+        return self._halves is not None and not self.off
+
+    @property
+    def busy(self) -> bool:
+        """Whether the state taken last has not been sealed yet."""
+        return self._halves is not None and self._halves.busy()
+
+    @property
+    def sealed(self) -> Footer | None:
+        """The newest image that is whole."""
+        return self._halves.newest() if self._halves is not None and self._holder is not None else None
+
+    # -- before the claim ----------------------------------------------------------------------------------------------
+
+    def hold(self) -> bool:
+        """Takes both slots, if they can be had now: an owner that is dying still has them. Whether they were taken by
+        this call."""
+        if self._halves is not None or self.off:
+            return False
+        held: list[LastingSlot] = []
+        try:
+            for number in SLOTS:
+                held.append(take(self._repo.id, self._run, self._rank, number))
+        except BlockingIOError as error:
+            self._why_not_held = error.strerror or str(error)
+        except OSError as error:
+            self.turn_off(f"shared memory cannot be used: {error.strerror or error}")
+        else:
+            make = [Half.of(slot, self._repo.chunk_bytes, self._emitter, rank=self._rank) for slot in held]
+            self._halves = Halves(make)
+            return True
+        for slot in held:
+            slot.leave()
+        return False
+
+    def prepare(self, flattened: Flattened) -> None:
+        """Takes the memory that saves of this state need, as far as nothing that may be gone on from lies in it."""
+        self.hold()
+        if self._halves is None or self.off:
+            return
+        try:
+            for half in self._halves.all:
+                half.arenas.may_make = half is not self._adopted and (self._holder is not None or not half.slot.seals())
+                if self._holder is not None or half.arenas.may_make:
+                    self._prepare(half, flattened)
+        except OSError as error:
+            self.turn_off(shortage(error))
+
+    def _prepare(self, half: Half, flattened: Flattened) -> None:
+        assert self._halves is not None
+        own = [one.slot.slot for one in self._halves.all]
+        while True:
+            try:
+                half.prepare(flattened)
+                break
+            except FileExistsError:
+                return  # what lies there is of another size, and still needed: made anew when its turn comes
+            except OSError:
+                if not free_room(own, self._emitter):
+                    raise
+        total = sum(one.slot.arena.nbytes for one in self._halves.all if one.slot.arena is not None)
+        if self._budget is not None and total > self._budget:
+            raise OSError(0, f"two images take {total >> 20} MiB, and the budget is {self._budget >> 20} MiB")
+
+    def candidates(self, report: Callable[[str], None]) -> list[Candidate]:
+        """The sealed images that the run may go on from, newest first. `report` is told why another may not."""
+        found: list[Candidate] = []
+        for half, footer in self._sealed():
+            try:
+                verdict = judge(self._repo, self._run, footer)
+            except StoreError as error:
+                verdict = f"the repository does not answer: {error.message}"
+            if isinstance(verdict, str):
+                report(f"step {footer.id.step} in memory (attempt {footer.holder.attempt}) is passed over: {verdict}")
+            else:
+                found.append(Candidate(half, footer, verdict))
+        order = sorted(found, key=lambda one: (one.footer.holder.attempt, one.footer.id.step, one.footer.sequence))
+        return order[::-1]
+
+    def _sealed(self) -> Iterator[tuple[Half, Footer]]:
+        for half in self._halves.all if self._halves is not None and not self.off else ():
+            sealed = newest(half.slot.seals(), half.slot.name)
+            if sealed is not None:
+                half.number, footer = sealed
+                self._sequence = max(self._sequence, footer.sequence)
+                yield half, footer
+
+    def open(self, candidate: Candidate) -> Image:
+        """CorruptionError where it is not what was sealed."""
+        slot = candidate.half.slot
+        with slot.descriptor() as descriptor:
+            image = open_image(descriptor, slot.name, chunk_bytes=self._repo.chunk_bytes)
+        if image is None or image.footer != candidate.footer:
+            raise CorruptionError(f"{slot.name} is no longer what it was", subject=slot.name)
+        return image
+
+    def adopt(self, candidate: Candidate | None) -> None:
+        """Training goes on from this image (None: from none of them), once the run is claimed."""
+        self._adopted = candidate.half if candidate is not None else None
+
+    # -- after it ------------------------------------------------------------------------------------------------------
+
+    def claimed(self, attempt: Attempt, flattened: Flattened) -> None:
+        """The run is this process's. What was gone on from is sealed as its own, so that the next process may go on
+        from it too; what was passed over is let go."""
+        crashpoint("claimed, memory image not yet resealed")
+        self.hold()
+        if self._halves is None:
+            if not self.off:
+                self.turn_off(f"its slots are taken: {self._why_not_held}")
+            return
+        self._holder = Holder(attempt.number, attempt.id)
+        try:
+            for half, footer in list(self._sealed()):
+                if half is self._adopted:
+                    self._reseal(half, footer.held_by(self._holder))
+                else:
+                    half.slot.unseal()
+        except OSError as error:
+            self.turn_off(f"shared memory cannot be used: {error.strerror or error}")
+            return
+        self.prepare(flattened)
+
+    def _reseal(self, half: Half, footer: Footer) -> None:
+        assert self._halves is not None
+        half.slot.seal(encode_footer(footer, half.slot.name), beside=half.number)
+        self._sequence = max(self._sequence, footer.sequence)
+        self._halves.sealed(half, footer, 1 - half.number)
+
+    def begin(self, flattened: Flattened, *, writing: bool) -> SavePlan | None:
+        """The plan of a capture into the half whose turn it is; None where there is no memory tier. `writing`: it will
+        be written to the store as well, until `ended`. DeadlineExceeded if the one before was not sealed in time."""
+        if self._halves is None or self.off or self._holder is None:
+            return None
+        half = self._halves.begin(writing=writing)
+        half.arenas.may_make = True
+        try:
+            return half.open(flattened)
+        except OSError as error:
+            self._halves.ended(half)
+            self.turn_off(shortage(error))
+            return None
+        except BaseException:
+            self._halves.ended(half)
+            raise
+
+    def seal(
+        self, plan: SavePlan, id: CheckpointId, index: Index, flattened: Flattened, about: About, *, created: str
+    ) -> bool:
+        """Says that the image of this plan is whole, with what describes it. False where it cannot: that is told, and
+        fails nothing."""
+        halves = self._halves
+        half = halves.of(plan) if halves is not None else None
+        if half is None or halves is None or self._holder is None or half.slot.arena is None:
+            return False
+        rows = encode_index(index, id)
+        entry = IndexEntry(index_file(index.rank), len(rows), digest(rows))
+        manifest = encode_manifest(manifest_of(id, flattened, index, entry, about, created=created))
+        try:
+            half.slot.describe([rows, manifest])
+            self._sequence += 1
+            footer = new_footer(
+                self._repo,
+                id,
+                index.save_id,
+                self._holder,
+                rank=self._rank,
+                sequence=self._sequence,
+                image=half.slot.arena.nbytes,
+                index=Part(entry.length, entry.digest),
+                manifest=Part(len(manifest), digest(manifest)),
+                saved_s=self.saved_s,
+            )
+            half.slot.seal(encode_footer(footer, half.slot.name))
+        except OSError as error:
+            halves.unsealed(half)
+            self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {error.strerror or error}", str(id)))
+            return False
+        halves.sealed(half, footer, 0)
+        crashpoint("memory image sealed")
+        return True
+
+    def ended(self, plan: SavePlan) -> None:
+        """Nobody reads or fills the memory of this plan any more. What is not sealed by now will not be."""
+        half = self._halves.of(plan) if self._halves is not None else None
+        if half is not None and self._halves is not None:
+            self._halves.ended(half)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def turn_off(self, why: str) -> None:
+        """Said once. What is sealed stays where it is; the rest of the memory is given back."""
+        if self.off:
+            return
+        self.off = why
+        self._emitter.emit(Warned(f"states are not kept in memory: {why}", self._run))
+        self._let_go(lambda half: bool(half.slot.seals()))
+
+    def close(self, durable: CheckpointId | None) -> None:
+        """Gives the slots back. An image of a step beyond `durable`, the newest checkpoint of this process's line,
+        stays for the next process; one that is in the store as well is of no use any more."""
+        if self.off or self._halves is None:
+            return
+        unclaimed = self._holder is None
+        self.off = "it is closed"
+        step = durable.step if durable is not None else -1
+
+        def stays(half: Half) -> bool:
+            if unclaimed:
+                return bool(half.slot.seals())
+            return half.footer is not None and half.footer.id.step > step
+
+        self._let_go(stays)
+
+    def _let_go(self, stays: Callable[[Half], bool]) -> None:
+        halves: Sequence[Half] = self._halves.all if self._halves is not None else ()
+        if any(half.filling or half.writing for half in halves):
+            return  # a writer that hangs still reads it; the slots go with the process
+        for half in halves:
+            try:
+                kept = stays(half)
+                half.planner.release()
+                if not kept:
+                    half.slot.discard()
+                half.slot.leave()
+            except OSError as error:
+                self._emitter.emit(Warned(f"an image stays in shared memory: {error.strerror or error}", self._run))
+        self._halves = None

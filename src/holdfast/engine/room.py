@@ -1,0 +1,57 @@
+"""Room in shared memory: what is said where there is too little, and whose images give way."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection
+from typing import Final
+
+from holdfast.engine.listing import dead_images
+from holdfast.events import Emitter, Warned
+from holdfast.image import lasting, slots
+from holdfast.image.headroom import file_system_headroom, memory_headroom
+from holdfast.image.slots import Slot
+
+ADVICE: Final = (
+    "give it room for two images of the state (docker: --shm-size=…; Kubernetes: an emptyDir with medium: Memory at "
+    "/dev/shm; memory_budget= if it is set), save less state, or leave memory= out; `holdfast ls --memory` shows what "
+    "lies there, and `holdfast memory clear` removes what dead processes left"
+)
+
+
+def shortage(error: OSError) -> str:
+    """Why two images do not fit, with the figures there are, and what to do."""
+    facts = [error.strerror or str(error)]
+    try:
+        descriptor = os.open(slots.SHARED_MEMORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            facts.append(f"{slots.SHARED_MEMORY} has {file_system_headroom(descriptor) >> 20} MiB free")
+        finally:
+            os.close(descriptor)
+    except OSError:
+        facts.append(f"there is no {slots.SHARED_MEMORY}")
+    free = memory_headroom()
+    if free is not None:
+        facts.append(f"{free >> 20} MiB of memory may still be used here")
+    return f"{'; '.join(facts)}; saves to the store go on. To have it: {ADVICE}"
+
+
+def free_room(own: Collection[Slot], emitter: Emitter) -> bool:
+    """Removes the oldest sealed image that a dead process of another run left, if there is one, and says so."""
+    found = [one for one in dead_images() if one.slot not in own and one.footer is not None]
+    if not found:
+        return False
+    oldest = min(found, key=lambda one: one.footer.sealed_us if one.footer is not None else 0)
+    try:
+        held = lasting.take_slot(oldest.slot)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    try:
+        held.discard()
+    finally:
+        held.leave()
+    assert oldest.footer is not None
+    what = f"the image of {oldest.footer.id}, which a dead process left in memory"
+    emitter.emit(Warned(f"{what}, was removed: its room was needed"))
+    return True

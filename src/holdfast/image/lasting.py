@@ -1,0 +1,172 @@
+"""A slot whose image outlives its process: taken, filled, sealed, left behind, and found again.
+
+The file is `[image][what describes it][seal]`: as many bytes as the arena has, then `described` bytes of room, then the
+two blocks of the seal. Losing the slot (a session manager that clears /dev/shm) is noticed at the next seal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from holdfast.image import arena as arenas
+from holdfast.image import seals, slots
+from holdfast.image.arena import Arena
+from holdfast.image.header import ALIGNMENT
+from holdfast.image.slots import Slot
+from holdfast.model.names import run_key
+
+
+class LastingSlot:
+    """One slot that this process holds. Its file stays when the process dies, unless it is discarded first."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.sealed = False
+        """Whether the file says that it holds a whole image."""
+        self._arena: Arena | None = None
+        self._leave = weakref.finalize(self, _leave, slot, os.getpid())
+
+    @property
+    def name(self) -> str:
+        """`<repository>/<run>/<rank>-<slot>`: what a seal says of where it belongs."""
+        return f"{self.slot.parent}/{self.slot.name}"
+
+    @property
+    def arena(self) -> Arena | None:
+        return self._arena
+
+    def seals(self) -> list[tuple[int, bytes]]:
+        """As `read_seals`; none where there is no file."""
+        try:
+            with self.descriptor() as descriptor:
+                return seals.read_seals(descriptor)
+        except FileNotFoundError:
+            return []
+
+    @contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """The file. FileNotFoundError where there is none any more."""
+        descriptor = arenas.table().open_file(self.slot)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def reuse(self, nbytes: int, described: int) -> Arena | None:
+        """Memory for an image of `nbytes` from the pages of the file that lies there, if it is as long as is needed and
+        not much longer. What it holds stays, and stays sealed, until `unseal`."""
+        nbytes, length = _lengths(nbytes, described)
+        try:
+            with self.descriptor() as descriptor:
+                status = os.fstat(descriptor)
+                whole = status.st_blocks * 512 >= status.st_size and status.st_size % ALIGNMENT == 0
+                if not whole or not length <= status.st_size <= length + length // 16 + _SLACK:
+                    return None
+                self.let_go()
+                self.sealed = seals.is_sealed(descriptor)
+                self._arena = arenas.map_file(descriptor, status.st_size, nbytes=nbytes)
+                return self._arena
+        except FileNotFoundError:
+            return None
+
+    def make(self, nbytes: int, described: int) -> Arena:
+        """New memory for an image of `nbytes`, unsealed. What the file held is lost. OSError where there is no room."""
+        self.discard()
+        nbytes, length = _lengths(nbytes, described)
+        table = arenas.table()
+        descriptor = table.create(self.slot)
+        try:
+            arenas.reserve(descriptor, length)
+            self._arena = arenas.map_file(descriptor, length, nbytes=nbytes)
+            return self._arena
+        except BaseException:
+            table.remove(self.slot)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def unseal(self) -> None:
+        """Before a byte of the image is overwritten."""
+        with self.descriptor() as descriptor:
+            seals.clear_seal(descriptor)
+        self.sealed = False
+
+    def describe(self, parts: Sequence[bytes]) -> None:
+        """Writes `parts`, one after the other, behind the image; the file grows where they need it."""
+        assert self._arena is not None and not self.sealed
+        nbytes = self._arena.nbytes
+        needed = nbytes + -(-sum(map(len, parts)) // ALIGNMENT) * ALIGNMENT + seals.ROOM
+        with self.descriptor() as descriptor:
+            size = os.fstat(descriptor).st_size
+            if needed > size:
+                # The mapping ends where it did; what is behind it is written and read through the file.
+                os.posix_fallocate(descriptor, size, needed - size)
+                seals.clear_seal(descriptor)
+            offset = nbytes
+            for part in parts:
+                _write(descriptor, part, offset)
+                offset += len(part)
+
+    def seal(self, payload: bytes, *, beside: int | None = None) -> None:
+        """Says what the file holds. `beside`: the number of the block that says it now and is to stay."""
+        with self.descriptor() as descriptor:
+            seals.write_seal(descriptor, 0 if beside is None else 1 - beside, payload)
+        self.sealed = True
+
+    def let_go(self) -> None:
+        """Unmaps the memory; the file stays."""
+        if self._arena is not None:
+            self._arena.release()
+            self._arena = None
+
+    def discard(self) -> None:
+        """Removes the file; the slot is still held."""
+        self.let_go()
+        arenas.table().discard(self.slot)
+        self.sealed = False
+
+    def leave(self) -> None:
+        """Gives the slot back; the file stays, for whoever comes. Once."""
+        self.let_go()
+        self._leave()
+
+
+_SLACK: Final = 1 << 20
+"""How much longer a file may be and still be used again, so that a state that shrinks gives memory back."""
+
+
+def take(repository: str, run: str, rank: int, number: int) -> LastingSlot:
+    """Holds a slot, whatever its file holds. BlockingIOError where another process or arena holds it, OSError where
+    there is no shared memory."""
+    slot = Slot(slots.SHARED_MEMORY, f"{repository}/{run_key(run)}", f"{rank}-{number}")
+    return take_slot(slot)
+
+
+def take_slot(slot: Slot) -> LastingSlot:
+    """As `take`."""
+    arenas.table().take(slot)
+    return LastingSlot(slot)
+
+
+def _lengths(nbytes: int, described: int) -> tuple[int, int]:
+    """Bytes of the image and of the file, whole pages."""
+    nbytes = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+    return nbytes, nbytes + -(-described // ALIGNMENT) * ALIGNMENT + seals.ROOM
+
+
+def _leave(slot: Slot, owner: int) -> None:
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            arenas.table().leave(slot)  # where even that fails, the lock goes with the process
+
+
+def _write(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written

@@ -1,0 +1,92 @@
+"""Which image in shared memory a run may go on from.
+
+A sealed image counts as a checkpoint of the attempt that holds it, one that only this boot of this machine has. It may
+be gone on from where that attempt is the last one that has anything to its name: every later one has no commit, and
+went on from where the holder's own durable line ends, or from nothing. So an image never brings back what training has
+gone on from elsewhere, nor what somebody went back behind.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from holdfast.errors import CorruptionError, ObjectNotFound
+from holdfast.model.checkpoint import AttemptRecord
+from holdfast.model.names import CheckpointId
+from holdfast.repo import layout, objects
+from holdfast.repo.footer import Footer
+from holdfast.repo.liveness import this_process
+from holdfast.repo.records import decode_begin
+from holdfast.repo.repository import Repo
+
+
+@dataclass(frozen=True, slots=True)
+class Adoptable:
+    """An image that the run may go on from. `base`: the newest checkpoint of its line that is durable, None if nothing
+    is; `durable`: the image is that very checkpoint, and only quicker to read."""
+
+    base: CheckpointId | None
+    durable: bool
+
+
+def judge(repo: Repo, run: str, footer: Footer) -> Adoptable | str:
+    """Whether `run` of this repository may go on from this image, or in words why not. Damage of the image itself shows
+    when it is read. Raises errors of the store."""
+    if footer.repository != repo.id:
+        return "it is of another repository"
+    if footer.id.run != run:
+        return f"it is of run {footer.id.run}"
+    process = this_process()
+    if not process.boot or footer.boot != process.boot:
+        return "it was sealed before this machine was started, or on another one"
+    if footer.uid != os.geteuid():
+        return f"user {footer.uid} sealed it"
+    try:
+        return _on_the_line(repo, run, footer)
+    except CorruptionError as error:
+        return f"what has happened since cannot be read: {error.message}"
+
+
+def _on_the_line(repo: Repo, run: str, footer: Footer) -> Adoptable | str:
+    number = footer.holder.attempt
+    record = repo.find_attempt(run, number)
+    if record is None or record.id != footer.holder.claim:
+        return f"attempt {number} is no longer the one that sealed it"
+    committed = repo.committed(run, number)
+    base = CheckpointId(run, number, committed[0]) if committed else record.parent
+    for later in repo.attempts(run):
+        if later > number:
+            reason = _went_elsewhere(repo, run, later, base)
+            if reason:
+                return reason
+    if base is None:
+        return Adoptable(None, durable=False)
+    if base == footer.id and _save_id(repo, base) == footer.save_id:
+        return Adoptable(base, durable=True)
+    if committed and footer.id.step <= committed[0]:
+        return f"step {committed[0]} of attempt {number} is durable"
+    if base.run == run and footer.id.step <= base.step:
+        return f"it is no newer than step {base.step}, which attempt {number} went on from"
+    if not repo.exists(base):
+        return f"checkpoint {base}, which it went on from, has been removed"
+    return Adoptable(base, durable=False)
+
+
+def _went_elsewhere(repo: Repo, run: str, later: int, base: CheckpointId | None) -> str:
+    """Why an attempt after the holder's rules the image out; empty if it does not."""
+    record: AttemptRecord | None = repo.find_attempt(run, later)
+    committed = repo.committed(run, later)
+    if committed:
+        return f"attempt {later} has gone further, to step {committed[0]}"
+    if record is None or record.parent is None or record.parent == base:
+        return ""
+    return f"attempt {later} went on from {record.parent}"
+
+
+def _save_id(repo: Repo, id: CheckpointId) -> str | None:
+    """The save that made a checkpoint, as its `begin.json` says."""
+    try:
+        return decode_begin(repo.store.get(layout.begin_name(id), limit=objects.SMALL), id).save_id
+    except (ObjectNotFound, CorruptionError):
+        return None
