@@ -40,6 +40,12 @@ class SaveHistory:
     saved: Sequence[Mapping[str, float]] = ()
     """Metrics of the saves before on this line of training, oldest first, as logged and as noted later. Those of
     checkpoints that a resumed run goes on from are among them as far as they still exist; failed saves are not."""
+    stalls_s: Sequence[float] = ()
+    """Seconds for which each of the last few saves of this process held training up, oldest first."""
+    stalled_s: float = 0.0
+    """The same of all its saves together."""
+    persist_s: float = 0.0
+    """Seconds from the begin of its last committed save to the commit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import UsageError
 from holdfast.policy.numbers import duration, whole_number
+from holdfast.policy.pace import EveryStall, stall_share
 from holdfast.policy.saving import AnyOf, Moment, SaveHistory, SavePolicy
 
 
@@ -77,10 +78,18 @@ class OnSignal(SavePolicy):
         return "on.signal()"
 
 
-def every(*, steps: int | None = None, minutes: float | None = None, epochs: int | None = None) -> SavePolicy:
+def every(
+    *,
+    steps: int | None = None,
+    minutes: float | None = None,
+    epochs: int | None = None,
+    stall: str | float | None = None,
+) -> SavePolicy:
     """Saves every so many completed steps, minutes or completed epochs; of several given, whichever comes.
 
-    Raises UsageError where none is given, or one is not above zero (or, of steps and epochs, not whole).
+    `stall` saves as often as the machine can bear: saves hold training up for at most this share of wall time ("1%", or
+    0.01), as measured. Raises UsageError where none is given, or one is not above zero (or, of steps and epochs, not
+    whole).
     """
     parts: list[SavePolicy] = []
     if steps is not None:
@@ -89,6 +98,8 @@ def every(*, steps: int | None = None, minutes: float | None = None, epochs: int
         parts.append(EveryMinutes(duration(minutes, "every(minutes={})")))
     if epochs is not None:
         parts.append(EveryEpochs(whole_number(epochs, "every(epochs={})")))
+    if stall is not None:
+        parts.append(EveryStall(stall_share(stall)))
     if not parts:
         raise UsageError("every() of what?", hint="write every(steps=200), every(minutes=10) or every(epochs=1)")
     return parts[0] if len(parts) == 1 else AnyOf(tuple(parts))
