@@ -11,7 +11,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import torch
 
 from holdfast.api.bench import cache
 from holdfast.api.bench import raw as loops
+from holdfast.testing.campaigns import machine, versions
 
 RESULTS = Path(__file__).parent / "results"
 RESAMPLES = 10_000
@@ -123,10 +123,13 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return float(np.median(found)), float(low), float(high)
 
 
-def arguments(description: str, *, add: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
+def arguments(
+    description: str, *, add: Callable[[argparse.ArgumentParser], None] | None = None, **defaults: object
+) -> argparse.Namespace:
+    """What a benchmark is run with. add: puts its own options in; defaults: of the common ones, where they differ."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--gib", type=float, default=1.0, help="size of the state (default 1)")
-    parser.add_argument("--leaves", type=int, default=200, help="tensors in the state (default 200)")
+    parser.add_argument("--gib", type=float, default=1.0, help="size of the state (default %(default)g)")
+    parser.add_argument("--leaves", type=int, default=200, help="tensors in the state (default %(default)d)")
     parser.add_argument(
         "--rounds", type=int, help="rounds; default 30 where a round's own side is under a second, else 7"
     )
@@ -138,6 +141,7 @@ def arguments(description: str, *, add: Callable[[argparse.ArgumentParser], None
     parser.add_argument("--no-save", action="store_true", help="do not write the result file")
     if add is not None:
         add(parser)
+    parser.set_defaults(**defaults)
     return parser.parse_args()
 
 
@@ -207,19 +211,9 @@ def empty_directory(path: Path) -> Path:
 
 
 def environment(place: Path) -> dict[str, Any]:
-    versions = {
-        name: _version(name) for name in ("torch", "numpy", "xxhash", "safetensors", "torch_checkpointing", "holdfast")
-    }
     return {
-        "machine": {
-            "cpu": _first("/proc/cpuinfo", "model name"),
-            "cores": os.cpu_count(),
-            "memory_gib": round(int(_first("/proc/meminfo", "MemTotal").split()[0]) / (1 << 20), 1),
-            "kernel": platform.release(),
-            "file_system": _output("df", "--output=fstype", str(place)).split()[-1],
-            "load_at_start": os.getloadavg()[0],
-        },
-        "versions": {"python": platform.python_version(), **versions},
+        "machine": {**machine(), "file_system": _output("df", "--output=fstype", str(place)).split()[-1]},
+        "versions": versions("torch", "numpy", "xxhash", "safetensors", "torch_checkpointing", "holdfast"),
         "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
         "threads": {"torch": torch.get_num_threads()},
     }
@@ -280,22 +274,6 @@ def _print(document: dict[str, Any], result: Result) -> None:
         verdict = "met   " if target["met"] else "MISSED"
         unit = next(name for name in UNITS if name in target)
         print(f"  {verdict} {target['target']}: {target[unit]:.3f} [{low:.3f}, {high:.3f}] {UNITS[unit]}".rstrip())
-
-
-def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "absent"
-
-
-def _first(path: str, key: str) -> str:
-    for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith(key):
-            return line.split(":", 1)[1].strip()
-    return "unknown"
 
 
 def _output(*command: str) -> str:

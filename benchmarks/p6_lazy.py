@@ -10,7 +10,6 @@ Target: open at most 10 ms, first tensor at most 1 ms, bytes of the first tensor
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable
@@ -39,10 +38,7 @@ import holdfast
 
 CHUNK = 262144
 HOT, COLD = 30, 7
-
-
-def many_tensors(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(leaves=10_000)
+LEAVES = 10_000
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ def look(one: Look, name: str, expected: torch.Tensor, heat: str, result: Result
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", add=many_tensors)
+    options = arguments(__doc__ or "", leaves=LEAVES)
     state = make_state(options.gib, options.leaves)
     names = list(state["model"])
     with workplace(options) as place:

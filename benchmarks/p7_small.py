@@ -10,7 +10,6 @@ first is by a Checkpointer that has only just been built. Target: at most 20 us 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import time
 from pathlib import Path
@@ -37,13 +36,9 @@ from harness import (
 import holdfast
 
 TENSOR_BYTES = 1024
+LEAVES = 10_000
 TARGET_US = 20.0
 JUDGED = ("holdfast save(wait=True)", "holdfast first save(wait=True)", "holdfast.load", "holdfast first restore()")
-
-
-def many_small(parser: argparse.ArgumentParser) -> None:
-    leaves = 10_000
-    parser.set_defaults(leaves=leaves, gib=leaves * TENSOR_BYTES / (1 << 30))
 
 
 class Saving:
@@ -144,7 +139,7 @@ class Restoring:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", add=many_small)
+    options = arguments(__doc__ or "", leaves=LEAVES, gib=LEAVES * TENSOR_BYTES / (1 << 30))
     state = make_state(options.gib, options.leaves)
     with workplace(options) as place:
         saving = Saving(place, state)
