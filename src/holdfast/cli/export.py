@@ -88,6 +88,9 @@ class _Slice:
     def buffer(self) -> Buffer | None:
         return self._view
 
+    def span(self) -> None:
+        return None
+
     def fill(self, data: Buffer) -> None:
         self._view[:] = data
 

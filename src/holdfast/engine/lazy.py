@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from holdfast.codec.digest import digest
-from holdfast.engine.read import READ_THREADS, damaged
-from holdfast.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, UsageError
+from holdfast.engine.packs import OpenPack, damaged, open_pack
+from holdfast.engine.threads import READ_THREADS, hand_out
+from holdfast.errors import CheckpointNotFound, ObjectNotFound, UsageError
 from holdfast.model.names import CheckpointId
 from holdfast.plan.slices import Block, Region, blocks
 from holdfast.repo.index import Table
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Buffer
-from holdfast.store.contract import Reader
 
 BLOCK_BYTES: Final = 4 << 20
 """What is read at once of a slice with gaps, or of a long run by each of several threads."""
@@ -32,13 +31,6 @@ KEPT_BYTES: Final = 8 << 20
 OPENED_AT_ONCE: Final = 64
 """Packs that are opened with the checkpoint, so that it can be read on after its removal; further ones when needed."""
 _ITEMS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
-
-
-@dataclass(slots=True)
-class _Pack:
-    reader: Reader
-    view: Buffer | None
-    """The whole object, where it lies in memory."""
 
 
 @dataclass(slots=True)
@@ -72,7 +64,7 @@ class LazyReader:
         self._repo = repo
         self._id = id
         self._table = table
-        self._packs: dict[int, _Pack] = {}
+        self._packs: dict[int, OpenPack] = {}
         self._verified = bytearray(-(-len(table.digests) // 8))
         self._kept = _Kept()
         self._lock = threading.Lock()
@@ -91,10 +83,9 @@ class LazyReader:
             packs, self._packs = self._packs, {}
             self._kept = _Kept()
         for pack in packs.values():
-            pack.view = None
-            pack.reader.close()
+            pack.close()
 
-    def _pack(self, number: int) -> _Pack:
+    def _pack(self, number: int) -> OpenPack:
         found = self._packs.get(number)
         if found is not None:
             return found
@@ -105,28 +96,9 @@ class LazyReader:
                 )
             found = self._packs.get(number)
             if found is None:
-                found = self._packs[number] = self._open(number)
+                entry = self._table.packs[number]
+                found = self._packs[number] = open_pack(self._repo, self._id, entry, header=False)
             return found
-
-    def _open(self, number: int) -> _Pack:
-        entry = self._table.packs[number]
-        name = f"{self._id.directory}/{entry.name}"
-        hint = f"holdfast verify {self._repo.url}"
-        try:
-            reader = self._repo.store.open(name)
-        except ObjectNotFound as error:
-            raise CorruptionError(
-                f"{name} is missing: damaged, or the checkpoint was removed meanwhile", subject=name, hint=hint
-            ) from error
-        try:
-            if reader.length != entry.length:
-                message = f"{name} is {reader.length} bytes long; {entry.length} were saved"
-                raise CorruptionError(message, subject=name, hint=hint)
-            whole = reader.view()
-        except BaseException:
-            reader.close()
-            raise
-        return _Pack(reader, np.frombuffer(whole, np.uint8) if whole is not None else None)
 
     def read(self, row: int, path: str, region: Region, itemsize: int, out: Buffer) -> None:
         """Fills `out` with the items of a region in row-major order. `path` is what errors call the leaf.
@@ -166,7 +138,7 @@ class LazyReader:
             for low in lows:
                 piece(low)
         else:
-            _in_threads(piece, lows)
+            hand_out(piece, lows, READ_THREADS)
 
     def _fetch(self, row: int, path: str, start: int, stop: int) -> tuple[Buffer, int]:
         """Verified bytes of the leaf that hold `start..stop-1`, and which of its bytes the first of them is."""
@@ -187,7 +159,7 @@ class LazyReader:
                     self.bytes_read += end - begin
         return view[offset + start : offset + stop], start
 
-    def _read(self, pack: _Pack, path: str, row: int, low: int, high: int) -> Buffer:
+    def _read(self, pack: OpenPack, path: str, row: int, low: int, high: int) -> Buffer:
         """Bytes `low..high-1` of the leaf, whole chunks: those apart that are known from the last reads."""
         chunk, first = self._table.chunk_bytes, int(self._table.chunk_start[row])
         rows = range(first + low // chunk, first + -(-high // chunk))
@@ -216,9 +188,9 @@ class LazyReader:
             place = end
         return out
 
-    def _read_into(self, pack: _Pack, position: int, part: Buffer) -> None:
+    def _read_into(self, pack: OpenPack, position: int, part: Buffer) -> None:
         try:
-            pack.reader.read_into(position, part.data)
+            pack.read_into(position, part)
         except ObjectNotFound as error:
             raise CheckpointNotFound(
                 f"{self._id} was removed while it was open, and this store keeps nothing for those who still read",
@@ -232,12 +204,3 @@ class LazyReader:
             name = f"{self._id.directory}/{self._table.packs[int(self._table.pack[row])].name}"
             offset = int(self._table.offset[row]) + start
             raise damaged(self._repo, path, name, len(data), offset)
-
-
-def _in_threads(work: Callable[[int], None], items: Sequence[int]) -> None:
-    pool = ThreadPoolExecutor(min(READ_THREADS, len(items)), thread_name_prefix="holdfast-read")
-    try:
-        for _ in pool.map(work, items):
-            pass
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
 
-from holdfast.codec.digest import digest
-from holdfast.errors import CorruptionError, ObjectNotFound
+from holdfast.codec.digest import digest, digest_rows
+from holdfast.engine.packs import OpenPack, damaged, open_pack
+from holdfast.engine.targets import Targets
+from holdfast.engine.threads import COPY_THREADS, READ_THREADS, hand_out
 from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Index, Manifest
-from holdfast.plan.reads import TASK_BYTES, Part, ReadTask, coalesce
+from holdfast.plan.reads import TASK_BYTES, Column, ReadPlan, ReadTask, coalesce
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Buffer, Sink
-from holdfast.store.contract import Reader
 
-PAGE = 4096
-STRAIGHT_BYTES = 128 << 10
-"""A part at least this long is read straight into its destination where the reader does not ask for alignment."""
+PAGE: Final = 4096
+STRAIGHT_BYTES: Final = 128 << 10
+"""A piece at least this long is read straight into its destination where the reader does not ask for alignment."""
 
-VIEWED_BYTES = 16 << 20
+VIEWED_BYTES: Final = 16 << 20
 """The length of a task where no read is made: handing out tasks is all that it costs."""
-READ_THREADS = 8
-"""Ranges read at once: a device is fast only with several requests before it, and threads that wait cost nothing."""
-COPY_THREADS = 4
-"""Ranges copied at once where no read is made: memory is the limit."""
 
 
 @dataclass(slots=True)
 class _Task:
-    reader: Reader
-    pack: str
+    pack: OpenPack
+    plan: ReadPlan
     task: ReadTask
-    view: Buffer | None
-    """The pack's bytes where they are in memory already."""
 
 
 class _Bounce(threading.local):
@@ -49,7 +44,7 @@ class _Bounce(threading.local):
     def of(self, nbytes: int) -> Buffer:
         if self.buffer is None or len(self.buffer) < nbytes:
             self.buffer = np.frombuffer(mmap.mmap(-1, -(-nbytes // PAGE) * PAGE), np.uint8)
-        return self.buffer
+        return self.buffer[:nbytes]
 
 
 class LeafReader:
@@ -63,7 +58,7 @@ class LeafReader:
         self._index = index
         self._emitter = emitter
         self._phase = phase
-        self._expected = index.digests.tobytes()
+        self._leaf: Column = np.empty(0, np.int64)
         self._bounce = _Bounce()
         self._done = 0
         self._count = threading.Lock()
@@ -71,177 +66,106 @@ class LeafReader:
     def read(self, wants: Sequence[tuple[int, Sink]]) -> int:
         """Fills every sink; returns the bytes of the leaves. CorruptionError names the leaf, the pack and the
         offset."""
-        index = self._index
-        staged, ours = self._stage(wants)
-        offsets, lengths, packs = index.offset.tolist(), index.length.tolist(), index.pack.tolist()
-        total: int = sum(lengths[leaf] for leaf, _ in wants)
-        by_pack: dict[int, list[tuple[int, int]]] = {}
-        for place, (leaf, _) in enumerate(wants):
-            by_pack.setdefault(packs[leaf], []).append((place, leaf))
-        readers: list[Reader] = []
+        leaf = self._leaf = np.fromiter((number for number, _ in wants), np.int64, len(wants))
+        targets = Targets(self._index, wants, leaf)
+        total = int(self._index.length[leaf].sum())
+        packs: list[OpenPack] = []
         try:
             tasks: list[_Task] = []
-            for pack, chosen in sorted(by_pack.items()):
-                reader = self._open(pack)
-                readers.append(reader)
-                name = index.packs[pack].name
-                whole = reader.view()
-                view = np.frombuffer(whole, np.uint8) if whole is not None else None
-                size = TASK_BYTES if view is None else VIEWED_BYTES
-                found = coalesce(chosen, offsets, lengths, chunk_bytes=index.chunk_bytes, task_bytes=size)
-                tasks.extend(_Task(reader, name, task, view) for task in found)
-            self._run(tasks, staged, total)
+            for number, chosen in _by_pack(self._index.pack[leaf]):
+                pack = open_pack(self._repo, self._manifest.id, self._index.packs[number], header=True)
+                packs.append(pack)
+                plan = self._plan(chosen, TASK_BYTES if pack.view is None else VIEWED_BYTES)
+                tasks.extend(_Task(pack, plan, task) for task in plan.tasks)
+            threads = READ_THREADS if any(pack.view is None for pack in packs) else COPY_THREADS
+            hand_out(lambda task: self._one(task, targets, total), tasks, threads)
         finally:
-            for reader in readers:
-                reader.close()
-        for place in ours:
-            wants[place][1].fill(staged[place])
+            for pack in packs:
+                pack.close()
+        targets.finish()
         return total
 
-    def _stage(self, wants: Sequence[tuple[int, Sink]]) -> tuple[list[Buffer], list[int]]:
-        """Where each leaf's bytes arrive: its destination, or memory of our own for a sink that must be filled; and
-        which of the wanted leaves are of the second kind."""
-        out: list[Buffer] = []
-        ours: list[int] = []
-        lengths = self._index.length[[leaf for leaf, _ in wants]].tolist() if wants else []
-        for place, ((leaf, sink), nbytes) in enumerate(zip(wants, lengths, strict=True)):
-            buffer = sink.buffer
-            if buffer is None:
-                ours.append(place)
-                buffer = np.empty(nbytes, np.uint8)
-            if len(buffer) != nbytes:
-                path = self._index.specs[leaf].path
-                raise CorruptionError(
-                    f"{path} has {nbytes} bytes in the checkpoint and {len(buffer)} in the target", subject=path
-                )
-            out.append(buffer)
-        return out, ours
+    def _plan(self, chosen: Column, task_bytes: int) -> ReadPlan:
+        index, leaf = self._index, self._leaf[chosen]
+        return coalesce(
+            chosen,
+            index.offset[leaf],
+            index.length[leaf],
+            index.chunk_start[leaf],
+            chunk_bytes=index.chunk_bytes,
+            task_bytes=task_bytes,
+        )
 
-    def _open(self, pack: int) -> Reader:
-        """A reader of one pack, its length and header block checked against the index."""
-        entry = self._index.packs[pack]
-        name = f"{self._manifest.id.directory}/{entry.name}"
-        try:
-            reader = self._repo.store.open(name)
-        except ObjectNotFound as error:
-            raise CorruptionError(f"{name} is missing", subject=name, hint=_verify_hint(self._repo)) from error
-        try:
-            if reader.length != entry.length:
-                message = f"{name} is {reader.length} bytes long; {entry.length} were saved"
-                raise CorruptionError(message, subject=name, hint=_verify_hint(self._repo))
-            block = np.empty(entry.header_length, np.uint8)
-            reader.read_into(0, block.data)
-            if digest(block.data) != entry.header_digest:
-                raise CorruptionError(f"the header of {name} is damaged", subject=name, hint=_verify_hint(self._repo))
-        except BaseException:
-            reader.close()
-            raise
-        return reader
-
-    def _run(self, tasks: Sequence[_Task], staged: Sequence[Buffer], total: int) -> None:
-        if len(tasks) <= 1:
-            for task in tasks:
-                self._one(task, staged, total)
-            return
-        threads = COPY_THREADS if all(task.view is not None for task in tasks) else READ_THREADS
-        waiting = iter(tasks)
-        failed = threading.Event()
-
-        def work() -> None:
-            # Taking from an iterator is one step of the interpreter. A future for each task would cost more than that.
-            for task in waiting:
-                if failed.is_set():
-                    return
-                try:
-                    self._one(task, staged, total)
-                except BaseException:
-                    failed.set()
-                    raise
-
-        with ThreadPoolExecutor(min(threads, len(tasks)), thread_name_prefix="holdfast-read") as pool:
-            workers = [pool.submit(work) for _ in range(min(threads, len(tasks)))]
-            try:
-                for worker in workers:
-                    worker.result()
-            except BaseException:
-                failed.set()
-                raise
-
-    def _one(self, task: _Task, staged: Sequence[Buffer], total: int) -> None:
-        parts = task.task.parts
-        if task.view is not None:
-            self._viewed(task, task.view, staged)
-        elif task.reader.alignment == 1 and all(part.stop - part.start >= STRAIGHT_BYTES for _, part in parts):
-            for position, part in parts:
-                self._straight(task, position, part, staged[part.want])
-        else:
-            self._bounced(task, staged)
+    def _one(self, one: _Task, targets: Targets, total: int) -> None:
+        task, plan, pack = one.task, one.plan, one.pack
+        straight = pack.reader.alignment == 1 and task.shortest >= STRAIGHT_BYTES
+        held = None if pack.view is not None or straight else self._fetched(pack, task.start, task.stop)
+        for run in range(task.first, task.last):
+            self._run(one, slice(plan.runs[run], plan.runs[run + 1]), held, targets)
         with self._count:
-            self._done += sum(part.stop - part.start for _, part in parts)
+            self._done += task.nbytes
             done = self._done
         self._emitter.emit(Progress(self._phase, str(self._manifest.id), done, total))
 
-    def _viewed(self, task: _Task, view: Buffer, staged: Sequence[Buffer]) -> None:
-        """From memory into the destination, chunk by chunk; what arrived is what is digested."""
-        step = self._index.chunk_bytes
-        for position, part in task.task.parts:
-            target = staged[part.want]
-            for low in range(part.start, part.stop, step):
-                high = min(low + step, part.stop)
-                at = position + low - part.start
-                chunk = target[low:high]
-                # A ufunc copies by wide registers and without the interpreter's lock: faster than a slice assignment.
-                np.positive(view[at : at + high - low], out=chunk)
-                self._check(task, position, part, low, chunk.data)
+    def _fetched(self, pack: OpenPack, start: int, stop: int) -> Buffer:
+        """The pack's bytes `start..stop-1`, read at once; an aligned read where the reader asks for that."""
+        low, high = start, stop
+        if pack.view is None and pack.reader.alignment > 1:
+            low, high = start // PAGE * PAGE, -(-stop // PAGE) * PAGE
+        buffer = self._bounce.of(high - low)
+        pack.read_into(low, buffer)
+        return buffer[start - low : stop - low]
 
-    def _straight(self, task: _Task, position: int, part: Part, target: Buffer) -> None:
-        """Chunk by chunk into the destination: each is digested while the processor still has it."""
-        step = self._index.chunk_bytes
-        view = target.data
-        for start in range(part.start, part.stop, step):
-            stop = min(start + step, part.stop)
-            chunk = view[start:stop]
-            task.reader.read_into(position + start - part.start, chunk)
-            self._check(task, position, part, start, chunk)
+    def _run(self, one: _Task, rows: slice, held: Buffer | None, targets: Targets) -> None:
+        """Some chunks that lie one after the other. `held`: the task's bytes, where they have been read already.
 
-    def _bounced(self, task: _Task, staged: Sequence[Buffer]) -> None:
-        """One aligned read for the whole range, then each chunk checked and copied out."""
-        start, stop = task.task.start, task.task.stop
-        if task.reader.alignment > 1:
-            start = start // PAGE * PAGE
-            stop = -(-stop // PAGE) * PAGE
-        bounce = self._bounce.of(stop - start)
-        view = bounce.data
-        task.reader.read_into(start, view[: stop - start])
-        step = self._index.chunk_bytes
-        for position, part in task.task.parts:
-            target = staged[part.want]
-            for low in range(part.start, part.stop, step):
-                high = min(low + step, part.stop)
-                at = position - start + low - part.start
-                chunk = view[at : at + high - low]
-                self._check(task, position, part, low, chunk)
-                np.positive(bounce[at : at + high - low], out=target[low:high])
+        Chunks of one leaf arrive where they belong, and what arrived is what is digested. Small leaves are digested
+        together in memory of our own, and then copied out of it.
+        """
+        pack, plan, base = one.pack, one.plan, one.task.start
+        low, last = int(plan.position[rows.start]), rows.stop - 1
+        high = int(plan.position[last] + plan.size[last])
+        want = int(plan.want[last])
+        alone = want == plan.want[rows.start]
+        if alone and held is None:
+            start = int(plan.start[rows.start])
+            target = targets.part(want, start, start + high - low)
+            pack.read_into(low, target)
+            self._check(pack, plan, rows, target)
+            return
+        data = self._fetched(pack, low, high) if held is None else held[low - base : high - base]
+        self._check(pack, plan, rows, data)
+        if alone:
+            start = int(plan.start[rows.start])
+            np.positive(data, out=targets.part(want, start, start + high - low))
+        else:
+            targets.scatter(data, plan.position[rows] - low, plan.want[rows], plan.start[rows], plan.size[rows])
 
-    def _check(self, task: _Task, position: int, part: Part, start: int, chunk: memoryview) -> None:
-        row = (int(self._index.chunk_start[part.leaf]) + start // self._index.chunk_bytes) * 16
-        if digest(chunk) != self._expected[row : row + 16]:
-            path = self._index.specs[part.leaf].path
-            name = f"{self._manifest.id.directory}/{task.pack}"
-            raise damaged(self._repo, path, name, len(chunk), position + start - part.start)
-
-
-def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> CorruptionError:
-    """What a chunk of leaf `path` that is not what was saved is told by (I5): `nbytes` of `pack` from `offset` on."""
-    return CorruptionError(
-        f"{path} is damaged: {pack}, {nbytes} bytes from offset {offset}, are not what was saved",
-        subject=path,
-        hint=_verify_hint(repo),
-    )
+    def _check(self, pack: OpenPack, plan: ReadPlan, rows: slice, data: Buffer) -> None:
+        """`data` are the bytes of these chunks, one after the other."""
+        if rows.stop - rows.start == 1:
+            if digest(data) == self._index.digests[plan.row[rows.start]].tobytes():
+                return
+            wrong = 0
+        else:
+            position, size = plan.position[rows], plan.size[rows]
+            _, found = digest_rows(data, position - position[0], size, self._index.chunk_bytes)
+            differs = (found != self._index.digests[plan.row[rows]]).any(axis=1)
+            if not differs.any():
+                return
+            wrong = int(differs.argmax())
+        at = rows.start + wrong
+        path = self._index.specs[int(self._leaf[plan.want[at]])].path
+        raise damaged(self._repo, path, pack.name, int(plan.size[at]), int(plan.position[at]))
 
 
-def _verify_hint(repo: Repo) -> str:
-    return f"holdfast verify {repo.url}"
+def _by_pack(pack: Column) -> Iterator[tuple[int, Column]]:
+    """Each pack that occurs, and the places where it does."""
+    order = np.argsort(pack, kind="stable")
+    bounds = [0, *(np.flatnonzero(np.diff(pack[order])) + 1).tolist(), len(order)]
+    for start, stop in pairwise(bounds):
+        if stop > start:
+            yield int(pack[order[start]]), order[start:stop]
 
 
 def read_leaves(
@@ -266,6 +190,9 @@ class Staged:
     @property
     def buffer(self) -> Buffer | None:
         return self.data
+
+    def span(self) -> None:
+        return None
 
     def fill(self, data: Buffer) -> None:
         self.data[:] = data

@@ -1,74 +1,148 @@
-"""Coalesced reads: which ranges of a pack to read for a set of wanted leaves, each range in whole chunks."""
+"""Coalesced reads: which ranges of a pack to read for a set of wanted leaves, and which chunks lie in each.
+
+Columns instead of an object for each chunk: a checkpoint of ten thousand small leaves costs no more than its bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
-TASK_BYTES = 1 << 20
-GAP_BYTES = 256 << 10
+import numpy as np
 
+Column = np.ndarray[Any, np.dtype[np.int64]]
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes `start..stop-1` of leaf `leaf`: whole chunks of it. `want` is its place among the wanted leaves."""
-
-    want: int
-    leaf: int
-    start: int
-    stop: int
+TASK_BYTES: Final = 1 << 20
+GAP_BYTES: Final = 256 << 10
+RUN_BYTES: Final = 256 << 10
+"""About how many bytes of small chunks are handled at once: they still lie in the processor's cache."""
+SMALL_BYTES: Final = 16 << 10
+"""Below this the cost of handling a piece by itself is more than that of copying it once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """One contiguous range of a pack, in bytes from its beginning, and the parts of leaves that lie in it."""
+    """Bytes `start..stop-1` of a pack, read at once; the runs `first..last-1` of the plan lie in them.
+
+    `nbytes`: of the chunks, without what is unwanted between them. `shortest`: of the shortest piece of a leaf.
+    """
 
     start: int
     stop: int
-    parts: tuple[tuple[int, Part], ...]
-    """(position in the pack, part), ascending."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
+    first: int
+    last: int
+    nbytes: int
+    shortest: int
 
 
-def _parts(
-    wants: Sequence[tuple[int, int]], offsets: Sequence[int], lengths: Sequence[int], chunk_bytes: int, task_bytes: int
-) -> Iterator[tuple[int, Part]]:
-    cut = max(task_bytes // chunk_bytes, 1) * chunk_bytes
-    for want, leaf in sorted(wants, key=lambda pair: offsets[pair[1]]):
-        offset, length = offsets[leaf], lengths[leaf]
-        for start in range(0, length, cut):
-            yield offset + start, Part(want, leaf, start, min(start + cut, length))
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What to read of one pack: its wanted chunks in the order in which they lie there.
+
+    Columns, int64 [chunks]: chunk i is the `size[i]` bytes at `position[i]` of the pack, and the bytes from `start[i]`
+    on of the `want[i]`-th wanted leaf. `row` is its place in the index's table of digests. Run r is the chunks
+    `runs[r]..runs[r + 1] - 1`: they lie one after the other in the pack, and either belong to one leaf or are pieces of
+    small ones.
+    """
+
+    want: Column
+    start: Column
+    size: Column
+    position: Column
+    row: Column
+    runs: Sequence[int]
+    tasks: Sequence[ReadTask]
+
+
+def cut(length: Column, step: int) -> tuple[Column, Column]:
+    """Pieces of at most `step` bytes: which row each is of, and where in it the piece begins. int64 [pieces] each; rows
+    of no bytes have no piece."""
+    counts = -(-length // step)
+    row = np.repeat(np.arange(len(length)), counts)
+    # A running count minus where the row began.
+    within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return row, within * step
 
 
 def coalesce(
-    wants: Sequence[tuple[int, int]],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
+    want: Column,
+    offset: Column,
+    length: Column,
+    chunk_start: Column,
     *,
     chunk_bytes: int,
     task_bytes: int = TASK_BYTES,
     gap_bytes: int = GAP_BYTES,
-) -> list[ReadTask]:
+) -> ReadPlan:
     """Tasks that cover every byte of the wanted leaves once, in the order of the pack.
 
-    `wants` are (place among the wanted, leaf number); `offsets` and `lengths` are by leaf number, bytes in the pack. A
-    range is at most `task_bytes` long unless one chunk is longer, and spans gaps of unwanted bytes up to `gap_bytes`.
+    One row for each wanted leaf, int64 [wanted]: `want` is what the plan calls it, `offset` and `length` are bytes in
+    the pack, `chunk_start` is the row of its first digest. A task is at most `task_bytes` long unless one chunk is
+    longer, and spans gaps of unwanted bytes up to `gap_bytes`.
     """
-    tasks: list[ReadTask] = []
-    pending: list[tuple[int, Part]] = []
-    start = stop = 0
-    for position, part in _parts(wants, offsets, lengths, chunk_bytes, task_bytes):
-        size = part.stop - part.start
-        if pending and (position - stop > gap_bytes or position + size - start > task_bytes):
-            tasks.append(ReadTask(start, stop, tuple(pending)))
-            pending = []
-        if not pending:
-            start = position
-        pending.append((position, part))
-        stop = position + size
-    if pending:
-        tasks.append(ReadTask(start, stop, tuple(pending)))
-    return tasks
+    row, start = cut(length, max(task_bytes // chunk_bytes, 1) * chunk_bytes)
+    order = np.argsort(offset[row] + start, kind="stable")
+    row, start = row[order], start[order]
+    position = offset[row] + start
+    size = np.minimum(length[row] - start, max(task_bytes // chunk_bytes, 1) * chunk_bytes)
+    bounds = _groups(position, position + size, task_bytes, gap_bytes)
+    piece, within = cut(size, chunk_bytes)
+    # Pieces and chunks: a piece is what a task reads of a leaf, whole chunks of it.
+    at = position[piece] + within
+    counts = np.minimum(size[piece] - within, chunk_bytes)
+    first = np.searchsorted(piece, bounds)
+    runs = _runs(want[row][piece], at, counts, size[piece] < SMALL_BYTES, first[:-1])
+    return ReadPlan(
+        want=want[row][piece],
+        start=start[piece] + within,
+        size=counts,
+        position=at,
+        row=chunk_start[row][piece] + (start[piece] + within) // chunk_bytes,
+        runs=runs.tolist(),
+        tasks=_tasks(position, size, bounds, np.searchsorted(runs, first)),
+    )
+
+
+def _groups(start: Column, stop: Column, limit: int, gap: int) -> Column:
+    """Where to cut ascending ranges into groups of at most `limit` bytes, or of one longer range, without a gap of more
+    than `gap` bytes inside: the first of each, and how many there are."""
+    starts, stops = start.tolist(), stop.tolist()
+    breaks = [*(np.flatnonzero(start[1:] - stop[:-1] > gap) + 1).tolist(), len(starts)]
+    bounds, at, coming = [0], 0, 0
+    while at < len(starts):
+        while breaks[coming] <= at:
+            coming += 1
+        fits = bisect_right(stops, starts[at] + limit, at)
+        at = max(at + 1, min(fits, breaks[coming]))
+        bounds.append(at)
+    return np.array(bounds, np.int64)
+
+
+def _runs(want: Column, position: Column, size: Column, small: Column, tasks: Column) -> Column:
+    """The first chunk of each run, and how many chunks there are. A run begins with each task of `tasks`."""
+    if not len(want):
+        return np.zeros(1, np.int64)
+    stop = position + size
+    block = (stop - 1) // RUN_BYTES
+    apart = (position[1:] != stop[:-1]) | (block[1:] != block[:-1])
+    apart |= (want[1:] != want[:-1]) & ~(small[1:] & small[:-1])
+    begins = np.concatenate([np.ones(1, bool), apart])
+    begins[tasks] = True
+    return np.append(np.flatnonzero(begins), len(want))
+
+
+def _tasks(position: Column, size: Column, bounds: Column, runs: Column) -> list[ReadTask]:
+    if not len(position):
+        return []
+    firsts, lasts = bounds[:-1], bounds[1:] - 1
+    columns = (
+        position[firsts],
+        position[lasts] + size[lasts],
+        runs[:-1],
+        runs[1:],
+        np.add.reduceat(size, firsts),
+        np.minimum.reduceat(size, firsts),
+    )
+    return [ReadTask(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

@@ -105,6 +105,10 @@ class ArraySink:
     def buffer(self) -> Buffer | None:
         return as_bytes(self._array) if self._array.flags.c_contiguous and self._array.flags.writeable else None
 
+    def span(self) -> tuple[int, int] | None:
+        held = self._array.flags
+        return (_address(self._array), self._array.nbytes) if held.c_contiguous and held.writeable else None
+
     def fill(self, data: Buffer) -> None:
         np.copyto(self._array, np.ndarray(self._array.shape, self._array.dtype, data), casting="no")
 

@@ -76,6 +76,13 @@ class Sink(Protocol):
         """The destination's own bytes, where they are contiguous, writable host memory; else None."""
         ...
 
+    def span(self) -> tuple[int, int] | None:
+        """Address and length of what `buffer` would be, where telling them is cheaper; None: ask for `buffer`.
+
+        For small leaves, of which there may be many. Valid while the sink is held.
+        """
+        ...
+
     def fill(self, data: Buffer) -> None:
         """Copies the leaf's bytes from `data` (used where `buffer` is None)."""
         ...

@@ -48,6 +48,9 @@ class FanOut:
     def buffer(self) -> Buffer | None:
         return None
 
+    def span(self) -> None:
+        return None
+
     def fill(self, data: Buffer) -> None:
         for sink in self._sinks:
             sink.fill(data)

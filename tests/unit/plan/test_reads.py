@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.plan.reads import coalesce
+from holdfast.plan import reads
+from holdfast.plan.reads import ReadPlan, coalesce, cut
 
 CHUNK = 64
+
+
+def planned(offsets: list[int], lengths: list[int], wanted: list[int], **how: Any) -> ReadPlan:
+    """`wanted` are leaf numbers, in the order in which they are asked for; digests are numbered leaf after leaf."""
+    length = np.array(lengths, np.int64)
+    starts = np.cumsum(np.append(0, -(-length // CHUNK)))
+    leaf = np.array(wanted, np.int64)
+    return coalesce(
+        np.arange(len(wanted)), np.array(offsets, np.int64)[leaf], length[leaf], starts[leaf], chunk_bytes=CHUNK, **how
+    )
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -15,37 +30,78 @@ CHUNK = 64
     st.lists(st.tuples(st.integers(0, 900), st.booleans()), max_size=40),
     st.sampled_from([64, 256, 1024]),
     st.sampled_from([0, 100, 10_000]),
+    st.randoms(use_true_random=False),
 )
-def test_every_wanted_byte_is_read_once(leaves: list[tuple[int, bool]], task_bytes: int, gap: int) -> None:
+def test_every_wanted_byte_is_read_once(leaves: list[tuple[int, bool]], task_bytes: int, gap: int, random: Any) -> None:
     offsets, at = [], 4096
     for length, _ in leaves:
         offsets.append(at)
         at += length
     lengths = [length for length, _ in leaves]
-    wants = [(place, leaf) for place, leaf in enumerate(leaf for leaf, (_, wanted) in enumerate(leaves) if wanted)]
-    tasks = coalesce(wants, offsets, lengths, chunk_bytes=CHUNK, task_bytes=task_bytes, gap_bytes=gap)
+    wanted = [leaf for leaf, (_, taken) in enumerate(leaves) if taken]
+    random.shuffle(wanted)
+    plan = planned(offsets, lengths, wanted, task_bytes=task_bytes, gap_bytes=gap)
+    first_row = [sum(-(-one // CHUNK) for one in lengths[:leaf]) for leaf in range(len(leaves))]
     seen: dict[int, list[tuple[int, int]]] = {}
-    for task in tasks:
+    runs = 0
+    for task in plan.tasks:
         end = task.start
-        for position, part in task.parts:
-            assert position == offsets[part.leaf] + part.start
-            assert task.start <= position and position + part.stop - part.start <= task.stop
+        assert task.first == runs and task.last > task.first
+        runs = task.last
+        chunks = range(plan.runs[task.first], plan.runs[task.last])
+        pieces: dict[int, int] = {}
+        for number in chunks:
+            want, start, size, position = (int(c[number]) for c in (plan.want, plan.start, plan.size, plan.position))
+            leaf = wanted[want]
+            assert position == offsets[leaf] + start and start % CHUNK == 0
+            assert size == min(CHUNK, lengths[leaf] - start)
+            assert plan.row[number] == first_row[leaf] + start // CHUNK
             assert position >= end and position - end <= gap
-            assert part.start % CHUNK == 0
-            assert part.stop % CHUNK == 0 or part.stop == lengths[part.leaf]
-            end = position + part.stop - part.start
-            seen.setdefault(part.leaf, []).append((part.start, part.stop))
-        assert task.nbytes <= max(task_bytes, CHUNK)
-        assert end == task.stop
-    for _, leaf in wants:
-        pieces = sorted(seen.pop(leaf, []))
-        assert [start for start, _ in pieces] == [0, *[stop for _, stop in pieces[:-1]]][: len(pieces)]
-        assert (pieces[-1][1] if pieces else 0) == lengths[leaf]
+            end = position + size
+            seen.setdefault(leaf, []).append((start, start + size))
+            pieces[leaf] = pieces.get(leaf, 0) + size
+        assert end == task.stop and task.nbytes == sum(pieces.values()) and task.shortest == min(pieces.values())
+        assert task.stop - task.start <= max(task_bytes, CHUNK)
+    assert runs == len(plan.runs) - 1 and plan.runs[-1] == len(plan.want)
+    for leaf in wanted:
+        found = sorted(seen.pop(leaf, []))
+        assert [start for start, _ in found] == [0, *[stop for _, stop in found[:-1]]][: len(found)]
+        assert (found[-1][1] if found else 0) == lengths[leaf]
     assert not seen
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from([0, 10, 63, 64, 65, 1000, 20_000]), st.booleans()), max_size=40))
+def test_a_run_is_one_leaf_or_several_small_ones_without_a_hole(leaves: list[tuple[int, bool]]) -> None:
+    lengths = [length for length, _ in leaves]
+    offsets = np.cumsum([0, *lengths]).tolist()[:-1]
+    wanted = [leaf for leaf, (_, taken) in enumerate(leaves) if taken]
+    plan = planned(offsets, lengths, wanted, task_bytes=1 << 20)
+    for first, last in pairwise(plan.runs):
+        position, size = plan.position[first:last], plan.size[first:last]
+        assert (position[1:] == (position + size)[:-1]).all()
+        inside = {int(want) for want in plan.want[first:last]}
+        assert len(inside) == 1 or all(lengths[wanted[want]] < reads.SMALL_BYTES for want in inside)
+        assert int(size.sum()) <= reads.RUN_BYTES + max(reads.SMALL_BYTES, CHUNK)
+
+
+def test_small_leaves_in_a_row_are_one_run() -> None:
+    plan = planned([0, 10, 20, 30], [10, 10, 10, 10], [3, 0, 1, 2])
+    assert list(plan.runs) == [0, 4] and plan.want.tolist() == [1, 2, 3, 0]
 
 
 def test_a_gap_is_read_over_only_up_to_its_bound() -> None:
     offsets, lengths = [0, 1000], [64, 64]
-    wants = [(0, 0), (1, 1)]
-    assert len(coalesce(wants, offsets, lengths, chunk_bytes=64, gap_bytes=936)) == 1
-    assert len(coalesce(wants, offsets, lengths, chunk_bytes=64, gap_bytes=935)) == 2
+    assert len(planned(offsets, lengths, [0, 1], gap_bytes=936).tasks) == 1
+    assert len(planned(offsets, lengths, [0, 1], gap_bytes=935).tasks) == 2
+
+
+def test_nothing_wanted_is_nothing_read() -> None:
+    for wanted in ([], [0]):
+        plan = planned([0], [0], wanted)
+        assert not plan.tasks and list(plan.runs) == [0]
+
+
+def test_pieces_of_each_row() -> None:
+    row, start = cut(np.array([0, 5, 4, 9], np.int64), 4)
+    assert row.tolist() == [1, 1, 2, 3, 3, 3] and start.tolist() == [0, 4, 0, 0, 4, 8]

@@ -261,6 +261,12 @@ class TensorSink:
                 self._buffer = bytes_of(tensor)
         return self._buffer
 
+    def span(self) -> tuple[int, int] | None:
+        tensor = self._tensor
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return tensor.data_ptr(), tensor.nbytes
+        return None
+
     def fill(self, data: Buffer) -> None:
         with torch.no_grad():
             source = over(writable(data), self._tensor.dtype, self._tensor.shape)

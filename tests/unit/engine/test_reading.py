@@ -1,0 +1,154 @@
+"""Reading many leaves: each arrives whole, whatever kind of destination it has, and damage names its own leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.engine import read as reading
+from holdfast.engine.packs import open_pack
+from holdfast.engine.read import Staged, read_leaves
+from holdfast.engine.threads import hand_out
+from holdfast.errors import CorruptionError
+from holdfast.model.checkpoint import Index, Manifest
+from holdfast.repo.lineage import resolve
+from holdfast.repo.repository import Repo
+from holdfast.state.arrays import ArraySink
+from holdfast.state.contract import Buffer, Sink
+from holdfast.store.backends.memory import MemoryStore
+
+
+class Filled:
+    """A sink without memory to offer."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    @property
+    def buffer(self) -> Buffer | None:
+        return None
+
+    def span(self) -> None:
+        return None
+
+    def fill(self, data: Buffer) -> None:
+        self.data = data.tobytes()
+
+
+class Spanned(ArraySink):
+    """A sink that only ever says where its memory is."""
+
+    @property
+    def buffer(self) -> Buffer | None:
+        raise AssertionError("small leaves are not asked for their buffer")
+
+
+def saved(arrays: list[np.ndarray[Any, Any]]) -> tuple[Repo, Manifest, Index]:
+    store = MemoryStore("reading")
+    holdfast.save({f"{number:05}": array for number, array in enumerate(arrays)}, store)
+    repo = Repo.open(store)
+    manifest = repo.manifest(resolve(repo, "main", "latest"))
+    return repo, manifest, repo.index(manifest)
+
+
+@contextmanager
+def without_views() -> Iterator[None]:
+    """Packs that have to be read, as from a device."""
+
+    def unseen(*where: Any, **how: Any) -> Any:
+        pack = open_pack(*where, **how)
+        pack.view = None
+        return pack
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "open_pack", unseen)
+        yield
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0, 1, 7, 1000, 16_383, 16_384, 140_000, 262_145, 600_000]), st.integers(0, 3)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.booleans(),
+)
+def test_every_kind_of_destination_gets_its_leaf(leaves: list[tuple[int, int]], viewed: bool) -> None:
+    random = np.random.default_rng(3)
+    arrays = [random.integers(0, 256, length, np.uint8) for length, _ in leaves]
+    repo, manifest, index = saved(arrays)
+    targets = [np.zeros_like(array) for array in arrays]
+    sinks: list[Sink] = []
+    for target, (length, kind) in zip(targets, leaves, strict=True):
+        spanned = Spanned(target) if 0 < length < 16_384 else ArraySink(target)
+        sinks.append([ArraySink(target), spanned, Staged(length), Filled()][kind])
+    wants = list(enumerate(sinks))[::-1]
+    if viewed:
+        moved = read_leaves(repo, manifest, index, wants)
+    else:
+        with without_views():
+            moved = read_leaves(repo, manifest, index, wants)
+    assert moved == sum(length for length, _ in leaves)
+    for array, target, sink in zip(arrays, targets, sinks, strict=True):
+        found = sink.data if isinstance(sink, Staged | Filled) else target
+        assert bytes(found) == array.tobytes()
+
+
+@pytest.mark.parametrize("viewed", [True, False])
+@pytest.mark.parametrize("leaf", [0, 1, 450, 999])
+def test_damage_among_many_small_leaves_names_its_own(leaf: int, viewed: bool) -> None:
+    repo, manifest, index = saved([np.full(1024, number % 251, np.uint8) for number in range(1000)])
+    digests = index.digests.copy()
+    digests[leaf, 3] ^= 1
+    index = Index(**{name: getattr(index, name) for name in Index.__slots__} | {"digests": digests})
+    sinks = [Staged(1024) for _ in range(1000)]
+    for sink in sinks:
+        sink.data[:] = 252
+    expected = rf"{leaf:05} is damaged: .*, 1024 bytes from offset {index.offset[leaf]}, are not what was saved"
+    with pytest.raises(CorruptionError, match=expected) as caught:
+        if viewed:
+            read_leaves(repo, manifest, index, list(enumerate(sinks)))
+        else:
+            with without_views():
+                read_leaves(repo, manifest, index, list(enumerate(sinks)))
+    assert caught.value.subject == f"{leaf:05}"
+    # Bytes that are not what was saved reach no small destination.
+    assert (sinks[leaf].data == 252).all()
+
+
+def test_a_destination_of_another_length_is_refused_before_anything_is_read() -> None:
+    repo, manifest, index = saved([np.ones(100, np.uint8), np.ones(100, np.uint8)])
+    short = np.zeros(99, np.uint8)
+    first = Staged(100)
+    first.data[:] = 0
+    for sink in (ArraySink(short), Staged(99)):
+        with pytest.raises(CorruptionError, match="00001 has 100 bytes in the checkpoint and 99 in the target"):
+            read_leaves(repo, manifest, index, [(0, first), (1, sink)])
+    assert not first.data.any()
+
+
+def test_work_is_handed_out_until_one_fails() -> None:
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        if number == 5:
+            raise ValueError(number)
+        done.append(number)
+
+    hand_out(work, [], 4)
+    hand_out(work, [1], 4)
+    hand_out(work, [2, 3, 4], 4)
+    assert sorted(done) == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="5"):
+        hand_out(work, [5, *range(6, 100_000)], 2)
+    assert len(done) < 100_000
+    with pytest.raises(ValueError, match="5"):
+        hand_out(work, [5], 2)
