@@ -33,3 +33,33 @@ def test_where_no_thread_can_be_started_the_work_is_done_here(monkeypatch: pytes
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert within(0, "counting", threading.current_thread, subject="s") is threading.current_thread()
+
+
+def test_the_work_has_a_thread_of_its_own_that_keeps_no_interpreter_alive() -> None:
+    def look() -> tuple[str, bool]:
+        return threading.current_thread().name, threading.current_thread().daemon
+
+    assert within(60, "counting", look, subject="s") == ("holdfast-counting", True)
+
+
+def test_a_deadline_that_has_passed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float | None] = []
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: waited.append(timeout))
+    come_back = threading.Event()
+    try:
+        for seconds in (-5.0, 0.0, 0.5, 3.0):
+            with pytest.raises(DeadlineExceeded) as caught:
+                within(seconds, "counting", lambda: come_back.wait(60), subject="s")
+            assert caught.value.message == (f"counting has not ended within {seconds:g} s: the store does not answer")
+            assert caught.value.hint == "look at the store: is it mounted, does `ls` there answer?"
+    finally:
+        come_back.set()
+    assert waited == [0.0, 0.0, 0.5, 3.0]
+
+
+def test_whatever_the_work_raises_is_raised_here() -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        within(60, "counting", stop, subject="s")
