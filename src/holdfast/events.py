@@ -67,6 +67,27 @@ class Committed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Remembered(Event):
+    """The state is whole and sealed in memory: it survives the process, not the machine. `stall_s`: how long the
+    training thread was held; `seconds`: from the begin of the capture to the seal."""
+
+    id: CheckpointId
+    bytes: int
+    stall_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted(Event):
+    """Training goes on from an image in memory that was sealed `age_s` seconds ago. `base`: the newest checkpoint of
+    its line that is durable."""
+
+    id: CheckpointId
+    age_s: float
+    base: CheckpointId | None
+
+
+@dataclass(frozen=True, slots=True)
 class SaveFailedEvent(Event):
     id: CheckpointId
     error: str

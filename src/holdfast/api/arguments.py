@@ -48,6 +48,25 @@ def policies(
     return policy, kept
 
 
+def memory_policy(memory: object) -> SavePolicy | None:
+    """When states are kept in memory. UsageError for what does not say when, or goes by a metric."""
+    if memory is None:
+        return None
+    if not isinstance(memory, SavePolicy):
+        raise UsageError(
+            f"memory={memory!r} does not say when to keep the state in memory",
+            subject="memory",
+            hint="memory=every(steps=1)",
+        )
+    if memory.metrics():
+        raise UsageError(
+            f"memory={memory!r} goes by a metric; what is kept in memory is the newest state, not the best",
+            subject="memory",
+            hint="memory=every(steps=1), and save=... | on.improve(...) for the store",
+        )
+    return memory
+
+
 def count(value: object, what: str, least: int = 0) -> int:
     """`value` as a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

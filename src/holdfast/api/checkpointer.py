@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from holdfast.api import ownership
-from holdfast.api.arguments import count, policies
+from holdfast.api.arguments import count, memory_policy, policies
 from holdfast.api.claiming import Claiming, ResumeFrom
 from holdfast.api.environment import check_platform
 from holdfast.api.familiar import Familiar
@@ -52,6 +52,9 @@ class Checkpointer:
     - `on_error`: whether a failed save warns, and makes the exit status tell ("warn"), or also raises at the next call
       ("raise").
     - `takeover`: claim the run even if its owner lives.
+    - `memory`: when the state is also kept in memory that outlives the process (`every(steps=1)`), so that a crash
+      loses a step and not all since the last save. It takes twice the state's size of /dev/shm, and a restart on this
+      machine goes on from it by itself. None: never.
     - `memory_budget`: bytes of host memory that saving may use.
     - `sinks`: take events.
     - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and,
@@ -75,6 +78,7 @@ class Checkpointer:
         on_busy: OnBusy = "wait",
         on_error: OnError = "warn",
         takeover: bool = False,
+        memory: SavePolicy | None = None,
         memory_budget: int | None = None,
         sinks: Iterable[Sink] = (),
         save_top_k: int | None = None,
@@ -93,11 +97,12 @@ class Checkpointer:
         names = Familiar(save_top_k, monitor, mode, save_last, max_to_keep)
         save, keep = names.policies(save, keep)
         policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
+        remembered = memory_policy(memory)
         run_key(run)
         rehearsing = rehearsal()
         if rehearsing is not None:
             where, policy, kept = rehearsing.place(where, run), rehearsing.policy, rehearsing.keep
-            on_busy, on_error = "wait", "raise"
+            on_busy, on_error, remembered = "wait", "raise", None
         emitter = Emitter.of(sinks)
         repo = Repo.create_or_open(open_store(where))
         position = Position(data)
@@ -111,8 +116,18 @@ class Checkpointer:
             on_error=on_error,
             memory_budget=memory_budget,
             emitter=emitter,
+            memory=remembered,
         )
-        claiming = Claiming(repo, run, state, position, resume_from=resume_from, takeover=takeover, emitter=emitter)
+        claiming = Claiming(
+            repo,
+            run,
+            state,
+            position,
+            resume_from=resume_from,
+            takeover=takeover,
+            emitter=emitter,
+            memory=saving.memory.tier if saving.memory is not None else None,
+        )
         self.prewarm_s = saving.saver.prewarm(snapshots.now())
         """Seconds that planning and taking memory took."""
         self._training = Training(run, position, snapshots, saving, claiming, catch=policy.catches_signals)

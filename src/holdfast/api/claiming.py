@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from holdfast.api import ownership
+from holdfast.api.adopting import Adopting
 from holdfast.api.position import Position
 from holdfast.api.restored import Restored
+from holdfast.engine.memory import Candidate, MemoryTier
 from holdfast.engine.restore import RestoreResult, chosen, restore_checkpoint, restore_latest
 from holdfast.errors import CheckpointNotFound, HoldfastError, Superseded, UsageError
 from holdfast.events import AttemptClaimed, Emitter, Warned
@@ -40,6 +42,7 @@ class Claiming:
         resume_from: ResumeFrom,
         takeover: bool,
         emitter: Emitter,
+        memory: MemoryTier | None = None,
     ) -> None:
         if isinstance(resume_from, str):
             sensible = is_name(resume_from) or "/" in resume_from
@@ -58,6 +61,8 @@ class Claiming:
         self._takeover = takeover
         self._emitter = emitter
         self._private: dict[str, Any] = {}
+        self.adopting = Adopting(memory, run, emitter) if memory is not None and resume_from == "latest" else None
+        """What the process before left in memory, where it may be gone on from."""
         self.restored: Restored | None = None
         self._watch: Watch | None = None
         """Begun before the restore, so that a lease that no longer moves runs out meanwhile."""
@@ -68,26 +73,35 @@ class Claiming:
 
     @property
     def parent(self) -> CheckpointId | None:
+        """The newest durable checkpoint of the line that training goes on with."""
+        if self.adopted is not None:
+            return self.adopted.adoptable.base
         return self.restored.checkpoint.id if self.restored is not None else None
+
+    @property
+    def adopted(self) -> Candidate | None:
+        """The image in memory that training goes on from."""
+        return self.adopting.adopted if self.adopting is not None else None
 
     def restore(self) -> Restored | None:
         """Restores what `resume_from` says, once. None if there is nothing to restore."""
         if not self.done:
             self._watch = self._watch or Watch(self._repo, self._run)
             self._newest = self._first()
-            result = self._restore()
+            result = self._adopt() or self._restore()
             self.restored = None
             if result is not None:
                 self._position.load(self._private, result.manifest.progress)
-                self.restored = Restored.of(result, self._repo.url)
+                where = self._repo.url
+                self.restored = Restored.of(result, where, self.adopted.footer.age_s if self.adopted else None)
             self.done = True
             if self.on_restored is not None:
                 self.on_restored()
         return self.restored
 
     def exists(self) -> bool:
-        """Whether the run has a checkpoint."""
-        return latest(self._repo, self._run) is not None
+        """Whether the run has a checkpoint, durable or in memory."""
+        return latest(self._repo, self._run) is not None or (self.adopting is not None and self.adopting.exists())
 
     def hidden_by_saving(self) -> bool:
         """Whether a fresh start here would hide checkpoints that nobody asked to be hidden."""
@@ -115,7 +129,9 @@ class Claiming:
                 self._restore_anew()
                 continue
             self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
-            if self._resume_from != "latest" or self._first(below=attempt.number) == self._newest:
+            if self._resume_from != "latest":
+                return attempt
+            if self._first(below=attempt.number) == self._newest and not self._appeared():
                 return attempt
             attempt.release()
             self._restore_anew()
@@ -124,6 +140,13 @@ class Claiming:
             subject=self._run,
             hint=f"holdfast ls {self._repo.url} --run {self._run}",
         )
+
+    def _adopt(self) -> RestoreResult | None:
+        return self.adopting.restore(self._prepare) if self.adopting is not None else None
+
+    def _appeared(self) -> bool:
+        """Whether an owner that lived at the restore has died since and left something newer in memory."""
+        return self.done and self.adopting is not None and self.adopting.appeared()
 
     def _close_own(self) -> None:
         """A notebook's cell that is run twice: the Checkpointer that it made before ends here."""

@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.engine.restore import RestoreResult
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId
+from holdfast.report.measures import seconds
 from holdfast.state.contract import LoadReport
 
 
@@ -39,7 +40,8 @@ class Checkpoint:
 @dataclass(frozen=True, slots=True)
 class Restored:
     """A restored state. `report` names what matched and what did not, by path; `certificate` says what could make a
-    resume from it inexact; `skipped` are damaged checkpoints that were passed over, with the reason."""
+    resume from it inexact; `skipped` are damaged checkpoints that were passed over, with the reason. `memory_s`: for
+    how many seconds the state had lain in this node's memory, where it came from there; else None."""
 
     state: Any
     report: LoadReport
@@ -48,13 +50,21 @@ class Restored:
     progress: Mapping[str, Json]
     seconds: float
     skipped: tuple[tuple[CheckpointId, str], ...] = ()
+    memory_s: float | None = None
+
+    @property
+    def source(self) -> str:
+        """Where the state came from, in words."""
+        if self.memory_s is None:
+            return f"from {self.checkpoint.where}, step {self.step}"
+        return f"from memory, step {self.step}, sealed {seconds(self.memory_s)} ago"
 
     @property
     def step(self) -> int:
         return self.checkpoint.step
 
     @classmethod
-    def of(cls, result: RestoreResult, where: str) -> Restored:
+    def of(cls, result: RestoreResult, where: str, memory_s: float | None = None) -> Restored:
         manifest = result.manifest
         checkpoint = Checkpoint(where, result.id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
         return cls(
@@ -65,4 +75,5 @@ class Restored:
             progress=manifest.progress,
             seconds=result.seconds,
             skipped=result.skipped,
+            memory_s=memory_s,
         )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from holdfast.api.late import Late
+from holdfast.api.remembering import Remembering
 from holdfast.api.tidying import Tidying
 from holdfast.engine.handle import Save
 from holdfast.engine.save import About, Saver
@@ -48,6 +49,7 @@ class Saving:
         on_error: OnError,
         memory_budget: int | None,
         emitter: Emitter,
+        memory: SavePolicy | None = None,
     ) -> None:
         self.repo = repo
         self.run = run
@@ -56,8 +58,18 @@ class Saving:
         self._on_busy = on_busy
         self._on_error = on_error
         self._emitter = emitter
+        self.memory: Remembering | None = None
+        """States that are kept in memory, with a cadence of its own."""
+        if memory is not None:
+            self.memory = Remembering(repo, run, memory, on_busy=on_busy, budget=memory_budget, emitter=emitter)
         self.saver = Saver(
-            repo, run, emitter=emitter, memory_budget=memory_budget, on_end=self._ended, make_room=self._make_room
+            repo,
+            run,
+            emitter=emitter,
+            memory_budget=memory_budget,
+            on_end=self._ended,
+            make_room=self._make_room,
+            memory=self.memory.tier if self.memory is not None else None,
         )
         self.last: Save | None = None
         """The last save taken, or the restored checkpoint as a save that is committed already."""
@@ -77,11 +89,14 @@ class Saving:
     def attempt(self) -> Attempt | None:
         return self.saver.attempt
 
-    def begin(self, attempt: Attempt, first_step: int, restored: CheckpointId | None) -> None:
-        """The run is claimed: from here on saves may be taken."""
+    def begin(
+        self, attempt: Attempt, first_step: int, restored: CheckpointId | None, *, since_s: float | None = None
+    ) -> None:
+        """The run is claimed: from here on saves may be taken. `restored`: the newest durable checkpoint of the line
+        that training goes on with, and `since_s` when a save of it was last begun, where what was restored is newer."""
         self.saver.attempt = attempt
         self._first_step = first_step
-        self._started_s = time.monotonic()
+        self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
         if restored is not None:
             self.last = Save(restored, "", reason="restored")
             self.last.end()
@@ -117,6 +132,8 @@ class Saving:
         if self.saver.busy and not self._free_for(step, skip=skip):
             return None
         self._last_saved_s = time.monotonic()
+        if self.memory is not None:
+            self.memory.saved(step)
         save = handle or self.saver.plan_save(step, reason=about.reason)
         try:
             self.saver.save(flattened, step, wait=wait, about=about, handle=save)
@@ -214,6 +231,8 @@ class Saving:
                 self.attempt.release(max(until - time.monotonic(), timeout / 2))
         finally:
             self.saver.close()
+            if self.memory is not None:
+                self.memory.close(self.last.id if self.last is not None and self.last.committed else None)
 
     def hangs(self, error: DeadlineExceeded) -> None:
         """What is in flight is given up: the exit status tells, unless it commits all the same."""

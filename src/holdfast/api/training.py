@@ -23,6 +23,7 @@ from holdfast.guard.preempted import Preempted
 from holdfast.guard.signals import SignalWatch
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.policy import saving as asking
+from holdfast.repo.attempts import Attempt
 
 CLOSE_DEADLINE_S = 600.0
 GIVE_BACK_S = 20.0
@@ -89,10 +90,22 @@ class Training:
             self.claiming.restore()
         attempt = self.claiming.claim()
         ownership.register(self.key, owner)
-        self.saving.begin(attempt, self.step, self.claiming.parent)
+        self._begin(attempt)
         if self._signals is not None:
             self._signals.notify = self._on_signal
             self._signals.install()
+
+    def _begin(self, attempt: Attempt) -> None:
+        """Saves may be taken. A step that is in memory alone counts as one that is not saved yet."""
+        saving, parent, adopted = self.saving, self.claiming.parent, self.claiming.adopted
+        if adopted is None or adopted.adoptable.durable:
+            saving.begin(attempt, self.step, parent)
+        else:
+            since_s = adopted.footer.saved_us / 1e6
+            saving.begin(attempt, parent.step if parent is not None else 0, parent, since_s=since_s)
+        if saving.memory is not None:
+            since_s = adopted.footer.saved_us / 1e6 if adopted is not None else time.monotonic()
+            saving.memory.begin(attempt, self._snapshots.now(), self.step, since_s)
 
     # -- what the loops tell -------------------------------------------------------------------------------------------
 
@@ -285,10 +298,21 @@ class Training:
             self._take(decision.reason, wait=signal is not None, must=moment.ending)
         elif self.stopping and self._unsaved():
             self._take(STOPPED, wait=False, must=True)
+        self._remember(moment)
         if signal is not None:
             self._leave()
         if in_epochs and self._signals is not None and self._unsaved() and self.position.at_end:
             self._moment = self._snapshots.moment()
+
+    def _remember(self, moment: asking.Moment) -> None:
+        """Keeps the step in memory, where that is due and no save has just done it."""
+        memory = self.saving.memory
+        if memory is None or moment.signal is not None:
+            return
+        decision = memory.decide(moment)
+        if decision.save:
+            about = self._snapshots.about(parent=self._parent(), metrics=self._metrics, reason=decision.reason)
+            memory.take(self._snapshots.now(), self.step, about)
 
     def _take_requested(self, handle: Save, wait: bool) -> None:
         handle.inside_step = False

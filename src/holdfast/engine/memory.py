@@ -246,7 +246,8 @@ class MemoryTier:
             )
             half.slot.seal(encode_footer(footer, half.slot.name))
         except OSError as error:
-            halves.unsealed(half)
+            if half.writing:
+                halves.unsealed(half)
             self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {error.strerror or error}", str(id)))
             return False
         halves.sealed(half, footer, 0)

@@ -10,6 +10,7 @@ from holdfast.report.story import sentence
 _LEVELS: dict[type[events.Event], int] = {
     events.Captured: logging.DEBUG,
     events.SaveStarted: logging.DEBUG,
+    events.Remembered: logging.DEBUG,
     events.SaveSkipped: logging.WARNING,
     events.Warned: logging.WARNING,
     events.CandidateSkipped: logging.WARNING,

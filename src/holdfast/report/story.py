@@ -17,6 +17,11 @@ def sentence(event: events.Event) -> str | None:
             return f"captured {id}: training was held for {seconds(stall_s)}"
         case events.Committed(id, nbytes, took):
             return f"saved {id}: {size(nbytes)} in {seconds(took)}"
+        case events.Remembered(id, nbytes, _, took):
+            return f"{id} is sealed in memory: {size(nbytes)} in {seconds(took)}"
+        case events.Adopted(id, age_s, base):
+            durable = f"; the newest durable checkpoint is {base}" if base is not None else ""
+            return f"going on from memory: {id}, sealed {seconds(age_s)} ago{durable}"
         case events.SaveFailedEvent(id, error, phase):
             return f"the save of {id} FAILED while {phase}: {error}"
         case events.SaveSkipped(run, step, reason):

@@ -1,0 +1,96 @@
+"""When states are kept in memory, beside those that go to the store."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from holdfast.engine.memory import MemoryTier
+from holdfast.engine.remembering import MemorySaver
+from holdfast.engine.save import About
+from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.events import Emitter, SaveSkipped, Warned
+from holdfast.model.names import CheckpointId
+from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
+from holdfast.repo.attempts import Attempt
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Flattened
+
+JOIN_S = 30.0
+"""How long the end of training waits for a state that is being sealed."""
+BUSY = "the state taken into memory before is not sealed yet"
+
+
+class Remembering:
+    """The memory tier of one run, with a cadence of its own."""
+
+    def __init__(
+        self,
+        repo: Repo,
+        run: str,
+        policy: SavePolicy,
+        *,
+        on_busy: Literal["wait", "skip"],
+        budget: int | None,
+        emitter: Emitter,
+    ) -> None:
+        self.tier = MemoryTier(repo, run, budget=budget, emitter=emitter)
+        self.policy = policy
+        self.skipped = 0
+        """Steps that were due and not taken, for the one before was not sealed."""
+        self._run = run
+        self._on_busy = on_busy
+        self._emitter = emitter
+        self._saver = MemorySaver(repo, self.tier, emitter)
+        self._attempt: Attempt | None = None
+        self._first_step = 0
+        self._last_step: int | None = None
+        self._last_s: float | None = None
+        self._started_s = 0.0
+
+    def begin(self, attempt: Attempt, flattened: Flattened, step: int, since_s: float) -> None:
+        """The run is claimed, and training goes on from `step`; `since_s`: since when its line has not been saved."""
+        self.tier.saved_s = since_s
+        self.tier.claimed(attempt, flattened)
+        self._attempt = attempt
+        self._first_step, self._started_s = step, time.monotonic()
+
+    def saved(self, step: int) -> None:
+        """A save to the store is taken, which is sealed here as well."""
+        self._last_step, self._last_s = step, time.monotonic()
+        self.tier.saved_s = self._last_s
+
+    def decide(self, moment: Moment) -> Decision:
+        if not self.tier.on or self._attempt is None:
+            return Decision(False, "there is no memory tier")
+        history = SaveHistory(
+            started_s=self._started_s,
+            first_step=self._first_step,
+            last_saved_step=self._last_step,
+            last_saved_s=self._last_s,
+        )
+        return self.policy.decide(moment, history)
+
+    def take(self, flattened: Flattened, step: int, about: About) -> None:
+        """Takes the state of a completed step. It fails no training: what goes wrong is told."""
+        assert self._attempt is not None
+        if self._on_busy == "skip" and self._saver.busy:
+            self._skip(step, BUSY)
+            return
+        self._last_s = time.monotonic()
+        try:
+            if self._saver.save(flattened, CheckpointId(self._attempt.run, self._attempt.number, step), about):
+                self._last_step = step
+        except DeadlineExceeded as error:
+            self._skip(step, error.message)
+        except HoldfastError as error:
+            self._emitter.emit(Warned(f"step {step} is not kept in memory: {error.message}", self._run))
+
+    def close(self, durable: CheckpointId | None) -> None:
+        """Gives the slots back; an image of a step that is not durable stays for the next process."""
+        self._saver.join(JOIN_S)
+        self.tier.close(durable)
+
+    def _skip(self, step: int, reason: str) -> None:
+        self.skipped += 1
+        self._emitter.emit(SaveSkipped(self._run, step, f"{reason} ({self.skipped} skipped so far)"))
