@@ -168,6 +168,7 @@ LIES: dict[str, dict[str, Any]] = {
     },
     "a dimension beyond 64 bits": {"shape": first(2**64 - 1)},
     "shape ends that fall": {"shape__ends": first(3)},
+    "shape ends that go beyond and come back": {"shape__ends": first(4)},
     "shape ends beyond the column": {"shape__ends": first(2**63, -1)},
     "fewer digests than chunks": {"digests": lambda column: column[:-16]},
     "a digest cut short": {"digests": lambda column: column[:-1]},
@@ -310,3 +311,113 @@ def test_i10_a_manifest_that_lies_is_refused(changes: dict[str, Any]) -> None:
 def test_a_manifest_of_a_newer_format_says_to_upgrade() -> None:
     with pytest.raises(FormatTooNew):
         decode_manifest(sealed(format=2, kind="other"), ID)
+
+
+WORDS = {
+    "an offset before the header's end": "the leaves in rank-00000.safetensors overlap, leave a hole or do not end",
+    "an offset beyond 64 bits": "an offset is beyond 2^62",
+    "a length that dtype and shape do not give": "leaf 0 has 61 bytes where dtype and shape give 60",
+    "a length beyond 64 bits": "a length is beyond 2^62",
+    "a hole": "the leaves in rank-00000.safetensors overlap, leave a hole or do not end where it ends",
+    "a header longer than the pack": f"'header' is {1 << 50}, which is not within 8 and ",
+    "a pack number that is not listed": "a row lies in a pack that the index does not list",
+    "a dtype number that is not listed": "a row has a dtype that the index does not list",
+    "a dtype that nobody knows": "has the dtype 'float12', which this version does not know",
+    "a dtype that is a program": f"has the dtype {('numpy:' + 'i4,' * 99)[:80]!r}, which this version does not know",
+    "a shape whose product wraps round": "the shape of a leaf gives more than 2^62 bytes",
+    "a dimension beyond 64 bits": "a dimension is beyond 2^62",
+    "shape ends that fall": "leaf 0 has 60 bytes where dtype and shape give 120",
+    "shape ends that go beyond and come back": "the column 'shape.ends' does not divide the 3 values that there are",
+    "shape ends beyond the column": "an end in 'shape.ends' is beyond 2^62",
+    "fewer digests than chunks": "the column 'digests.ends' does not divide the 1 values that there are",
+    "a digest cut short": "the digests are no whole number of 16 bytes",
+    "digest ends that do not fit the lengths": "a leaf does not have one digest for each of its chunks",
+    "leaves out of order": "the leaves are not in the order of the state",
+    "a row too many": "the column 'pack' has 3 rows where there are 2 leaves",
+    "another number of shared leaves": "has 1 shared leaves, the manifest's tree has 2",
+    "a path that leads out": f"{FILE} names '../rank-00000.safetensors', which no object of a checkpoint can be called",
+    "a pack twice": "names a pack twice",
+    "another rank": "is not the index of this rank and checkpoint",
+    "another checkpoint": "is not the index of this rank and checkpoint",
+    "chunks of no bytes": "'chunk_bytes' is 0, which is not within 1 and ",
+    "no head": "the column 'head': ",
+    "a head that is no object": "the column 'head' is no object",
+    "a private leaf under a shared one's path": "has a private leaf under the path of another leaf",
+    "a private tree without kinds": "the private tree is none that a save can have written: ",
+}
+
+
+@pytest.mark.parametrize("lie", WORDS)
+def test_a_lie_of_an_index_is_put_into_words(lie: str) -> None:
+    specs = (LeafSpec("x", "float32", (3, 5)), LeafSpec("y", "int64", (2,)))
+    with pytest.raises(CorruptionError) as caught:
+        decode_index(rebuilt(index_of(specs), **LIES[lie]), id=ID, rank=0, tree=tree_of(specs))
+    assert caught.value.message.startswith(f"{FILE}")
+    assert WORDS[lie] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"step": 501}, "names another checkpoint than its own"),
+        ({"tree": ...}, "has no tree"),
+        ({"indexes": []}, "names 0 indexes"),
+        ({"indexes": [ENTRY, ENTRY]}, "names an index twice"),
+        ({"indexes": [7]}, "an index entry is no object"),
+        ({"indexes": [{**ENTRY, "length": 7}]}, "'length' is 7, which is not within 8 and "),
+        ({"chunk_bytes": 0}, f"'chunk_bytes' is 0, which is not within 1 and {1 << 30}"),
+        ({"metrics": {"loss": "low"}}, "a metric is no number: "),
+        ({"parent": {"run": "gpt", "attempt": 4, "step": 1}}, "has the parent gpt/a0004/1, which is not lower than"),
+        ({"save_id": "ab"}, "'save_id' is not 32 hexadecimal digits"),
+        ({"content": "ab"}, "'content' is not 64 hexadecimal digits"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_lie_of_a_manifest_is_put_into_words(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CorruptionError) as caught:
+        decode_manifest(sealed(**changes), ID)
+    assert caught.value.message.startswith(f"{ID.manifest}: {words}")
+
+
+def test_the_parent_of_a_manifest_may_be_of_its_own_attempt() -> None:
+    own = {"run": "gpt", "attempt": 3, "step": 1}
+    found = decode_manifest(sealed(parent=own), ID)
+    assert isinstance(found, Manifest) and found.parent == CheckpointId("gpt", 3, 1)
+
+
+def test_an_index_is_spelled_as_the_format_says() -> None:
+    """Column by column: other readers rely on it."""
+    specs = (LeafSpec("x", "float32", (3, 5)), LeafSpec("y", "int64", (), True))
+    index = index_of(specs)
+    data = encode_index(index, ID)
+    from holdfast.image.header import parse_header
+
+    header = parse_header(data, name="x")
+    assert header.metadata == {"holdfast.save_id": SAVE}
+    assert header.length % 64 == 0
+    assert [(name, header[name].code) for name in header] == [(name, code) for name, code, _ in COLUMNS]
+    head = canonical.loads(data[header["head"].start : header["head"].stop])
+    (pack,) = index.packs
+    assert head == {
+        "chunk_bytes": CHUNK,
+        "dtypes": ["float32", "int64"],
+        "format": 1,
+        "kind": "index",
+        "packs": [
+            {"digest": pack.header_digest.hex(), "header": pack.header_length, "length": pack.length, "name": pack.name}
+        ],
+        "path": FILE,
+        "rank": 0,
+        "save_id": SAVE,
+        "shared": 1,
+    }
+
+
+def test_a_table_says_what_each_row_is() -> None:
+    from holdfast.repo.index import decode_table
+
+    specs = (LeafSpec("x", "float32", (3, 5)), LeafSpec("y", "int64", ()), LeafSpec("z", "int64", (4,), True))
+    table = decode_table(encode_index(index_of(specs), ID), id=ID, rank=0)
+    assert len(table) == 3
+    assert [table.spec(row, spec.path) for row, spec in enumerate(specs)] == list(specs)
+    assert (table.shared, table.name, table.rank, table.save_id) == (2, FILE, 0, SAVE)
