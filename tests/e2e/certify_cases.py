@@ -91,6 +91,7 @@ def outcome(script: str, name: str, place: Path) -> dict[str, Any]:
         "last": found.last,
         "unseeded": found.verdict.unseeded,
         "uncovered": found.uncovered,
+        "unlogged": found.unlogged,
         "lives": [(life.began, life.reached, life.killed) for life in found.lives],
         "touched": where.exists(),
     }

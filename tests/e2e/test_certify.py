@@ -36,6 +36,11 @@ def test_a_training_that_resumes_exactly_is_certified(outcomes: dict[str, Any], 
     assert found["lives"] == [UNINTERRUPTED, KILLED, RESUMED]
 
 
+def test_a_metric_that_a_policy_goes_by_and_the_script_never_logs_is_named(outcomes: dict[str, Any]) -> None:
+    assert outcomes["training.exact"]["unlogged"] == {}
+    assert outcomes["training.step_done"]["unlogged"] == {"val_loss": "keep.best(1, 'val_loss', mode='min')"}
+
+
 def test_a_generator_that_nobody_seeds_and_nobody_uses_harms_nothing(outcomes: dict[str, Any]) -> None:
     found = outcomes["training.unseeded_unused"]
     assert (found["kind"], found["unseeded"]) == ("exact", ["python"])

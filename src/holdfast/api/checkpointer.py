@@ -28,6 +28,7 @@ from holdfast.guard.exitstatus import before_exit
 from holdfast.model.names import run_key
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import SavePolicy
+from holdfast.policy.watching import watched
 from holdfast.ranks.solo import solo
 from holdfast.repo.lineage import latest
 from holdfast.repo.repository import Repo
@@ -99,6 +100,7 @@ class Checkpointer:
         policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
         remembered = memory_policy(memory)
         run_key(run)
+        watches = watched(policy, kept)
         rehearsing = rehearsal()
         if rehearsing is not None:
             where, policy, kept = rehearsing.place(where, run), rehearsing.policy, rehearsing.keep
@@ -106,7 +108,7 @@ class Checkpointer:
         emitter = Emitter.of(sinks)
         repo = Repo.create_or_open(open_store(where))
         position = Position(data)
-        snapshots = Snapshots(state, position)
+        snapshots = Snapshots(state, position, watched=watches)
         saving = Saving(
             repo,
             run,
@@ -244,7 +246,7 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the save in flight and for retention after it; raises what made the save fail, and DeadlineExceeded
-        after `timeout` seconds."""
+        after `timeout` seconds (without one, once nothing has moved for ten minutes)."""
         training = self._armed()
         if training is None:
             return

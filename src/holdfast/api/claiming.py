@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from holdfast.api import ownership
 from holdfast.api.adopting import Adopting
-from holdfast.api.position import Position
+from holdfast.api.position import Counters, Position
 from holdfast.api.restored import Restored
 from holdfast.engine.memory import Candidate, MemoryTier
 from holdfast.engine.restore import RestoreResult, chosen, restore_checkpoint, restore_latest
@@ -61,6 +61,7 @@ class Claiming:
         self._takeover = takeover
         self._emitter = emitter
         self._private: dict[str, Any] = {}
+        self._counters = Counters()
         self.adopting = Adopting(memory, run, emitter) if memory is not None and resume_from == "latest" else None
         """What the process before left in memory, where it may be gone on from."""
         self.restored: Restored | None = None
@@ -91,7 +92,7 @@ class Claiming:
             result = self._adopt() or self._restore()
             self.restored = None
             if result is not None:
-                self._position.load(self._private, result.manifest.progress)
+                self._position.load(self._private, self._counters)
                 where = self._repo.url
                 self.restored = Restored.of(result, where, self.adopted.footer.age_s if self.adopted else None)
             self.done = True
@@ -177,6 +178,7 @@ class Claiming:
         return restore_checkpoint(self._repo, id, self._prepare, emitter=self._emitter)
 
     def _prepare(self, manifest: Manifest, index: Index) -> Prepared:
+        self._counters = Counters.of(manifest)  # before anything is touched: one that cannot be read is passed over
         # Empty mappings take whatever the checkpoint has: positions and random states know their own form.
         self._private = {"data": {}, "random": {}}
         return prepare(manifest.tree, index.private, index.specs, self._state, private_into=self._private)

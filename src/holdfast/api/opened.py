@@ -15,7 +15,7 @@ from holdfast.errors import CheckpointNotFound, LeafNotFound, RanksNotSupported,
 from holdfast.events import Emitter, Sink
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
-from holdfast.model.names import CheckpointId
+from holdfast.model.names import CheckpointId, attempt_key
 from holdfast.repo.outline import Outline, read_outline
 from holdfast.repo.repository import Repo
 from holdfast.state.lookup import NOTHING, leaves_below, node_at, plain_paths
@@ -157,7 +157,9 @@ class Opened(Mapping[str, Leaf]):
     def _not_a_leaf(self, path: Any) -> LeafNotFound:
         node = self._node(path) if isinstance(path, str) else NOTHING
         if node is NOTHING:
-            message, hint = f"{self.id} has nothing at {path!r}", f"holdfast show {self._repo.url}"
+            message = f"{self.id} has nothing at {path!r}"
+            which = f"--run {self.run} --step {attempt_key(self.id.attempt)}/{self.step}"
+            hint = f"holdfast show {self._repo.url} {which} lists what there is"
         elif parts := leaves_below(node, path):
             message = f"{path!r} is no leaf of {self.id}; below it are {_few(parts)}"
             hint = f"holdfast.load(…, include={path!r}) restores all of it"

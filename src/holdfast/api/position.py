@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import UsageError
-from holdfast.model.checkpoint import Json
+from holdfast.errors import CorruptionError, UsageError
+from holdfast.model.checkpoint import Json, Manifest
 from holdfast.state.data import DataPosition, attach
 from holdfast.state.rng import apply, capture
 
@@ -23,10 +23,24 @@ class Counters:
     def progress(self) -> dict[str, Json]:
         return {"step": self.step, "epoch": self.epoch, "batch": self.batch}
 
-    def load(self, progress: Mapping[str, Json]) -> None:
-        self.step = int(progress.get("step", 0))
-        self.epoch = int(progress.get("epoch", 0))
-        self.batch = int(progress.get("batch", 0))
+    @classmethod
+    def of(cls, manifest: Manifest) -> Counters:
+        """Where the checkpoint's training was. One of `holdfast.save` says its step alone: nobody counted epochs.
+
+        CorruptionError where it says no step, another than its own, or what is no count.
+        """
+        progress = manifest.progress
+        said = {"step": progress.get("step"), "epoch": progress.get("epoch", 0), "batch": progress.get("batch", 0)}
+        wrong = [f"{name} {value!r}" for name, value in said.items() if type(value) is not int or value < 0]
+        if not wrong and said["step"] != manifest.id.step:
+            wrong = [f"step {said['step']}"]
+        if wrong:
+            raise CorruptionError(
+                f"{manifest.id.manifest}: its progress says {', '.join(wrong)}, so how far training was is not known",
+                subject=manifest.id.manifest,
+                hint="holdfast.load(…) restores its state without a position",
+            )
+        return cls(**said)
 
 
 class Position:
@@ -49,9 +63,9 @@ class Position:
         data = self.data.state_dict() if self.data is not None else None
         return {"data": data, "random": capture()}
 
-    def load(self, private: Mapping[str, Any], progress: Mapping[str, Json]) -> None:
+    def load(self, private: Mapping[str, Any], counters: Counters) -> None:
         """Takes over a checkpoint's position. The random state is put back now, and again where `settle` says."""
-        self.counters.load(progress)
+        self.counters.step, self.counters.epoch, self.counters.batch = counters.step, counters.epoch, counters.batch
         self._iterator = None
         if self.data is not None and private.get("data"):
             self.data.load_state_dict(private["data"])

@@ -88,8 +88,7 @@ class Rehearsal:
             last.wait(SAVE_DEADLINE_S)
             self._teller.await_kill(last.step)
         if training.step >= self._order.last:
-            certificate = self._snapshots.about(parent=None, metrics={}, reason="").certificate
-            self._teller.leave(certificate, uncovered(self._covered))
+            self._teller.leave(self._snapshots.certificate(), uncovered(self._covered), sorted(training.saving.logged))
 
 
 def rehearsal() -> Rehearsal | None:

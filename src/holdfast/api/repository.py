@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from holdfast.api.rehearsal import rehearsed
 from holdfast.api.restored import Checkpoint
 from holdfast.errors import CheckpointNotFound
 from holdfast.events import Emitter, Sink
-from holdfast.model.canonical import untag_number
 from holdfast.model.checkpoint import Json, Manifest, Note
 from holdfast.model.names import CheckpointId
 from holdfast.repo.lineage import latest, resolve, walk
@@ -18,6 +16,7 @@ from holdfast.repo.refs import check_tag, clear_ref, find_tag, list_tags, put_re
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Where
 from holdfast.store.registry import open_store
+from holdfast.upkeep.facts import with_notes
 
 
 class Repository:
@@ -100,13 +99,9 @@ class Repository:
     def notes(self, id: CheckpointId) -> list[Note]:
         return notes(self.repo, id)
 
-    def metrics(self, id: CheckpointId) -> dict[str, Any]:
+    def metrics(self, id: CheckpointId) -> dict[str, float]:
         """As logged with the step and as noted later, the later one counting."""
-        found: dict[str, Any] = dict(self.repo.manifest(id).metrics)
-        for note in self.notes(id):
-            if note.kind == "metric":
-                found.update({name: untag_number(value) for name, value in note.body.items()})
-        return found
+        return with_notes(self.repo.manifest(id).metrics, self.notes(id))
 
     def __repr__(self) -> str:
         return f"Repository({self.url!r})"

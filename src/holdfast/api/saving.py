@@ -11,6 +11,7 @@ from typing import Literal
 from holdfast.api.late import Late
 from holdfast.api.remembering import Remembering
 from holdfast.api.tidying import Tidying
+from holdfast.engine import handle as handles
 from holdfast.engine.handle import Save
 from holdfast.engine.save import About, Saver
 from holdfast.errors import DeadlineExceeded, HoldfastError, MetricNotLogged, OwnershipError, SaveFailed, StateError
@@ -31,6 +32,8 @@ OnError = Literal["warn", "raise"]
 
 BUSY_DEADLINE_S = 600.0
 """How long the training thread waits for the save before, when `on_busy` is "wait"."""
+PATIENCE_STEPS = 1000
+"""Steps after which a metric that policies go by and nothing has logged is told of, if no epoch has ended before."""
 NOTE_DEADLINE_S = 60.0
 """How long the training thread waits for a note that it has to write itself."""
 
@@ -79,6 +82,8 @@ class Saving:
         self._late = Late(repo, warn=self.warn)
         self._metrics_seen: set[str] = set()
         self._asked = False
+        self._asked_step = 0
+        self._told_unlogged = False
         self._before: list[tuple[Save, dict[str, float]]] = []
         """The saves before on this line of training, oldest first, with the metrics that the policy asks by."""
         self._first_step = 0
@@ -103,8 +108,10 @@ class Saving:
             self._remember_line(attempt)
 
     def decide(self, moment: Moment) -> Decision:
-        self._asked = True
+        self._asked, self._asked_step = True, moment.step
         self._metrics_seen.update(moment.metrics)
+        if not self._told_unlogged and (moment.epoch_ended or moment.step >= self._first_step + PATIENCE_STEPS):
+            self._told_unlogged = self.warn_of_unlogged_metrics()  # a job that is killed never comes to its end
         history = SaveHistory(
             started_s=self._started_s,
             first_step=self._first_step,
@@ -175,16 +182,25 @@ class Saving:
         return False
 
     def wait(self, timeout: float | None) -> None:
-        """Waits for the save in flight and the retention that follows it; DeadlineExceeded after `timeout` seconds."""
+        """Waits for the save in flight and for what follows it: notes, and retention. DeadlineExceeded after `timeout`
+        seconds; without one, once the save has not got on, or what follows has not ended, for ten minutes (I8)."""
         until = None if timeout is None else time.monotonic() + timeout
-        hint = f"look at {self.repo.url}: does it still answer? `holdfast ls` shows the last committed checkpoint"
-        if not self.saver.join(timeout):
-            what = str(self.saver.current.id) if self.saver.current else self.run
-            message = f"the save of {what} has not ended within {timeout:g} s"
-            raise DeadlineExceeded(message, subject=what, hint=hint)
-        if not self.tidying.join(None if until is None else max(until - time.monotonic(), 0.0)):
-            message = f"retention of run {self.run!r} has not ended within {timeout:g} s"
-            raise DeadlineExceeded(message, subject=self.run, hint=hint)
+
+        def left() -> float:
+            return handles.STANDSTILL_S if until is None else max(until - time.monotonic(), 0.0)
+
+        save = self.saver.current
+        if save is not None and self.saver.writing and not save.join(timeout):
+            raise save.stuck(timeout)
+        for what, join in (("the last save of", self.saver.join), ("retention of", self.tidying.join)):
+            patience = left()
+            if not join(patience):
+                raise DeadlineExceeded(
+                    f"{what} run {self.run!r} has not ended within {patience if timeout is None else timeout:g} s",
+                    subject=self.run,
+                    hint=f"look at {self.repo.url}: does it still answer? `holdfast ls` shows the last committed "
+                    "checkpoint",
+                )
 
     def raise_failure(self) -> None:
         """Raises what failed in the background since the last call, if it is to be raised. Ownership always is."""
@@ -208,18 +224,28 @@ class Saving:
     def seen(self, metrics: Mapping[str, float]) -> None:
         self._metrics_seen.update(metrics)
 
-    def warn_of_unlogged_metrics(self) -> None:
-        """Says which metrics the policies judge by and nothing has logged."""
-        unasked = sorted(self.policy.metrics() - self._metrics_seen)
-        if unasked and self._asked:
-            names = ", ".join(map(repr, unasked))
-            message = f"{self.policy!r} asks by {names}, which nothing has logged: that part of it saved nothing"
-            self.warn(str(MetricNotLogged(message, hint=f"ckpt.log({unasked[0]}=...)")))
-        missing = sorted(self.tidying.keep.metrics() - self._metrics_seen)
-        if missing and self.last is not None and self.last.reason != "restored":
-            names = ", ".join(map(repr, missing))
-            message = f"{self.tidying.keep!r} judges by {names}, which nothing has logged; until then all are kept"
-            self.warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
+    @property
+    def logged(self) -> frozenset[str]:
+        """Names of the metrics that this process has logged."""
+        return frozenset(self._metrics_seen)
+
+    def warn_of_unlogged_metrics(self) -> bool:
+        """Says which metrics the policies go by and nothing has logged; whether there was anything to say."""
+        unasked = sorted(self.policy.metrics() - self._metrics_seen) if self._asked else []
+        if unasked:
+            self._warn_unlogged(unasked, f"{self.policy!r} asks by", "that part of it saves nothing")
+        saved = self.last is not None and self.last.reason != "restored"
+        missing = sorted(self.tidying.keep.metrics() - self._metrics_seen) if saved else []
+        if missing:
+            self._warn_unlogged(missing, f"{self.tidying.keep!r} judges by", "until then all are kept")
+        return bool(unasked or missing)
+
+    def _warn_unlogged(self, missing: Sequence[str], who: str, so: str) -> None:
+        names, there = ", ".join(map(repr, missing)), ", ".join(map(repr, sorted(self._metrics_seen))) or "none"
+        message = (
+            f"{who} {names}, which nothing has logged up to step {self._asked_step} (metrics logged: {there}); {so}"
+        )
+        self.warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
 
     def give_back(self, timeout: float) -> None:
         """Writes what is left to be noted and gives run and memory back, within `timeout` seconds. Raises what the

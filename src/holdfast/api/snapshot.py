@@ -33,8 +33,13 @@ class Moment:
 class Snapshots:
     """Flattens one training state again and again."""
 
-    def __init__(self, state: Mapping[str, Any], position: Position) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], position: Position, *, watched: Mapping[str, str] | None = None
+    ) -> None:
+        """`watched`: the metrics that policies go by, and which do. What is saved says so, for a person to see there
+        that one was never logged."""
         self._state = state
+        self._watched = dict(watched or {})
         self._position = position
         self._private: dict[str, Any] = {}
         self._flattener = Flattener(state, private=self._private)
@@ -59,9 +64,13 @@ class Snapshots:
             metrics=dict(metrics),
             progress=dict(progress) if progress is not None else self._position.counters.progress(),
             environment=self._environment,
-            certificate=certificate(self._state, self._position.data),
+            certificate=self.certificate(),
             reason=reason,
         )
+
+    def certificate(self) -> dict[str, Json]:
+        found = certificate(self._state, self._position.data)
+        return {**found, "watches": dict(self._watched)} if self._watched else found
 
     def moment(self) -> Moment | None:
         """What `untouched` compares with later; None where the state cannot be represented (the next save says so)."""

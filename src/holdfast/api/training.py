@@ -141,6 +141,7 @@ class Training:
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is completed in a loop that somebody else owns."""
         self._metrics = dict(metrics)
+        self.saving.seen(metrics)
         self._foreign_loop = True
         self.position.counters.step = step - 1
         self.open = True

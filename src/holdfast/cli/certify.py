@@ -80,8 +80,15 @@ def certify(  # noqa: PLR0917 - options; nobody passes them by position
 
 
 def _show(found: Certification) -> None:
-    verdict = found.verdict
     output.line(_headline(found))
+    _show_verdict(found)
+    if found.unlogged:
+        output.line(f"\nNot logged in these {found.last} steps, though the script's policies go by it:")
+        output.line(output.rows([("-", f"{metric}, by {by}") for metric, by in found.unlogged.items()]))
+
+
+def _show_verdict(found: Certification) -> None:
+    verdict = found.verdict
     if verdict.difference is not None:
         output.line(output.rows(list(_difference(verdict.difference))))
     if verdict.cause is not None:
@@ -157,6 +164,7 @@ def _document(found: Certification) -> dict[str, Any]:
         "cause": None if cause is None else {"name": cause.name, "words": cause.words, "advice": list(cause.advice)},
         "unseeded": list(verdict.unseeded),
         "uncovered": list(found.uncovered),
+        "unlogged": dict(found.unlogged),
         "certificate": found.certificate,
         "processes": [
             {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -102,17 +102,19 @@ def listing(repo: Repo, only: str | None = None) -> list[RunRows]:
                 f"no run {only!r} at {repo.url}; there are: {there}", subject=only, hint=f"holdfast ls {repo.url}"
             )
         runs = {key: runs[key]}
+    committed = {id for id, save in census.saves.items() if save.state == "committed"}
     found = []
     for run, saves in sorted(runs.items()):
         attempts = tuple(sorted(number for name, number in census.attempts if name == run))
-        found.append(RunRows(run, attempts, tuple(_rows(repo, run, saves))))
+        found.append(RunRows(run, attempts, tuple(_rows(repo, run, saves, committed))))
     return found
 
 
-def _rows(repo: Repo, run: str, saves: list[SaveDirectory]) -> Iterator[Row]:
+def _rows(repo: Repo, run: str, saves: list[SaveDirectory], committed: Container[CheckpointId]) -> Iterator[Row]:
     from holdfast.repo.lineage import walk
+    from holdfast.upkeep.facts import with_notes
 
-    line = list(walk(repo, run))
+    line = list(walk(repo, run, known=committed))
     on_walk = set(line)
     tags = tags_of(repo)
     for save in sorted(saves, key=lambda save: (save.id.attempt, save.id.step), reverse=True):
@@ -126,7 +128,7 @@ def _rows(repo: Repo, run: str, saves: list[SaveDirectory]) -> Iterator[Row]:
             bytes=manifest.bytes if manifest else None,
             leaves=manifest.leaves if manifest else None,
             created=manifest.created if manifest else "",
-            metrics=metrics_of(manifest.metrics, notes) if manifest else {},
+            metrics=with_notes(manifest.metrics, notes) if manifest else {},
             notes=notes,
             tags=tags.get(save.id, ()),
             message=save.message,
@@ -152,16 +154,3 @@ def notes_of(repo: Repo, id: CheckpointId) -> tuple[Note, ...]:
         return tuple(notes(repo, id))
     except (CorruptionError, StoreError):
         return ()
-
-
-def metrics_of(saved: Mapping[str, float], notes: tuple[Note, ...]) -> dict[str, float]:
-    """As logged with the step and as noted later, the later one counting."""
-    from holdfast.model.canonical import untag_number
-
-    found = dict(saved)
-    for note in notes:
-        if note.kind == "metric":
-            for name, value in note.body.items():
-                with contextlib.suppress(CorruptionError, OverflowError):
-                    found[name] = float(untag_number(value))
-    return found

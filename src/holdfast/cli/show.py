@@ -23,7 +23,7 @@ EXAMPLES = examples(
     "holdfast show /data/checkpoints model/head.weight   # its first values and statistics",
 )
 CERTIFICATE = ("exact", "reasons", "caveats", "covers", "leaves_out", "code", "versions", "settings")
-ITEM_BY_ITEM = ("reasons", "caveats")
+ITEM_BY_ITEM = ("reasons", "caveats", "covers", "leaves_out")
 
 
 def show(
@@ -84,8 +84,8 @@ def show(
 
 
 def _about(repo: Repo, manifest: Manifest, indexes: list[Index], notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:
-    from holdfast.cli.listing import metrics_of
     from holdfast.report.measures import count, size
+    from holdfast.upkeep.facts import with_notes
 
     packs = sum(len(index.packs) for index in indexes)
     yield "lies in", f"{repo.url.rstrip('/')}/{manifest.id.directory}"
@@ -97,18 +97,29 @@ def _about(repo: Repo, manifest: Manifest, indexes: list[Index], notes: tuple[No
     yield "parent", str(manifest.parent) if manifest.parent else "none: begun from nothing"
     if manifest.progress:
         yield "progress", ", ".join(f"{name} {_short(value)}" for name, value in manifest.progress.items())
-    metrics = metrics_of(manifest.metrics, notes)
+    metrics = with_notes(manifest.metrics, notes)
     if metrics:
         yield "metrics", ", ".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items()))
+    for name, by in _unlogged(manifest, metrics).items():
+        yield "not logged", f"{name}, which {by} goes by"
     kinds = [note.kind for note in notes if note.kind != "metric"]
     if kinds:
         yield "noted", ", ".join(kinds)
 
 
+def _unlogged(manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, str]:
+    """The metrics that the training's policies go by and that this checkpoint has not, and which policies do."""
+    watches = manifest.certificate.get("watches")
+    if not isinstance(watches, Mapping):
+        return {}
+    return {name: str(by) for name, by in watches.items() if name not in metrics}
+
+
 def _certificate(manifest: Manifest) -> list[tuple[str, str]]:
-    """What matters most first; what could make a resume inexact on lines of its own."""
+    """What matters most first; what is a list of phrases has a line for each."""
     found = manifest.certificate
-    names = [name for name in CERTIFICATE if name in found] + [name for name in found if name not in CERTIFICATE]
+    others = [name for name in found if name not in CERTIFICATE and name != "watches"]
+    names = [name for name in CERTIFICATE if name in found] + others
     rows: list[tuple[str, str]] = []
     for name in names:
         value = found[name]
@@ -133,10 +144,11 @@ def _short(value: Any) -> str:
 def _json(
     repo: Repo, manifest: Manifest, indexes: list[Index], notes: tuple[Note, ...], is_latest: bool
 ) -> dict[str, Any]:
-    from holdfast.cli.listing import metrics_of
     from holdfast.cli.tree import lines, values
+    from holdfast.upkeep.facts import with_notes
 
     shared = [spec for spec in next((index.specs for index in indexes), ()) if not spec.private]
+    metrics = with_notes(manifest.metrics, notes)
     leaves = shared + [spec for index in indexes for spec in index.specs if spec.private]
     return {
         "where": repo.url,
@@ -148,7 +160,8 @@ def _json(
         "bytes": manifest.bytes,
         "parent": manifest.parent,
         "progress": manifest.progress,
-        "metrics": metrics_of(manifest.metrics, notes),
+        "metrics": metrics,
+        "unlogged": _unlogged(manifest, metrics),
         "notes": [{"kind": note.kind, **note.body} for note in notes],
         "environment": manifest.environment,
         "certificate": manifest.certificate,

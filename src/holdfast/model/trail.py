@@ -41,11 +41,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """One process's rows in order, and what it says of itself: its certificate, and what it found outside the state."""
+    """One process's rows in order, and what it says of itself: its certificate, what it found outside the state, and
+    the names of the metrics that it logged."""
 
     rows: tuple[Row, ...] = ()
     certificate: Mapping[str, Any] = field(default_factory=dict)
     uncovered: tuple[str, ...] = ()
+    logged: tuple[str, ...] = ()
 
     @property
     def began(self) -> int | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.crashpoints import crashpoint
-from holdfast.errors import AlreadyExists, CorruptionError, SaveFailed, Superseded
+from holdfast.errors import AlreadyExists, SaveFailed, Superseded
 from holdfast.model.checkpoint import IndexEntry, Manifest, Receipt
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout, objects
 from holdfast.repo.attempts import Attempt
-from holdfast.repo.index import decode_packs
 from holdfast.repo.manifest import encode_manifest
 from holdfast.repo.records import Begin, encode_begin
 from holdfast.repo.repository import Repo
@@ -84,11 +83,7 @@ def _assert_durable(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt])
 def _packs_of(repo: Repo, manifest: Manifest, entry: IndexEntry) -> list[tuple[str, int]]:
     """The packs that an index names, read back from the store: as a reader of the checkpoint will find them."""
     rank = int(entry.name.removeprefix("rank-").removesuffix(".index"))
-    data = repo.index_bytes(manifest.id, entry)
-    save_id, packs = decode_packs(data, id=manifest.id, rank=rank)
-    if save_id != manifest.save_id:
-        raise CorruptionError(f"{manifest.id.directory}/{entry.name} belongs to another save", subject=entry.name)
-    return [(pack.name, pack.length) for pack in packs]
+    return [(pack.name, pack.length) for pack in repo.packs(manifest, rank)]
 
 
 def _used(id: CheckpointId) -> SaveFailed:

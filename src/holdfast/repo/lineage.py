@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,9 +39,17 @@ class _Origin:
     known: bool = True
 
 
-def walk(repo: Repo, run: str, *, below: int | None = None, report: Report | None = None) -> Iterator[CheckpointId]:
+def walk(
+    repo: Repo,
+    run: str,
+    *,
+    below: int | None = None,
+    report: Report | None = None,
+    known: Container[CheckpointId] = frozenset(),
+) -> Iterator[CheckpointId]:
     """The run's checkpoints in the order in which `latest` would mean them, lazily: the first costs one listing of the
-    attempts and one of the newest. `below`: as if no attempt from this number on had been claimed.
+    attempts and one of the newest. `below`: as if no attempt from this number on had been claimed. `known`: checkpoints
+    that the caller has just found to be there, so that nobody need look again.
 
     `report` is told of damage that the walk goes around. Bounded by the attempts that exist, whatever they say.
     """
@@ -55,7 +63,7 @@ def walk(repo: Repo, run: str, *, below: int | None = None, report: Report | Non
         empty = True
         for step in repo.steps(run, place):
             id = CheckpointId(run, place, step)
-            if (top is None or step <= top) and repo.exists(id):
+            if (top is None or step <= top) and (id in known or repo.exists(id)):
                 empty = False
                 yield id
         origin = _origin(repo, run, place, say, unclaimed=empty and beginning)

@@ -16,10 +16,10 @@ from holdfast.errors import (
     RepositoryError,
     UsageError,
 )
-from holdfast.model.checkpoint import AttemptRecord, Index, IndexEntry, Json, Manifest
+from holdfast.model.checkpoint import AttemptRecord, Index, IndexEntry, Json, Manifest, PackEntry
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step, run_key
 from holdfast.repo import layout, objects
-from holdfast.repo.index import MAX_INDEX, decode_index
+from holdfast.repo.index import MAX_INDEX, decode_index, decode_packs
 from holdfast.repo.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Aborted, decode_manifest
 from holdfast.repo.nearby import nearby
 from holdfast.repo.records import decode_attempt
@@ -152,7 +152,8 @@ class Repo:
         return [step for step in self.steps(run, attempt) if self.exists(CheckpointId(run, attempt, step))]
 
     def exists(self, id: CheckpointId) -> bool:
-        """Whether the checkpoint is there: a manifest of its own, damaged or not, that is no aborted mark."""
+        """Whether the checkpoint is there: a manifest of its own, damaged or not, that is no aborted mark. One that
+        cannot be read is none of its own where the directory's `begin.json` was written for another place."""
         try:
             data = self.store.get(id.manifest, limit=MAX_MANIFEST)
         except ObjectNotFound:
@@ -164,16 +165,18 @@ class Repo:
         try:
             return isinstance(decode_manifest(data, id), Manifest)
         except CorruptionError:
-            return not objects.is_copy(id.manifest, data) or self._was_begun(id)
+            begun = self._begun_here(id)
+            return bool(begun) if objects.is_copy(id.manifest, data) else begun is not False
 
-    def _was_begun(self, id: CheckpointId) -> bool:
-        """Whether a save was begun in this very place: then a copy under its manifest's name has replaced the one that
-        was there, and is no copied directory."""
+    def _begun_here(self, id: CheckpointId) -> bool | None:
+        """Whether a save was begun in this very place, None where nothing tells. Then a copy under its manifest's name
+        has replaced the one that was there; and where it is False the directory is a copy, in which what cannot be read
+        was damaged before it was copied."""
         name = layout.begin_name(id)
         try:
             return not objects.is_copy(name, self.store.get(name, limit=objects.SMALL))
         except (ObjectNotFound, CorruptionError):
-            return False
+            return None
 
     def manifest(self, id: CheckpointId) -> Manifest:
         """Raises CheckpointNotFound if the checkpoint is not there (or its save was aborted), CorruptionError if its
@@ -218,6 +221,15 @@ class Repo:
         if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
             raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
         return found
+
+    def packs(self, manifest: Manifest, rank: int = 0) -> tuple[PackEntry, ...]:
+        """The packs that one rank's index names; nothing else of it is read, nor of the tree. Raises like `index`."""
+        entry = _entry(manifest, rank)
+        save_id, packs = decode_packs(self.index_bytes(manifest.id, entry), id=manifest.id, rank=rank)
+        if save_id != manifest.save_id:
+            name = f"{manifest.id.directory}/{entry.name}"
+            raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
+        return packs
 
     def index_bytes(self, id: CheckpointId, entry: IndexEntry) -> bytes:
         """An index's bytes, whole, as its entry in the manifest says. CorruptionError if missing or different."""

@@ -183,7 +183,7 @@ class Job:
                 state = state_at(self.program.seed, attempt.number, step, elements=self.program.elements)
                 self.mark("begun", id, saved(state))
                 handle = Save(id, self.program.source.randbytes(16).hex())
-                saver.save(flatten(state), step, wait=False, about=About(), handle=handle)
+                saver.save(flatten(state), step, wait=False, about=About(progress={"step": step}), handle=handle)
                 saver.join(None)
                 if not handle.done:
                     raise Killed  # the writing thread is gone with its process, and nobody would ever tell
@@ -313,6 +313,7 @@ def save_stages(
         leaves=len(found.specs),
         chunk_bytes=repo.chunk_bytes,
         parent=attempt.parent,
+        progress={"step": id.step},
     )
     commit(repo, manifest, [*receipts, receipt])
     yield id

@@ -15,7 +15,7 @@ from holdfast.errors import CorruptionError, ObjectNotFound, UsageError
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
 from holdfast.repo import layout, objects
-from holdfast.repo.manifest import MAX_MANIFEST, Aborted, decode_manifest
+from holdfast.repo.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
 from holdfast.repo.records import Begin, decode_begin
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Entry
@@ -32,8 +32,8 @@ copied: was written for another place. foreign: holds nothing that says what it 
 
 @dataclass(slots=True)
 class SaveDirectory:
-    """One step's directory, with what lies elsewhere for it. `manifest`: the one in the trash where `state` is removed;
-    None there if that cannot be read."""
+    """One step's directory, with what lies elsewhere for it. `manifest`: where `state` is committed without its tree,
+    which nobody here asks for; where it is removed the one in the trash, whole, or None if that cannot be read."""
 
     id: CheckpointId
     state: State = "foreign"
@@ -207,10 +207,13 @@ def classify(repo: Repo, save: SaveDirectory) -> None:
 
 def _classify_by_manifest(save: SaveDirectory, data: bytes) -> None:
     try:
-        found = decode_manifest(data, save.id)
+        outline = decode_outline(data, save.id)  # its digest covers the tree, which need not be read
+        found: Manifest | Aborted = decode_manifest(data, save.id) if outline is None else outline[0]
     except CorruptionError as error:
-        # With a begin.json of its own the place is no copied directory: there its manifest was replaced.
-        copied = save.begin is None and save.state != "damaged" and objects.is_copy(save.id.manifest, data)
+        # With a begin.json of its own the place is no copied directory: there its manifest was replaced. With another's
+        # it is one, whatever has become of the manifest: `Repo.exists` says the same.
+        nothing_else = save.begin is None and save.state != "damaged"
+        copied = save.state == "copied" or (nothing_else and objects.is_copy(save.id.manifest, data))
         save.state = "copied" if copied else "damaged"
         save.message = error.message
         return

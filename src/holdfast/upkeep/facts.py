@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from holdfast.errors import CheckpointNotFound, CorruptionError
@@ -34,7 +34,7 @@ def gather_facts(repo: Repo, run: str) -> list[CheckpointFacts]:
         except CheckpointNotFound:
             continue  # removed since it was listed
         told = notes(repo, id, report=_pass)
-        logged.update(_noted(told))
+        logged = with_notes(logged, told)
         note = standing_of(told)
         facts = CheckpointFacts(
             id=id,
@@ -56,7 +56,7 @@ def known_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
     """A checkpoint's metrics, as logged with the step and as noted later, the later one counting. What is damaged says
     none; one that is gone has none."""
     try:
-        return {**_manifest_says(repo, id)[1], **_noted(notes(repo, id, report=_pass))}
+        return with_notes(_manifest_says(repo, id)[1], notes(repo, id, report=_pass))
     except CheckpointNotFound:
         return {}
 
@@ -79,9 +79,9 @@ def seconds_of(created: str) -> float | None:
         return None
 
 
-def _noted(told: list[Note]) -> dict[str, float]:
-    """Metrics that came after the commit; a later one counts."""
-    out: dict[str, float] = {}
+def with_notes(logged: Mapping[str, float], told: Iterable[Note]) -> dict[str, float]:
+    """Metrics as logged with the step and as noted later, the later one counting; what is no number is passed over."""
+    out = dict(logged)
     for note in told:
         if note.kind == "metric":
             for name, value in note.body.items():

@@ -53,7 +53,7 @@ def _packs(repo: Repo, manifest: Manifest) -> set[str]:
     found: set[str] = set()
     for rank in range(len(manifest.indexes)):
         try:
-            found.update(pack.name for pack in repo.index(manifest, rank).packs)
+            found.update(pack.name for pack in repo.packs(manifest, rank))
         except CorruptionError:
             continue
     return found

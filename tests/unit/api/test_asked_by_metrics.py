@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast import keep, on
+from holdfast import every, keep, on
 from holdfast.errors import SaveFailed, StoreFull
-from holdfast.events import Event, SaveStarted
+from holdfast.events import Event, SaveStarted, Warned
 from tiny_training import Gate, state, steps_of, train
 
 ALL = keep.all()
@@ -147,7 +147,46 @@ def test_in_a_loop_of_ones_own_a_late_metric_saves_the_step_it_belongs_to(place:
 
 
 def test_a_metric_that_save_asks_by_and_nothing_logs_is_told(place: Path) -> None:
-    with pytest.warns(RuntimeWarning, match="asks by 'val_los', which nothing has logged"):
+    with pytest.warns(RuntimeWarning) as caught:
         with holdfast.Checkpointer(place, state(), save=on.improve("val_los") | on.end()) as ckpt:
             for _ in ckpt.steps(2):
-                ckpt.log(val_loss=1.0)
+                ckpt.log(val_loss=1.0, acc=0.5)
+    (said,) = {str(one.message).partition("\n")[0] for one in caught}
+    assert said == (
+        "holdfast: on.improve('val_los', mode='min') | on.end() asks by 'val_los', which nothing has logged up to "
+        "step 2 (metrics logged: 'acc', 'val_loss'); that part of it saves nothing"
+    )
+    assert steps_of(place) == [2]
+
+
+class Warnings:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Warned):
+            self.said.append(event.message)
+
+
+def test_a_metric_that_nothing_logs_is_told_at_the_end_of_an_epoch(place: Path) -> None:
+    sink = Warnings()
+    kept = keep.best(1, "val_loss") | keep.latest(2)
+    with pytest.warns(RuntimeWarning, match="'val_loss', which nothing has logged up to step 2"):
+        with holdfast.Checkpointer(place, state(), data=[1, 2], save=every(steps=1), keep=kept, sinks=[sink]) as ckpt:
+            for epoch in ckpt.epochs(3):
+                assert len(sink.said) == min(epoch, 1), "once, as soon as an epoch has ended without it"
+                for _ in ckpt.batches:
+                    ckpt.log(loss=1.0)
+    assert len(sink.said) == 2, "and once more at the end"
+    assert all("keep.best(1, 'val_loss', mode='min') | keep.latest(2) judges by" in one for one in sink.said)
+    assert all("metrics logged: 'loss'" in one for one in sink.said)
+
+
+def test_without_epochs_it_is_told_after_many_steps(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.api.saving.PATIENCE_STEPS", 3)
+    sink = Warnings()
+    with pytest.warns(RuntimeWarning, match="which nothing has logged up to step 3"):
+        with holdfast.Checkpointer(place, state(), save=on.drop("x", by=1), sinks=[sink]) as ckpt:
+            for step in ckpt.steps(6):
+                assert len(sink.said) == (step >= 3)
+    assert steps_of(place) == []

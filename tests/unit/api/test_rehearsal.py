@@ -1,15 +1,19 @@
 """A process under `holdfast certify`: what means the place that is certified means the scratch place instead."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import holdfast
 from holdfast.api.rehearsal import AtStep
+from holdfast.cli.certify import _show
 from holdfast.errors import UsageError
+from holdfast.guard.certify.certification import Certification
 from holdfast.guard.certify.order import VARIABLE, order_of, standing
 from holdfast.guard.certify.telling import EnoughSteps
+from holdfast.policy.exactness.verdict import Verdict
 from holdfast.policy.saving import Moment, SaveHistory
 
 
@@ -67,10 +71,12 @@ def test_other_places_are_what_they_are(places, tmp_path):
 def test_a_training_tells_its_steps_and_leaves_in_time(places):
     where, scratch = places
     state = {"x": np.zeros(2), "n": 0}
+    kept = holdfast.keep.best(1, "val_loss")
     with pytest.raises(EnoughSteps) as leaving:
-        with holdfast.Checkpointer(where, state, data=[1, 2], save=holdfast.every(steps=1)) as ckpt:
+        with holdfast.Checkpointer(where, state, data=[1, 2], save=holdfast.every(steps=1), keep=kept) as ckpt:
             for _ in ckpt.steps(100):
                 state["n"] += next(ckpt.batches)
+                ckpt.log(loss=1.0)
     assert leaving.value.code == 0 and not where.exists()
     told = records(scratch)
     assert [one["record"] for one in told] == ["built", "row", "row", "row", "row", "row", "done"]
@@ -86,6 +92,8 @@ def test_a_training_tells_its_steps_and_leaves_in_time(places):
     assert len({one["entries"]["x"] for one in rows}) == 1
     assert rows[1]["batches"] == rows[3]["batches"] != rows[2]["batches"]
     assert told[-1]["certificate"]["exact"] is True
+    assert told[-1]["logged"] == ["loss"]
+    assert told[-1]["certificate"]["watches"] == {"val_loss": "keep.best(1, 'val_loss', mode='min')"}
     assert holdfast.Repository(scratch).runs() in ([], ["main"])
     assert holdfast.Repository(scratch).latest() is None, "nothing was to be saved"
 
@@ -115,3 +123,25 @@ def test_the_step_is_saved_once_also_when_steps_are_counted_in_leaps():
 
     assert [wants(4), wants(5), wants(7), wants(7, saved=4), wants(8, saved=7)] == [False, True, True, True, False]
     assert AtStep(None).decide(Moment(5, 0.0), SaveHistory(0.0)).save is False
+
+
+def test_certify_says_what_the_policies_go_by_and_nothing_logged(capsys):
+    found = Certification(
+        verdict=Verdict("exact"),
+        saved=10,
+        last=20,
+        leaves=3,
+        lives=(),
+        certificate={},
+        uncovered=(),
+        unlogged={"val_loss": "keep.best(1, 'val_loss', mode='min')"},
+        seconds=1.0,
+    )
+    _show(found)
+    out = capsys.readouterr().out
+    assert out.endswith(
+        "Not logged in these 20 steps, though the script's policies go by it:\n"
+        "  -  val_loss, by keep.best(1, 'val_loss', mode='min')\n"
+    )
+    _show(replace(found, unlogged={}))
+    assert "Not logged" not in capsys.readouterr().out

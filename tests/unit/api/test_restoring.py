@@ -6,12 +6,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import holdfast
 from holdfast import every, keep
+from holdfast.engine.save import About, Saver
 from holdfast.errors import (
     CheckpointNotFound,
     CorruptionError,
@@ -24,6 +26,11 @@ from holdfast.errors import (
     StoreDenied,
 )
 from holdfast.events import CandidateSkipped, Event
+from holdfast.repo.attempts import claim
+from holdfast.repo.lineage import latest
+from holdfast.repo.repository import Repo
+from holdfast.state import flatten
+from holdfast.store.registry import open_store
 from tiny_training import flip, flip_leaf, state, steps_of
 
 ALL = keep.latest(100)
@@ -141,6 +148,39 @@ def test_a_copied_step_or_attempt_is_never_chosen(trained: Path) -> None:
         assert list(ckpt.steps(4)) == [3]
     assert holdfast.load(trained).step == 4
     assert (attempt / "step-00000009" / "rank-00000.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "progress", [{}, {"epoch": 1, "batch": 1}, {"step": 3}, {"step": "4"}, {"step": 4, "epoch": -1}, {"step": True}]
+)
+def test_a_checkpoint_that_does_not_say_how_far_training_was_is_never_taken_for_step_0(
+    trained: Path, progress: dict[str, Any]
+) -> None:
+    repo = Repo.open(open_store(trained))
+    saver = Saver(repo, "main")
+    saver.attempt = claim(repo, "main", latest(repo, "main"))
+    saver.save(flatten(state()), 4, wait=True, about=About(progress=progress)).wait()
+    saver.attempt.release()
+    saver.close()
+    assert holdfast.load(trained).step == 4, "its state can be had"
+    one = state()
+    sink = Recorded()
+    with holdfast.Checkpointer(trained, one, sinks=[sink]) as ckpt:
+        restored = ckpt.restore()
+        assert restored is not None and (restored.step, ckpt.step, one["n"]) == (3, 3, 3)
+    assert [(skip.id.step, "its progress says" in skip.reason) for skip in sink.skipped] == [(4, True)]
+    with (
+        holdfast.Checkpointer(trained, state(), resume_from=4) as ckpt,
+        pytest.raises(CorruptionError, match="progress"),
+    ):
+        ckpt.restore()
+
+
+def test_a_one_off_save_says_its_step(trained: Path) -> None:
+    holdfast.save(state(), trained, step=7)
+    with holdfast.Checkpointer(trained, state()) as ckpt:
+        ckpt.restore()
+        assert (ckpt.step, ckpt.epoch) == (7, 0)
 
 
 def test_an_explicit_step_is_restored_and_forks_the_line(trained: Path) -> None:

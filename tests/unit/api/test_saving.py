@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 
@@ -10,7 +11,15 @@ import pytest
 
 import holdfast
 from holdfast import every, keep, on
-from holdfast.errors import SaveFailed, StateMismatch, StoreError, StoreFull, Unserialisable, UsageError
+from holdfast.errors import (
+    DeadlineExceeded,
+    SaveFailed,
+    StateMismatch,
+    StoreError,
+    StoreFull,
+    Unserialisable,
+    UsageError,
+)
 from holdfast.events import Committed, Event, Removed, SaveFailedEvent, SaveSkipped
 from tiny_training import Gate, state, steps_of, train
 
@@ -113,6 +122,7 @@ def test_a_metric_that_keep_judges_by_and_nothing_logs_is_told(place: Path) -> N
     with pytest.warns(RuntimeWarning, match="'val_loss', which nothing has logged"):
         with holdfast.Checkpointer(place, state(), save=every(steps=1), keep=keep.best(1, "val_loss")) as ckpt:
             list(ckpt.steps(2))
+    assert steps_of(place) == [2, 1], "until it is logged, all are kept"
 
 
 def test_retention_follows_each_commit(place: Path) -> None:
@@ -166,6 +176,34 @@ def test_waiting_raises_whatever_on_error_says(gate: Gate) -> None:
     ckpt = holdfast.Checkpointer(gate, state(), keep=ALL)
     with pytest.warns(RuntimeWarning), pytest.raises(SaveFailed, match="on fire"):
         ckpt.save(wait=True)
+    ckpt.close()
+
+
+def test_i8_waiting_without_a_timeout_ends_where_the_store_hangs(
+    gate: Gate, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = holdfast.Checkpointer(gate, state(), keep=ALL)
+    ckpt.step_done()
+    gate.open_gate.clear()
+    ckpt.save()
+    assert gate.reached.wait(60)
+    monkeypatch.setattr("holdfast.engine.handle.STANDSTILL_S", 0.05)
+    with pytest.raises(DeadlineExceeded, match=r"the save of main/a0001/1 has not got on for 0.05 s"):
+        ckpt.wait()
+    gate.open_gate.set()
+    monkeypatch.undo()
+    ckpt.wait()
+    assert steps_of(place) == [1]
+    hold, tidies = threading.Event(), threading.Event()
+    monkeypatch.setattr("holdfast.api.tidying.plan_retention", lambda *rest: (tidies.set(), hold.wait(60)))
+    monkeypatch.setattr("holdfast.api.tidying.execute", lambda *rest, **more: ())
+    ckpt.step_done()
+    ckpt.save(wait=True)
+    assert tidies.wait(60)
+    monkeypatch.setattr("holdfast.engine.handle.STANDSTILL_S", 0.05)
+    with pytest.raises(DeadlineExceeded, match=r"retention of run 'main' has not ended within 0.05 s"):
+        ckpt.wait()
+    hold.set()
     ckpt.close()
 
 

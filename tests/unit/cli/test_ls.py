@@ -68,6 +68,18 @@ def test_ls_marks_a_damaged_latest_as_latest(cli, place):
     assert out.splitlines()[2].split() == ["a0002", "7", "latest,", "DAMAGED"]
 
 
+def test_ls_never_calls_a_copy_the_latest_even_if_it_was_damaged_before(cli, place):
+    run = place / "runs/gpt"
+    (run / "a0002/step-00000005/manifest.json").write_bytes(b'{"format":1}')
+    shutil.copytree(run / "a0002/step-00000005", run / "a0002/step-00000015")
+    _, out, _ = cli("ls", place, "--run", "gpt")
+    rows = [line.split() for line in out.splitlines()[2:5]]
+    assert (rows[0], rows[1][4], rows[2]) == (["a0002", "15", "a", "copy"], "latest", ["a0002", "5", "DAMAGED"])
+    found = json.loads(cli("ls", place, "--run", "gpt", "--json")[1])["runs"][0]
+    assert found["latest"]["step"] == 7 and found["checkpoints"][0]["message"]
+    assert cli("verify", place, "--run", "gpt", "--step", "15")[0] == 11
+
+
 def test_ls_json(cli, made):
     status, out, err = cli("ls", made, "--json")
     found = json.loads(out)

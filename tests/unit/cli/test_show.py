@@ -1,7 +1,10 @@
 import json
 
 import numpy as np
+import torch
 
+import holdfast
+from holdfast import every, keep
 from holdfast.cli.tree import lines, plain_text
 from holdfast.state import flatten
 
@@ -25,7 +28,8 @@ gpt/a0002/7  (latest)
 certificate
   exact    no
   reasons  shuffled by hand
-  covers   model, step and epoch
+  covers   model
+           step and epoch
 
 state
   model              2 leaves            66.0 KiB
@@ -97,6 +101,34 @@ def test_show_of_a_damaged_one_says_so(cli, place):
     status, _, err = cli("show", place, "--run", "gpt")
     assert status == 12
     assert err.endswith("hint: holdfast verify WHERE names all that is damaged\n")
+
+
+def test_show_gives_each_phrase_of_the_certificate_its_line(cli, tmp_path, monkeypatch):
+    place = tmp_path / "ckpts"
+    with holdfast.Checkpointer(place, {"n": 1, "model": torch.nn.Linear(2, 2)}) as ckpt:
+        ckpt.step_done()
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        _, out, _ = cli("show", place)
+        told = out.partition("certificate\n")[2].partition("\n\nstate")[0].splitlines()
+        assert max(map(len, told)) <= min(width, 100)
+        at = next(number for number, line in enumerate(told) if line.startswith("  covers "))
+        assert [line[14:] for line in told[at : at + 3]] == ["n", "model", "step and epoch"]
+        assert "              train or eval mode of modules" in told
+
+
+def test_show_says_which_metric_that_a_policy_goes_by_is_not_logged(cli, tmp_path):
+    place = tmp_path / "ckpts"
+    kept = keep.latest(9) | keep.best(1, "val_loss")
+    with holdfast.Checkpointer(place, {"n": 1}, save=every(steps=1), keep=kept) as ckpt:
+        ckpt.step_done(loss=1.0)
+        ckpt.step_done(val_loss=2.0)
+    _, out, _ = cli("show", place, "--step", "1")
+    assert "  not logged  val_loss, which keep.best(1, 'val_loss', mode='min') goes by\n" in out
+    found = json.loads(cli("show", place, "--step", "1", "--json")[1])
+    assert found["unlogged"] == {"val_loss": "keep.best(1, 'val_loss', mode='min')"}
+    assert "not logged" not in cli("show", place, "--step", "2")[1]
+    assert json.loads(cli("show", place, "--step", "2", "--json")[1])["unlogged"] == {}
 
 
 def test_lines_of_aliases_and_single_values():

@@ -49,7 +49,9 @@ def test_plain_values_and_what_lies_below(cli, made):
 
 def test_nothing_there(cli, made):
     status, out, err = cli("show", made, "nope", "--run", "gpt")
-    assert (status, out) == (11, "") and "has nothing at 'nope'" in err and "hint: holdfast show" in err
+    assert (status, out) == (11, "") and "has nothing at 'nope'" in err
+    assert err.endswith("\nhint: holdfast show /ckpts --run gpt --step a0002/7 lists what there is\n")
+    assert cli("show", made, "--run", "gpt", "--step", "a0002/7")[0] == 0
 
 
 def test_a_damaged_leaf_is_never_shown(cli, place):

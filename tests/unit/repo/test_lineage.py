@@ -166,6 +166,17 @@ def test_i3_a_parent_attempt_that_vanished_does_not_hide_what_is_older(repo: Rep
     assert list(walk(repo, "gpt")) == [at(1, 10)]
 
 
+def test_what_is_known_to_be_there_is_not_read_again(repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make.attempt(1)
+    known = {make.checkpoint(1, step) for step in (5, 7)}
+    other = make.checkpoint(1, 9)
+    looked: list[CheckpointId] = []
+    exists = Repo.exists
+    monkeypatch.setattr(Repo, "exists", lambda self, id: looked.append(id) or exists(self, id))
+    assert list(walk(repo, "gpt", known=known)) == [at(1, 9), at(1, 7), at(1, 5)]
+    assert looked == [other]
+
+
 def test_hostile_parents_end(repo: Repo, make: Any) -> None:
     make.attempt(1, at(1, 5, "fork"))
     make.attempt(1, at(1, 5, "gpt"), run="fork")

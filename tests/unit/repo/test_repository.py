@@ -21,10 +21,12 @@ from holdfast.errors import (
 from holdfast.model import canonical
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout
+from holdfast.repo.lineage import walk
 from holdfast.repo.repository import Repo
 from holdfast.store.backends.local import LocalStore
 from holdfast.store.backends.memory import MemoryStore
 from holdfast.store.contract import Bytes, Capabilities, Store
+from holdfast.upkeep.census import take_census
 
 
 def test_it_is_created_once_and_opened_again(store: Store) -> None:
@@ -225,6 +227,27 @@ def test_copied_directories_are_never_candidates(repo: Repo, make: Any) -> None:
     assert repo.find_attempt("gpt", 7) is None
     with pytest.raises(CorruptionError, match="a copy of"):
         repo.manifest(CheckpointId("gpt", 1, 9))
+
+
+@pytest.mark.parametrize("size", [0, 10_000])
+def test_i4_a_directory_that_was_copied_with_its_manifest_damaged_is_no_candidate(
+    repo: Repo, make: Any, size: int
+) -> None:
+    make.attempt(1)
+    environment = {"text": "x" * size}
+    good, bad = (make.checkpoint(1, step, environment=environment) for step in (5, 7))
+    make.damage(bad.manifest)
+    make.copy(bad.directory, "runs/gpt/a0001/step-00000009")
+    make.copy("runs/gpt/a0001", "runs/gpt/a0007")
+    assert repo.committed("gpt", 1) == [7, 5]
+    assert repo.committed("gpt", 7) == []
+    assert list(walk(repo, "gpt")) == [bad, good]
+    census = take_census(repo)
+    copies = {id for id, save in census.saves.items() if save.state == "copied"}
+    assert copies == {CheckpointId("gpt", 1, 9), *(CheckpointId("gpt", 7, step) for step in (5, 7, 9))}
+    assert census.saves[bad].state == "damaged"
+    repo.store.delete([f"{bad.directory}/begin.json"])
+    assert repo.exists(bad), "without a begin.json nothing says that it was copied"
 
 
 def test_a_large_manifest_is_judged_like_a_small_one(repo: Repo, make: Any) -> None:

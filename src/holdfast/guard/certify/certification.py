@@ -36,7 +36,8 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Certification:
-    """What was done and found. saved: the step that was resumed from. certificate: of the resumed process."""
+    """What was done and found. saved: the step that was resumed from. certificate: of the resumed process. unlogged:
+    metrics that the script's policies go by and the uninterrupted run did not log, and which policies do."""
 
     verdict: Verdict
     saved: int
@@ -45,6 +46,7 @@ class Certification:
     lives: tuple[Life, ...]
     certificate: Mapping[str, Any]
     uncovered: tuple[str, ...]
+    unlogged: Mapping[str, str]
     seconds: float
 
 
@@ -86,6 +88,9 @@ class Certifier:
             lives=tuple(self._lives),
             certificate=resumed.certificate,
             uncovered=resumed.uncovered,
+            unlogged={
+                metric: by for metric, by in whole.certificate.get("watches", {}).items() if metric not in whole.logged
+            },
             seconds=time.monotonic() - began,
         )
 

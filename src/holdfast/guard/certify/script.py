@@ -97,7 +97,8 @@ class Script:
         self.status, self.seconds = process.returncode, time.monotonic() - began
         self._check()
         found = self.done or {}
-        return Trail(tuple(self._rows), found.get("certificate", {}), tuple(found.get("uncovered", ())))
+        uncovered, logged = (tuple(found.get(name, ())) for name in ("uncovered", "logged"))
+        return Trail(tuple(self._rows), found.get("certificate", {}), uncovered, logged)
 
     def _follow(self, process: Process) -> None:
         """Until it ends, has saved what it was to save, or has done all its steps and been given time to leave."""

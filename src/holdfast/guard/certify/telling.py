@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from holdfast.errors import UsageError
@@ -71,10 +71,10 @@ class Teller:
             self.check_owner()
             time.sleep(KILL_POLL_S)
 
-    def leave(self, certificate: Mapping[str, Any], uncovered: tuple[str, ...]) -> None:
+    def leave(self, certificate: Mapping[str, Any], uncovered: tuple[str, ...], logged: Sequence[str]) -> None:
         """Every step is done. Raises EnoughSteps; a script that catches that and goes on is ended."""
         if self._asked == 0:
-            self.tell("done", certificate=certificate, uncovered=list(uncovered))
+            self.tell("done", certificate=certificate, uncovered=list(uncovered), logged=list(logged))
         self._asked += 1
         if self._asked < INSISTING:
             raise EnoughSteps

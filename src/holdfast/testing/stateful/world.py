@@ -90,8 +90,7 @@ class Process:
             takeover=takeover,
         )
         restored = self.ckpt.restore()
-        # A fork's saves here say nothing of progress: then the step is the checkpoint's.
-        self.step = restored.checkpoint.step if restored is not None else 0
+        self.step = self.ckpt.step
         return restored.checkpoint.id if restored is not None else None
 
     def claim_fork(self, parent: CheckpointId) -> None:
