@@ -151,7 +151,13 @@ class Table:
             chunk_bytes=self.chunk_bytes,
             packs=self.packs,
             specs=Specs(
-                paths, names=self.names, code=self.code, dims=self.dims, bounds=self.bounds, shared=self.shared
+                paths,
+                names=self.names,
+                code=self.code,
+                dims=self.dims,
+                bounds=self.bounds,
+                shared=self.shared,
+                trees=(tree, self.private),
             ),
             pack=self.pack,
             offset=self.offset,

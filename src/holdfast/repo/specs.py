@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 
 Array = np.ndarray[Any, Any]
@@ -17,17 +18,27 @@ class Specs(Sequence[LeafSpec]):
     """Row i is the leaf `paths[i]`, of the dtype `names[code[i]]` and the shape `dims[bounds[i]:bounds[i + 1]]`; rows
     from `shared` on are private. Equal to any sequence of equal leaves."""
 
-    __slots__ = ("_bounds", "_code", "_dims", "_made", "_names", "_shared", "paths")
+    __slots__ = ("_bounds", "_code", "_dims", "_made", "_names", "paths", "shared", "trees")
 
     def __init__(
-        self, paths: Sequence[str], *, names: Sequence[str], code: Array, dims: Array, bounds: Array, shared: int
+        self,
+        paths: Sequence[str],
+        *,
+        names: Sequence[str],
+        code: Array,
+        dims: Array,
+        bounds: Array,
+        shared: int,
+        trees: tuple[Json, Json] = (None, None),
     ) -> None:
+        """`trees`: the shared and the private one, whose leaves the paths have been found to be."""
         self.paths = paths
+        self.trees = trees
+        self.shared = shared
         self._names = names
         self._code: list[int] = code.tolist()
         self._dims: list[int] = dims.tolist()
         self._bounds: list[int] = bounds.tolist()
-        self._shared = shared
         self._made: dict[int, LeafSpec] = {}
 
     def __len__(self) -> int:
@@ -47,16 +58,20 @@ class Specs(Sequence[LeafSpec]):
             raise IndexError(row)
         at = row % len(self)
         shape = tuple(self._dims[self._bounds[at] : self._bounds[at + 1]])
-        made = self._made[at] = LeafSpec(self.paths[at], self._names[self._code[at]], shape, at >= self._shared)
+        made = self._made[at] = LeafSpec(self.paths[at], self._names[self._code[at]], shape, at >= self.shared)
         return made
 
     def __iter__(self) -> Iterator[LeafSpec]:
         if len(self._made) < len(self):
-            shapes = [tuple(self._dims[start:stop]) for start, stop in pairwise(self._bounds)]
-            private = [row >= self._shared for row in range(len(self))]
-            every = map(LeafSpec, self.paths, map(self._names.__getitem__, self._code), shapes, private)
-            self._made = dict(enumerate(every))
+            private = [row >= self.shared for row in range(len(self))]
+            names, shapes = zip(*self.forms(), strict=True)
+            self._made = dict(enumerate(map(LeafSpec, self.paths, names, shapes, private)))
         return iter(self._made[row] for row in range(len(self)))
+
+    def forms(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each."""
+        shapes = [tuple(self._dims[start:stop]) for start, stop in pairwise(self._bounds)]
+        return list(zip(map(self._names.__getitem__, self._code), shapes, strict=True))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -102,6 +102,30 @@ class LoadReport:
     """Top-level entries of the checkpoint that the target does not name, and leaves left out by include or exclude."""
     mismatched: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+Form = tuple[str, tuple[int, ...]]
+"""Dtype name and shape of a leaf."""
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Leaves that are held as columns, so that many need not each be an object."""
+
+    @property
+    def paths(self) -> Sequence[str]: ...
+
+    @property
+    def trees(self) -> tuple[Json, Json]:
+        """The shared and the private tree whose leaves the paths are, in order: looked through already."""
+        ...
+
+    @property
+    def shared(self) -> int:
+        """How many of the leaves are those of the shared tree."""
+        ...
+
+    def forms(self) -> Sequence[Form]: ...
 
 
 @dataclass(frozen=True, slots=True)

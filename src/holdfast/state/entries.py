@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any, Final
 
 from holdfast.errors import StateMismatch
@@ -11,10 +12,16 @@ from holdfast.model.paths import join
 from holdfast.state import registry
 from holdfast.state.atoms import ENCODERS
 from holdfast.state.keys import key_node, key_thunk, spelled
-from holdfast.state.nodes import KEYED, ROOT, is_plain, items, kind_of, segment, sequence, walk
+from holdfast.state.nodes import KEYED, ROOT, are_segments, is_plain, items, kind_of, segment, sequence, walk
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
 from holdfast.state.tagged import type_name
 from holdfast.state.writer import is_stateful
+
+_Entry = tuple[Any, Json, Any, str]
+"""Key, the checkpoint's node (ABSENT where it has none), the present value, and the path."""
+
+_MANY: Final = 16
+"""From so many leaves on it pays to look at all of them together."""
 
 _NEEDS_CLASS: Final = frozenset({"enum", "dataclass", "namedtuple", "defaultdict"})
 
@@ -43,18 +50,10 @@ def matched(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
 
 def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: bool = False) -> Thunk:
     """Every entry of a mapping with the checkpoint's of the same key. At the root, entries not named are skipped."""
-    theirs = {spelled(key): (key, child) for key, child in items(node)}
-    thunks: list[tuple[Any, Thunk]] = []
-    for key, present in like.items():
-        spelling = key_node(key)
-        where = join(path, segment(spelling))
-        found = theirs.pop(spelled(spelling), None)
-        if found is not None:
-            thunks.append((key, plan.value(found[1], present, where)))
-        elif plan.takes(where):
-            plan.missing.append(where)
+    entries, theirs = _paired(items(node), like, path)
+    thunks, same = _restored(plan, entries)
     empty = len(like) == 0
-    for key, child in theirs.values():
+    for key, child in theirs:
         where = join(path, segment(key))
         if root:
             plan.skipped.append(where)
@@ -66,6 +65,9 @@ def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: b
             plan.unexpected.append(where)
 
     def apply() -> Any:
+        for key, now in same:
+            if key not in like or like[key] is not now:
+                _assign(like, key, now, path)
         for key, thunk in thunks:
             now = thunk()
             if now is not ABSENT and (key not in like or like[key] is not now):
@@ -73,6 +75,54 @@ def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: b
         return like
 
     return apply
+
+
+def _paired(pairs: list[tuple[Any, Json]], like: Any, path: str) -> tuple[list[_Entry], list[tuple[Any, Json]]]:
+    """The target's entries with the checkpoint's nodes for them (ABSENT where it has none), and what of the checkpoint
+    is left."""
+    entries: list[_Entry] = []
+    if set(map(type, like)) == {str} and are_segments([key for key, _ in pairs]):
+        theirs = dict(pairs)
+        below = f"{path}/" if path else ""
+        for key, present in like.items():
+            child = theirs.pop(key, ABSENT)
+            where = below + key if child is not ABSENT else join(path, segment(key_node(key)))
+            entries.append((key, child, present, where))
+        return entries, list(theirs.items())
+    others = {spelled(key): (key, child) for key, child in pairs}
+    for key, present in like.items():
+        spelling = key_node(key)
+        found = others.pop(spelled(spelling), None)
+        entries.append((key, ABSENT if found is None else found[1], present, join(path, segment(spelling))))
+    return entries, list(others.values())
+
+
+def _restored(plan: Restorer, entries: list[_Entry]) -> tuple[list[tuple[Any, Thunk]], list[tuple[Any, Any]]]:
+    """What comes of the entries: thunks, and those whose own value is filled and stays, leaves in a row at once."""
+    thunks: list[tuple[Any, Thunk]] = []
+    same: list[tuple[Any, Any]] = []
+    at_once = len(entries) >= _MANY and plan.selection.everything
+    for adapter, group in groupby(entries, _leaf_adapter) if at_once else ((None, entries),):
+        run = list(group)
+        if adapter is not None and len(run) >= _MANY:
+            keys, nodes, values, paths = zip(*run, strict=True)
+            if adapter.restore_all(values, nodes, paths, plan):
+                same.extend(zip(keys, values, strict=True))
+                continue
+        for key, child, present, where in run:
+            if child is not ABSENT:
+                thunks.append((key, plan.value(child, present, where)))
+            elif plan.takes(where):
+                plan.missing.append(where)
+    return thunks, same
+
+
+def _leaf_adapter(entry: _Entry) -> Any:
+    """What can restore this entry together with others like it; None for whatever is no leaf."""
+    if type(entry[1]) is not dict or entry[1].get("!") != "leaf":
+        return None
+    found = registry.adapter_for(type(entry[2]))
+    return found if hasattr(found, "restore_all") else None
 
 
 def _assign(like: Any, key: Any, now: Any, path: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from holdfast.errors import CorruptionError, DuplicatePath
@@ -59,9 +59,9 @@ def segment(key: Json) -> str:
 def items(node: Json, field: str = "i") -> list[tuple[Any, Json]]:
     """The pairs of a node that has some; CorruptionError for anything else in their place."""
     found = node.get(field)
-    if type(found) is not list or any(type(pair) is not list or len(pair) != 2 for pair in found):
+    if type(found) is not list or (found and (set(map(type, found)) != {list} or set(map(len, found)) != {2})):
         raise CorruptionError(f"a {node.get('!')} node without pairs")
-    return [(pair[0], pair[1]) for pair in found]
+    return [(key, child) for key, child in found]
 
 
 def sequence(node: Json) -> list[Json]:
@@ -110,7 +110,23 @@ def walk(node: Json, path: str = "") -> Iterator[tuple[str, Json]]:
 
 def is_plain(node: Json) -> bool:
     """Whether the node holds neither leaves (other than long bytes) nor objects."""
-    return all(kind_of(child) not in STRUCTURE or is_bytes(child) for _, child in walk(node))
+    waiting = [node]
+    while waiting:
+        at = waiting.pop()
+        if kind_of(at) in STRUCTURE and not is_bytes(at):
+            return False
+        waiting.extend(_below(at))
+    return True
+
+
+def _below(node: Json) -> list[Json]:
+    """The nodes of `children`, without their paths."""
+    kind = kind_of(node)
+    if kind in KEYED or kind in NAMED or kind == "bypath":
+        return [child for _, child in items(node)]
+    if kind in SEQUENCES or kind == "list":
+        return sequence(node)
+    return [child for _, child in children(node, "")] if kind in WRAPPERS else []
 
 
 def is_bytes(node: Json) -> bool:
@@ -211,10 +227,8 @@ def _checked_pairs(node: Json) -> list[list[Json]]:
 def _segments(pairs: list[list[Json]], known: dict[str, str], named: bool) -> list[str]:
     """The path segments of the pairs' keys."""
     keys = [key for key, _ in pairs]
-    if len(keys) > _MANY and set(map(type, keys)) == {str} and "" not in keys:
-        every = "".join(keys)
-        if every.isascii() and _SPECIAL.search(every) is None:
-            return keys
+    if len(keys) > _MANY and are_segments(keys):
+        return keys
     names = []
     for key in keys:
         if type(key) is str:
@@ -227,6 +241,14 @@ def _segments(pairs: list[list[Json]], known: dict[str, str], named: bool) -> li
             name = segment(key)
         names.append(name)
     return names
+
+
+def are_segments(keys: Sequence[Json]) -> bool:
+    """Whether every key is its own path segment, as nearly all are: found out for all of them at once."""
+    if set(map(type, keys)) != {str} or "" in keys:
+        return False
+    every = "".join(keys)
+    return every.isascii() and _SPECIAL.search(every) is None
 
 
 _MANY: Final = 16

@@ -11,7 +11,7 @@ from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.state import registry
 from holdfast.state.collector import collector_paused
-from holdfast.state.contract import LoadReport, Prepared, Rename
+from holdfast.state.contract import LoadReport, Prepared, Rename, Rows
 from holdfast.state.entries import mapping_entries
 from holdfast.state.nodes import PRIVATE, children, items, kind_of, leaf_paths
 from holdfast.state.restorer import Restorer, Thunk
@@ -75,6 +75,8 @@ def prepare(
 def _checked_paths(tree: Json, private_tree: Json, specs: Sequence[LeafSpec]) -> tuple[list[str], list[str]]:
     if private_tree is not None and kind_of(private_tree) != "private":
         raise CorruptionError("the private tree is none")
+    if isinstance(specs, Rows) and specs.trees[0] is tree and specs.trees[1] is private_tree:
+        return list(specs.paths[: specs.shared]), list(specs.paths[specs.shared :])
     shared, private = leaf_paths(tree), leaf_paths(private_tree) if private_tree is not None else []
     if shared + private != [spec.path for spec in specs]:
         raise CorruptionError("the index does not list the leaves that the tree names", hint="holdfast verify")

@@ -7,15 +7,16 @@ keeps its identity. Sinks say where leaves go; problems are gathered, and told a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, Final
 
 from holdfast.errors import CorruptionError, HoldfastError, StateMismatch
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.state import registry
-from holdfast.state.contract import Buffer, Sink
+from holdfast.state.contract import Buffer, Form, Rows, Sink
 from holdfast.state.memory import Geometry
 from holdfast.state.nodes import LEAVES, ROOT, kind_of, leaf_nodes, number_of
 from holdfast.state.selection import Selection
@@ -78,7 +79,10 @@ class Restorer:
         self._target = target
         self._base = 0
         self._end = 0
-        self._sinks: dict[int, list[Sink]] = {}
+        self._forms: Sequence[Form] | None = None
+        self._sinks: dict[int, Sink] = {}
+        self._more: dict[int, list[Sink]] = {}
+        """Leaf number -> all its sinks, where it has several."""
         self._memory: dict[int, _Held] = {}
         """Address -> what of the target was met there first."""
         self._others: dict[int, dict[Geometry, _Held]] = {}
@@ -124,6 +128,18 @@ class Restorer:
         number = base + number_of(node, self._end - base, path)
         return number, self._specs[number]
 
+    def forms(self, nodes: Sequence[Json]) -> tuple[list[int], list[Form]] | None:
+        """What `spec` says of many leaf nodes: number, and dtype and shape. None where it has to look at each."""
+        if self._forms is None:
+            specs = self._specs
+            self._forms = specs.forms() if isinstance(specs, Rows) else [(one.dtype, one.shape) for one in specs]
+        found = [node.get("n") for node in nodes]
+        if set(map(type, found)) != {int} or min(found) < 0 or max(found) >= self._end - self._base:
+            return None
+        numbers = [self._base + number for number in found] if self._base else found
+        forms = self._forms
+        return numbers, [forms[number] for number in numbers]
+
     def words(self, node: Json) -> str:
         """What a node is, for a person."""
         kind = kind_of(node)
@@ -160,11 +176,9 @@ class Restorer:
 
     def want(self, number: int, sink: Sink) -> None:
         """Leaf `number` goes to `sink`."""
-        held = self._sinks.get(number)
-        if held is None:
-            self._sinks[number] = [sink]
-        else:
-            held.append(sink)
+        first = self._sinks.setdefault(number, sink)
+        if first is not sink:
+            self._more.setdefault(number, [first]).append(sink)
 
     def want_existing(self, number: int, sink: Sink, path: str, address: int, geometry: Callable[[], Geometry]) -> None:
         """Leaf `number` goes to what the target has at `path`: filled once, and from one leaf only. `geometry` is asked
@@ -180,6 +194,24 @@ class Restorer:
             if held is not entry:
                 return
         self.want(number, sink)
+
+    def want_apart(
+        self,
+        numbers: Sequence[int],
+        sinks: Sequence[Sink],
+        paths: Sequence[str],
+        addresses: Sequence[int],
+        geometries: Iterable[Callable[[], Geometry]],
+    ) -> bool:
+        """`want_existing` for many. False, and nothing is done, where two of them, or one of them and what was there
+        before, are the same leaf or lie at the same address."""
+        for found, known in ((numbers, self._sinks), (addresses, self._memory)):
+            if len(set(found)) < len(found) or not known.keys().isdisjoint(found):
+                return False
+        self.restored.extend(paths)
+        self._sinks.update(zip(numbers, sinks, strict=True))
+        self._memory.update(zip(addresses, zip(numbers, paths, geometries, strict=True), strict=True))
+        return True
 
     def mismatch(self, value: Any, path: str, theirs: str, ours: str) -> Thunk:
         self.mismatched.append(f"{path or ROOT}: {theirs} in the checkpoint, {ours} in the target")
@@ -249,9 +281,8 @@ class Restorer:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def wants(self) -> list[tuple[int, Sink]]:
-        return [
-            (number, sinks[0] if len(sinks) == 1 else FanOut(sinks)) for number, sinks in sorted(self._sinks.items())
-        ]
+        several = {number: FanOut(sinks) for number, sinks in self._more.items()}
+        return sorted((self._sinks | several).items(), key=itemgetter(0))
 
     def act(self) -> None:
         """Runs what was put off. Whatever an object of the user's raises becomes a StateMismatch that names it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -71,6 +71,11 @@ class TorchAdapter:
         if isinstance(value, torch.Generator):
             return _restore_generator(value, node, path, restorer)
         return restorer.rebuild(node, path) if restorer.takes(path) else lambda: value
+
+    def restore_all(
+        self, values: Sequence[Any], nodes: Sequence[Json], paths: Sequence[str], restorer: Restorer
+    ) -> bool:
+        return tensors.restore_all(values, nodes, paths, restorer)
 
     def fresh(self, node: Json, path: str, restorer: Restorer) -> Thunk:
         kind = kind_of(node)

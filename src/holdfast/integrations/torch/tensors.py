@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
@@ -327,6 +328,29 @@ def restore(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> 
     else:
         restorer.want_existing(number, sink, path, tensor.data_ptr(), lambda: geometry(tensor))
     return lambda: tensor
+
+
+def restore_all(
+    tensors: Sequence[torch.Tensor], nodes: Sequence[Json], paths: Sequence[str], restorer: Restorer
+) -> bool:
+    """`restore` for many leaves at once, each into the tensor itself. False, and nothing is done, where one of them is
+    anything but an ordinary tensor that fits its own leaf."""
+    found = restorer.forms(nodes) if _PLAIN.issuperset(map(type, tensors)) else None
+    if found is None:
+        return False
+    numbers, forms = found
+    expected = {form: (TORCH_DTYPES.get(form[0]), form[1]) for form in {*forms}}
+    addresses = []
+    for tensor, node, form in zip(tensors, nodes, forms, strict=True):
+        kind, shape = expected[form]
+        address = tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
+        if not address or tensor.dtype is not kind or tensor.shape != shape:
+            return False
+        if tensor.requires_grad is not node.get("grad", False):
+            return False
+        addresses.append(address)
+    geometries = map(partial, repeat(geometry), tensors)
+    return restorer.want_apart(numbers, list(map(TensorSink, tensors)), paths, addresses, geometries)
 
 
 def words(tensor: torch.Tensor) -> str:
