@@ -132,6 +132,7 @@ def test_what_was_removed_comes_back(tmp_path):
     repo = Repo.open(open_store(tmp_path / "copy"))
     undelete.execute(repo, undelete.plan_undelete(repo, CheckpointId("main", 1, 5)))
     check(holdfast.load(tmp_path / "copy", step=CheckpointId("main", 1, 5)).state, 5)
+    assert repo.committed("main", 1)[-1] == 5
 
 
 def test_reading_changes_nothing():

@@ -40,10 +40,11 @@ states = st.recursive(
 def test_a_leaf_found_in_the_text_is_the_one_in_the_tree(state: Any, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("holdfast.repo.treetext._BLOCK", block)
-        compare(flatten(state).tree)
+        assert_found_as_in(flatten(state).tree)
 
 
-def compare(tree: Any) -> None:
+def assert_found_as_in(tree: Any) -> None:
+    """Looking a path up in the tree's text finds what the tree has there, or says that it cannot tell."""
     quick = TreeText(canonical.dumps(tree))
     known = dict(leaf_nodes(tree))
     for path, node in known.items():

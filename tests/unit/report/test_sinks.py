@@ -148,14 +148,19 @@ def test_log_levels(caplog):
 
 
 def test_log_does_no_work_when_nobody_listens():
-    class Untold:
-        def __getattribute__(self, name):
-            if name == "__class__":
-                return events.Committed
-            raise AssertionError("looked at")
+    looked = []
 
-    logger = logging.Logger("quiet", level=logging.CRITICAL)
-    LogSink(logger).emit(Untold())
+    class Watched(events.Committed):
+        def __getattribute__(self, name):
+            looked.append(name)
+            return super().__getattribute__(name)
+
+    event = Watched(ID, 100, 1.0)
+    looked.clear()
+    LogSink(logging.Logger("quiet", level=logging.CRITICAL)).emit(event)
+    assert looked == []
+    LogSink(logging.Logger("loud", level=logging.INFO)).emit(event)
+    assert "id" in looked, "somebody who listens is told"
 
 
 def test_bar_draws_on_a_terminal_and_goes_away():
@@ -200,6 +205,8 @@ def test_bar_leaves_stdout_alone(monkeypatch):
 def test_sinks_stand_behind_an_emitter():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        emitter = events.Emitter.of([JsonLines(io.StringIO()), LogSink(), ProgressBar(io.StringIO())])
+        lines = io.StringIO()
+        emitter = events.Emitter.of([JsonLines(lines), LogSink(), ProgressBar(io.StringIO())])
         for event in EVENTS:
             emitter.emit(event)
+    assert len(lines.getvalue().splitlines()) == len(EVENTS)
