@@ -26,6 +26,12 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
+Checkpoints = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CHECKPOINT...", help="A step, or attempt/step (a0007/500), or run/attempt/step.", show_default=False
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and do nothing.")]

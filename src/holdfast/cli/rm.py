@@ -24,14 +24,7 @@ EXAMPLES = examples(
 
 def rm(
     where: options.Where,
-    checkpoints: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CHECKPOINT...",
-            help="A step, or attempt/step (a0007/500), or run/attempt/step.",
-            show_default=False,
-        ),
-    ],
+    checkpoints: options.Checkpoints,
     *,
     run: options.Run = None,
     force: Annotated[

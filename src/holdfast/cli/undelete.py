@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
@@ -23,14 +21,7 @@ EXAMPLES = examples(
 
 def undelete(
     where: options.Where,
-    checkpoints: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CHECKPOINT...",
-            help="A step, or attempt/step (a0007/500), or run/attempt/step.",
-            show_default=False,
-        ),
-    ],
+    checkpoints: options.Checkpoints,
     *,
     run: options.Run = None,
     dry_run: options.DryRun = False,

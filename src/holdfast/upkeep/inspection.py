@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from holdfast.repo.repository import Repo
 from holdfast.upkeep.findings import Finding
 from holdfast.upkeep.rows import row_oddities
 
+Small = TypeVar("Small")
 UNREADABLE = (CorruptionError, RepositoryError, StoreError)
 
 
@@ -161,14 +163,9 @@ def _first_leaf(index: Index, number: int, *, beyond: int = 0) -> str | None:
 
 def _check_begin(repo: Repo, found: Inspection, manifest: Manifest) -> None:
     name = layout.begin_name(found.id)
-    try:
-        begin = decode_begin(repo.store.get(name, limit=objects.SMALL), found.id)
-    except FormatTooNew:
-        raise
-    except UNREADABLE as error:
-        found.error(_words(error), name, harms=False)
+    begin = _read_small(repo, found, name, lambda data: decode_begin(data, found.id))
+    if begin is None:
         return
-    found.objects += 1
     if begin.save_id != manifest.save_id:
         found.error("belongs to another save than the manifest", name, harms=False)
     named = {entry.name for entry in manifest.indexes}
@@ -180,14 +177,20 @@ def _check_begin(repo: Repo, found: Inspection, manifest: Manifest) -> None:
 def _check_attempt(repo: Repo, found: Inspection) -> None:
     id = found.id
     name = layout.attempt_name(id.run, id.attempt)
+    _read_small(repo, found, name, lambda data: decode_attempt(data, id.run, id.attempt))
+
+
+def _read_small(repo: Repo, found: Inspection, name: str, decode: Callable[[bytes], Small]) -> Small | None:
+    """What the object says; None where it cannot be read, which is a finding that harms no restore."""
     try:
-        decode_attempt(repo.store.get(name, limit=objects.SMALL), id.run, id.attempt)
+        read = decode(repo.store.get(name, limit=objects.SMALL))
     except FormatTooNew:
         raise
     except UNREADABLE as error:
         found.error(_words(error), name, harms=False)
-        return
+        return None
     found.objects += 1
+    return read
 
 
 def _check_notes(repo: Repo, found: Inspection) -> None:
