@@ -14,7 +14,22 @@ import typer
 from holdfast.cli import errors, exitcodes
 from holdfast.cli.plainhelp import PlainCommand
 
-COMMANDS = ("ls", "show", "verify", "restore", "rm", "undelete", "keep", "tag", "gc", "demo", "certify", "bench")
+COMMANDS = (
+    "ls",
+    "show",
+    "verify",
+    "restore",
+    "rm",
+    "undelete",
+    "flush",
+    "memory",
+    "keep",
+    "tag",
+    "gc",
+    "demo",
+    "certify",
+    "bench",
+)
 """Each is the function of its own name in the module of its own name."""
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from holdfast.cli import options, output
 from holdfast.cli.columns import Columns
 from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import repository
+from holdfast.errors import UsageError
 from holdfast.model.names import attempt_key
 from holdfast.report.measures import size
 
@@ -18,13 +21,29 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "holdfast ls /data/checkpoints",
     "holdfast ls /data/checkpoints --run gpt",
+    "holdfast ls --memory                 # what processes of this node keep, or left, in memory",
     "holdfast ls /data/checkpoints --json | jq '.runs[].latest.step'",
 )
 SHOWN_METRICS = 2
 
 
 def ls(
-    where: options.Where, run: options.OnlyRun = None, json: options.Json = False, debug: options.Debug = False
+    where: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="WHERE",
+            help="The repository: a directory or a URL. With --memory it may be left out.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    run: options.OnlyRun = None,
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="The images in this node's memory instead, whose they are, and their age."),
+    ] = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """List runs and checkpoints, newest first.
 
@@ -33,6 +52,11 @@ def ls(
     """
     from holdfast.cli.listing import listing
 
+    if memory:
+        _memory(where, run, as_json=json)
+        return
+    if where is None:
+        raise UsageError("which repository?", hint="holdfast ls WHERE, or holdfast ls --memory")
     repo = repository(where)
     runs = listing(repo, run)
     if json:
@@ -44,6 +68,20 @@ def ls(
         if number:
             output.line()
         _print(found)
+
+
+def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:
+    from holdfast.cli.images import document, judged, table
+
+    repo = repository(where) if where is not None else None
+    rows = judged(repo, run)
+    if as_json:
+        images = [document(found, verdict) for found, verdict in rows]
+        output.document("memory", {"where": repo.url if repo is not None else None, "images": images})
+        return
+    table(rows)
+    if not rows:
+        output.story("no images in this node's memory")
 
 
 def _json(found: RunRows) -> dict[str, object]:

@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import Final
 
 from holdfast.codec.digest import digest
+from holdfast.engine.packs import damaged
 from holdfast.errors import CorruptionError, ObjectNotFound, StoreDenied
 from holdfast.image.header import ALIGNMENT
 from holdfast.image.seals import ROOM, read_seals
-from holdfast.model.checkpoint import Manifest, Receipt
+from holdfast.model.checkpoint import Index, Manifest, Receipt
 from holdfast.repo.footer import Footer, Part, newest
 from holdfast.repo.index import decode_packs
 from holdfast.repo.layout import index_file
@@ -67,6 +68,26 @@ def open_image(descriptor: int, name: str, *, chunk_bytes: int) -> Image | None:
             mapping.close()
         raise
     return Image(Repo(ImageStore(parts, name), footer.repository, chunk_bytes), footer, number, mapping)
+
+
+def check_image(image: Image, index: Index) -> None:
+    """Digests every chunk and every header. CorruptionError names the leaf."""
+    store, id = image.repo.store, image.footer.id
+    views = []
+    for pack in index.packs:
+        with store.open(f"{id.directory}/{pack.name}") as reader:
+            view = reader.view()
+            assert view is not None
+            views.append(view)
+            if digest(view[: pack.header_length]) != pack.header_digest:
+                raise CorruptionError(f"the header of {pack.name} is damaged", subject=pack.name)
+    expected = index.digests.tobytes()
+    columns = (index.pack.tolist(), index.offset.tolist(), index.length.tolist(), index.chunk_start.tolist())
+    for row, (number, offset, length, first) in enumerate(zip(*columns[:3], columns[3][:-1], strict=True)):
+        for chunk, low in enumerate(range(0, length, index.chunk_bytes), first):
+            piece = views[number][offset + low : offset + min(low + index.chunk_bytes, length)]
+            if digest(piece) != expected[chunk * 16 : chunk * 16 + 16]:
+                raise damaged(image.repo, index.specs[row].path, index.packs[number].name, len(piece), offset + low)
 
 
 def _mapped(descriptor: int, length: int) -> mmap.mmap:

@@ -47,6 +47,21 @@ def dead_images() -> list[Found]:
     return [found for found in images() if not found.alive]
 
 
+def remove_image(found: Found) -> bool:
+    """Removes a dead process's image; False where a process holds it by now, or it cannot be removed."""
+    try:
+        slot = lasting.take_slot(found.slot)
+    except OSError:
+        return False
+    try:
+        slot.discard()
+    except OSError:
+        return False
+    finally:
+        slot.leave()
+    return True
+
+
 def _is_held(slot: Slot) -> bool:
     try:
         lasting.take_slot(slot).leave()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Collection
 from typing import Final
 
-from holdfast.engine.listing import dead_images
+from holdfast.engine.listing import dead_images, remove_image
 from holdfast.events import Emitter, Warned
-from holdfast.image import lasting, slots
+from holdfast.image import slots
 from holdfast.image.headroom import file_system_headroom, memory_headroom
 from holdfast.image.slots import Slot
 
@@ -43,15 +42,8 @@ def free_room(own: Collection[Slot], emitter: Emitter) -> bool:
     if not found:
         return False
     oldest = min(found, key=lambda one: one.footer.sealed_us if one.footer is not None else 0)
-    try:
-        held = lasting.take_slot(oldest.slot)
-    except OSError as error:
-        return error.errno == errno.ENOENT
-    try:
-        held.discard()
-    finally:
-        held.leave()
-    assert oldest.footer is not None
+    if oldest.footer is None or not remove_image(oldest):
+        return False
     what = f"the image of {oldest.footer.id}, which a dead process left in memory"
     emitter.emit(Warned(f"{what}, was removed: its room was needed"))
     return True

@@ -1,0 +1,111 @@
+"""The images in this node's memory, as they are listed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from holdfast.cli.columns import Columns
+from holdfast.errors import HoldfastError
+from holdfast.model.names import attempt_key
+
+if TYPE_CHECKING:
+    from holdfast.engine.listing import Found
+    from holdfast.repo.adoption import Adoptable
+    from holdfast.repo.repository import Repo
+
+    Verdict = Adoptable | str
+
+
+def judged(repo: Repo | None, run: str | None) -> list[tuple[Found, Verdict]]:
+    """This user's images: of one repository, or of all. Each is judged by the repository that it is of, where that can
+    be reached."""
+    from holdfast.engine.listing import images
+    from holdfast.model.names import run_key
+
+    opened: dict[str, Repo | str] = {} if repo is None else {repo.id: repo}
+    out: list[tuple[Found, Verdict]] = []
+    for found in images():
+        repository, _, of = found.slot.parent.partition("/")
+        if (repo is not None and repository != repo.id) or (run is not None and of != run_key(run)):
+            continue
+        if repository not in opened and found.footer is not None and not found.alive:
+            opened[repository] = _reached(found.footer.where, repository)
+        out.append((found, _judge(found, opened.get(repository))))
+    return out
+
+
+def _judge(found: Found, repo: Repo | str | None) -> Verdict:
+    from holdfast.upkeep.flush import judge_found, unfit
+
+    why = unfit(found)
+    if why or repo is None:
+        return why
+    return repo if isinstance(repo, str) else judge_found(repo, found)
+
+
+def _reached(where: str, repository: str) -> Repo | str:
+    """The repository that is said to lie there, or why it cannot be asked."""
+    from holdfast.repo.repository import Repo
+    from holdfast.store.registry import open_store
+
+    if not where:
+        return "where its repository lies is not known; name it: holdfast ls --memory WHERE"
+    try:
+        repo = Repo.open(open_store(where))
+    except HoldfastError as error:
+        return f"its repository cannot be asked: {error.message}"
+    return repo if repo.id == repository else f"the repository at {where} is another one by now"
+
+
+def words(verdict: Verdict) -> str:
+    if isinstance(verdict, str):
+        return verdict
+    return "it is durable, too" if verdict.durable else "a restart goes on from it"
+
+
+def table(rows: Sequence[tuple[Found, Verdict]]) -> None:
+    """Prints them, if there are any."""
+    from holdfast.report.measures import seconds, size
+
+    if not rows:
+        return
+    columns = Columns(
+        ("RUN", "ATTEMPT", "STEP", "SIZE", "SEALED", "OWNER", "STATE", "WHERE"),
+        right=frozenset({"STEP", "SIZE"}),
+        dispensable=("WHERE", "SIZE"),
+    )
+    for found, verdict in rows:
+        footer = found.footer
+        columns.add(
+            found.slot.parent.partition("/")[2],
+            attempt_key(footer.holder.attempt) if footer is not None else "",
+            str(footer.id.step) if footer is not None else "",
+            size(found.bytes),
+            f"{seconds(footer.age_s)} ago" if footer is not None else "",
+            "alive" if found.alive else "dead",
+            words(verdict),
+            footer.where if footer is not None else "",
+            style="gone" if isinstance(verdict, str) else "",
+        )
+    columns.print()
+
+
+def document(found: Found, verdict: Verdict) -> dict[str, Any]:
+    repository, _, run = found.slot.parent.partition("/")
+    footer = found.footer
+    return {
+        "name": found.name,
+        "run": run,
+        "repository": repository,
+        "bytes": found.bytes,
+        "owner": "alive" if found.alive else "dead",
+        "sealed": footer is not None,
+        "checkpoint": footer.id if footer is not None else None,
+        "attempt": footer.holder.attempt if footer is not None else None,
+        "age_s": round(footer.age_s, 3) if footer is not None else None,
+        "created": footer.created if footer is not None else None,
+        "where": footer.where if footer is not None else None,
+        "adoptable": not isinstance(verdict, str),
+        "state": words(verdict),
+    }

@@ -1,0 +1,59 @@
+"""`holdfast memory clear`: gives back the memory that dead processes' images take."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from holdfast.cli import options, output
+from holdfast.cli.asking import agreed
+from holdfast.cli.exitcodes import examples
+
+EXAMPLES = examples(
+    "holdfast ls --memory                # what there is",
+    "holdfast memory clear",
+    "holdfast memory clear --run gpt --yes",
+)
+
+
+class Action(StrEnum):
+    """What can be done with them."""
+
+    clear = "clear"
+
+
+def memory(
+    action: Annotated[Action, typer.Argument(metavar="clear", help="Remove images.", show_default=False)],
+    *,
+    run: options.OnlyRun = None,
+    dry_run: options.DryRun = False,
+    yes: options.Yes = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Remove the images in this node's shared memory whose process has ended.
+
+    What is in no store is lost with them: `holdfast flush WHERE` writes it first. Images of running processes stay.
+    """
+    from holdfast.cli.images import document, judged, table
+    from holdfast.engine.listing import remove_image
+    from holdfast.report.measures import count, size
+
+    rows = [(found, verdict) for found, verdict in judged(None, run) if not found.alive]
+    if not json:
+        table(rows)
+    nbytes = sum(found.bytes for found, _ in rows)
+    removed = []
+    if rows and not dry_run and agreed(f"Remove {count(len(rows), 'image')}, {size(nbytes)}?", yes=yes):
+        removed = [found for found, _ in rows if remove_image(found)]
+    freed = sum(found.bytes for found in removed)
+    if json:
+        images = [document(found, verdict) for found, verdict in rows]
+        names = [found.name for found in removed]
+        output.document("memory", {"dry_run": dry_run, "images": images, "removed": names, "bytes": freed})
+    elif not rows:
+        output.line("no dead process has left an image in memory")
+    elif removed:
+        output.line(f"{count(len(removed), 'image')} removed, {size(freed)} freed")

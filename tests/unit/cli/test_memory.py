@@ -1,0 +1,119 @@
+import json
+import os
+import sys
+
+import pytest
+
+from holdfast.repo.repository import Repo
+from holdfast.store.registry import open_store
+from holdfast.upkeep.verify import assert_whole
+from memory_training import live, shared_memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
+
+
+@pytest.fixture
+def root():
+    with shared_memory() as found:
+        yield found
+
+
+@pytest.fixture
+def left(tmp_path, root):
+    """What a killed training left: step 7 of run main in memory, nothing in the store."""
+    assert live(tmp_path / "ckpts", kill=7).killed
+    return tmp_path / "ckpts"
+
+
+def images(cli, *words):
+    status, out, _ = cli("ls", "--memory", *words, "--json")
+    assert status == 0
+    found = json.loads(out)
+    assert found["schema"] == "holdfast.memory/1"
+    return sorted(found["images"], key=lambda image: image["checkpoint"]["step"])
+
+
+def test_ls_memory_shows_whose_they_are_and_their_age(cli, left):
+    for found in (images(cli), images(cli, left), images(cli, "--run", "main")):
+        assert [image["checkpoint"]["step"] for image in found] == [6, 7]
+        assert {image["owner"] for image in found} == {"dead"}
+        assert all(image["adoptable"] and 0 <= image["age_s"] < 600 and image["bytes"] > 100_000 for image in found)
+        assert all(image["where"].endswith("/ckpts") for image in found)
+    rows = cli("ls", "--memory")[1].splitlines()
+    assert [word in rows[0] for word in ("RUN", "ATTEMPT", "STEP", "SEALED", "OWNER", "STATE")] == [True] * 6
+    assert "dead" in rows[1]
+    assert "a restart goes on from it" in rows[1]
+    assert images(cli, "--run", "other") == []
+    assert cli("ls", "--memory", "--run", "other")[1:] == ("", "no images in this node's memory\n")
+
+
+def test_ls_without_a_repository_wants_one_or_the_option(cli):
+    status, _, err = cli("ls")
+    assert (status, "holdfast ls --memory" in err) == (2, True)
+
+
+def test_flush_writes_the_newest_and_takes_it_out_of_memory(cli, left):
+    status, out, _ = cli("flush", left, "--dry-run", "--json")
+    plan = json.loads(out)
+    assert (status, plan["chosen"]["step"], plan["written"]) == (0, 7, None)
+    status, out, _ = cli("flush", left)
+    assert status == 0
+    assert out.splitlines()[-1].startswith("main/a0002/7 is written, ")
+    assert_whole(Repo.open(open_store(left)))
+    assert [image["checkpoint"]["step"] for image in images(cli)] == [6]
+    assert "a step of attempt 2" not in str(images(cli))
+    assert cli("flush", left)[1].splitlines()[-1] == "run main: nothing in memory is to be written"
+    again = live(left)
+    assert (again.began, again.source.startswith(f"from {left}")) == (7, True)
+
+
+def test_flush_says_why_it_writes_none(cli, left):
+    path = left / "runs/main/a0001/attempt.json"
+    path.write_bytes(path.read_bytes().replace(b'"attempt"', b'"attempx"', 1))
+    status, out, _ = cli("flush", left, "--run", "main", "--json")
+    found = json.loads(out)
+    assert (status, found["chosen"]) == (0, None)
+    assert all("cannot be read" in image["state"] for image in found["images"])
+
+
+def test_a_damaged_image_is_not_written(cli, left, root):
+    from holdfast.engine.listing import images as found
+
+    newest = max(found(), key=lambda one: one.footer.sequence)
+    path = root / f"holdfast-{os.geteuid()}" / newest.name
+    data = bytearray(path.read_bytes())
+    data[newest.footer.image // 2] ^= 1
+    path.write_bytes(data)
+    status, _, err = cli("flush", left)
+    assert (status, "damaged" in err) == (12, True)
+    assert not (left / "runs/main/a0002").exists(), "nothing is claimed for what cannot be written"
+
+
+def test_clear_asks_and_removes_what_is_dead(cli, left, root):
+    status, out, err = cli("memory", "clear")
+    assert (status, "--yes" in err) == (2, True)
+    assert len(images(cli)) == 2
+    assert json.loads(cli("memory", "clear", "--dry-run", "--json")[1])["removed"] == []
+    assert cli("memory", "clear", "--run", "other", "--yes")[1] == "no dead process has left an image in memory\n"
+    out = cli("memory", "clear", "--yes")[1]
+    assert out.splitlines()[-1].startswith("2 images removed, ")
+    assert images(cli) == []
+    assert live(left).began == 0
+
+
+def test_images_of_a_running_process_are_shown_and_stay(cli, tmp_path, root):
+    import numpy as np
+
+    import holdfast
+    from holdfast import every
+
+    state = {"w": np.zeros(1000)}
+    with holdfast.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1)) as ckpt:
+        for _ in ckpt.steps(3):
+            state["w"] += 1
+        assert ckpt._training.saving.memory._saver.join(30)
+        found = json.loads(cli("ls", "--memory", "--json")[1])["images"]
+        assert {image["owner"] for image in found} == {"alive"}
+        assert {image["state"] for image in found} == {"its process is running"}
+        assert cli("memory", "clear", "--yes")[1] == "no dead process has left an image in memory\n"
+    assert images(cli) == []
