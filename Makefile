@@ -67,7 +67,7 @@ exact-resume-campaign: setup
 	$(BIN)/python -m holdfast.testing.exact_resume --json $(RESULTS)/r8_exact_resume.json
 
 fault-campaign: setup
-	$(BIN)/python -m holdfast.testing.faulty_disk --seed 1 --cases 0 --seconds 900 --json $(RESULTS)/r4_faults.json
+	$(BIN)/python -m holdfast.testing.faulty_disk --seed 1 --cases 0 --seconds 1500 --json $(RESULTS)/r4_faults.json
 
 # Five minutes over all readers of bytes; the corpus that it begins with is tests/attacks.
 fuzz: setup
@@ -85,7 +85,6 @@ stateful-campaign: setup
 
 # A sample: all mutants take hours. Which survive and why is in the result.
 mutation-run: setup
-	$(BIN)/python -m pip install --quiet -e '.[mutation]'
 	$(BIN)/python tests/mutation/run.py --sample 600 --seed 1 --json $(RESULTS)/mutation.json
 
 clean:
