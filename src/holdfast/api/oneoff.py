@@ -73,7 +73,8 @@ def save(
         finally:
             attempt.release()
             saver.close()
-    manifest = repo.manifest(id)
+    manifest = saver.manifest
+    assert manifest is not None and manifest.id == id, "what was committed"
     return Checkpoint(repo.url, id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdfast.engine.planned import SavePlan
+from holdfast.model.canonical import Spelled
 from holdfast.model.checkpoint import Index, IndexEntry, Manifest, PackEntry
 from holdfast.model.names import CheckpointId
 from holdfast.repo.content import content_digest
@@ -41,17 +42,15 @@ def index_of(
 
 
 def manifest_of(
-    id: CheckpointId, flattened: Flattened, index: Index, entry: IndexEntry, about: About, *, created: str
+    id: CheckpointId, tree: Spelled, plan: SavePlan, index: Index, entry: IndexEntry, *, about: About, created: str
 ) -> Manifest:
-    """The manifest of a checkpoint of one rank."""
+    """The manifest of a checkpoint of one rank, whose `index` is that of an image captured by `plan`."""
     return Manifest(
         id=id,
         save_id=index.save_id,
-        tree=flattened.tree,
+        tree=tree.value,
         indexes=(entry,),
-        content=content_digest(
-            flattened.tree, index.specs, index.digests, chunk_bytes=index.chunk_bytes, private=[index.private]
-        ),
+        content=content_digest(tree, plan.table, index.digests, chunk_bytes=index.chunk_bytes, private=[index.private]),
         bytes=sum(pack.length for pack in index.packs),
         leaves=len(index.specs),
         chunk_bytes=index.chunk_bytes,

@@ -21,6 +21,7 @@ from holdfast.engine.room import free_room, shortage
 from holdfast.errors import CorruptionError, StoreError
 from holdfast.events import Emitter, Warned
 from holdfast.image.lasting import LastingSlot, take
+from holdfast.model import canonical
 from holdfast.model.checkpoint import Index, IndexEntry
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo.adoption import Adoptable, judge
@@ -226,9 +227,10 @@ class MemoryTier:
         half = halves.of(plan) if halves is not None else None
         if half is None or halves is None or self._holder is None or half.slot.arena is None:
             return False
-        rows = encode_index(index, id)
+        rows = encode_index(index, id, plan.rows)
         entry = IndexEntry(index_file(index.rank), len(rows), digest(rows))
-        manifest = encode_manifest(manifest_of(id, flattened, index, entry, about, created=created))
+        tree = canonical.spell(flattened.tree)
+        manifest = encode_manifest(manifest_of(id, tree, plan, index, entry, about=about, created=created), tree)
         try:
             half.slot.describe([rows, manifest])
             self._sequence += 1

@@ -11,6 +11,10 @@ from holdfast.events import Emitter, Warned
 from holdfast.image.arena import Arena
 from holdfast.image.capture import Capturer
 from holdfast.image.layout import Layout, plan_layout
+from holdfast.model.canonical import Spelled
+from holdfast.repo.content import leaf_table
+from holdfast.repo.rows import Rows
+from holdfast.state.collector import collector_paused
 from holdfast.state.contract import Flattened
 
 
@@ -19,6 +23,9 @@ class SavePlan:
     fingerprint: str
     layout: Layout
     chunks: ChunkTable
+    rows: Rows
+    table: Spelled
+    """Of the leaves, for the index and for the content digest."""
     capturer: Capturer
     arena: Arena
 
@@ -44,6 +51,7 @@ class Planner:
         self._rank = rank
         self._plan: SavePlan | None = None
 
+    @collector_paused
     def plan(self, flattened: Flattened) -> SavePlan:
         """The plan for this state. SaveFailed where there is no memory for it (I9)."""
         if self._plan is not None and self._plan.fingerprint == flattened.fingerprint:
@@ -59,7 +67,15 @@ class Planner:
                 capturer = Capturer(flattened, layout, arena)
         if arena.note:
             self._emitter.emit(Warned(f"the image lies in {arena.kind}: {arena.note}"))
-        self._plan = SavePlan(flattened.fingerprint, layout, ChunkTable(layout, self._chunk_bytes), capturer, arena)
+        self._plan = SavePlan(
+            flattened.fingerprint,
+            layout,
+            ChunkTable(layout, self._chunk_bytes),
+            Rows.of(flattened.specs),
+            leaf_table(flattened.specs),
+            capturer,
+            arena,
+        )
         return self._plan
 
     def release(self) -> None:

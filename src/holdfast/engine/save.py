@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.arenas import ArenaHolder
@@ -22,7 +22,8 @@ from holdfast.engine.planned import Planner, SavePlan
 from holdfast.engine.politeness import stand_back
 from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable
 from holdfast.events import Captured, Committed, Emitter, PackWritten, Progress, SaveFailedEvent, SaveStarted, Warned
-from holdfast.model.checkpoint import Index, Json, Receipt
+from holdfast.model import canonical
+from holdfast.model.checkpoint import Index, Json, Manifest, Receipt
 from holdfast.model.names import CheckpointId
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.commit import abort, begin, commit
@@ -105,6 +106,8 @@ class Saver:
         self._planner = Planner(arenas, repo.chunk_bytes, self._emitter, rank=rank)
         self._thread: threading.Thread | None = None
         self.current: Save | None = None
+        self.manifest: Manifest | None = None
+        """Of the save that came last to its commit, its tree left out."""
 
     @property
     def busy(self) -> bool:
@@ -324,13 +327,15 @@ class Saver:
         save.phase = "writing the index"
         job.digester.advance(layout.nbytes)
         index = self._index(job)
-        receipt, entry = put_index(repo, save.id, index)
+        receipt, entry = put_index(repo, save.id, index, job.plan.rows)
         receipts = [*job.receipts, receipt]
         crashpoint("packs and indexes durable, manifest not yet")
         self._seal(job)
         save.phase = COMMITTING
-        manifest = manifest_of(save.id, job.flattened, index, entry, job.about, created=job.created)
-        commit(repo, manifest, receipts)
+        tree = canonical.spell(job.flattened.tree)
+        manifest = manifest_of(save.id, tree, job.plan, index, entry, about=job.about, created=job.created)
+        self.manifest = replace(manifest, tree=None)
+        commit(repo, manifest, receipts, tree=tree)
         crashpoint("manifest durable, not yet reported")
 
     def _write_pack(self, job: _Job, pack: int) -> Receipt:

@@ -8,6 +8,7 @@ that what lies a window behind its end has been written out.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,6 +36,8 @@ class _Group:
 
     leaves: tuple[int, ...]
     itemsizes: tuple[int, ...]
+    long: tuple[int, ...]
+    """The rows of `PART_BYTES` and more, ascending."""
     bound: Bound
 
     def sources(self, flattened: Flattened) -> list[Any]:
@@ -142,12 +145,11 @@ class Capturer:
         """Rows `first..stop-1`. A leaf worth it is copied as one part, which keeps to this thread: copies by all of a
         framework's threads crawl while the writer has one of the cores."""
         begun = first
-        for row in range(first, stop):
-            length = int(self.layout.length[group.leaves[row]])
-            if length >= PART_BYTES and group.bound.splits(sources[row]):
+        for row in group.long[bisect_left(group.long, first) : bisect_left(group.long, stop)]:
+            if group.bound.splits(sources[row]):
                 if begun < row:
                     group.bound.copy(sources, begun, row)
-                group.bound.copy_part(sources[row], row, 0, length)
+                group.bound.copy_part(sources[row], row, 0, int(self.layout.length[group.leaves[row]]))
                 begun = row + 1
         if begun < stop:
             group.bound.copy(sources, begun, stop)
@@ -223,7 +225,9 @@ def _bind(flattened: Flattened, layout: Layout, buffer: Array) -> list[_Group]:
         if leaves:
             views = [buffer[begins[leaf] : ends[leaf]] for leaf in leaves]
             specs = [flattened.specs[leaf] for leaf in leaves]
-            groups.append(_Group(tuple(leaves), tuple(sizes[spec.dtype] for spec in specs), owner.bind(specs, views)))
+            itemsizes = tuple(sizes[spec.dtype] for spec in specs)
+            long = np.flatnonzero(layout.length[leaves] >= PART_BYTES).tolist()
+            groups.append(_Group(tuple(leaves), itemsizes, tuple(long), owner.bind(specs, views)))
     return groups
 
 

@@ -15,6 +15,7 @@ import math
 import re
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -43,10 +44,24 @@ _TAGGED_NAN: Final = re.compile(r"nan:[0-9a-f]{16}")
 _DECIMAL: Final = re.compile(r"-?[1-9][0-9]*")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Spelled:
+    """A value with its spelling, where it becomes a member of several objects: `spell` makes it."""
+
+    value: Json
+    text: bytes
+
+
 def dumps(value: Json) -> bytes:
     """The canonical spelling of `value`. Raises Unserialisable for what it cannot spell; depth is checked first."""
-    _check(value)
+    _check(value, MAX_DEPTH)
     return _ENCODER.encode(value).encode("ascii")
+
+
+def spell(value: Json) -> Spelled:
+    """As `dumps`, for a direct member of an object or a list: it may be nested one level less deeply."""
+    _check(value, MAX_DEPTH - 1)
+    return Spelled(value, _ENCODER.encode(value).encode("ascii"))
 
 
 def loads(data: bytes) -> Json:
@@ -96,10 +111,11 @@ def untag_number(value: Json) -> float:
     raise CorruptionError(f"{str(value)[:80]!r} is no number")
 
 
-def seal(obj: dict[str, Json]) -> bytes:
+def seal(obj: dict[str, Json | Spelled]) -> bytes:
     """`obj` (which has its `path`, and no `digest` yet) in canonical form, with its digest last."""
     assert "path" in obj and "digest" not in obj
-    body = dumps(obj)[:-1]
+    members = ((key, value if type(value) is Spelled else spell(value)) for key, value in sorted(obj.items()))
+    body = b"{" + b",".join(b"%b:%b" % (dumps(key), spelled.text) for key, spelled in members)
     return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}'
 
 
@@ -132,10 +148,10 @@ def unseal(data: bytes, *, name: str) -> dict[str, Json]:
     return found
 
 
-def _check(value: Json) -> None:
+def _check(value: Json, levels: int) -> None:
     """Level by level, so that a hostile or accidental depth costs no stack."""
     level: list[Any] = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(levels + 1):
         below: list[Any] = []
         for item in level:
             kind = type(item)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from holdfast.crashpoints import crashpoint
 from holdfast.errors import AlreadyExists, SaveFailed, Superseded
+from holdfast.model.canonical import Spelled
 from holdfast.model.checkpoint import IndexEntry, Manifest, Receipt
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout, objects
@@ -47,15 +48,16 @@ def begin(attempt: Attempt, step: int, save_id: str, names: Sequence[str]) -> Ch
     return id
 
 
-def commit(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt]) -> CheckpointId:
+def commit(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt], *, tree: Spelled | None = None) -> CheckpointId:
     """Makes the checkpoint exist: one create-if-absent of its manifest, after everything it names is durable (I1).
+    `tree`: the manifest's, where it is spelled.
 
     Raises Superseded if the save was aborted by a newer attempt; StoreError where it is not known whether the manifest
     arrived: `abort` then finds out.
     """
     _assert_durable(repo, manifest, receipts)
     try:
-        objects.put(repo.store, manifest.id.manifest, encode_manifest(manifest), token=manifest.save_id)
+        objects.put(repo.store, manifest.id.manifest, encode_manifest(manifest, tree), token=manifest.save_id)
     except AlreadyExists:
         raise Superseded(
             f"the save of {manifest.id} cannot commit: run {manifest.id.run!r} was claimed since, and the save closed",

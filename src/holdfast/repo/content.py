@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from holdfast.model import canonical
+from holdfast.model.canonical import Spelled
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 
 
 def content_digest(
-    tree: Json,
-    specs: Sequence[LeafSpec],
+    tree: Json | Spelled,
+    leaves: Sequence[LeafSpec] | Spelled,
     digests: np.ndarray[Any, Any],
     *,
     chunk_bytes: int,
@@ -23,11 +24,22 @@ def content_digest(
 ) -> str:
     """SHA-256 (hex) of the canonical leaf table and every chunk digest.
 
-    `specs` in the order of leaf numbers, `digests` uint8 [chunks, 16] in the same order, over all ranks; `private` the
-    private trees in the order of ranks. Where leaves lie, in which packs, and who saved them has no part in it.
+    `leaves` (or their `leaf_table`) in the order of leaf numbers, `digests` uint8 [chunks, 16] in the same order, over
+    all ranks; `private` the private trees in the order of ranks. Where leaves lie, in which packs, and who saved them
+    has no part in it.
     """
-    # Which leaf lies at which path is in the trees already, by number.
-    table = [f"{spec.dtype} {','.join(map(str, spec.shape))}" for spec in specs]
-    digest = hashlib.sha256(canonical.dumps(["holdfast content 1", chunk_bytes, tree, list(private), table]))
+    if not isinstance(tree, Spelled):
+        tree = canonical.spell(tree)
+    table = leaves if isinstance(leaves, Spelled) else leaf_table(leaves)
+    # One canonical list, member by member: a tree is spelled once for this and for its manifest.
+    digest = hashlib.sha256(b'["holdfast content 1",%d,' % chunk_bytes)
+    for part in (tree.text, b",", canonical.spell(list(private)).text, b",", table.text, b"]"):
+        digest.update(part)
     digest.update(np.ascontiguousarray(digests, dtype=np.uint8).data)
     return digest.hexdigest()
+
+
+def leaf_table(specs: Sequence[LeafSpec]) -> Spelled:
+    """What the content digest says of leaves: the same at every save of one structure."""
+    # Which leaf lies at which path is in the trees already, by number.
+    return canonical.spell([f"{spec.dtype} {','.join(map(str, spec.shape))}" for spec in specs])

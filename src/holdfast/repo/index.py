@@ -22,6 +22,7 @@ from holdfast.model.names import CheckpointId
 from holdfast.repo.layout import check_file, index_file
 from holdfast.repo.manifest import MAX_CHUNK
 from holdfast.repo.objects import FORMAT, Fields, check_format
+from holdfast.repo.rows import Rows
 from holdfast.repo.specs import Specs
 from holdfast.state import leaf_paths
 from holdfast.state.collector import collector_paused
@@ -53,28 +54,26 @@ COLUMNS: Final = (
 """Name, safetensors dtype, numpy dtype; widest first, so that each column is aligned for its items."""
 
 
-def encode_index(index: Index, id: CheckpointId) -> bytes:
-    """The bytes of an index of checkpoint `id`. Shared leaves' paths are not in it: they are in the manifest's tree."""
+def encode_index(index: Index, id: CheckpointId, rows: Rows | None = None) -> bytes:
+    """The bytes of an index of checkpoint `id`. Shared leaves' paths are not in it: they are in the manifest's tree.
+    `rows`: those of `index.specs`, where they are at hand."""
+    if rows is None:
+        rows = Rows.of(index.specs)
     count = len(index.specs)
-    dtypes = sorted({spec.dtype for spec in index.specs})
-    codes = {name: code for code, name in enumerate(dtypes)}
-    shared = sum(not spec.private for spec in index.specs)
-    assert all(spec.private == (row >= shared) for row, spec in enumerate(index.specs)), "shared leaves come first"
+    assert len(rows) == count, "the rows of these very leaves"
     assert len(index.chunk_start) == count + 1
     assert len(index.digests) == int(index.chunk_start[-1])
-    dims = [size for spec in index.specs for size in spec.shape]
-    ends = np.cumsum(np.fromiter((len(spec.shape) for spec in index.specs), dtype=np.int64, count=count))
     columns: dict[str, Array] = {
         "digests.ends": np.asarray(index.chunk_start)[1:],
         "leaf": np.arange(count),
         "length": index.length,
         "offset": index.offset,
-        "shape": np.array(dims, dtype=np.uint64),
-        "shape.ends": ends,
+        "shape": rows.dims,
+        "shape.ends": rows.ends,
         "pack": index.pack,
-        "dtype": np.fromiter((codes[spec.dtype] for spec in index.specs), dtype=np.uint16, count=count),
+        "dtype": rows.code,
         "digests": np.ascontiguousarray(index.digests, dtype=np.uint8).reshape(-1),
-        "head": _bytes(canonical.dumps(_head(index, id, dtypes, shared))),
+        "head": _bytes(canonical.dumps(_head(index, id, rows))),
         "private": _bytes(canonical.dumps(index.private)),
     }
     parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in COLUMNS]
@@ -83,10 +82,10 @@ def encode_index(index: Index, id: CheckpointId) -> bytes:
     return b"".join([header, *(part.tobytes() for part in parts)])
 
 
-def _head(index: Index, id: CheckpointId, dtypes: list[str], shared: int) -> Json:
+def _head(index: Index, id: CheckpointId, rows: Rows) -> Json:
     return {
         "chunk_bytes": index.chunk_bytes,
-        "dtypes": dtypes,
+        "dtypes": rows.dtypes,
         "format": FORMAT,
         "kind": "index",
         "packs": [
@@ -96,7 +95,7 @@ def _head(index: Index, id: CheckpointId, dtypes: list[str], shared: int) -> Jso
         "path": f"{id.directory}/{index_file(index.rank)}",
         "rank": index.rank,
         "save_id": index.save_id,
-        "shared": shared,
+        "shared": rows.shared,
     }
 
 

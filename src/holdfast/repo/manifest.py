@@ -7,7 +7,7 @@ from typing import Final
 
 from holdfast.errors import CorruptionError
 from holdfast.model import canonical
-from holdfast.model.canonical import tag_number, untag_number
+from holdfast.model.canonical import Spelled, tag_number, untag_number
 from holdfast.model.checkpoint import IndexEntry, Json, Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo import objects
@@ -35,9 +35,10 @@ class Aborted:
     by: str
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of the manifest; equal manifests have equal bytes."""
+def encode_manifest(manifest: Manifest, tree: Spelled | None = None) -> bytes:
+    """The bytes of the manifest; equal manifests have equal bytes. `tree`: the manifest's, where it is spelled."""
     id = manifest.id
+    assert tree is None or tree.value is manifest.tree, "another tree"
     return objects.encode(
         "manifest",
         id.manifest,
@@ -57,7 +58,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "run": id.run,
             "save_id": manifest.save_id,
             "step": id.step,
-            "tree": manifest.tree,
+            "tree": manifest.tree if tree is None else tree,
         },
     )
 

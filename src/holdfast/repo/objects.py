@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 from holdfast.errors import AlreadyExists, CorruptionError, FormatTooNew, ObjectNotFound, UsageError
@@ -18,7 +19,7 @@ SMALL: Final = 16 << 20
 _HEX: Final = re.compile(r"[0-9a-f]+")
 
 
-def encode(kind: str, name: str, body: dict[str, Json]) -> bytes:
+def encode(kind: str, name: str, body: Mapping[str, Json | canonical.Spelled]) -> bytes:
     """The bytes of an object of this kind that will lie under `name`."""
     return canonical.seal({**body, "format": FORMAT, "kind": kind, "path": name})
 

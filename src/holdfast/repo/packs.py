@@ -10,11 +10,13 @@ from holdfast.repo import objects
 from holdfast.repo.index import encode_index
 from holdfast.repo.layout import index_file
 from holdfast.repo.repository import Repo
+from holdfast.repo.rows import Rows
 
 
-def put_index(repo: Repo, id: CheckpointId, index: Index) -> tuple[Receipt, IndexEntry]:
-    """Puts one rank's index, durably; the entry is for the manifest. AlreadyExists if it is there with other bytes."""
-    data = encode_index(index, id)
+def put_index(repo: Repo, id: CheckpointId, index: Index, rows: Rows | None = None) -> tuple[Receipt, IndexEntry]:
+    """Puts one rank's index, durably; the entry is for the manifest. AlreadyExists if it is there with other bytes.
+    `rows`: those of the index's leaves, where they are at hand."""
+    data = encode_index(index, id, rows)
     file = index_file(index.rank)
     receipt = objects.put(repo.store, f"{id.directory}/{file}", data, token=index.save_id)
     return receipt, IndexEntry(file, len(data), digest(data))

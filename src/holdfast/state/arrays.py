@@ -1,18 +1,19 @@
-"""numpy's arrays and random generators, and long bytes: leaves that lie in host memory."""
+"""numpy's values and long bytes: leaves that lie in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from holdfast.errors import CorruptionError, Unserialisable
+from holdfast.errors import Unserialisable
 from holdfast.model.checkpoint import Json
 from holdfast.model.dtypes import DTYPES, dtype
 from holdfast.model.leaf import LeafSpec
 from holdfast.state.atoms import encode_scalar
 from holdfast.state.contract import Bound, Buffer, Sink
+from holdfast.state.generators import generator_node, new_generator, set_generator
 from holdfast.state.memory import Geometry
 from holdfast.state.nodes import ROOT
 from holdfast.state.registry import Refresh
@@ -25,12 +26,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _NAMES: Final = {row.numpy: row.name for row in DTYPES.values() if row.numpy is not None}
-MT19937_WORDS: Final = 624
-PHILOX_WORDS: Final = 4
-_BIT_GENERATORS: Final = {
-    kind.__name__: kind
-    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
-}
 
 
 def dtype_name(kind: np.dtype[Any], path: str = "") -> str:
@@ -133,6 +128,9 @@ class NumpyAdapter:
     def owners(self, value: Any, path: str) -> Iterable[tuple[Any, str]]:
         return ()
 
+    def encode_entries(self, entries: Mapping[str, Any], path: str, writer: Writer) -> None:
+        return None
+
     def encode(self, value: Any, path: str, writer: Writer) -> tuple[Json, Refresh]:
         if isinstance(value, np.ndarray):
             return self._encode_array(value, path, writer)
@@ -140,7 +138,7 @@ class NumpyAdapter:
             return self._encode_bytes(value, path, writer)
         if isinstance(value, np.generic):
             return _scalar_node(value, path), lambda again, _: _scalar_node(again, path)
-        return _random_node(value, path, writer), lambda again, replay: _random_node(again, path, replay)
+        return generator_node(value, path, writer), lambda again, replay: generator_node(again, path, replay)
 
     def _encode_array(self, value: Array, path: str, writer: Writer) -> tuple[Json, Refresh]:
         name = dtype_name(value.dtype, path)
@@ -189,7 +187,7 @@ class NumpyAdapter:
             if node.get("type") != type(value).__name__:
                 return restorer.mismatch(value, path, f"a numpy {node.get('type')}", f"a numpy {type(value).__name__}")
             state = restorer.rebuild(node.get("v"), path)
-            restorer.later(path, lambda: _set_random(value, state(), path))
+            restorer.later(path, lambda: set_generator(value, state(), path))
             return lambda: value
         if isinstance(value, np.generic):
             return restorer.rebuild(node, path)
@@ -207,7 +205,7 @@ class NumpyAdapter:
 
     def fresh(self, node: Json, path: str, restorer: Restorer) -> Thunk:
         state = restorer.rebuild(node.get("v"), path)
-        return lambda: _set_random(_new_random(node, state, path), state(), path)
+        return lambda: set_generator(new_generator(node, state, path), state(), path)
 
     def allocate(self, spec: LeafSpec, node: Json, device: Any) -> tuple[Any, Sink]:
         array = np.empty(spec.shape, array_dtype(spec.dtype))
@@ -224,57 +222,6 @@ def _scalar_node(value: np.generic, path: str) -> Json:
         return encode_scalar(value)
     except Unserialisable as error:
         raise Unserialisable(f"{path or ROOT}: {error.message}", subject=path, hint="save it as plain values") from None
-
-
-def _random_node(value: Any, path: str, writer: Writer) -> Json:
-    state = value.get_state(legacy=False) if isinstance(value, np.random.RandomState) else _bits(value).state
-    name = type(value).__name__
-    if name not in _BIT_GENERATORS and name not in ("Generator", "RandomState"):
-        raise Unserialisable(f"{path or ROOT}: a bit generator {type_name(type(value))} is not known", subject=path)
-    return {"!": "nprandom", "type": name, "v": writer.encode(state, path)}
-
-
-def _bits(value: Any) -> Any:
-    return value.bit_generator if isinstance(value, np.random.Generator) else value
-
-
-def _set_random(value: Any, state: Any, path: str) -> Any:
-    try:
-        check_generator(state)
-        if isinstance(value, np.random.RandomState):
-            value.set_state(state)
-        else:
-            _bits(value).state = state
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptionError(
-            f"{path or ROOT}: no state of a numpy {type(value).__name__} ({error})", subject=path
-        ) from None
-    return value
-
-
-def check_generator(state: Any) -> None:
-    """Raises ValueError, or what a missing part raises, for a state with a position outside of its words: numpy takes
-    it unchecked, and the next draw reads memory there."""
-    if state["bit_generator"] == "MT19937":
-        inner = state["state"]
-        words, at, last = np.shape(inner["key"]) == (MT19937_WORDS,), inner["pos"], MT19937_WORDS
-    elif state["bit_generator"] == "Philox":
-        words, at, last = np.shape(state["buffer"]) == (PHILOX_WORDS,), state["buffer_pos"], PHILOX_WORDS
-    else:
-        return
-    if not words or not 0 <= at <= last:
-        raise ValueError("key or position has the wrong size")
-
-
-def _new_random(node: Json, state: Thunk, path: str) -> Any:
-    held = state()
-    name = held.get("bit_generator") if isinstance(held, dict) else None
-    bits = _BIT_GENERATORS.get(str(name))
-    if bits is None:
-        raise CorruptionError(f"{path or ROOT}: a numpy generator of kind {name!r} is not known", subject=path)
-    if node.get("type") == "Generator":
-        return np.random.Generator(bits())
-    return np.random.RandomState(bits()) if node.get("type") == "RandomState" else bits()
 
 
 adapter: Final = NumpyAdapter()

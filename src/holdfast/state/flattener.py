@@ -163,8 +163,12 @@ def _check_paths(leaves: Leaves) -> None:
 
 
 def _fingerprint(leaves: Leaves) -> str:
-    rows = [
-        (spec.path, spec.dtype, spec.shape, spec.private, device.name)
-        for spec, device in zip(leaves.specs, leaves.devices, strict=True)
-    ]
-    return hashlib.blake2b(repr(rows).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    specs = leaves.specs
+    columns = (
+        [spec.path for spec in specs],
+        [spec.dtype for spec in specs],
+        [spec.shape for spec in specs],
+        [spec.private for spec in specs],
+        [device.name for device in leaves.devices],
+    )
+    return hashlib.blake2b(repr(columns).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

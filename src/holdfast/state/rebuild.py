@@ -13,6 +13,7 @@ from holdfast.model.paths import join
 from holdfast.state import registry
 from holdfast.state.atoms import DECODERS, ENCODERS, decode_atom, random_state
 from holdfast.state.classes import enum_member, named_fields, tagged
+from holdfast.state.containers import FACTORIES
 from holdfast.state.entries import matched, stateful, structured
 from holdfast.state.keys import key_thunk, spell, spelled
 from holdfast.state.nodes import (
@@ -28,7 +29,7 @@ from holdfast.state.nodes import (
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
 from holdfast.state.selection import Selection
 from holdfast.state.tagged import Tagged
-from holdfast.state.writer import FACTORIES, is_stateful
+from holdfast.state.writer import is_stateful
 
 _KEYED_TYPES: Final[dict[str, type]] = {
     "dict": dict,

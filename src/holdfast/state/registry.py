@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -35,6 +35,14 @@ class Adapter(Protocol):
         ...
 
     def encode(self, value: Any, path: str, writer: Writer) -> tuple[Json, Refresh]: ...
+
+    def encode_entries(
+        self, entries: Mapping[str, Any], path: str, writer: Writer
+    ) -> tuple[list[Json], Refresh] | None:
+        """The pairs of a dictionary whose values are all this adapter's, as `encode` of each would give them, and how
+        to tell them again (given the dictionary) at less cost than one by one. None where it cannot; then nothing was
+        told to the writer."""
+        ...
 
     def owners(self, value: Any, path: str) -> Iterable[tuple[Any, str]]:
         """The tensors that an optimizer may hold, each with its path: the value itself, or a module's parameters."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.errors import StateMismatch
-from holdfast.state.arrays import check_generator
+from holdfast.state.generators import check_generator
 
 FRAMEWORKS: Final[Mapping[str, str]] = {"torch": "holdfast.integrations.torch.rng"}
 """A framework's module -> the module whose `capture` and `apply` know its generators."""

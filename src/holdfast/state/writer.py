@@ -11,43 +11,23 @@ import collections
 import dataclasses
 import datetime
 import enum
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from holdfast.errors import HoldfastError, StateError, Unserialisable
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.paths import METADATA, join
 from holdfast.state import registry
-from holdfast.state.atoms import ENCODERS, INLINE_BYTES, encode_bytes
+from holdfast.state.atoms import ENCODERS, encode_bytes
+from holdfast.state.containers import CONTAINERS, DICTIONARIES
 from holdfast.state.contract import Device
 from holdfast.state.leaves import Leaves
 from holdfast.state.memory import Geometry
 from holdfast.state.nodes import MAX_DEPTH, PRIVATE, ROOT, segment
-from holdfast.state.tagged import Tagged, type_name
-
-FACTORIES: Final[dict[Any, str]] = {
-    kind: kind.__name__
-    for kind in (
-        int,
-        float,
-        bool,
-        str,
-        bytes,
-        complex,
-        list,
-        dict,
-        set,
-        tuple,
-        frozenset,
-        collections.deque,
-        collections.Counter,
-    )
-}
-"""Default factories that a checkpoint may name; a defaultdict with any other comes back only into an existing one."""
+from holdfast.state.tagged import type_name
 
 
 class Changed(Exception):
@@ -56,11 +36,18 @@ class Changed(Exception):
 
 @dataclass(slots=True)
 class Step:
-    """One value of a framework met on the walk: where, and how to tell its sources again."""
+    """One value of a framework met on the walk, or a dictionary of nothing else: where, and how to tell its sources
+    again."""
 
     path: str
     kind: type
     refresh: registry.Refresh | None = None
+    values: frozenset[type] = frozenset()
+    """Of a dictionary told as a whole: the types of its values."""
+
+
+class _Entries:
+    """What a step for a dictionary as a whole has for a kind: no value is one."""
 
 
 class Writer:
@@ -108,7 +95,7 @@ class Writer:
                 return encoder(value)
             except Unserialisable as error:
                 raise _located(error, path) from None
-        container = _CONTAINERS.get(kind)
+        container = CONTAINERS.get(kind)
         if container is not None:
             with self._inside(value, path):
                 return container(self, value, path)
@@ -122,8 +109,31 @@ class Writer:
             and registry.registered(type(state)) is None
         ):
             with self._inside(state, path):
-                return {"!": "dict", "i": self.pairs(state.items(), path)}
+                return {"!": "dict", "i": self.entries(state, path)}
         return self.encode(state, path)
+
+    def entries(self, held: Mapping[Any, Any], path: str) -> list[Json]:
+        """The pairs of a dictionary; one that a framework's adapter tells as a whole is one step of the script."""
+        if self._inline or type(held) not in DICTIONARIES:
+            return self.pairs(held.items(), path)
+        if self._replaying:
+            step = self.script[self._cursor] if self._cursor < len(self.script) else None
+            if step is None or step.kind is not _Entries or step.path != path or step.refresh is None:
+                return self.pairs(held.items(), path)
+            if any(map(registry.registered, step.values)):
+                raise Changed
+            self._cursor += 1
+            again: list[Json] = step.refresh(held, self)
+            return again
+        kinds = frozenset(map(type, held.values()))
+        adapter = _adapter_of_all(kinds)
+        if adapter is None or not all(type(key) is str and key.isascii() for key in held):
+            return self.pairs(held.items(), path)
+        told = adapter.encode_entries(held, path, self)
+        if told is None:
+            return self.pairs(held.items(), path)
+        self.script.append(Step(path, _Entries, told[1], kinds))
+        return told[0]
 
     def pairs(self, entries: Iterable[tuple[Any, Any]], path: str) -> list[Json]:
         found: list[Json] = []
@@ -312,6 +322,19 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
                 yield segment(one.name), getattr(value, one.name)
 
 
+def _adapter_of_all(kinds: Iterable[type]) -> registry.Adapter | None:
+    """The one adapter that the walk would come to for values of each of these types, if there is one."""
+    found: registry.Adapter | None = None
+    for kind in kinds:
+        if kind in ENCODERS or kind in CONTAINERS or registry.registered(kind) is not None:
+            return None
+        adapter = registry.adapter_for(kind)
+        if adapter is None or (found is not None and adapter is not found):
+            return None
+        found = adapter
+    return found
+
+
 def is_stateful(value: Any) -> bool:
     """Whether the value says its state itself, and takes it back."""
     kind = type(value)
@@ -347,47 +370,3 @@ def _hint(value: Any) -> str:
 
 def _located(error: Unserialisable, path: str) -> Unserialisable:
     return Unserialisable(f"{path or ROOT}: {error.message}", subject=path, hint=error.hint)
-
-
-def _sorted_elements(writer: Writer, value: Iterable[Any], path: str) -> list[Json]:
-    found = [writer.closed(element, f"{path or ROOT} (an element)") for element in value]
-    return sorted(found, key=lambda node: json.dumps(node, sort_keys=True))
-
-
-def _defaultdict(writer: Writer, value: collections.defaultdict[Any, Any], path: str) -> Json:
-    factory = value.default_factory
-    name = None if factory is None else FACTORIES.get(factory, "?") if isinstance(factory, type) else "?"
-    return {"!": "defaultdict", "factory": name, "i": writer.pairs(value.items(), path)}
-
-
-def _deque(writer: Writer, value: collections.deque[Any], path: str) -> Json:
-    return {
-        "!": "deque",
-        "maxlen": value.maxlen,
-        "i": [writer.encode(one, join(path, str(n))) for n, one in enumerate(value)],
-    }
-
-
-def _bytes(writer: Writer, value: bytes | bytearray, path: str) -> Json:
-    return encode_bytes(value) if len(value) < INLINE_BYTES else writer.long_bytes(value, path)
-
-
-def _slice(writer: Writer, value: slice, path: str) -> Json:
-    return {"!": "slice", "v": [writer.encode(part, path) for part in (value.start, value.stop, value.step)]}
-
-
-_CONTAINERS: Final[dict[type, Callable[[Writer, Any, str], Json]]] = {
-    dict: lambda w, v, p: {"!": "dict", "i": w.pairs(v.items(), p)},
-    collections.OrderedDict: lambda w, v, p: {"!": "ordereddict", "i": w.pairs(v.items(), p)},
-    collections.Counter: lambda w, v, p: {"!": "counter", "i": w.pairs(v.items(), p)},
-    collections.defaultdict: _defaultdict,
-    list: lambda w, v, p: [w.encode(one, join(p, str(n))) for n, one in enumerate(v)],
-    tuple: lambda w, v, p: {"!": "tuple", "i": [w.encode(one, join(p, str(n))) for n, one in enumerate(v)]},
-    set: lambda w, v, p: {"!": "set", "i": _sorted_elements(w, v, p)},
-    frozenset: lambda w, v, p: {"!": "frozenset", "i": _sorted_elements(w, v, p)},
-    collections.deque: _deque,
-    slice: _slice,
-    bytes: _bytes,
-    bytearray: _bytes,
-    Tagged: lambda w, v, p: {"!": "tagged", "type": v.type_name, "v": w.encode(v.value, p)},
-}

@@ -41,8 +41,8 @@ def test_i8_a_save_ends_even_when_its_failure_cannot_be_handled(saver: Saver, mo
 def test_a_commit_whose_answer_was_lost_is_found_to_have_arrived(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = engine_save.commit
 
-    def answered_by_an_error(*given: object) -> None:
-        whole(*given)
+    def answered_by_an_error(*given: object, **named: object) -> None:
+        whole(*given, **named)
         raise StoreError("no answer")
 
     monkeypatch.setattr(engine_save, "commit", answered_by_an_error)

@@ -90,6 +90,28 @@ def test_what_json_cannot_hold_is_refused(value: object) -> None:
         canonical.dumps(value)
 
 
+@quick
+@given(st.dictionaries(texts.filter(lambda key: key not in ("digest", "path")), values, max_size=4))
+def test_members_that_are_spelled_already_make_the_same_object(body: dict[str, object]) -> None:
+    plain = canonical.seal({**body, "path": "a/b.json"})
+    spelled = {key: canonical.spell(value) for key, value in body.items()}
+    assert all(one.text == canonical.dumps(one.value) for one in spelled.values())
+    assert canonical.seal({**spelled, "path": "a/b.json"}) == plain
+    assert plain.startswith(canonical.dumps({**body, "path": "a/b.json"})[:-1])
+
+
+def test_a_member_may_be_nested_one_level_less() -> None:
+    deep: object = 1
+    for _ in range(canonical.MAX_DEPTH - 1):
+        deep = [deep]
+    sealed = canonical.seal({"path": "here", "v": canonical.spell(deep)})
+    assert canonical.unseal(sealed, name="here")["v"] == deep
+    assert canonical.dumps([deep])
+    for spell in (canonical.spell, lambda value: canonical.seal({"path": "here", "v": value})):
+        with pytest.raises(Unserialisable, match="nested deeper"):
+            spell([deep])
+
+
 def test_depth_is_bounded_both_ways() -> None:
     deep: object = 1
     for _ in range(canonical.MAX_DEPTH):

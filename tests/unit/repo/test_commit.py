@@ -18,11 +18,12 @@ from holdfast.errors import (
     Superseded,
     UsageError,
 )
+from holdfast.model import canonical
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout
 from holdfast.repo.attempts import Attempt, claim
 from holdfast.repo.commit import abort, begin, commit, free
-from holdfast.repo.content import content_digest
+from holdfast.repo.content import content_digest, leaf_table
 from holdfast.repo.manifest import Aborted
 from holdfast.repo.notes import add_note, notes
 from holdfast.repo.refs import clear_ref, list_refs, put_ref, read_ref
@@ -201,6 +202,7 @@ def test_the_content_digest_tells_equal_from_unequal(make: Any) -> None:
     assert len({base, *others}) == 7
     spelled = b'["holdfast content 1",64,{"a":1},[],["float32 2","float32 2"]]' + bytes(range(32))
     assert base == hashlib.sha256(spelled).hexdigest()
+    assert base == content_digest(canonical.spell({"a": 1}), leaf_table(specs), digests, chunk_bytes=64)
 
 
 # -- notes and refs ---------------------------------------------------------------------------------------------------

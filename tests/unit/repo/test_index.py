@@ -21,6 +21,7 @@ from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
 from holdfast.repo.index import COLUMNS, decode_index, decode_packs, encode_index
 from holdfast.repo.manifest import Aborted, decode_manifest, encode_aborted, encode_manifest
+from holdfast.repo.rows import Rows
 from holdfast.state import flatten
 
 ID = CheckpointId("gpt", 3, 500)
@@ -71,6 +72,7 @@ def test_an_index_comes_back_as_it_was(index: Index) -> None:
         assert getattr(back, name).dtype == (np.uint8 if name == "digests" else np.int64)
     assert decode_packs(data, id=ID, rank=0) == (SAVE, index.packs)
     assert encode_index(back, ID) == data
+    assert encode_index(index, ID, Rows.of(index.specs)) == data
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -234,6 +236,7 @@ MANIFEST = Manifest(
 
 def test_a_manifest_comes_back_as_it_was() -> None:
     assert decode_manifest(encode_manifest(MANIFEST), ID) == MANIFEST
+    assert encode_manifest(MANIFEST, canonical.spell(MANIFEST.tree)) == encode_manifest(MANIFEST)
     nan = replace(MANIFEST, metrics={"loss": float("nan")})
     assert encode_manifest(decode_manifest(encode_manifest(nan), ID)) == encode_manifest(nan)  # type: ignore[arg-type]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from holdfast.errors import CorruptionError
 from holdfast.integrations.torch import modules, optimizer_restore, optimizers, tensors
 from holdfast.integrations.torch.device import TORCH_DTYPES
+from holdfast.integrations.torch.forms import PLAIN
+from holdfast.integrations.torch.looks import Entries
 from holdfast.integrations.torch.wrappers import own_tensors
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
@@ -60,6 +62,14 @@ class TorchAdapter:
         if isinstance(value, torch.Generator):
             return _generator_node(value, path, writer), lambda again, replay: _generator_node(again, path, replay)
         return _small_node(value), lambda again, _: _small_node(again)
+
+    def encode_entries(
+        self, entries: Mapping[str, Any], path: str, writer: Writer
+    ) -> tuple[list[Json], Refresh] | None:
+        if not all(type(one) in PLAIN and one.layout is torch.strided for one in entries.values()):
+            return None
+        told = Entries(entries, path, writer)
+        return told.pairs, told.again
 
     def restore(self, value: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
         if isinstance(value, torch.Tensor):

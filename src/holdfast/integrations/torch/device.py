@@ -157,9 +157,9 @@ class TorchDevice:
 _devices: dict[torch.device, TorchDevice] = {}
 
 
-def device_of(tensor: torch.Tensor) -> TorchDevice:
-    """The device that copies this tensor; one for each torch device, so that leaves of one are copied together."""
-    found = _devices.get(tensor.device)
+def device_of(device: torch.device) -> TorchDevice:
+    """What copies tensors of this device; one for each, so that leaves of one are copied together."""
+    found = _devices.get(device)
     if found is None:
-        found = _devices.setdefault(tensor.device, TorchDevice(tensor.device))
+        found = _devices.setdefault(device, TorchDevice(device))
     return found

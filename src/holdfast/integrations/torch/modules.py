@@ -12,6 +12,7 @@ from torch import nn
 
 from holdfast.errors import StateError, StateMismatch
 from holdfast.integrations.torch import tensors
+from holdfast.integrations.torch.looks import Looks
 from holdfast.integrations.torch.meta import materialise, plans
 from holdfast.integrations.torch.wrappers import own_tensors, places
 from holdfast.model.checkpoint import Json
@@ -127,14 +128,10 @@ def encode(module: nn.Module, path: str, writer: Writer) -> tuple[Json, Refresh]
     dense = all(one.own and one.value.layout is torch.strided and not tensors.is_subclass(one.value) for one in found)
     if not (dense and is_plain(module)):
         return {**said, "i": _pairs(found, path, writer)}, _again(cells, said)
-    pairs: list[Json] = []
-    for one in found:
-        where = join(path, escape(one.name))
-        tensors.check(one.value, where)
-        pairs.append([one.name, tensors.dense_leaf(one.value, where, writer)])
-    node = {**said, "i": pairs}
+    looks = Looks()
     values = [one.value for one in found]
-    looks = tensors.Looks(values)
+    pairs = [[one.name, looks.first(one.value, join(path, escape(one.name)), writer)] for one in found]
+    node = {**said, "i": pairs}
 
     def refresh(again: nn.Module, replay: Writer) -> Json:
         cells.check(again)

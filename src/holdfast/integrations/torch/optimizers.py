@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import StateError
 from holdfast.integrations.torch import tensors
+from holdfast.integrations.torch.looks import Entries
 from holdfast.model.checkpoint import Json
 from holdfast.model.paths import join
 from holdfast.state.nodes import ROOT, segment
@@ -84,8 +85,7 @@ class _Place:
         self.name = paths[id(key)] if self.named else writer.closed(key, f"{path} (a key)")
         below = self.name if self.named else segment(self.name)
         self._path = join(join(path, "state" if self.named else "other"), below)
-        self._keys: tuple[Any, ...] | None = None
-        self._looks: tensors.Looks | None = None
+        self._entries: Entries | None = None
         self.node = self._first(value, writer)
 
     def _first(self, value: Any, writer: Writer) -> Json:
@@ -94,26 +94,20 @@ class _Place:
             and value
             and all(tensors.is_dense(one) and type(key) is str for key, one in value.items())
         ):
-            self._keys = tuple(value)
-            self._looks = tensors.Looks(list(value.values()))
-            pairs: list[Json] = []
-            for key, one in value.items():
-                where = join(self._path, segment(key))
-                tensors.check(one, where)
-                pairs.append([key, tensors.dense_leaf(one, where, writer)])
-            return {"!": "dict", "i": pairs}
+            self._entries = Entries(value, self._path, writer)
+            return {"!": "dict", "i": self._entries.pairs}
         return writer.encode(value, self._path)
 
     def again(self, state: Mapping[Any, Any], replay: Writer) -> None:
         value = state.get(self.key, self)
         if value is self:
             raise Changed
-        if self._looks is None or self._keys is None:
+        if self._entries is None:
             self.node = replay.encode(value, self._path)
-        elif tuple(value) != self._keys:
+        elif type(value) is not dict:
             raise Changed
         else:
-            self._looks.again(replay, value.values())
+            self._entries.again(value, replay)
 
 
 def _split(places: Sequence[_Place]) -> tuple[list[Json], list[Json]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, Final
 
@@ -14,13 +13,12 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.errors import CorruptionError, StateError, Unserialisable
-from holdfast.integrations.torch.device import QUANTISED, TORCH_DTYPES, device_of, over, raw, writable
+from holdfast.integrations.torch.device import QUANTISED, TORCH_DTYPES, over, raw, writable
+from holdfast.integrations.torch.forms import PLAIN, Look, about, address, form_of, geometry, look
 from holdfast.model.checkpoint import Json
-from holdfast.model.dtypes import DTYPES
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.paths import escape, join
 from holdfast.state.contract import Buffer, Sink
-from holdfast.state.memory import Geometry
 from holdfast.state.nodes import LEAVES, ROOT, items
 from holdfast.state.registry import Refresh
 from holdfast.state.restorer import SWAPS, Restorer, Thunk
@@ -35,45 +33,14 @@ SPARSE: Final = {
     torch.sparse_bsc: ("bsc", ("ccol_indices", "row_indices", "values")),
 }
 _LAYOUTS: Final = {name: layout for layout, (name, _) in SPARSE.items()}
-_NAMES: Final = {kind: name for name, kind in TORCH_DTYPES.items() if name in DTYPES and str(kind) == f"torch.{name}"}
-
-_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types that are what they seem; any other may compute what it holds, or hold nothing yet."""
 
 
-def dtype_name(tensor: torch.Tensor, path: str) -> str:
-    name = _NAMES.get(tensor.dtype)
-    if name is None:
-        if str(tensor.dtype)[6:] in QUANTISED:
-            raise Unserialisable(
-                f"{path or ROOT}: a quantised tensor has no representation", subject=path, hint="dequantize() it"
-            )
-        raise Unserialisable(f"{path or ROOT}: {tensor.dtype} is not known to this version", subject=path)
-    return name
-
-
-def geometry(tensor: torch.Tensor) -> Geometry:
-    """What tells two views of one address apart: type, shape, strides, conjugate and negative bits."""
-    return _geometry((tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()))
-
-
-_Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device, bool, bool]
-
-
-@lru_cache(maxsize=4096)
-def _geometry(form: _Form) -> Geometry:
-    dtype, shape, strides, device, conjugate, negative = form
-    reach = sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
-    return Geometry(
-        str(device),
-        0 if 0 in shape else dtype.itemsize * (1 + reach),
-        (dtype, shape, strides, (conjugate, negative) if conjugate or negative else None),
-    )
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Where the first element lies; an empty tensor lies nowhere and is only the same as itself."""
-    return tensor.data_ptr() or id(tensor)
+def _unknown_type(tensor: torch.Tensor, path: str) -> Unserialisable:
+    if str(tensor.dtype)[6:] in QUANTISED:
+        return Unserialisable(
+            f"{path or ROOT}: a quantised tensor has no representation", subject=path, hint="dequantize() it"
+        )
+    return Unserialisable(f"{path or ROOT}: {tensor.dtype} is not known to this version", subject=path)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -88,7 +55,7 @@ def check(tensor: torch.Tensor, path: str) -> None:
         raise Unserialisable(
             f"{where}: a meta tensor has no values to save", subject=path, hint="materialise the model first"
         )
-    if kind not in _PLAIN and is_lazy(tensor):
+    if kind not in PLAIN and is_lazy(tensor):
         raise Unserialisable(
             f"{where}: a lazy parameter that is not initialised yet", subject=path, hint="run one forward first"
         )
@@ -96,7 +63,7 @@ def check(tensor: torch.Tensor, path: str) -> None:
         raise Unserialisable(
             f"{where}: a tensor of layout {tensor.layout} has no representation", subject=path, hint="save it dense"
         )
-    if kind not in _PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if kind not in PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise Unserialisable(
             f"{where}: {type_name(kind)} computes what it holds",
             subject=path,
@@ -104,100 +71,42 @@ def check(tensor: torch.Tensor, path: str) -> None:
         )
 
 
-def about(tensor: torch.Tensor) -> Json:
-    """What a leaf's node says beside its number."""
-    said: dict[str, Json] = {"as": "torch"}
-    # A buffer is a Tensor that says so itself; asking every tensor by isinstance costs more than copying it.
-    if type(tensor) is not torch.Tensor or tensor.__dict__:
-        if isinstance(tensor, torch.nn.Parameter):
-            said["param"] = True
-        elif isinstance(tensor, torch.nn.Buffer):
-            said["buffer"] = True
-    if tensor.requires_grad:
-        said["grad"] = True
-    if not tensor.is_cpu:
-        said["device"] = tensor.device.type
-    return said
-
-
 def encode(tensor: torch.Tensor, path: str, writer: Writer) -> tuple[Json, Refresh]:
     if is_subclass(tensor):
         return _subclass_node(tensor, path, writer), lambda again, replay: _subclass_node(again, path, replay)
     check(tensor, path)
     if tensor.layout is not torch.strided:
-        return _sparse_node(tensor, path, writer), lambda again, replay: _sparse_node(again, path, replay)
-    node = dense_leaf(tensor, path, writer)
+        return _sparse_node(tensor, path, writer), _sparse_again(tensor.layout, path)
     kind, known = type(tensor), look(tensor)
+    node = dense_leaf(tensor, known, path, writer)
 
     def refresh(again: torch.Tensor, replay: Writer) -> Json:
         if type(again) is not kind or look(again) != known:
             raise Changed
-        replay.again(again, again.data_ptr() or id(again))
+        replay.again(again, address(again))
         return node
 
     return node, refresh
 
 
-def dense_leaf(tensor: torch.Tensor, path: str, writer: Writer) -> Json:
-    shape = tensor.shape
-    spec = (_NAMES.get(tensor.dtype) or dtype_name(tensor, path), tuple(shape))
-    device = device_of(tensor)
+def dense_leaf(tensor: torch.Tensor, seen: Look, path: str, writer: Writer) -> Json:
+    """The node of a dense tensor that has been checked, and looks like this."""
+    known = form_of(seen)
+    if known is None:
+        raise _unknown_type(tensor, path)
     place = tensor.data_ptr() or id(tensor)
-    return writer.leaf(path, about(tensor), spec, tensor, device=device, address=place, geometry=geometry(tensor))
-
-
-def look(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Everything of a dense tensor that its leaf depends on, its type, address and values apart."""
-    return (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride() if tensor.layout is torch.strided else tensor.layout,
-        tensor.device,
-        tensor.requires_grad,
-        tensor.is_conj(),
-        tensor.is_neg(),
+    return writer.leaf(
+        path, known.about, known.spec, tensor, device=known.device, address=place, geometry=known.geometry
     )
 
 
 def is_subclass(tensor: torch.Tensor) -> bool:
     """Whether a tensor is made of other tensors, and says how."""
-    return type(tensor) not in _PLAIN and bool(is_traceable_wrapper_subclass(tensor))
+    return type(tensor) not in PLAIN and bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_dense(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not is_subclass(value)
-
-
-class Looks:
-    """Many dense tensors at once: whether each still is what it was, at well under a microsecond each.
-
-    They are not held: what the state replaces is to be freed.
-    """
-
-    def __init__(self, values: Sequence[torch.Tensor]) -> None:
-        self._known = [
-            (weakref.ref(one), address(one), type(one), one.layout, look(one), one.shape, one.stride())
-            for one in values
-        ]
-
-    def again(self, replay: Writer, values: Iterable[torch.Tensor]) -> None:
-        """Tells the leaves to `replay`, in order. Raises Changed where a tensor differs in more than its values."""
-        sources, addresses = replay.leaves.sources, replay.leaves.addresses
-        for now, (known, place, kind, layout, seen, shape, stride) in zip(values, self._known, strict=True):
-            here = now.data_ptr() or id(now)
-            if here != place or known() is not now:
-                # Another object, or another memory behind the same one: everything may differ.
-                if type(now) is not kind or now.layout is not layout or look(now) != seen:
-                    raise Changed
-            elif (
-                now.shape != shape
-                or now.stride() != stride
-                or now.dtype is not seen[0]
-                or now.requires_grad is not seen[4]
-            ):
-                raise Changed
-            sources.append(now)
-            addresses.append(here)
 
 
 def _parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -208,7 +117,7 @@ def _parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 def _sparse_node(tensor: torch.Tensor, path: str, writer: Writer) -> Json:
     held = tensor.detach()
-    said = {key: value for key, value in about(tensor).items() if key != "as"}
+    said = {key: value for key, value in about(look(tensor)).items() if key != "as"}
     parts = [[name, writer.encode(part, join(path, name))] for name, part in _parts(held)]
     coalesced = tensor.is_coalesced() if tensor.layout is torch.sparse_coo else None
     return {
@@ -219,6 +128,15 @@ def _sparse_node(tensor: torch.Tensor, path: str, writer: Writer) -> Json:
         "i": parts,
         **said,
     }
+
+
+def _sparse_again(layout: torch.layout, path: str) -> Refresh:
+    def refresh(again: torch.Tensor, replay: Writer) -> Json:
+        if again.layout is not layout:
+            raise Changed
+        return _sparse_node(again, path, replay)
+
+    return refresh
 
 
 def _subclass_node(tensor: torch.Tensor, path: str, writer: Writer) -> Json:
@@ -335,7 +253,7 @@ def restore_all(
 ) -> bool:
     """`restore` for many leaves at once, each into the tensor itself. False, and nothing is done, where one of them is
     anything but an ordinary tensor that fits its own leaf."""
-    found = restorer.forms(nodes) if _PLAIN.issuperset(map(type, tensors)) else None
+    found = restorer.forms(nodes) if PLAIN.issuperset(map(type, tensors)) else None
     if found is None:
         return False
     numbers, forms = found
