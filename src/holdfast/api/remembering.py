@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from holdfast.engine.memory import MemoryTier
@@ -33,8 +34,9 @@ class Remembering:
         on_busy: Literal["wait", "skip"],
         budget: int | None,
         emitter: Emitter,
+        warn: Callable[[str], None],
     ) -> None:
-        self.tier = MemoryTier(repo, run, budget=budget, emitter=emitter)
+        self.tier = MemoryTier(repo, run, budget=budget, emitter=emitter, warn=warn)
         self.policy = policy
         self.skipped = 0
         """Steps that were due and not taken, for the one before was not sealed."""

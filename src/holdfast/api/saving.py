@@ -64,7 +64,9 @@ class Saving:
         self.memory: Remembering | None = None
         """States that are kept in memory, with a cadence of its own."""
         if memory is not None:
-            self.memory = Remembering(repo, run, memory, on_busy=on_busy, budget=memory_budget, emitter=emitter)
+            self.memory = Remembering(
+                repo, run, memory, on_busy=on_busy, budget=memory_budget, emitter=emitter, warn=self.warn
+            )
         self.saver = Saver(
             repo,
             run,

@@ -54,7 +54,16 @@ class MemoryTier:
     `off` says in words why there is no memory tier; then every save goes to the store alone.
     """
 
-    def __init__(self, repo: Repo, run: str, *, rank: int = 0, budget: int | None = None, emitter: Emitter) -> None:
+    def __init__(
+        self,
+        repo: Repo,
+        run: str,
+        *,
+        rank: int = 0,
+        budget: int | None = None,
+        emitter: Emitter,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
         self.off = ""
         self.saved_s = 0.0
         """When a save to the store was last begun, or training was; by this boot's monotonic clock."""
@@ -63,6 +72,7 @@ class MemoryTier:
         self._rank = rank
         self._budget = budget
         self._emitter = emitter
+        self._warn = warn or (lambda message: emitter.emit(Warned(message, run)))
         self._halves: Halves | None = None
         self._holder: Holder | None = None
         self._adopted: Half | None = None
@@ -269,7 +279,7 @@ class MemoryTier:
         if self.off:
             return
         self.off = why
-        self._emitter.emit(Warned(f"states are not kept in memory: {why}", self._run))
+        self._warn(f"states are not kept in memory: {why}")
         self._let_go(lambda half: bool(half.slot.seals()))
 
     def close(self, durable: CheckpointId | None) -> None:

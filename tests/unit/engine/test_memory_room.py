@@ -1,0 +1,178 @@
+"""Too little room for the memory tier: no crash, one warning in words, and saves to the store as ever."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast import every
+from holdfast.engine.listing import images
+from holdfast.errors import UsageError
+from holdfast.image import headroom
+from holdfast.repo.lineage import latest
+from holdfast.repo.repository import Repo
+from holdfast.store.registry import open_store
+from memory_training import live, shared_memory
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only"),
+    pytest.mark.filterwarnings("ignore:holdfast. states are not kept:RuntimeWarning"),
+]
+
+MIB = 1 << 20
+
+
+class Told:
+    def __init__(self):
+        self.events = []
+
+    def emit(self, event):
+        self.events.append(event)
+
+    def of(self, name):
+        return [event for event in self.events if type(event).__name__ == name]
+
+    def off(self):
+        return [event.message for event in self.of("Warned") if "not kept in memory" in event.message]
+
+
+@pytest.fixture
+def root():
+    with shared_memory() as found:
+        yield found
+
+
+def files(root):
+    return sorted(path.name for path in root.rglob("0-*") if path.suffix != ".lock")
+
+
+def train(where, told, *, steps=4, elements=MIB // 4, **options):
+    state = {"w": np.zeros(elements, np.float32)}
+    with holdfast.Checkpointer(where, state, memory=every(steps=1), sinks=[told], **options) as ckpt:
+        for _ in ckpt.steps(steps):
+            state["w"] += 1
+        tier = ckpt._training.saving.memory.tier
+        off = tier.off
+    return off
+
+
+def a_small_file_system(monkeypatch, root, nbytes):
+    """As a file system of this size that holds nothing but what lies below `root`."""
+
+    def room(descriptor):
+        return max(nbytes - sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file()), 0)
+
+    monkeypatch.setattr(headroom, "file_system_headroom", room)
+    monkeypatch.setattr("holdfast.engine.room.file_system_headroom", room)
+
+
+@pytest.mark.parametrize("room", [0, MIB // 2, 3 * MIB // 2])
+def test_where_two_images_do_not_fit_the_tier_is_off_and_says_so_once(tmp_path, root, monkeypatch, room):
+    a_small_file_system(monkeypatch, root, room)
+    told = Told()
+    with pytest.warns(RuntimeWarning, match="not kept in memory"):
+        off = train(tmp_path / "ckpts", told)
+    assert "--shm-size" in off
+    assert "MiB" in off
+    assert "holdfast memory clear" in off
+    assert len(told.off()) == 1
+    assert latest(Repo.open(open_store(tmp_path / "ckpts")), "main").step == 4
+    assert not told.of("Remembered")
+    assert files(root) == [], "the half that did fit is given back"
+
+
+def test_a_control_group_that_is_full_is_no_crash_either(tmp_path, root, monkeypatch):
+    monkeypatch.setattr(headroom, "memory_headroom", lambda: 65 * MIB)
+    told = Told()
+    assert "MiB of memory are free" in train(tmp_path / "ckpts", told)
+    assert latest(Repo.open(open_store(tmp_path / "ckpts")), "main").step == 4
+
+
+def test_the_stated_budget_counts_both_images(tmp_path, root):
+    told = Told()
+    assert "the budget is 1 MiB" in train(tmp_path / "ckpts", told, memory_budget=3 * MIB // 2)
+    assert latest(Repo.open(open_store(tmp_path / "ckpts")), "main").step == 4
+    assert train(tmp_path / "two", Told(), memory_budget=5 * MIB // 2) == ""
+
+
+def test_without_shared_memory_there_is_no_tier(tmp_path, root, monkeypatch):
+    monkeypatch.setattr("holdfast.image.slots.SHARED_MEMORY", str(root / "none"))
+    told = Told()
+    assert "cannot be used" in train(tmp_path / "ckpts", told)
+    assert latest(Repo.open(open_store(tmp_path / "ckpts")), "main").step == 4
+
+
+def test_a_state_that_outgrows_the_room_ends_the_tier_and_not_training(tmp_path, root, monkeypatch):
+    a_small_file_system(monkeypatch, root, 4 * MIB)
+    told = Told()
+    state = {"w": np.zeros(MIB // 4, np.float32)}
+    with holdfast.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1), sinks=[told]) as ckpt:
+        for step in ckpt.steps(6):
+            if step == 3:
+                state["w"] = np.zeros(2 * MIB, np.float32)
+            state["w"] += 1
+    assert told.of("Remembered")
+    assert len(told.off()) == 1
+    newest = holdfast.load(tmp_path / "ckpts")
+    assert newest.step == 6
+    assert set(newest.state["w"].tolist()) == {3.0}
+
+
+def test_what_dead_processes_of_other_runs_left_gives_way_oldest_first(tmp_path, root, monkeypatch):
+    elements = MIB // 8
+    assert live(tmp_path / "old", kill=2, elements=elements).killed
+    assert live(tmp_path / "new", kill=2, elements=elements).killed
+    assert len(list(images())) == 4
+    taken = sum(found.bytes for found in images())
+    a_small_file_system(monkeypatch, root, taken + 5 * MIB // 2)
+    told = Told()
+    assert train(tmp_path / "ckpts", told) == ""
+    assert told.of("Remembered")
+    assert len(list(images())) == 4, "there was room beside them"
+    a_small_file_system(monkeypatch, root, taken + 3 * MIB // 2)
+    told = Told()
+    assert train(tmp_path / "more", told) == ""
+    left = [found.footer.where for found in images()]
+    assert 2 <= len(left) < 4
+    assert left.count(str(tmp_path / "new")) == 2
+    assert any("its room was needed" in event.message for event in told.of("Warned"))
+
+
+def test_skipping_is_counted_and_told(tmp_path, root, monkeypatch):
+    import threading
+
+    from holdfast.engine.memory import MemoryTier
+
+    gate = threading.Event()
+    seal = MemoryTier.seal
+    monkeypatch.setattr(MemoryTier, "seal", lambda self, *a, **k: gate.wait(30) and seal(self, *a, **k))
+    told = Told()
+    state = {"w": np.zeros(1000)}
+    with holdfast.Checkpointer(
+        tmp_path / "ckpts", state, save=every(steps=100), memory=every(steps=1), on_busy="skip", sinks=[told]
+    ) as ckpt:
+        for _ in ckpt.steps(3):
+            state["w"] += 1
+        assert ckpt._training.saving.memory.skipped == 2
+        gate.set()
+    assert [event.step for event in told.of("SaveSkipped")] == [2, 3]
+    assert [event.id.step for event in told.of("Remembered")] == [1]
+
+
+@pytest.mark.parametrize("memory", [3, "every step", holdfast.on.improve("loss")])
+def test_what_does_not_say_when_is_refused(tmp_path, memory):
+    with pytest.raises(UsageError, match="memory="):
+        holdfast.Checkpointer(tmp_path / "ckpts", {"w": np.zeros(3)}, memory=memory)
+
+
+def test_a_cadence_in_minutes_and_two_together(tmp_path, root):
+    told = Told()
+    state = {"w": np.zeros(1000)}
+    with holdfast.Checkpointer(
+        tmp_path / "ckpts", state, save=every(steps=100), memory=every(minutes=60) | every(steps=2), sinks=[told]
+    ) as ckpt:
+        for _ in ckpt.steps(5):
+            state["w"] += 1
+    assert [event.id.step for event in told.of("Remembered")] == [2, 4]
+    assert all(event.bytes > 8000 and event.stall_s < event.seconds for event in told.of("Remembered"))
