@@ -166,3 +166,9 @@ def test_a_ring_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPat
     assert caught.value.errno == errno.ENOMEM
     assert len(closed) == 1
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("nbytes", "window"), [(8192, 100), (8193, 4096), (100, 100)])
+def test_only_whole_blocks_can_be_mapped(nbytes: int, window: int) -> None:
+    with pytest.raises(AssertionError):
+        map_ring(nbytes, window)

@@ -238,3 +238,12 @@ def test_a_store_without_safe_names_says_to_look_for_another_place(tmp_path, fau
     assert caught.value.message.startswith(f"{store.root} has neither hard links nor renames")
     assert caught.value.subject == NAME
     assert caught.value.hint == "keep the repository on another file system"
+
+
+def test_a_directory_that_cannot_be_looked_at_is_named(store, faulty):
+    os.mkdir(f"{store.root}/runs/a")
+    faulty.fail("status", errno.EIO, of="runs/a")
+    with pytest.raises(StoreError) as caught:
+        put(store)
+    assert caught.value.message == f"looking at {store.root}/runs/a failed: {os.strerror(errno.EIO)}"
+    assert (caught.value.subject, caught.value.errno) == ("runs/a", errno.EIO)
