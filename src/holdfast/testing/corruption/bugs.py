@@ -137,6 +137,10 @@ def _half_the_chunks() -> AbstractContextManager[Any]:
     return mock.patch.object(scan.Scan, "_piece", piece)
 
 
+def _chunks_not_compared() -> AbstractContextManager[Any]:
+    return mock.patch.object(read.LeafReader, "_check", lambda *rest: None)
+
+
 def _zeroes_are_holes() -> AbstractContextManager[Any]:
     """A chunk of nothing but zeroes is taken for one that a sparse file left out."""
     check = read.LeafReader._check
@@ -247,7 +251,7 @@ def _false_alarm() -> AbstractContextManager[Any]:
 
 CHUNKS, STEPS = ("chunks",), ("steps",)
 BUGS: Final = (
-    Bug("chunk digests not compared on load", "other bytes are restored (I5)", _no_digest(read)),
+    Bug("chunk digests not compared on load", "other bytes are restored (I5)", _chunks_not_compared),
     Bug("a pack's header is not looked at", "a renamed tensor passes", _headers_skipped, CHUNKS, ("pack",)),
     Bug("index digest not compared", "leaves at wrong places are restored", _no_digest(repository)),
     Bug("chunk digests not compared by verify", "rot is not reported", _no_digest(scan)),
