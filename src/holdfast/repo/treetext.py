@@ -60,6 +60,8 @@ class TreeText:
 
     def find(self, path: str) -> Json | None:
         """The node of the leaf or alias at `path`; None where there is none, or where only the whole tree tells."""
+        if path.endswith("/"):
+            return None  # no leaf's path does; what is left of it below would be nothing, as at the leaf before it
         start, rest = self._start, path
         while True:
             bracket = int(np.searchsorted(self._at, start))

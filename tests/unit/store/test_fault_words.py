@@ -247,3 +247,12 @@ def test_a_directory_that_cannot_be_looked_at_is_named(store, faulty):
         put(store)
     assert caught.value.message == f"looking at {store.root}/runs/a failed: {os.strerror(errno.EIO)}"
     assert (caught.value.subject, caught.value.errno) == ("runs/a", errno.EIO)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
+def test_direct_writing_that_cannot_be_turned_off_is_told(store, faulty, number):
+    faulty.fail("set_direct", number, at=2)
+    with pytest.raises(StoreError) as caught:
+        put(store, memoryview(bytearray(LARGE + 1))[1:])
+    assert caught.value.message == f"writing {store.root}/{NAME}.tmp-t0 failed: {os.strerror(number)}"
+    assert (caught.value.subject, caught.value.errno) == (NAME, number)
