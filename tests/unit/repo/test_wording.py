@@ -278,6 +278,21 @@ def test_a_note_on_what_is_not_there(repo: Repo, make: Any) -> None:
     )
 
 
+def test_a_note_on_what_is_removed_meanwhile_goes_with_it(
+    repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make.attempt(1)
+    id = make.checkpoint(1, 6)
+    add_note(repo, id, "metric", {"loss": 1})
+    answers = iter([True, False])
+    monkeypatch.setattr(repo, "exists", lambda id: next(answers))
+    assert said(CheckpointNotFound, lambda: add_note(repo, id, "metric", {"loss": 2}))[:2] == (
+        f"checkpoint {id} was removed while a note was added to it",
+        str(id),
+    )
+    assert make.names(layout.notes_directory(id)) == ["1.json"]
+
+
 # -- which checkpoint is meant ----------------------------------------------------------------------------------------
 
 
