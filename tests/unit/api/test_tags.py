@@ -85,6 +85,7 @@ def test_a_tag_on_another_runs_checkpoint_moves_with_a_warning(place: Path) -> N
         with holdfast.Checkpointer(place, state(), run="b") as ckpt:
             for _ in ckpt.steps(1):
                 ckpt.log(tag="shared")
+    assert holdfast.Repository(place).tags()["shared"].run == "b"
 
 
 def test_a_save_that_failed_is_not_tagged_and_says_so(gate: Gate, place: Path) -> None:
