@@ -506,3 +506,12 @@ def test_a_lock_that_stays_held_is_given_up(take, root: Path, monkeypatch: pytes
     assert take(prewarm=False).note == "another process holds the slot"
     assert 0.2 <= sum(naps) < 0.25 and len(naps) >= 20
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_released_arena_has_no_bytes_left(take, shared: bool) -> None:
+    found = take(shared=shared)
+    found.release()
+    assert (len(found.buffer), found.buffer.itemsize) == (0, 1)
+    assert found.buffer.tobytes() == b""
+    assert found.buffer.dtype == "uint8"
