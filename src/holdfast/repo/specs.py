@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, overload
 
@@ -70,7 +70,12 @@ class Specs(Sequence[LeafSpec]):
 
     def forms(self) -> list[tuple[str, tuple[int, ...]]]:
         """Dtype and shape of each."""
-        shapes = [tuple(self._dims[start:stop]) for start, stop in pairwise(self._bounds)]
+        shapes: Iterable[tuple[int, ...]]
+        width = self._bounds[1] if len(self) else 0
+        if width and self._bounds == list(range(0, width * len(self) + 1, width)):
+            shapes = zip(*[iter(self._dims)] * width, strict=True)  # all of as many dimensions: cut in one go
+        else:
+            shapes = [tuple(self._dims[start:stop]) for start, stop in pairwise(self._bounds)]
         return list(zip(map(self._names.__getitem__, self._code), shapes, strict=True))
 
     def __eq__(self, other: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any, Final
 
@@ -50,8 +50,13 @@ def matched(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
 
 def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: bool = False) -> Thunk:
     """Every entry of a mapping with the checkpoint's of the same key. At the root, entries not named are skipped."""
-    entries, theirs = _paired(items(node), like, path)
-    thunks, same = _restored(plan, entries)
+    pairs = items(node)
+    theirs: list[tuple[Any, Json]] = []
+    thunks: list[tuple[Any, Thunk]] = []
+    same = _all_at_once(plan, pairs, like, path)
+    if same is None:
+        entries, theirs = _paired(pairs, like, path)
+        thunks, same = _restored(plan, entries)
     empty = len(like) == 0
     for key, child in theirs:
         where = join(path, segment(key))
@@ -65,7 +70,7 @@ def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: b
             plan.unexpected.append(where)
 
     def apply() -> Any:
-        for key, now in same:
+        for key, now in same.items():
             if key not in like or like[key] is not now:
                 _assign(like, key, now, path)
         for key, thunk in thunks:
@@ -82,8 +87,8 @@ def _paired(pairs: list[tuple[Any, Json]], like: Any, path: str) -> tuple[list[_
     is left."""
     entries: list[_Entry] = []
     if set(map(type, like)) == {str} and are_segments([key for key, _ in pairs]):
-        theirs = dict(pairs)
         below = f"{path}/" if path else ""
+        theirs = dict(pairs)
         for key, present in like.items():
             child = theirs.pop(key, ABSENT)
             where = below + key if child is not ABSENT else join(path, segment(key_node(key)))
@@ -97,17 +102,30 @@ def _paired(pairs: list[tuple[Any, Json]], like: Any, path: str) -> tuple[list[_
     return entries, list(others.values())
 
 
-def _restored(plan: Restorer, entries: list[_Entry]) -> tuple[list[tuple[Any, Thunk]], list[tuple[Any, Any]]]:
+def _all_at_once(plan: Restorer, pairs: list[tuple[Any, Json]], like: Any, path: str) -> dict[Any, Any] | None:
+    """The entries, each of which is filled and stays, where all of them are ordinary leaves under the same keys in the
+    same order as in the checkpoint; else None."""
+    if len(pairs) < _MANY or len(pairs) != len(like) or not plan.selection.everything:
+        return None
+    keys, values = [*like], [*like.values()]
+    adapters = {id(found): found for found in map(registry.adapter_for, {*map(type, values)})}
+    adapter: Any = adapters.popitem()[1]
+    if adapters or not hasattr(adapter, "restore_all") or [key for key, _ in pairs] != keys or not are_segments(keys):
+        return None
+    paths = [f"{path}/{key}" for key in keys] if path else keys
+    nodes = [child for _, child in pairs]
+    return dict(zip(keys, values, strict=True)) if adapter.restore_all(values, nodes, paths, plan) else None
+
+
+def _restored(plan: Restorer, entries: list[_Entry]) -> tuple[list[tuple[Any, Thunk]], dict[Any, Any]]:
     """What comes of the entries: thunks, and those whose own value is filled and stays, leaves in a row at once."""
     thunks: list[tuple[Any, Thunk]] = []
-    same: list[tuple[Any, Any]] = []
-    at_once = len(entries) >= _MANY and plan.selection.everything
-    for adapter, group in groupby(entries, _leaf_adapter) if at_once else ((None, entries),):
-        run = list(group)
-        if adapter is not None and len(run) >= _MANY:
+    same: dict[Any, Any] = {}
+    for adapter, run in _in_a_row(entries) if plan.selection.everything else ((None, entries),):
+        if adapter is not None:
             keys, nodes, values, paths = zip(*run, strict=True)
             if adapter.restore_all(values, nodes, paths, plan):
-                same.extend(zip(keys, values, strict=True))
+                same.update(zip(keys, values, strict=True))
                 continue
         for key, child, present, where in run:
             if child is not ABSENT:
@@ -117,12 +135,18 @@ def _restored(plan: Restorer, entries: list[_Entry]) -> tuple[list[tuple[Any, Th
     return thunks, same
 
 
-def _leaf_adapter(entry: _Entry) -> Any:
-    """What can restore this entry together with others like it; None for whatever is no leaf."""
-    if type(entry[1]) is not dict or entry[1].get("!") != "leaf":
-        return None
-    found = registry.adapter_for(type(entry[2]))
-    return found if hasattr(found, "restore_all") else None
+def _in_a_row(entries: list[_Entry]) -> Iterator[tuple[Any, list[_Entry]]]:
+    """The entries in order, cut where what represents them changes; with an adapter that can restore all of a piece at
+    once, or None."""
+    kinds = {type(present) for _, _, present, _ in entries}
+    adapters = {kind: registry.adapter_for(kind) for kind in kinds}
+    if len({*map(id, adapters.values())}) == 1:
+        runs: Iterable[tuple[Any, Iterable[_Entry]]] = [(adapters[kinds.pop()], entries)]
+    else:
+        runs = groupby(entries, lambda entry: adapters[type(entry[2])])
+    for adapter, group in runs:
+        run = list(group)
+        yield adapter if len(run) >= _MANY and hasattr(adapter, "restore_all") else None, run
 
 
 def _assign(like: Any, key: Any, now: Any, path: str) -> None:

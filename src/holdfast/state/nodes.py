@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 from holdfast.errors import CorruptionError, DuplicatePath
@@ -186,6 +187,10 @@ def _gather(node: Json, path: str, depth: int, found: list[tuple[str, Json]], se
     if kind in KEYED or kind in NAMED:
         pairs = _checked_pairs(node)
         names = _segments(pairs, segments, kind in NAMED)
+        inside = [child for _, child in pairs]
+        if set(map(type, inside)) == {dict} and LEAVES.issuperset(map(itemgetter("!"), inside)):
+            found.extend(zip([below + name for name in names] if below else names, inside, strict=True))
+            return
         for name, (_, child) in zip(names, pairs, strict=True):
             if type(child) is dict:
                 if child["!"] in LEAVES:

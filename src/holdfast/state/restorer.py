@@ -129,16 +129,25 @@ class Restorer:
         return number, self._specs[number]
 
     def forms(self, nodes: Sequence[Json]) -> tuple[list[int], list[Form]] | None:
-        """What `spec` says of many leaf nodes: number, and dtype and shape. None where it has to look at each."""
+        """What `spec` says of many nodes: number, and dtype and shape. None where not all of them are leaves."""
         if self._forms is None:
             specs = self._specs
             self._forms = specs.forms() if isinstance(specs, Rows) else [(one.dtype, one.shape) for one in specs]
-        found = [node.get("n") for node in nodes]
-        if set(map(type, found)) != {int} or min(found) < 0 or max(found) >= self._end - self._base:
+        if set(map(type, nodes)) != {dict}:
+            return None
+        try:
+            kinds, found = {*map(itemgetter("!"), nodes)}, [*map(itemgetter("n"), nodes)]
+        except KeyError:
+            return None
+        if (
+            kinds != {"leaf"}
+            or set(map(type, found)) != {int}
+            or min(found) < 0
+            or max(found) >= self._end - self._base
+        ):
             return None
         numbers = [self._base + number for number in found] if self._base else found
-        forms = self._forms
-        return numbers, [forms[number] for number in numbers]
+        return numbers, [*map(self._forms.__getitem__, numbers)]
 
     def words(self, node: Json) -> str:
         """What a node is, for a person."""

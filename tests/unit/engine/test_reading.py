@@ -152,3 +152,20 @@ def test_work_is_handed_out_until_one_fails() -> None:
     assert len(done) < 100_000
     with pytest.raises(ValueError, match="5"):
         hand_out(work, [5], 2)
+
+
+def test_tensors_of_every_arrangement_get_their_values() -> None:
+    torch = pytest.importorskip("torch")
+    made = [torch.arange(12.0).reshape(3, 4) + number for number in range(40)]
+    made[7] = torch.complex(made[7], -made[7])
+    store = MemoryStore("arrangements")
+    holdfast.save({f"w{number}": one for number, one in enumerate(made)}, store)
+    target = {f"w{number}": torch.zeros_like(one) for number, one in enumerate(made)}
+    target["w3"] = torch.zeros(4, 3).t()
+    target["w5"] = torch._neg_view(torch.zeros(3, 4))
+    target["w7"] = torch.zeros(3, 4, dtype=torch.complex64).conj()
+    target["w9"] = torch.zeros(3, 8)[:, ::2]
+    held = dict(target)
+    holdfast.load(store, target)
+    for number, one in enumerate(made):
+        assert target[f"w{number}"] is held[f"w{number}"] and torch.equal(held[f"w{number}"], one), number

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +17,7 @@ from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.paths import escape, join
 from holdfast.state.contract import Buffer, Sink
+from holdfast.state.memory import Geometry
 from holdfast.state.nodes import LEAVES, ROOT, items
 from holdfast.state.registry import Refresh
 from holdfast.state.restorer import SWAPS, Restorer, Thunk
@@ -166,11 +165,12 @@ def _subclass_node(tensor: torch.Tensor, path: str, writer: Writer) -> Json:
 class TensorSink:
     """An existing or new tensor that a leaf's bytes go into."""
 
-    __slots__ = ("_buffer", "_tensor")
+    __slots__ = ("_buffer", "_span", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, span: tuple[int, int] | None = None) -> None:
         self._tensor = tensor
         self._buffer: Buffer | None = None
+        self._span = span
 
     @property
     def buffer(self) -> Buffer | None:
@@ -180,7 +180,12 @@ class TensorSink:
                 self._buffer = bytes_of(tensor)
         return self._buffer
 
+    def geometry(self) -> Geometry:
+        return geometry(self._tensor)
+
     def span(self) -> tuple[int, int] | None:
+        if self._span is not None:
+            return self._span
         tensor = self._tensor
         if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             return tensor.data_ptr(), tensor.nbytes
@@ -257,18 +262,22 @@ def restore_all(
     if found is None:
         return False
     numbers, forms = found
-    expected = {form: (TORCH_DTYPES.get(form[0]), form[1]) for form in {*forms}}
-    addresses = []
-    for tensor, node, form in zip(tensors, nodes, forms, strict=True):
-        kind, shape = expected[form]
-        address = tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
-        if not address or tensor.dtype is not kind or tensor.shape != shape:
-            return False
-        if tensor.requires_grad is not node.get("grad", False):
-            return False
-        addresses.append(address)
-    geometries = map(partial, repeat(geometry), tensors)
-    return restorer.want_apart(numbers, list(map(TensorSink, tensors)), paths, addresses, geometries)
+    known = {form: (TORCH_DTYPES.get(form[0]), form[1], LeafSpec("", *form).nbytes) for form in {*forms}}
+    addresses, sinks = [], []
+    try:
+        for tensor, node, form in zip(tensors, nodes, forms, strict=True):
+            kind, shape, nbytes = known[form]
+            address = tensor.data_ptr()  # RuntimeError where the layout is sparse, and 0 on the meta device
+            if not address or tensor.dtype is not kind or tensor.shape != shape:
+                return False
+            if tensor.requires_grad is not node.get("grad", False):
+                return False
+            in_order = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not kind.is_complex
+            addresses.append(address)
+            sinks.append(TensorSink(tensor, (address, nbytes) if in_order else None))
+    except RuntimeError:
+        return False
+    return restorer.want_apart(numbers, sinks, paths, addresses, [sink.geometry for sink in sinks])
 
 
 def words(tensor: torch.Tensor) -> str:
