@@ -1,36 +1,77 @@
-"""R8: N + M steps equal N steps, a new process, M steps, in every bit of the state."""
+"""R8: N + M steps equal N steps, a new process, M steps, in every bit of the state. A slice of the matrix."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("exact_resume.py")
-_spec = importlib.util.spec_from_file_location("exact_resume", PROGRAM)
-assert _spec is not None and _spec.loader is not None
-exact_resume = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = exact_resume
-_spec.loader.exec_module(exact_resume)
+from holdfast.testing.exact_resume.campaign import MODULE, Outcome, fresh, outcome, summary
+from holdfast.testing.exact_resume.cases import CASES, CONTROLS, QUICK, End
+from holdfast.testing.exact_resume.data import own_order
+
+TOLD = ("a generator outside the state", "the average outside the state", "gradients kept from one step to the next")
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(done.stdout)
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("exact") / "out.json"
+    command = [sys.executable, "-m", MODULE, "--json", str(out), "--cases", *QUICK, *TOLD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert out.exists(), done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert done.returncode == 0, found
     return found
 
 
-@pytest.mark.parametrize("case", exact_resume.CASES)
-def test_r8_a_resumed_run_ends_in_the_state_of_an_uninterrupted_one(outcomes: dict[str, str], case: str) -> None:
-    assert outcomes[case] == "equal"
+def _of(report: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(one for one in report["outcomes"] if one["name"] == name)
+    return found
 
 
-def test_r8_the_comparison_tells_training_that_does_not_resume_exactly(outcomes: dict[str, str]) -> None:
-    for case in exact_resume.CONTROL:
-        assert outcomes[case].startswith("model/0.weight: byte ")
+@pytest.mark.parametrize("name", QUICK)
+def test_r8_a_resumed_run_ends_in_the_state_of_an_uninterrupted_one(report: dict[str, Any], name: str) -> None:
+    found = _of(report, name)
+    assert found["result"] == "equal"
+    assert found["went_on_from"] == [end.goes_on_from for end in CASES[name].ends]
+    assert found["leaves"] > 10
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_r8_the_comparison_tells_training_that_does_not_resume_exactly(report: dict[str, Any], name: str) -> None:
+    assert _of(report, name)["result"].startswith("model/0.weight: byte ")
+    assert report["controls_told"] == report["controls"] == len(TOLD)
+
+
+def test_r8_a_process_is_an_interpreter_of_its_own_unless_it_is_forked(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    assert fresh("stopped, killed, terminated", tmp_path / "place", "pieces", End(2)) == 0
+    assert fresh("stopped, killed, terminated", tmp_path / "place", "pieces", End(5, "killed")) == -9
+
+
+def test_r8_what_does_not_end_as_planned_is_no_equal(tmp_path: Path) -> None:
+    def process(name: str, place: Path, run: str, end: End | None) -> int:
+        (place / "output.txt").write_text("no room")
+        return 0 if run == "whole" else 1
+
+    found = outcome("steps, in process", tmp_path / "place", process)
+    assert found.result == "the process to be stopped after step 4 ended with status 1: no room"
+
+
+def test_r8_a_control_that_fails_has_told_nothing() -> None:
+    name = next(iter(CONTROLS))
+    assert summary([Outcome(name, "ended with status 1")])["controls_told"] == 0
+    assert summary([Outcome(name, "equal", leaves=3)])["controls_told"] == 0
+    assert summary([Outcome(name, "model: differs", leaves=3)])["controls_told"] == 1
+
+
+def test_r8_every_case_ends_a_process_at_least_once_and_names_are_unique() -> None:
+    assert not CASES.keys() & CONTROLS.keys()
+    assert all(case.ends for case in (*CASES.values(), *CONTROLS.values()))
+    for case in CONTROLS.values():
+        assert case.left_out or case.keeps_gradients or case.loader is own_order, "nothing is wrong with it"
+    assert not any(case.left_out or case.keeps_gradients for case in CASES.values())
