@@ -75,6 +75,8 @@ class Remembered(Event):
     bytes: int
     stall_s: float
     seconds: float
+    content: str = ""
+    """The digest of all that the state holds: equal for equal states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ class RestoredEvent(Event):
     id: CheckpointId
     bytes: int
     seconds: float
+    content: str = ""
+    """The digest of all that the checkpoint holds."""
 
 
 @dataclass(frozen=True, slots=True)

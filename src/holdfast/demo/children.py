@@ -14,7 +14,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +36,8 @@ class Life:
 
     began: the step that it resumed from (0: from scratch; None: it ended before that). reached: steps completed.
     status: exit status, or minus the signal that ended it. saving: a save had begun, and had neither been committed nor
-    failed, when it ended.
+    failed, when it ended. restored: step and content of what it went on from, None if from scratch; `adopted`: out of
+    memory. remembered: the content of each step that it sealed in memory.
     """
 
     began: int | None
@@ -46,6 +47,9 @@ class Life:
     seconds: float
     stalls_s: tuple[float, ...] = ()
     bytes: int = 0
+    restored: tuple[int, str] | None = None
+    adopted: bool = False
+    remembered: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def killed(self) -> bool:
@@ -113,15 +117,18 @@ class Child:
         events = self.seen()
         begun = [event for event in events if event["event"] == "SaveStarted"]
         ended = {event["id"]["step"] for event in events if event["event"] in ("Committed", "SaveFailed")}
-        restored = [event["id"]["step"] for event in events if event["event"] == "Restored"]
+        restored = [(event["id"]["step"], event["content"]) for event in events if event["event"] == "Restored"]
         return Life(
-            began=restored[-1] if restored else (0 if self.step else None),
+            began=restored[-1][0] if restored else (0 if self.step else None),
             reached=self.step,
             status=self.status,
             saving=any(event["id"]["step"] not in ended for event in begun),
             seconds=time.monotonic() - self.started,
             stalls_s=tuple(event["stall_s"] for event in events if event["event"] == "Captured"),
             bytes=max((event["bytes"] for event in begun), default=0),
+            restored=restored[-1] if restored else None,
+            adopted=bool(restored) and any(event["event"] == "Adopted" for event in events),
+            remembered={event["id"]["step"]: event["content"] for event in events if event["event"] == "Remembered"},
         )
 
 

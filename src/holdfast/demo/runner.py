@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.crashpoints import armed
 from holdfast.demo.children import Child, Life, Train, ask, start
 from holdfast.demo.comparison import Comparison, compare, read
-from holdfast.demo.plan import Kill, Plan
+from holdfast.demo.plan import POINTS, Kill, Plan
 from holdfast.errors import HoldfastError, MissingExtra
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
@@ -24,6 +28,7 @@ SAVE_PHASES: Final = ("SaveStarted", "Captured", "PackWritten")
 """A kill aimed at a save comes after one of these events of it, and at most so much later:"""
 INSIDE_SAVE_S: Final = 0.003
 LONG_STEP_S: Final = 0.2
+LATE_STEPS: Final = 3
 
 Tell = Callable[[str, int, int], None]
 """Told how far the demo is: what it does, steps done, steps in all."""
@@ -119,7 +124,7 @@ class Runner:
     def _lives(self, plan: Plan, run: str) -> list[Life]:
         lives: list[Life] = []
         for number, kill in enumerate(plan.kills):
-            child = self._start(plan, run, number)
+            child = self._start(plan, run, number, kill)
             if self._until(child, kill, partial(self._told, plan, number)):
                 child.kill()
             lives.append(self._well(child.life()))
@@ -136,6 +141,10 @@ class Runner:
         if kill.during == "start":
             time.sleep(kill.moment * self._start_s)
             return child.running()
+        if kill.during in POINTS:
+            # It ends itself there; what never comes there, or is the last to, is killed a while later.
+            late = 1 if kill.during in ("adopt", "reseal") else kill.after + LATE_STEPS
+            return child.wait_until(lambda: child.step >= max(late, 1))
 
         def far_enough() -> bool:
             told(child.step)
@@ -158,14 +167,15 @@ class Runner:
     def _told(self, plan: Plan, kills: int, done: int) -> None:
         self.tell(f"training, {kills} of {len(plan.kills)} kills", done, plan.steps)
 
-    def _start(self, plan: Plan, run: str, life: int) -> Child:
-        return start(self._training(plan, run), self.place / f"events-{run}-{life:03d}.jsonl", self.output)
+    def _start(self, plan: Plan, run: str, life: int, kill: Kill | None = None) -> Child:
+        return start(self._training(plan, run, kill), self.place / f"events-{run}-{life:03d}.jsonl", self.output)
 
-    def _training(self, plan: Plan, run: str) -> Train:
+    def _training(self, plan: Plan, run: str, kill: Kill | None = None) -> Train:
         def train(events: Path, on_step: Callable[[int, float], None]) -> None:
             import numpy as np
             import torch
 
+            from holdfast import every
             from holdfast.demo import train_gpt
             from holdfast.report import JsonLines
 
@@ -176,14 +186,16 @@ class Runner:
             np.random.seed(0)
             for name, value in plan.sizes.items():
                 setattr(train_gpt, name, value)
-            train_gpt.train(
-                str(self.checkpoints),
-                run=run,
-                steps=plan.steps,
-                save_every=plan.save_every,
-                sinks=[JsonLines(events)],
-                on_step=on_step,
-            )
+            with _killing_itself(kill, on_step) as told:
+                train_gpt.train(
+                    str(self.checkpoints),
+                    run=run,
+                    steps=plan.steps,
+                    save_every=plan.save_every,
+                    memory=every(steps=1) if plan.memory else None,
+                    sinks=[JsonLines(events)],
+                    on_step=told,
+                )
 
         return train
 
@@ -197,6 +209,27 @@ class Runner:
                 hint=f"see what it said: tail {self.output}",
             )
         return life
+
+
+@contextmanager
+def _killing_itself(kill: Kill | None, on_step: Callable[[int, float], None]) -> Iterator[Callable[[int, float], None]]:
+    """In the child: it ends by SIGKILL at the point where it is to, if at one. Gives what to call after each step."""
+    if kill is None or kill.during not in POINTS:
+        yield on_step
+        return
+    done = 0
+
+    def told(step: int, loss: float) -> None:
+        nonlocal done
+        done = step
+        on_step(step, loss)
+
+    def passed() -> None:
+        if kill.during in ("adopt", "reseal") or done >= kill.after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with armed(POINTS[kill.during], passed):
+        yield told
 
 
 class TrainingFailed(HoldfastError):

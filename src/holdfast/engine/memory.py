@@ -230,19 +230,21 @@ class MemoryTier:
 
     def seal(
         self, plan: SavePlan, id: CheckpointId, index: Index, flattened: Flattened, about: About, *, created: str
-    ) -> bool:
-        """Says that the image of this plan is whole, with what describes it. False where it cannot: that is told, and
+    ) -> str:
+        """Says that the image of this plan is whole, with what describes it; the digest of its content, empty where
+        it cannot be sealed: that is told, and
         fails nothing."""
         halves = self._halves
         half = halves.of(plan) if halves is not None else None
         if half is None or halves is None or self._holder is None or half.slot.arena is None:
-            return False
+            return ""
         rows = encode_index(index, id, plan.rows)
         entry = IndexEntry(index_file(index.rank), len(rows), digest(rows))
         tree = canonical.spell(flattened.tree)
-        manifest = encode_manifest(manifest_of(id, tree, plan, index, entry, about=about, created=created), tree)
+        manifest = manifest_of(id, tree, plan, index, entry, about=about, created=created)
+        told = encode_manifest(manifest, tree)
         try:
-            half.slot.describe([rows, manifest])
+            half.slot.describe([rows, told])
             self._sequence += 1
             footer = new_footer(
                 self._repo,
@@ -253,7 +255,7 @@ class MemoryTier:
                 sequence=self._sequence,
                 image=half.slot.arena.nbytes,
                 index=Part(entry.length, entry.digest),
-                manifest=Part(len(manifest), digest(manifest)),
+                manifest=Part(len(told), digest(told)),
                 saved_s=self.saved_s,
             )
             half.slot.seal(encode_footer(footer, half.slot.name))
@@ -261,10 +263,10 @@ class MemoryTier:
             if half.writing:
                 halves.unsealed(half)
             self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {error.strerror or error}", str(id)))
-            return False
+            return ""
         halves.sealed(half, footer, 0)
         crashpoint("memory image sealed")
-        return True
+        return manifest.content
 
     def ended(self, plan: SavePlan) -> None:
         """Nobody reads or fills the memory of this plan any more. What is not sealed by now will not be."""

@@ -79,7 +79,7 @@ class MemorySaver:
         return self._thread is None or not self._thread.is_alive()
 
     def _background(self, taken: _Taken) -> None:
-        plan, id, sealed = taken.plan, taken.id, False
+        plan, id, content = taken.plan, taken.id, ""
         try:
             stand_back()
             digester = Digester(plan.chunks, plan.arena.buffer.data)
@@ -92,12 +92,13 @@ class MemorySaver:
                 rank=self._rank,
                 chunk_bytes=self._repo.chunk_bytes,
             )
-            sealed = self._tier.seal(plan, id, index, taken.flattened, taken.about, created=taken.created)
-            if sealed:
+            content = self._tier.seal(plan, id, index, taken.flattened, taken.about, created=taken.created)
+            if content:
                 nbytes = sum(pack.length for pack in plan.layout.packs)
-                self._emitter.emit(Remembered(id, nbytes, taken.stall_s, time.perf_counter() - taken.began))
+                took = time.perf_counter() - taken.began
+                self._emitter.emit(Remembered(id, nbytes, taken.stall_s, took, content))
         except Exception as error:  # noqa: BLE001 - a thread's exception would reach nobody; training goes on without it
             self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {error!r}", str(id)))
         finally:
-            if not sealed:  # what is sealed may be the training thread's again by now, for the next state
+            if not content:  # what is sealed may be the training thread's again by now, for the next state
                 self._tier.ended(plan)

@@ -149,7 +149,7 @@ def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -
     moved = read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
     state = prepared.apply()
     seconds = time.perf_counter() - began
-    emitter.emit(RestoredEvent(id, moved, seconds))
+    emitter.emit(RestoredEvent(id, moved, seconds, manifest.content))
     return RestoreResult(id, manifest, state, prepared.report, moved, seconds)
 
 

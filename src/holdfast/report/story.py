@@ -17,7 +17,7 @@ def sentence(event: events.Event) -> str | None:
             return f"captured {id}: training was held for {seconds(stall_s)}"
         case events.Committed(id, nbytes, took):
             return f"saved {id}: {size(nbytes)} in {seconds(took)}"
-        case events.Remembered(id, nbytes, _, took):
+        case events.Remembered(id, nbytes, _, took, _):
             return f"{id} is sealed in memory: {size(nbytes)} in {seconds(took)}"
         case events.Adopted(id, age_s, base):
             durable = f"; the newest durable checkpoint is {base}" if base is not None else ""
