@@ -26,6 +26,7 @@ HoldfastError
 │   ├── RunInUse                            another live process owns the run; names it
 │   └── Superseded                          another process has claimed the run since; names it
 ├── SaveFailed                              a save did not commit; carries the cause
+│   └── SaveTorn                            a fenced capture was written to while it copied; names the leaf
 ├── ScriptFailed                            a training script that was run did not do what it was run for
 ├── DeadlineExceeded (TimeoutError)         a wait ended without what it waited for; names who is missing
 └── StoreError (OSError)
@@ -156,6 +157,10 @@ class Superseded(OwnershipError):
 
 class SaveFailed(HoldfastError):
     exit_code = 15
+
+
+class SaveTorn(SaveFailed):
+    pass
 
 
 class ScriptFailed(HoldfastError):

@@ -127,6 +127,14 @@ class Removed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LeafDemoted(Event):
+    """A leaf that was to be copied beside training is captured eagerly from now on."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Warned(Event):
     """Something a person should know; training goes on."""
 

@@ -5,6 +5,7 @@ A class that has no case here fails the last test: what cannot be raised is no e
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -273,6 +274,41 @@ def a_save_that_fails(place: Path, patch: pytest.MonkeyPatch) -> object:
             finally:
                 ckpt.step_done()
                 ckpt.save(wait=True)  # else this process would leave with a status that tells of it
+
+
+@case(errors.SaveTorn, "torn at model/.*: it was changed in place", r"ckpt.fence\(\)")
+def a_fenced_save_that_something_writes_into(place: Path, patch: pytest.MonkeyPatch) -> object:
+    import torch
+
+    from fenced_training import Model, Told, spying, stepping
+    from holdfast.integrations.torch.late import HostCopies
+
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    copy = HostCopies.copy
+
+    def disturbed(self: HostCopies, number: int) -> None:
+        if number == 3:
+            self._parts[number][0].detach().mul_(1)
+        copy(self, number)
+
+    with (
+        spying(Told()),
+        holdfast.Checkpointer(place, {"model": model, "optimizer": optimizer}, capture="fenced") as ckpt,
+    ):
+        for step in range(4):
+            stepping(model, optimizer)(step)
+            ckpt.step_done()
+            if step == 3:
+                patch.setattr(HostCopies, "copy", disturbed)
+            save = ckpt.save()
+            with pytest.warns(RuntimeWarning, match="torn") if step == 3 else contextlib.nullcontext():
+                save.join()
+                ckpt._training.saving.saver.join(60)  # type: ignore[union-attr]
+        stepping(model, optimizer)(4)
+        with pytest.warns(RuntimeWarning, match="captured eagerly from now on"):
+            ckpt.step_done()  # an eager save takes its place
+        return save.wait()
 
 
 @case(errors.ScriptFailed, "nowhere-to-be-found could not be started", "holdfast certify")

@@ -67,6 +67,15 @@ def memory_policy(memory: object) -> SavePolicy | None:
     return memory
 
 
+def fenced(capture: object) -> bool:
+    """Whether `capture=` asks for a fence. UsageError for what it cannot be."""
+    if capture not in ("eager", "fenced"):
+        raise UsageError(
+            f"capture={capture!r} is neither 'eager' nor 'fenced'", subject="capture", hint='capture="fenced"'
+        )
+    return capture == "fenced"
+
+
 def count(value: object, what: str, least: int = 0) -> int:
     """`value` as a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

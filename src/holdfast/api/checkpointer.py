@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from holdfast.api import ownership
-from holdfast.api.arguments import count, memory_policy, policies
+from holdfast.api.arguments import count, fenced, memory_policy, policies
 from holdfast.api.claiming import Claiming, ResumeFrom
 from holdfast.api.environment import check_platform
 from holdfast.api.familiar import Familiar
@@ -18,7 +18,7 @@ from holdfast.api.metrics import as_floats, tag_names
 from holdfast.api.position import Position
 from holdfast.api.rehearsal import rehearsal
 from holdfast.api.restored import Restored
-from holdfast.api.saving import OnBusy, OnError, Saving
+from holdfast.api.saving import Capture, OnBusy, OnError, Saving
 from holdfast.api.snapshot import Snapshots
 from holdfast.api.training import CLOSE_DEADLINE_S, Training
 from holdfast.engine.handle import Save
@@ -57,6 +57,8 @@ class Checkpointer:
       loses a step and not all since the last save. It takes twice the state's size of /dev/shm, and a restart on this
       machine goes on from it by itself. None: never.
     - `memory_budget`: bytes of host memory that saving may use.
+    - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
+      the next forward and backward run, and the optimizer's step waits for the copy.
     - `sinks`: take events.
     - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and,
       with `monitor` and no `save`, for `on.improve` beside the default).
@@ -81,6 +83,7 @@ class Checkpointer:
         takeover: bool = False,
         memory: SavePolicy | None = None,
         memory_budget: int | None = None,
+        capture: Capture = "eager",
         sinks: Iterable[Sink] = (),
         save_top_k: int | None = None,
         monitor: str | None = None,
@@ -98,6 +101,7 @@ class Checkpointer:
         names = Familiar(save_top_k, monitor, mode, save_last, max_to_keep)
         save, keep = names.policies(save, keep)
         policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
+        behind_fence = fenced(capture)
         remembered = memory_policy(memory)
         run_key(run)
         watches = watched(policy, kept)
@@ -132,6 +136,8 @@ class Checkpointer:
         )
         self.prewarm_s = saving.saver.prewarm(snapshots.now())
         """Seconds that planning and taking memory took."""
+        if behind_fence:
+            saving.capture_beside(state)
         self._training = Training(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
         if rehearsing is not None:
             rehearsing.attach(self._training, snapshots, (state, data))
@@ -238,6 +244,16 @@ class Checkpointer:
         self._claim_to_save(training)
         return training.save(wait=wait)
 
+    def fence(self) -> None:
+        """Returns when everything that a fenced save copies beside training is copied.
+
+        For code that changes parameters or optimizer state by other means than an optimizer's step: call it first.
+        Costs nothing where nothing is being copied.
+        """
+        training = self._armed()
+        if training is not None:
+            training.saving.saver.lift()
+
     def stop(self) -> None:
         """Finishes the step that is open, saves and ends the loop."""
         training = self._armed()
@@ -335,6 +351,8 @@ class _Nothing:
     def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None: ...
 
     def end_epoch(self, *, ending: bool) -> None: ...
+
+    def leave_batches(self) -> None: ...
 
     def leave_loop(self) -> None: ...
 

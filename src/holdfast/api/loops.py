@@ -21,6 +21,8 @@ class Training(Protocol):
 
     def end_epoch(self, *, ending: bool) -> None: ...
 
+    def leave_batches(self) -> None: ...
+
     def leave_loop(self) -> None: ...
 
 
@@ -173,6 +175,8 @@ class RestOfEpoch(Iterator[Any]):
                 training.position.end_epoch()
             elif epochs.group:
                 self._complete(epochs)
+            if epochs is not None:
+                training.leave_batches()
             raise
         if epochs is not None:
             if epochs.group == 0:

@@ -6,15 +6,24 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.api.late import Late
 from holdfast.api.remembering import Remembering
 from holdfast.api.tidying import Tidying
 from holdfast.engine import handle as handles
+from holdfast.engine.fenced import Fencing
 from holdfast.engine.handle import Save
 from holdfast.engine.save import About, Saver
-from holdfast.errors import DeadlineExceeded, HoldfastError, MetricNotLogged, OwnershipError, SaveFailed, StateError
+from holdfast.errors import (
+    DeadlineExceeded,
+    HoldfastError,
+    MetricNotLogged,
+    OwnershipError,
+    SaveFailed,
+    SaveTorn,
+    StateError,
+)
 from holdfast.events import Emitter, SaveFailedEvent, SaveSkipped, Warned
 from holdfast.guard.exitstatus import ExitStatus
 from holdfast.model.names import CheckpointId
@@ -25,10 +34,12 @@ from holdfast.repo.deadline import within
 from holdfast.repo.lineage import walk
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened
+from holdfast.state.registry import gate
 from holdfast.upkeep.facts import known_metrics
 
 OnBusy = Literal["wait", "skip"]
 OnError = Literal["warn", "raise"]
+Capture = Literal["eager", "fenced"]
 
 BUSY_DEADLINE_S = 600.0
 """How long the training thread waits for the save before, when `on_busy` is "wait"."""
@@ -88,6 +99,8 @@ class Saving:
         self._told_unlogged = False
         self._before: list[tuple[Save, dict[str, float]]] = []
         """The saves before on this line of training, oldest first, with the metrics that the policy asks by."""
+        self._torn: Save | None = None
+        """A save whose image was torn, until an eager one is taken in its place."""
         self._first_step = 0
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
@@ -95,6 +108,13 @@ class Saving:
     @property
     def attempt(self) -> Attempt | None:
         return self.saver.attempt
+
+    def capture_beside(self, state: Any) -> None:
+        """From now on what optimizers in `state` own is copied beside training."""
+        found = gate(state, lambda message: self._emitter.emit(Warned(message, self.run)))
+        if found is None:
+            self.warn('capture="fenced" finds no optimizer to wait for, since torch is not loaded: saves are eager')
+        self.saver.fencing = Fencing(found, self._emitter, self.warn)
 
     def begin(
         self, attempt: Attempt, first_step: int, restored: CheckpointId | None, *, since_s: float | None = None
@@ -121,7 +141,11 @@ class Saving:
             last_saved_s=self._last_saved_s,
             saved=[metrics for save, metrics in self._before if save.state != "failed"],
         )
-        return self.policy.decide(moment, history)
+        decision = self.policy.decide(moment, history)
+        torn = self._torn
+        if not decision.save and torn is not None and moment.step > torn.step:
+            return Decision(True, f"in place of the torn save of step {torn.step}")
+        return decision
 
     def take(
         self,
@@ -132,8 +156,10 @@ class Saving:
         wait: bool,
         must: bool = False,
         handle: Save | None = None,
+        eager: bool = False,
     ) -> Save | None:
         """Takes a save, or None if it was skipped because one is in flight (never where it `must` be taken).
+        `eager`: with nothing left to be copied beside training.
 
         What it raises follows `on_error`; ownership, and what cannot be represented, always raise.
         """
@@ -145,7 +171,8 @@ class Saving:
             self.memory.saved(step)
         save = handle or self.saver.plan_save(step, reason=about.reason)
         try:
-            self.saver.save(flattened, step, wait=wait, about=about, handle=save)
+            torn, self._torn = self._torn, None
+            self.saver.save(flattened, step, wait=wait, about=about, handle=save, eager=eager or torn is not None)
         except (OwnershipError, SaveFailed, StateError) as error:
             save.end(error)
             raise
@@ -297,6 +324,8 @@ class Saving:
     def _ended(self, save: Save) -> None:
         """In the writing thread, after each save."""
         if save.error is not None:
+            if isinstance(save.error, SaveTorn):
+                self._torn = save
             self._fail(save.error)
             self._late.write()
             return
@@ -308,7 +337,8 @@ class Saving:
     def _fail(self, error: HoldfastError) -> None:
         """A failure is known at once, and in the exit status unless a later save commits."""
         self._exit_status.fail(error.message)
-        if self._on_error == "raise" or isinstance(error, OwnershipError):
+        told = self._on_error == "raise" and not isinstance(error, SaveTorn)  # the next step's save takes its place
+        if told or isinstance(error, OwnershipError):
             with self.lock:
                 self._failure = error
         if not isinstance(error, OwnershipError):

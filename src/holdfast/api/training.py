@@ -135,8 +135,13 @@ class Training:
 
     def leave_loop(self) -> None:
         """The loop is over."""
+        self.leave_batches()
         self.loop = None
         self._await_late_metrics()
+
+    def leave_batches(self) -> None:
+        """No step follows now: an evaluation may, which has weights of its own in the model for a while."""
+        self.saving.saver.lift()
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is completed in a loop that somebody else owns."""
@@ -296,7 +301,7 @@ class Training:
         elif tags:
             self._take_tagged(tags, decision.reason if decision.save else "", wait=signal is not None)
         elif decision.save:
-            self._take(decision.reason, wait=signal is not None, must=moment.ending)
+            self._take(decision.reason, wait=signal is not None, must=moment.ending, eager=moment.ending)
         elif self.stopping and self._unsaved():
             self._take(STOPPED, wait=False, must=True)
         self._remember(moment)
@@ -356,10 +361,12 @@ class Training:
                     "log what belongs to a step before training goes on"
                 )
 
-    def _take(self, reason: str, *, wait: bool, must: bool = False, handle: Save | None = None) -> Save | None:
+    def _take(
+        self, reason: str, *, wait: bool, must: bool = False, handle: Save | None = None, eager: bool = False
+    ) -> Save | None:
         flattened = self._snapshots.now()
         about = self._snapshots.about(parent=self._parent(), metrics=self._metrics, reason=reason)
-        return self.saving.take(flattened, self.step, about, wait=wait, must=must, handle=handle)
+        return self.saving.take(flattened, self.step, about, wait=wait, must=must, handle=handle, eager=eager)
 
     def _unsaved(self) -> bool:
         last = self.saving.last

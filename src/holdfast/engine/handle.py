@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Final, Literal
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
@@ -18,7 +19,8 @@ STANDSTILL_S: Final = 600.0
 class Save:
     """One save, from the decision to its end. May be asked from any thread.
 
-    `stall_s` is how long the training thread was held by the capture; `bytes` what the image holds.
+    `stall_s` is how long the training thread was held by the capture, `fence_s` how long an update then waited for a
+    fenced one; `bytes` what the image holds.
     """
 
     def __init__(self, id: CheckpointId, save_id: str, *, reason: str = "") -> None:
@@ -30,11 +32,14 @@ class Save:
         self._moved_s = time.monotonic()
         self.bytes = 0
         self.stall_s = 0.0
+        self.fence_s = 0.0
         self.seconds = 0.0
         self.error: HoldfastError | None = None
         self.inside_step = False
         """Set while the save waits for the end of the step that is still open: waiting for it there would never end."""
         self._ended = threading.Event()
+        self.hasten: Callable[[], None] = _nothing
+        """Called when somebody begins to wait for it; for the engine."""
 
     @property
     def phase(self) -> str:
@@ -85,6 +90,7 @@ class Save:
     def join(self, timeout: float | None = None) -> bool:
         """Whether it has ended, well or not, within `timeout` seconds; without one, before it stood still for ten
         minutes."""
+        self.hasten()
         if timeout is not None:
             return self._ended.wait(timeout)
         while not self._ended.wait(max(0.0, self._moved_s + STANDSTILL_S - time.monotonic())):
@@ -109,3 +115,7 @@ class Save:
 
     def __repr__(self) -> str:
         return f"Save({self.id}, {self.state})"
+
+
+def _nothing() -> None:
+    """Nothing can be hastened that is captured already."""

@@ -16,6 +16,7 @@ from holdfast.engine.arenas import ArenaHolder
 from holdfast.engine.chunks import Digester
 from holdfast.engine.content import Filling, PackContent, WriterGone
 from holdfast.engine.describing import index_of, manifest_of
+from holdfast.engine.fenced import Fencing
 from holdfast.engine.handle import Save
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.planned import Planner, SavePlan
@@ -106,6 +107,8 @@ class Saver:
         self._planner = Planner(arenas, repo.chunk_bytes, self._emitter, rank=rank)
         self._thread: threading.Thread | None = None
         self.current: Save | None = None
+        self.fencing: Fencing | None = None
+        """Set where what optimizers own is copied beside training."""
         self.manifest: Manifest | None = None
         """Of the save that came last to its commit, its tree left out."""
 
@@ -128,8 +131,19 @@ class Saver:
             self._planner.plan(flattened)
         return time.perf_counter() - began
 
-    def save(self, flattened: Flattened, step: int, *, wait: bool, about: About, handle: Save | None = None) -> Save:
+    def save(
+        self,
+        flattened: Flattened,
+        step: int,
+        *,
+        wait: bool,
+        about: About,
+        handle: Save | None = None,
+        eager: bool = False,
+    ) -> Save:
         """Copies the state and returns; what follows runs beside training, or here if `wait`.
+
+        eager: everything is copied before this returns, also where saves are fenced.
 
         Raises Superseded at once if another process has claimed the run, DeadlineExceeded if an earlier save is
         stuck. A failure later
@@ -138,6 +152,8 @@ class Saver:
         began = time.perf_counter()
         attempt = self._claimed()
         within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
+        if self.fencing is not None:
+            self.fencing.begin_save()
         plan = self._plan(flattened)
         save = handle or self.plan_save(step, reason=about.reason)
         save.bytes = sum(pack.length for pack in plan.layout.packs)
@@ -153,7 +169,7 @@ class Saver:
             self._start(job)
             ended = True
             try:
-                self._capture(job, overlapped=True)
+                self._capture(job, overlapped=True, eager=wait or eager)
             except WriterGone:
                 pass  # what made it fail is in the handle
             finally:
@@ -162,7 +178,7 @@ class Saver:
             if not ended:
                 raise save.stuck()
         else:
-            self._capture(job, overlapped=False)
+            self._capture(job, overlapped=False, eager=eager)
             self._start(job)
         save.stall_s = time.perf_counter() - began
         self._emitter.emit(Captured(save.id, save.stall_s, plan.arena.kind))
@@ -173,14 +189,23 @@ class Saver:
         attempt = self._claimed()
         return Save(CheckpointId(attempt.run, attempt.number, step), uuid.uuid4().hex, reason=reason)
 
+    def lift(self) -> None:
+        """Returns when training's memory may change, by whatever means."""
+        if self.fencing is not None:
+            self.fencing.lift()
+
     def join(self, timeout: float | None) -> bool:
         """Waits for the writer; False if it is still at work after `timeout` seconds."""
+        if self.fencing is not None:
+            self.fencing.hurry()
         if self._thread is not None:
             self._thread.join(timeout)
         return not self.busy
 
     def close(self) -> None:
         """Gives the memory back, unless a hung writer still reads it."""
+        if self.fencing is not None:
+            self.fencing.close()
         if not self.busy:
             self._planner.release()
 
@@ -193,12 +218,16 @@ class Saver:
         assert self.attempt is not None, "a save needs a claimed attempt"
         return self.attempt
 
-    def _capture(self, job: _Job, *, overlapped: bool) -> None:
+    def _capture(self, job: _Job, *, overlapped: bool, eager: bool = True) -> None:
         def progress(filled: int) -> None:
             job.digester.advance(filled)
             job.filling.advance(filled)
 
+        fencing = self.fencing if not eager and self.fencing is not None and self.fencing.possible(job.plan) else None
         try:
+            if fencing is not None:
+                fencing.capture(job.flattened, job.plan, job.save, job.filling)
+                return
             job.plan.capturer.capture(
                 job.flattened, job.save.save_id, progress=progress if overlapped else None, admit=job.filling.admit
             )

@@ -100,6 +100,10 @@ class Capturer:
         for group in self._groups:
             group.bound.wait()
 
+    def groups(self) -> list[tuple[tuple[int, ...], Bound]]:
+        """The leaves of each device in image order, and their destinations, bound in that order."""
+        return [(group.leaves, group.bound) for group in self._groups]
+
     def largest_step(self, flattened: Flattened) -> int:
         """Bytes of the longest step in which this state is captured: a window must hold several of them."""
         sources = [group.sources(flattened) for group in self._groups]

@@ -12,6 +12,7 @@ _LEVELS: dict[type[events.Event], int] = {
     events.SaveStarted: logging.DEBUG,
     events.Remembered: logging.DEBUG,
     events.SaveSkipped: logging.WARNING,
+    events.LeafDemoted: logging.WARNING,
     events.Warned: logging.WARNING,
     events.CandidateSkipped: logging.WARNING,
     events.SaveFailedEvent: logging.ERROR,

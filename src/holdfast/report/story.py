@@ -32,6 +32,8 @@ def sentence(event: events.Event) -> str | None:
             return f"restored {id}: {size(nbytes)} in {seconds(took)}"
         case events.Removed(id, reason):
             return f"removed {id}: {reason}"
+        case events.LeafDemoted(path, reason):
+            return f"{path} is captured eagerly from now on: {reason}"
         case events.Warned(message, _):
             return message
         case _:

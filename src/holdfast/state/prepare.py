@@ -14,6 +14,7 @@ from holdfast.state.collector import collector_paused
 from holdfast.state.contract import LoadReport, Prepared, Rename, Rows
 from holdfast.state.entries import mapping_entries
 from holdfast.state.nodes import PRIVATE, children, items, kind_of, leaf_paths
+from holdfast.state.ownership import let_updates_pass
 from holdfast.state.restorer import Restorer, Thunk
 from holdfast.state.selection import Patterns, Renaming, Selection
 from holdfast.state.tagged import type_name
@@ -47,6 +48,7 @@ def prepare(
     Raises StateMismatch that lists what does not fit (with `strict`), StateError for targets that cannot be filled at
     all, CorruptionError for a tree that `flatten` cannot have made. The target is unchanged until a sink is filled.
     """
+    let_updates_pass()  # what is filled may be what a save still copies
     shared, private = _checked_paths(tree, private_tree, specs)
     restorer = Restorer(specs, into, Selection(include, exclude), device, strict)
     matched = Renaming(rename).apply(tree) if rename is not None else tree

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -16,6 +17,7 @@ from holdfast.errors import UsageError
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.state.contract import Sink
+from holdfast.state.ownership import Gate
 from holdfast.state.tagged import type_name
 
 if TYPE_CHECKING:
@@ -78,6 +80,9 @@ KIND_HOMES: Final = {
     "nprandom": "numpy",
 }
 
+_GATES: Final = {"torch": "holdfast.integrations.torch.fencing"}
+"""Who knows which leaves a framework's optimizers own."""
+
 _adapters: dict[str, Adapter] = {}
 _by_type: dict[type, Adapter | None] = {}
 
@@ -88,6 +93,15 @@ def home(name: str) -> Adapter:
     if found is None:
         found = _adapters[name] = importlib.import_module(_HOMES[name]).adapter
     return found
+
+
+def gate(state: Any, tell: Callable[[str], None]) -> Gate | None:
+    """What guards the updates of the optimizers in `state`; None while no framework that has any is loaded."""
+    for name, module in _GATES.items():
+        if name in sys.modules:
+            found: Gate = importlib.import_module(module).gate(state, tell)
+            return found
+    return None
 
 
 def adapter_for(kind: type) -> Adapter | None:

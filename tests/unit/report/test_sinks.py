@@ -27,7 +27,10 @@ EVENTS = [
     events.CandidateSkipped(ID, "rank-00000.safetensors is 3 bytes short"),
     events.RestoredEvent(ID, 3 << 30, 0.5),
     events.Removed(ID, "not among the newest 3"),
+    events.LeafDemoted("model/embed.weight", "it was changed in place"),
     events.Warned("shared memory does not fit", "/dev/shm"),
+    events.Remembered(ID, 3 << 30, 0.12, 0.25),
+    events.Adopted(ID, 4.0, ID),
 ]
 
 
@@ -59,7 +62,10 @@ def test_the_story_is_one_line_for_what_a_person_wants_to_know():
         "gpt/a0007/500 is damaged and was passed over: rank-00000.safetensors is 3 bytes short",
         "restored gpt/a0007/500: 3.00 GiB in 0.50 s",
         "removed gpt/a0007/500: not among the newest 3",
+        "model/embed.weight is captured eagerly from now on: it was changed in place",
         "shared memory does not fit",
+        "gpt/a0007/500 is sealed in memory: 3.00 GiB in 0.25 s",
+        "going on from memory: gpt/a0007/500, sealed 4.00 s ago; the newest durable checkpoint is gpt/a0007/500",
     ]
 
 
@@ -143,7 +149,9 @@ def test_log_levels(caplog):
         ("WARNING", "gpt/a0007/500"),
         ("INFO", "restored"),
         ("INFO", "removed"),
+        ("WARNING", "model/embed.weight"),
         ("WARNING", "shared"),
+        ("INFO", "going"),
     ]
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from holdfast.integrations.torch import late
 from holdfast.model.leaf import LeafSpec
 from holdfast.state.contract import Bound, Buffer
+from holdfast.state.ownership import LateCopies, Told
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     str(kind)[6:]: kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)
@@ -53,6 +55,9 @@ def writable(data: Buffer) -> Buffer:
 class TorchBound:
     """Destinations in host memory for tensors of one device."""
 
+    late_step = late.HOST_STEP
+    on_device = False
+
     def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> None:
         kinds = {name: TORCH_DTYPES[name] for name in {spec.dtype for spec in specs}}
         self._targets = [over(view, kinds[spec.dtype], spec.shape) for spec, view in zip(specs, views, strict=True)]
@@ -82,6 +87,21 @@ class TorchBound:
     def wait(self) -> None:
         pass
 
+    def can_wait(self, source: Any) -> bool:
+        return late.can_wait(source)
+
+    def hold(self, source: Any) -> Any:
+        return late.hold(source)
+
+    def version(self, held: Any) -> int:
+        return int(held._version)
+
+    def late(self, parts: Sequence[Told], watched: Sequence[Told] = ()) -> LateCopies:
+        return late.HostCopies(self, self._views, parts, watched)
+
+    def compare(self, parts: Sequence[Told]) -> Callable[[], Sequence[bool]]:
+        return late.compare_on_host(self._views, parts)
+
 
 class AcceleratorBound(TorchBound):
     """Destinations for tensors of an accelerator: copies are queued on the current stream and run beside the host.
@@ -89,6 +109,9 @@ class AcceleratorBound(TorchBound):
     The image is registered with the driver as pinned memory where that succeeds; else torch copies through its own
     staging memory, which is correct and slower.
     """
+
+    late_step = late.DEVICE_STEP
+    on_device = True
 
     def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer], device: torch.device) -> None:
         super().__init__(specs, views)
@@ -108,6 +131,12 @@ class AcceleratorBound(TorchBound):
 
     def splits(self, source: Any) -> bool:
         return False
+
+    def late(self, parts: Sequence[Told], watched: Sequence[Told] = ()) -> LateCopies:
+        return late.DeviceCopies(self._device, self._views, parts, watched)
+
+    def compare(self, parts: Sequence[Told]) -> Callable[[], Sequence[bool]]:
+        return late.compare_on_device(self._device, self._views, parts)
 
     def wait(self) -> None:
         for event in self._events:

@@ -1,0 +1,189 @@
+"""Fenced saves: which leaves of a save are copied beside training, and what is learned from each."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from holdfast.engine.content import Filling
+from holdfast.engine.handle import Save
+from holdfast.engine.planned import SavePlan
+from holdfast.errors import DeadlineExceeded, SaveFailed, SaveTorn
+from holdfast.events import Emitter, LeafDemoted, Warned
+from holdfast.image.capture import Capturer
+from holdfast.image.fenced import DEADLINE_S, Fence, Pace
+from holdfast.image.places import Places
+from holdfast.model.leaf import LeafSpec
+from holdfast.state.contract import Flattened
+from holdfast.state.ownership import Choice, Gate, LateBound, Record, fall
+
+Warn = Callable[[str], None]
+WARNINGS = 5
+"""Leaves that are warned of one by one; the events name all."""
+HINT = 'call ckpt.fence() before code that writes parameters or optimizer state itself, or pass capture="eager"'
+
+
+class Fencing:
+    """Captures the saves of one run behind a fence, one at a time."""
+
+    def __init__(self, gate: Gate | None, emitter: Emitter, warn: Warn) -> None:
+        self._gate = gate
+        self._emitter = emitter
+        self._warn = warn
+        self._record = Record()
+        self._pace = Pace()
+        self._places: weakref.WeakKeyDictionary[Capturer, Places] = weakref.WeakKeyDictionary()
+        self._current: Fence | None = None
+        self._window_told = False
+        self._unsaid: list[str] = []
+        self.lock = threading.Lock()
+
+    # -- between saves -------------------------------------------------------------------------------------------------
+
+    def begin_save(self) -> None:
+        """A save is to be taken, fenced or not: the one before lets go of the image. DeadlineExceeded if it cannot."""
+        if self._gate is not None:
+            self._gate.begin_save()
+        self.lift()
+        self._settle()
+        self._say()
+
+    def lift(self) -> None:
+        """Returns when training's memory may change, by whatever means."""
+        if self._current is not None:
+            self._current.before_update()
+
+    def hurry(self) -> None:
+        """Somebody waits for the save in flight."""
+        if self._current is not None:
+            self._current.hurry()
+
+    def close(self) -> None:
+        """Nothing writes to the image any more, nothing waits at a fence any more, the hook goes."""
+        if self._current is not None:
+            self._current.give_up()
+            fall(self._current)
+            self._settle()
+        if self._gate is not None:
+            self._gate.close()
+        self._say()
+
+    def _settle(self) -> None:
+        current = self._current
+        if current is None:
+            return
+        if not current.at_rest(DEADLINE_S):
+            raise DeadlineExceeded(
+                f"the copy beside training of the save before has not ended within {DEADLINE_S:g} s",
+                hint='capture="eager" copies before save() returns',
+            )
+        current.settle()
+        self._current = None
+
+    # -- one save ------------------------------------------------------------------------------------------------------
+
+    def capture(self, flattened: Flattened, plan: SavePlan, save: Save, filling: Filling) -> None:
+        """Copies what cannot wait, and begins to copy the rest beside training, which `filling` follows."""
+        places = self._places.get(plan.capturer)
+        if places is None:
+            places = self._places[plan.capturer] = Places(plan.capturer)
+        choice = self._choose(flattened, places)
+        watch = _Watch(self, flattened.specs, choice, save, filling)
+        fence = Fence(flattened, choice, places, watch, pace=self._pace, name=f"holdfast-fence-{save.step}")
+        save.hasten = fence.hurry
+        places.capture_now(plan.capturer, flattened, save.save_id, choice)
+        self._current = fence
+        fence.begin()
+
+    def possible(self, plan: SavePlan) -> bool:
+        """Whether a state of this plan can be copied late at all; why not is said once."""
+        if self._gate is None:
+            return False
+        if plan.arena.window is not None:
+            if not self._window_told:
+                self._window_told = True
+                self.tell(
+                    "the image does not fit into memory as a whole: its leaves are captured eagerly, piece by piece"
+                )
+            return False
+        return True
+
+    def _choose(self, flattened: Flattened, places: Places) -> Choice:
+        assert self._gate is not None
+        fenceable = set(self._gate.fenceable(flattened.sources))
+        specs, sources = flattened.specs, flattened.sources
+        fit = (
+            (leaf, specs[leaf].path, places.length[leaf])
+            for leaf in places.order
+            if leaf in fenceable and cast(LateBound, places.at[leaf][0]).can_wait(sources[leaf])
+        )
+        with self.lock:
+            return self._record.choose(flattened.fingerprint, fit)
+
+    def demote(self, path: str, why: str) -> None:
+        with self.lock:
+            new = self._record.demote(path, why)
+        if new:
+            self._emitter.emit(LeafDemoted(path, why))
+            self._unsaid.append(f"{path} is captured eagerly from now on: {why}")
+
+    def _say(self) -> None:
+        """Warnings wait for the next save: what turns them into errors must not meet an update."""
+        unsaid, self._unsaid = self._unsaid, []
+        for message in unsaid[:WARNINGS]:
+            self._warn(message)
+        if len(unsaid) > WARNINGS:
+            self._warn(f"{len(unsaid) - WARNINGS} more leaves are captured eagerly from now on, as events tell")
+
+    def compared(self, choice: Choice) -> None:
+        with self.lock:
+            self._record.passed(choice)
+
+    def tell(self, message: str) -> None:
+        self._emitter.emit(Warned(message))
+
+
+class _Watch:
+    """What becomes of one fenced capture."""
+
+    def __init__(
+        self, fencing: Fencing, specs: Sequence[LeafSpec], choice: Choice, save: Save, filling: Filling
+    ) -> None:
+        self._fencing = fencing
+        self._specs = specs
+        self._choice = choice
+        self._save = save
+        self._filling = filling
+        self._torn: SaveTorn | None = None
+
+    def progressed(self, position: int) -> None:
+        self._filling.advance(position)
+
+    def torn(self, leaf: int, why: str) -> None:
+        path = self._specs[leaf].path
+        if self._torn is None:
+            self._torn = SaveTorn(f"the image of {self._save.id} is torn at {path}: {why}", subject=path, hint=HINT)
+        self._fencing.demote(path, why)
+
+    def differs(self, leaf: int) -> None:
+        self._fencing.demote(
+            self._specs[leaf].path, "something other than an optimizer's step changes it before the update"
+        )
+
+    def compared(self) -> None:
+        self._fencing.compared(self._choice)
+
+    def passed(self, seconds: float) -> None:
+        self._save.fence_s += seconds
+
+    def ended(self, failure: BaseException | None) -> None:
+        if failure is not None:
+            message = f"the capture of {self._save.id} beside training broke off: {failure!r}"
+            self._filling.fail(SaveFailed(message, subject=str(self._save.id)))
+            self._fencing.tell(message)
+        elif self._torn is not None:
+            self._filling.fail(self._torn)
+        else:
+            self._save.state = "writing"

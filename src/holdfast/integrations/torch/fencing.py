@@ -1,0 +1,244 @@
+"""Which leaves an optimizer of torch owns, and the one hook at which every optimizer's step waits.
+
+The hook is torch's own, before every step of every optimizer of the process. It is installed while a Checkpointer
+captures behind a fence, and holds no optimizer, so that copying and pickling one is what it was.
+
+A hook may be bypassed: a compiled step has none, and a CUDA graph replays kernels alone. So an optimizer counts only if
+its hook was seen to run since the save before.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdfast.state.atoms import ENCODERS
+from holdfast.state.ownership import let_updates_pass
+
+_MOST = 100_000
+"""Objects that a search for optimizers looks at."""
+
+
+class _Compiled:
+    """Set by code that torch.compile has made of an optimizer's step, where the hook is traced and not called."""
+
+    ran = False
+
+
+class Steps:
+    """Which optimizers were seen to step, process-wide."""
+
+    def __init__(self) -> None:
+        self.tick = 0
+        self.compiled = _Compiled()
+        self._handle: Any = None
+        self._gates = 0
+        self._seen: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        self._graphed: dict[int, weakref.ref[Optimizer]] = {}
+
+    def enter(self) -> None:
+        self._gates += 1
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(_before_step)
+
+    def leave(self) -> None:
+        self._gates -= 1
+        if self._gates <= 0:
+            self.disarm()
+
+    def disarm(self) -> None:
+        self._gates = 0
+        self._seen.clear()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def see(self, optimizer: Optimizer) -> None:
+        self.tick += 1
+        mark = id(optimizer)
+        known = self._seen.get(mark)
+        held = known[0] if known is not None and known[0]() is optimizer else weakref.ref(optimizer)
+        self._seen[mark] = (held, self.tick)
+
+    def seen_since(self, optimizer: Optimizer, tick: int) -> bool:
+        known = self._seen.get(id(optimizer))
+        return known is not None and known[0]() is optimizer and known[1] > tick
+
+    def graph(self, optimizer: Optimizer) -> None:
+        """Its step is being recorded into a CUDA graph, which replays it without any hook."""
+        self._graphed[id(optimizer)] = weakref.ref(optimizer)
+
+    def graphed(self, optimizer: Optimizer) -> bool:
+        known = self._graphed.get(id(optimizer))
+        return known is not None and known() is optimizer
+
+
+steps = Steps()
+_compiled = steps.compiled
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        # Traced, once. What is compiled does no more than this, without a break in the graph.
+        _compiled.ran = True
+        return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        steps.graph(optimizer)  # a capture may not wait for another stream
+        return
+    steps.see(optimizer)
+    let_updates_pass()
+
+
+os.register_at_fork(after_in_child=steps.disarm)
+
+
+class TorchGate:
+    """The optimizers in one state."""
+
+    def __init__(self, state: Any, tell: Callable[[str], None]) -> None:
+        self._state = state
+        self._tell = tell
+        self._told: set[str] = set()
+        self._save = self._before = steps.tick
+        steps.enter()
+        self._leave = weakref.finalize(self, _leave, os.getpid())
+
+    def close(self) -> None:
+        self._leave()
+
+    def begin_save(self) -> None:
+        self._before, self._save = self._save, steps.tick
+
+    def fenceable(self, sources: Sequence[Any]) -> list[int]:
+        optimizers, modules = found_in(self._state)
+        owned: dict[int, torch.Tensor] = {}
+        for optimizer in optimizers:
+            if self._waits(optimizer):
+                for tensor in tensors_of(optimizer):
+                    owned[id(tensor)] = tensor
+        if not owned:
+            return []
+        for tensor in written_by_forward(modules):
+            owned.pop(id(tensor), None)
+        return _among(sources, owned)
+
+    def _waits(self, optimizer: Optimizer) -> bool:
+        name = type(optimizer).__name__
+        if steps.compiled.ran:
+            self._once(
+                "an optimizer's step was compiled by torch.compile, which leaves out the hook that a fenced capture "
+                "waits at: what optimizers own is captured eagerly"
+            )
+            return False
+        if steps.graphed(optimizer):
+            self._once(
+                f"the step of {name} was recorded into a CUDA graph, which replays without hooks: what it owns is "
+                "captured eagerly"
+            )
+            return False
+        if not steps.seen_since(optimizer, self._before):
+            self._once(
+                f"{name} was not seen to step since the save before, or its steps pass by torch's hooks: what it owns "
+                "is captured eagerly in such a save"
+            )
+            return False
+        return True
+
+    def _once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._tell(message)
+
+
+def _leave(owner: int) -> None:
+    if os.getpid() == owner:
+        steps.leave()
+
+
+gate = TorchGate
+
+
+def _among(sources: Sequence[Any], owned: Mapping[int, torch.Tensor]) -> list[int]:
+    """Positions of the sources that are owned: the very tensors, or the same memory in the same form."""
+    found: list[int] = []
+    forms: dict[int, torch.Tensor] | None = None
+    for position, source in enumerate(sources):
+        if id(source) in owned:
+            found.append(position)
+        elif isinstance(source, torch.Tensor) and source.layout is torch.strided and source.numel():
+            if forms is None:
+                forms = {one.data_ptr(): one for one in owned.values() if one.layout is torch.strided and one.numel()}
+            same = forms.get(source.data_ptr())
+            if same is not None and _form(same) == _form(source):
+                found.append(position)
+    return found
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+
+
+def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters that it updates, and every tensor of its state."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for value in optimizer.state.values():
+        yield from _tensors(value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def written_by_forward(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Weights that a forward pass changes in place: embeddings which keep their rows to a norm."""
+    for module in modules:
+        for one in module.modules():
+            if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
+                yield one.weight
+
+
+def found_in(state: Any) -> tuple[list[Optimizer], list[nn.Module]]:
+    """The optimizers and the outermost modules in a state, as deep as its containers go."""
+    optimizers: list[Optimizer] = []
+    modules: list[nn.Module] = []
+    waiting, seen = [state], set[int]()
+    while waiting and len(seen) < _MOST:
+        value = waiting.pop()
+        kind = type(value)
+        if kind in ENCODERS or kind is torch.Tensor or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            optimizers.append(value)
+        elif isinstance(value, nn.Module):
+            modules.append(value)
+        elif not isinstance(value, torch.Tensor):
+            waiting.extend(_inside(value))
+    return optimizers, modules
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | collections.deque):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, one.name) for one in dataclasses.fields(value) if hasattr(value, one.name)]
+    return ()

@@ -1,0 +1,169 @@
+"""Trainings that save behind a fence, small enough for a test: what was late in each save, what each image must be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import holdfast
+from holdfast import every, keep
+from holdfast.engine import fenced as engine
+from holdfast.events import Event, LeafDemoted, SaveFailedEvent
+from holdfast.image import fenced
+from holdfast.integrations.torch import late
+from holdfast.state import ownership
+
+Tensors = dict[str, torch.Tensor]
+SLICE = 64
+
+
+@dataclass
+class Told:
+    """What happened, save by save."""
+
+    late: dict[int, set[str]] = field(default_factory=dict)
+    """Step -> paths of the leaves that were copied after `save` returned."""
+    watched: dict[int, set[str]] = field(default_factory=dict)
+    snapshots: dict[int, Tensors] = field(default_factory=dict)
+    """Step -> what the state held when the save was taken."""
+    events: list[Event] = field(default_factory=list)
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    @property
+    def demoted(self) -> dict[str, str]:
+        return {event.path: event.reason for event in self.events if isinstance(event, LeafDemoted)}
+
+    @property
+    def failed(self) -> dict[int, str]:
+        return {event.id.step: event.error for event in self.events if isinstance(event, SaveFailedEvent)}
+
+
+@contextmanager
+def spying(told: Told) -> Iterator[None]:
+    """Tiny leaves are fenced too, in tiny slices, and `told` learns which were."""
+
+    class Spied(fenced.Fence):
+        def __init__(self, flattened: Any, choice: Any, places: Any, observer: Any, *, pace: Any, name: str) -> None:
+            step = int(name.rpartition("-")[2])
+            told.late[step] = {flattened.specs[span.leaf].path for span in choice.late}
+            told.watched[step] = {flattened.specs[span.leaf].path for span in choice.watched}
+            super().__init__(flattened, choice, places, observer, pace=pace, name=name)
+
+    with (
+        mock.patch.object(engine, "Fence", Spied),
+        mock.patch.object(ownership, "LEAST_BYTES", 1),
+        mock.patch.object(ownership, "_EDGE", 16),
+        mock.patch.object(late, "HOST_STEP", SLICE),
+        mock.patch("holdfast.integrations.torch.device.TorchBound.late_step", SLICE),
+    ):
+        yield
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that a restored state holds, with where it lies."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            yield from tensors_in(child, f"{path}/{key}")
+    elif isinstance(value, list | tuple):
+        for number, child in enumerate(value):
+            yield from tensors_in(child, f"{path}/{number}")
+
+
+def state_dicts(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.state_dict() if hasattr(value, "state_dict") else value
+        for name, value in state.items()
+        if hasattr(value, "state_dict") or isinstance(value, torch.Tensor)
+    }
+
+
+def snapshot(state: dict[str, Any]) -> Tensors:
+    return {path: tensor.detach().clone() for path, tensor in tensors_in(state_dicts(state))}
+
+
+def train(
+    where: Path,
+    state: dict[str, Any],
+    body: Callable[[int], object],
+    *,
+    steps: int = 8,
+    told: Told | None = None,
+    finish: Callable[[holdfast.Checkpointer], object] | None = None,
+    **more: Any,
+) -> Told:
+    """Trains `steps` steps and saves after each; `body(step)` is the step."""
+    told = told or Told()
+    more = {"capture": "fenced", "save": every(steps=1), "keep": keep.all(), "sinks": [told], **more}
+    with spying(told), holdfast.Checkpointer(where, state, **more) as ckpt:
+        for step in ckpt.steps(steps):
+            body(step)
+            told.snapshots[step + 1] = snapshot(state)
+        if finish is not None:
+            finish(ckpt)
+    return told
+
+
+def committed(where: Path) -> list[int]:
+    return sorted(id.step for id in holdfast.Repository(where).checkpoints("main"))
+
+
+def assert_images_are_right(where: Path, state: dict[str, Any], told: Told) -> list[int]:
+    """Every committed checkpoint is, bit for bit, what the state was when it was taken. Their steps."""
+    steps = committed(where)
+    for step in steps:
+        holdfast.load(where, into=state, step=step)
+        found, wanted = snapshot(state), told.snapshots[step]
+        assert found.keys() == wanted.keys(), (step, found.keys() ^ wanted.keys())
+        for path, tensor in wanted.items():
+            same = torch.equal(bits(found[path]), bits(tensor))
+            assert same, f"step {step}: {path} is not what it was when it was saved"
+    return steps
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+
+
+class Model(torch.nn.Module):
+    """Linear layers with a BatchNorm between: parameters, statistics, a counter."""
+
+    def __init__(self, width: int = 8, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(width, 2 * width, dtype=dtype)
+        self.norm = torch.nn.BatchNorm1d(2 * width, dtype=dtype)
+        self.last = torch.nn.Linear(2 * width, width, dtype=dtype)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.first(batch))))
+
+
+def loss_of(model: torch.nn.Module, width: int = 8) -> torch.Tensor:
+    weight = next(model.parameters())
+    return model(torch.randn(4, width, dtype=weight.dtype)).square().mean()
+
+
+def stepping(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, width: int = 8) -> Callable[[int], None]:
+    def body(step: int) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model, width).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return body
+
+
+def owned(told: Told) -> set[str]:
+    """Leaves that were late in some save."""
+    return set(itertools.chain.from_iterable(told.late.values()))
