@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.testing.disk_image import DiskImage
 from holdfast.testing.faulty_disk.bugs import BUGS, Bug
-from holdfast.testing.faulty_disk.campaign import all_cases, calls_of, chosen_cases, hunt, run_batch, summary
+from holdfast.testing.faulty_disk.campaign import all_cases, calls_of, campaign, chosen_cases, hunt, run_batch, summary
 from holdfast.testing.faulty_disk.case import PLACES, Case, run_case, surroundings
 from holdfast.testing.faulty_disk.faults import WAYS, FailingDisk, lost
 from holdfast.testing.simulated_disk import SimulatedDisk
@@ -100,3 +100,12 @@ def test_the_summary_counts_what_was_struck() -> None:
     assert sum(found["outcomes"].values()) == 3
     assert found["outcomes"]["not reached"] == 1
     assert found["violations"] == []
+
+
+def test_a_campaign_goes_on_where_another_has_ended() -> None:
+    def run(count: int, skip: int = 0) -> list[Case]:
+        outcomes, hunted = campaign(SEED, count, workers=1, seconds=3600, say=lambda line: None, skip=skip, bugs=())
+        assert not hunted
+        return [outcome.case for outcome in outcomes]
+
+    assert run(3) == [*run(1), *run(2, skip=1)] == chosen_cases(SEED, 3)

@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -119,20 +119,28 @@ def _suits(bug: Bug, case: Case) -> bool:
 
 
 def campaign(
-    seed: int, count: int, *, workers: int, seconds: float, say: Callable[[str], None]
+    seed: int,
+    count: int,
+    *,
+    workers: int,
+    seconds: float,
+    say: Callable[[str], None],
+    skip: int = 0,
+    bugs: Sequence[Bug] = BUGS,
 ) -> tuple[list[Outcome], list[Hunted]]:
-    """The bugs, then cases until there are `count` of them or `seconds` are over."""
+    """The bugs, then cases until there are `count` of them or `seconds` are over; without the first `skip`, so that one
+    campaign can go on where another has ended."""
     until = time.monotonic() + seconds
     for place in PLACES:
         calls_of(place)
-    cases = chosen_cases(seed, count)
+    cases = chosen_cases(seed, skip + count if count else 0)[skip:]
     batches = [cases[at : at + BATCH] for at in range(0, len(cases), BATCH)]
     outcomes: list[Outcome] = []
     hunted: list[Hunted] = []
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        for found in pool.map(_hunt_by_name, [bug.name for bug in BUGS], [seed] * len(BUGS)):
+        for found in pool.map(_hunt_by_name, [bug.name for bug in bugs], [seed] * len(bugs)):
             hunted.append(found)
-            say(f"bugs: {len(hunted)} of {len(BUGS)} seeded, {sum(one.caught for one in hunted)} seen")
+            say(f"bugs: {len(hunted)} of {len(bugs)} seeded, {sum(one.caught for one in hunted)} seen")
         under_way: set[Future[list[Outcome]]] = set()
         while batches or under_way:
             while batches and len(under_way) < 2 * workers and time.monotonic() < until:
@@ -189,15 +197,24 @@ def text(report: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = options(MODULE, __doc__, workers=2)
+    parser = options(MODULE, __doc__, workers=2, bugs=True)
     parser.add_argument("--cases", type=int, default=6000, help="how many of the possible cases; 0: all of them")
+    parser.add_argument("--skip", type=int, default=0, help="without so many of the first cases: they were run before")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no further case after so long")
     given = parser.parse_args(arguments)
     sitting, say = Sitting(MODULE, arguments, seed=given.seed, packages=["numpy"]), Progress()
     full = [asdict(found) for found in fill_all()]
-    outcomes, hunted = campaign(given.seed, given.cases, workers=given.workers, seconds=given.seconds, say=say)
+    outcomes, hunted = campaign(
+        given.seed,
+        given.cases,
+        workers=given.workers,
+        seconds=given.seconds,
+        say=say,
+        skip=given.skip,
+        bugs=() if given.no_bugs else BUGS,
+    )
     say.end()
-    report = sitting.result({**summary(outcomes, hunted), "full": full})
+    report = sitting.result({"skipped": given.skip, **summary(outcomes, hunted), "full": full})
     deliver(report, given.json, text(report))
     missed = report["bugs_seeded"] - report["bugs_seen"]
     return 1 if report["violations"] or missed or any(found["violations"] for found in full) else 0
