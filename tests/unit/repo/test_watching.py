@@ -228,3 +228,24 @@ def test_after_the_release_nothing_beats(repo: Repo, make: Any) -> None:
     lease.release()
     lease._try_beat()
     assert read_last(repo, "gpt", 1)[0] == 2
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_earlier_attempt_of_this_process_has_ended_once_it_is_closed(
+    repo: Repo, make: Any, release: list[Any], held: bool
+) -> None:
+    """Of a save that was never finished everything goes then; before, its process may put more, and somebody has to
+    come back for it."""
+    from holdfast.repo.attempts import claim
+
+    make.attempt(1, owner=this_process())
+    if held:
+        take_hold(repo, "gpt", 1)
+    id, save_id = make.begin(1, 10)
+    make.data(id, save_id)
+    make.attempt(2, owner=replace(this_process(), started="1"))
+    release.append(claim(repo, "gpt", None, beat_s=SLOW))
+    let_go(repo, "gpt", 1)
+    assert make.names(id.directory) == (["begin.json", "manifest.json"] if held else ["manifest.json"])
+    last = read_last(repo, "gpt", 3)[1]
+    assert last is not None and last.closed is not held
