@@ -424,3 +424,10 @@ def test_a_table_says_what_each_row_is() -> None:
     assert len(table) == 3
     assert [table.spec(row, spec.path) for row, spec in enumerate(specs)] == list(specs)
     assert (table.shared, table.name, table.rank, table.save_id) == (2, FILE, 0, SAVE)
+
+
+def test_a_manifests_tree_that_no_save_wrote_is_told() -> None:
+    data = encode_index(index_of((LeafSpec("x", "float32", (3, 5)),)), ID)
+    with pytest.raises(CorruptionError) as caught:
+        decode_index(data, id=ID, rank=0, tree={"x": 1})
+    assert caught.value.message.startswith(f"{FILE}: the manifest's tree is none that a save can have written: ")

@@ -293,6 +293,21 @@ def test_a_note_on_what_is_removed_meanwhile_goes_with_it(
     assert make.names(layout.notes_directory(id)) == ["1.json"]
 
 
+def test_notes_behind_a_copy_or_a_vanished_one_are_read(repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.repo import notes
+
+    make.attempt(1)
+    id = make.checkpoint(1, 6)
+    for loss in (1, 2, 3):
+        add_note(repo, id, "metric", {"loss": loss})
+    directory = layout.notes_directory(id)
+    repo.store.delete([f"{directory}/2.json"])
+    make.copy(f"{directory}/1.json", f"{directory}/2.json")
+    assert [note.body["loss"] for note in notes.notes(repo, id)] == [1, 3]
+    monkeypatch.setattr(notes, "numbers", lambda repo, directory: [1, 9, 3])
+    assert [note.body["loss"] for note in notes.notes(repo, id)] == [1, 3]
+
+
 # -- which checkpoint is meant ----------------------------------------------------------------------------------------
 
 

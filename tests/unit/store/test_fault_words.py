@@ -256,3 +256,23 @@ def test_direct_writing_that_cannot_be_turned_off_is_told(store, faulty, number)
         put(store, memoryview(bytearray(LARGE + 1))[1:])
     assert caught.value.message == f"writing {store.root}/{NAME}.tmp-t0 failed: {os.strerror(number)}"
     assert (caught.value.subject, caught.value.errno) == (NAME, number)
+
+
+def test_settling_says_where_it_failed(store, faulty):
+    put(store)
+    anew = LocalStore(store.root, filesystem=faulty)
+    faulty.fail("status", errno.EIO, at=2, of="runs/a")  # the first looks whether the way is ours
+    with pytest.raises(StoreError) as caught:
+        anew.settle(NAME)
+    assert caught.value.message == f"looking at {store.root}/runs/a failed: {os.strerror(errno.EIO)}"
+    assert (caught.value.subject, caught.value.errno) == (NAME, errno.EIO)
+
+
+def test_a_range_that_cannot_be_read_is_told(store, faulty):
+    put(store)
+    with store.open(NAME) as reader:
+        faulty.fail("pread", errno.EIO)
+        with pytest.raises(StoreError) as caught:
+            reader.read_into(0, memoryview(bytearray(1)))
+    assert caught.value.message == f"reading {store.root}/{NAME} failed: {os.strerror(errno.EIO)}"
+    assert (caught.value.subject, caught.value.errno) == (NAME, errno.EIO)
