@@ -57,7 +57,9 @@ def show(step: int, loss: float) -> None:
         print(f"step {step:5d}   loss {loss:.4f}", flush=True)
 
 
-def train(where: str, *, run: str, steps: int, save_every: int, sinks: Any = (), on_step: Any = show) -> None:
+def train(
+    where: str, *, run: str, steps: int, save_every: int, memory: Any = None, sinks: Any = (), on_step: Any = show
+) -> None:
     torch.manual_seed(0)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -66,7 +68,9 @@ def train(where: str, *, run: str, steps: int, save_every: int, sinks: Any = (),
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     when, what = every(steps=save_every) | on.end() | on.signal(), keep.latest(3)
-    with holdfast.Checkpointer(where, state, run=run, data=loader, save=when, keep=what, sinks=sinks) as ckpt:
+    with holdfast.Checkpointer(
+        where, state, run=run, data=loader, save=when, keep=what, memory=memory, sinks=sinks
+    ) as ckpt:
         for step in ckpt.steps(steps):
             (text,) = next(ckpt.batches)
             logits = model(text[:, :-1].int())

@@ -25,9 +25,9 @@ def flush(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write the newest state that a dead process left in this node's memory to the store.
+    """Write what a dead process left in memory to the store.
 
-    For a training with memory=, that is not to be started again here. It becomes a checkpoint like any other, of an
+    For a training with memory=, that is not to be started again here. The newest state becomes a checkpoint like any other, of an
     attempt of its own; every byte is verified first. What is older than the store, or what training has gone on from
     elsewhere since, is not written. `holdfast ls --memory` shows what there is.
     """

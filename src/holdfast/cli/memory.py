@@ -12,8 +12,7 @@ from holdfast.cli.asking import agreed
 from holdfast.cli.exitcodes import examples
 
 EXAMPLES = examples(
-    "holdfast ls --memory                # what there is",
-    "holdfast memory clear",
+    "holdfast memory clear               # holdfast ls --memory shows what there is",
     "holdfast memory clear --run gpt --yes",
 )
 
@@ -33,9 +32,9 @@ def memory(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Remove the images in this node's shared memory whose process has ended.
+    """Give back the memory that images of dead processes take.
 
-    What is in no store is lost with them: `holdfast flush WHERE` writes it first. Images of running processes stay.
+    They lie in this node's shared memory, where memory= put them. What is in no store is lost with them: `holdfast flush WHERE` writes it first. Images of running processes stay.
     """
     from holdfast.cli.images import document, judged, table
     from holdfast.engine.listing import remove_image

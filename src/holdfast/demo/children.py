@@ -117,7 +117,7 @@ class Child:
         events = self.seen()
         begun = [event for event in events if event["event"] == "SaveStarted"]
         ended = {event["id"]["step"] for event in events if event["event"] in ("Committed", "SaveFailed")}
-        restored = [(event["id"]["step"], event["content"]) for event in events if event["event"] == "Restored"]
+        restored = [(event["id"]["step"], event.get("content", "")) for event in events if event["event"] == "Restored"]
         return Life(
             began=restored[-1][0] if restored else (0 if self.step else None),
             reached=self.step,
