@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from holdfast.api.late import Late
 from holdfast.api.remembering import Remembering
+from holdfast.api.spent import Spent
 from holdfast.api.tidying import Tidying
 from holdfast.engine import handle as handles
 from holdfast.engine.fenced import Fencing
@@ -99,6 +100,7 @@ class Saving:
         self._told_unlogged = False
         self._before: list[tuple[Save, dict[str, float]]] = []
         """The saves before on this line of training, oldest first, with the metrics that the policy asks by."""
+        self.spent = Spent()
         self._torn: Save | None = None
         """A save whose image was torn, until an eager one is taken in its place."""
         self._first_step = 0
@@ -140,6 +142,9 @@ class Saving:
             last_saved_step=self.last.step if self.last is not None else None,
             last_saved_s=self._last_saved_s,
             saved=[metrics for save, metrics in self._before if save.state != "failed"],
+            stalls_s=self.spent.stalls_s,
+            stalled_s=self.spent.stalled_s,
+            persist_s=self.spent.persist_s,
         )
         decision = self.policy.decide(moment, history)
         torn = self._torn
