@@ -92,11 +92,11 @@ class Maker:
         return commit(self.repo, manifest, receipts)
 
     def copy(self, source: str, target: str) -> None:
-        """Copies a directory, as a person would."""
+        """Copies a directory or a single object, as a person would."""
         store = self.repo.store
-        for entry in list(store.walk(source)):
-            data = store.get(entry.name, limit=1 << 30)
-            store.put_if_absent(target + entry.name.removeprefix(source), Bytes(data), token="copy")
+        for name in [entry.name for entry in store.walk(source)] or [source]:
+            data = store.get(name, limit=1 << 30)
+            store.put_if_absent(target + name.removeprefix(source), Bytes(data), token="copy")
 
     def damage(self, name: str, at: int = 40) -> None:
         """Flips one bit of an object, past the store's own rules."""
