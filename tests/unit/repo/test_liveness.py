@@ -60,7 +60,7 @@ def test_a_process_that_ends_or_hides_while_it_is_looked_at_is_not_seen(
     assert liveness._look(os.getpid()) is None
 
 
-@pytest.mark.parametrize("pid", [0, -1, -os.getpid()])
+@pytest.mark.parametrize("pid", [0, -1, -os.getpid()], ids=["zero", "minus one", "minus our own"])
 def test_no_process_has_a_number_below_one(pid: int) -> None:
     """Signals to such numbers go to whole groups, so they must not even be asked."""
     assert liveness._look(pid) is None
