@@ -59,7 +59,7 @@ class Flushed:
 def unfit(found: Found) -> str:
     """Why nobody may go on from an image, whatever its repository says; empty if it is for that to say."""
     if found.footer is None:
-        return "it is being filled" if found.alive else "it was never finished"
+        return "its process is running" if found.alive else "it was never finished"
     return "its process is running" if found.alive else ""
 
 
