@@ -231,9 +231,13 @@ class Fence:
                 self._pace.learn(time.monotonic() - self._begun_s)
             self._updating = True
             self._hurry.set()
-            self._let_copies_end()
-            self._look_at_versions()
-            self._compare()
+            try:
+                self._let_copies_end()
+                self._look_at_versions()
+                self._compare()
+            except Exception as error:  # noqa: BLE001 - it is told, and the save given up; an update must not end for it
+                self.give_up()
+                self._observer.ended(error)
             self._open = True
             fall(self)
             self._let_go()
@@ -281,19 +285,14 @@ class Fence:
     def _compare(self) -> None:
         if not self._choice.watched:
             return
-        try:
-            ways = _by_bound(self._parts(self._choice.watched))
-            for bound, parts in ways:
-                if self._compared and not bound.on_device:
-                    continue
+        ways = _by_bound(self._parts(self._choice.watched))
+        for bound, parts in ways:
+            if not self._compared or bound.on_device:
                 verdict = bound.compare([part.told for part in parts])
                 self._verdicts.append(([part.leaf for part in parts], verdict))
-            self._to_count = True
-            if not any(bound.on_device for bound, _ in ways):
-                self.settle()
-        except Exception as error:  # noqa: BLE001 - it is told; an update must not end for what was only to be learned
-            self._verdicts = []
-            self._observer.ended(error)
+        self._to_count = True
+        if not any(bound.on_device for bound, _ in ways):
+            self.settle()
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,182 @@
+"""The accelerator's side of a fenced capture, with the driver replaced: what is asked of it, on which stream, in which
+order. It says nothing about a real device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.integrations.torch import late
+from holdfast.integrations.torch.device import TorchBound
+from holdfast.model.leaf import LeafSpec
+
+DEVICE = torch.device("cuda:0")
+
+
+class Driver:
+    """Writes down what streams and events are asked, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.stack = ["current"]
+        self.events = 0
+
+    def event(self) -> Event:
+        self.events += 1
+        return Event(self, self.events)
+
+
+class Event:
+    def __init__(self, driver: Driver, number: int) -> None:
+        self.driver, self.number = driver, number
+
+    def record(self, stream: Stream) -> None:
+        self.driver.log.append(("record", self.number, stream.name))
+
+    def synchronize(self) -> None:
+        self.driver.log.append(("host waits", self.number))
+
+
+class Stream:
+    def __init__(self, driver: Driver, name: str) -> None:
+        self.driver, self.name = driver, name
+
+    def wait_event(self, event: Event) -> None:
+        self.driver.log.append(("waits", self.name, event.number))
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    streams = {name: Stream(driver, name) for name in ("current", "side")}
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        driver.stack.append(stream.name)
+        yield
+        driver.stack.pop()
+
+    copy = torch.Tensor.copy_
+
+    def copied(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        driver.log.append(("copy", driver.stack[-1], non_blocking))
+        return copy(self, source)
+
+    with (
+        mock.patch.object(torch.cuda, "Event", driver.event),
+        mock.patch.object(torch.cuda, "Stream", lambda device: streams["side"]),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: streams[driver.stack[-1]]),
+        mock.patch.object(torch.cuda, "stream", on),
+        mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: driver.log.append(("held", stream.name))),
+        mock.patch.object(torch.Tensor, "copy_", copied),
+        mock.patch.object(torch.Tensor, "to", lambda self, device, non_blocking: self),
+        mock.patch.dict(late._streams, clear=True),
+    ):
+        yield driver
+
+
+def scene() -> tuple[list[np.ndarray[Any, Any]], torch.Tensor]:
+    return [np.zeros(64, np.uint8)], torch.arange(16, dtype=torch.float32)
+
+
+def test_copies_wait_for_the_work_before_them_on_a_stream_of_their_own(driver: Driver) -> None:
+    views, held = scene()
+    copies = late.DeviceCopies(DEVICE, views, [(held, 0, 0, 32), (held, 0, 32, 64)], ())
+    assert driver.log == [
+        ("record", 1, "current"),
+        ("waits", "side", 1),
+        ("held", "side"),
+        ("copy", "side", True),
+        ("record", 2, "side"),
+        ("held", "side"),
+        ("copy", "side", True),
+        ("record", 3, "side"),
+        ("record", 4, "side"),
+    ]
+    assert views[0].view(np.float32).tolist() == held.tolist()
+    driver.log.clear()
+    copies.copy(1)
+    assert driver.log == [("host waits", 3)], "the thread that follows the copies waits for one part"
+
+
+def test_an_update_is_ordered_behind_the_copies_and_the_host_does_not_wait(driver: Driver) -> None:
+    views, held = scene()
+    copies = late.DeviceCopies(DEVICE, views, [(held, 0, 0, 64)], ())
+    driver.log.clear()
+    assert copies.order() is True
+    assert driver.log == [("waits", "current", 3)]
+
+
+def test_watched_parts_are_compared_behind_the_copies_and_before_the_update(driver: Driver) -> None:
+    views, held = scene()
+    views[0][:32] = held.numpy().view(np.uint8)[:32]
+    views[0][8] ^= 1
+    copies = late.DeviceCopies(DEVICE, views, [(held, 0, 32, 64)], [(held, 0, 0, 16), (held, 0, 16, 32)])
+    last = max(entry[1] for entry in driver.log if entry[0] == "record")
+    assert list(copies.unchanged()) == [False, True]
+    driver.log.clear()
+    copies.order()
+    assert driver.log == [("waits", "current", last)], "the comparison reads what the update writes"
+
+
+def test_a_comparison_is_asked_for_at_once_and_answered_later(driver: Driver) -> None:
+    views, held = scene()
+    views[0][:] = held.numpy().view(np.uint8)
+    verdict = late.compare_on_device(DEVICE, views, [(held, 0, 0, 64)])
+    assert not any(entry[0] == "host waits" for entry in driver.log)
+    assert list(verdict()) == [True]
+    assert any(entry[0] == "host waits" for entry in driver.log)
+
+
+# -- the host's side, for real -----------------------------------------------------------------------------------------
+
+
+def test_the_host_compares_bits_and_not_numbers() -> None:
+    tensor = torch.tensor([float("nan"), 0.0, 1.0])
+    image = tensor.numpy().view(np.uint8).copy()
+    assert late.compare_on_host([image], [(tensor, 0, 0, 12)])() == [True]
+    tensor[1] = -0.0
+    assert late.compare_on_host([image], [(tensor, 0, 0, 4), (tensor, 0, 4, 8), (tensor, 0, 8, 12)])() == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_a_held_tensor_keeps_its_memory_and_its_count() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    bound = TorchBound([LeafSpec("a", "float32", (4,))], [np.zeros(16, np.uint8)])
+    held = bound.hold(parameter)
+    before = bound.version(held)
+    with torch.no_grad():
+        parameter.mul_(2)
+    assert bound.version(held) > before and held.tolist() == [2.0] * 4
+    parameter.data = torch.zeros(4)
+    assert held.tolist() == [2.0] * 4 and held.data_ptr() != parameter.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 4).t()[1:],
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.ones(2)),
+        torch.empty(0),
+    ],
+    ids=["strides", "conjugate", "negative", "empty"],
+)
+def test_what_cannot_be_copied_in_parts_does_not_wait(tensor: torch.Tensor) -> None:
+    assert not late.can_wait(tensor) and late.can_wait(torch.ones(2))
+
+
+def test_a_tensor_whose_changes_are_not_counted_does_not_wait() -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(4)
+    assert not late.can_wait(tensor)
