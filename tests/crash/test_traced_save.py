@@ -15,7 +15,8 @@ import pytest
 SAVE = """
 import json, sys
 import numpy as np
-from holdfast.engine.save import About, Saver
+from holdfast.engine.job import About
+from holdfast.engine.save import Saver
 from holdfast.repo.attempts import claim
 from holdfast.repo.repository import Repo
 from holdfast.state import flatten

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.engine.save import About, Saver
+from holdfast.engine.job import About
+from holdfast.engine.save import Saver
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Owner
 from holdfast.model.names import CheckpointId

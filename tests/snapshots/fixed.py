@@ -14,7 +14,8 @@ from unittest import mock
 
 import numpy as np
 
-from holdfast.engine.save import About, Saver
+from holdfast.engine.job import About
+from holdfast.engine.save import Saver
 from holdfast.model.checkpoint import Owner
 from holdfast.model.names import CheckpointId
 from holdfast.repo import attempts, liveness, repository, tombstones

@@ -11,8 +11,9 @@ from holdfast.api import ownership
 from holdfast.api.environment import check_platform, environment
 from holdfast.api.rehearsal import rehearsed
 from holdfast.api.restored import Checkpoint, Restored
+from holdfast.engine.job import About
 from holdfast.engine.restore import chosen, restore_checkpoint, restore_latest
-from holdfast.engine.save import About, Saver
+from holdfast.engine.save import Saver
 from holdfast.errors import CheckpointNotFound, Superseded, UsageError
 from holdfast.events import Emitter, Sink
 from holdfast.model.checkpoint import Index, Manifest

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from holdfast.engine.job import About
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.remembering import MemorySaver
-from holdfast.engine.save import About
 from holdfast.errors import DeadlineExceeded, HoldfastError
 from holdfast.events import Emitter, SaveSkipped, Warned
 from holdfast.model.names import CheckpointId

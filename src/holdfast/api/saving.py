@@ -15,7 +15,8 @@ from holdfast.api.tidying import Tidying
 from holdfast.engine import handle as handles
 from holdfast.engine.fenced import Fencing
 from holdfast.engine.handle import Save
-from holdfast.engine.save import About, Saver
+from holdfast.engine.job import About
+from holdfast.engine.save import Saver
 from holdfast.errors import (
     DeadlineExceeded,
     HoldfastError,

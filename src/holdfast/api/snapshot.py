@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.api.environment import environment
 from holdfast.api.position import Position
 from holdfast.codec.digest import digest
-from holdfast.engine.save import About
+from holdfast.engine.job import About
 from holdfast.errors import HoldfastError
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId

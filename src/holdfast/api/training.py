@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.api import ownership
 from holdfast.api.claiming import Claiming
+from holdfast.api.leaving import Leaving
 from holdfast.api.loops import Epochs, Steps
 from holdfast.api.position import Position
 from holdfast.api.saving import Saving
 from holdfast.api.snapshot import Moment, Snapshots
 from holdfast.engine.handle import Save
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
-from holdfast.guard.exitstatus import leaving_with
-from holdfast.guard.preempted import Preempted
-from holdfast.guard.signals import SignalWatch
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.policy import saving as asking
 from holdfast.repo.attempts import Attempt
@@ -48,10 +45,9 @@ class Training:
         self.open = False
         """Whether the body of a step is running, or was left before its end."""
         self._snapshots = snapshots
-        self._signals = SignalWatch() if catch else None
+        self._leaving = Leaving(self._signal_came, catch=catch)
         self._foreign_loop = False
         """Whether somebody else's loop tells when a step is done."""
-        self._inside = False
         self._requested: tuple[Save, bool] | None = None
         self._metrics: dict[str, float] = {}
         self._tags: list[str] = []
@@ -78,7 +74,7 @@ class Training:
                 subject=self.run,
                 hint="build a new Checkpointer: it resumes from the last checkpoint",
             )
-        with self._undisturbed():
+        with self._leaving.undisturbed():
             self.claiming.restore()
             self.claim(owner)
 
@@ -91,9 +87,7 @@ class Training:
         attempt = self.claiming.claim()
         ownership.register(self.key, owner)
         self._begin(attempt)
-        if self._signals is not None:
-            self._signals.notify = self._on_signal
-            self._signals.install()
+        self._leaving.install()
 
     def _begin(self, attempt: Attempt) -> None:
         """Saves may be taken. A step that is in memory alone counts as one that is not saved yet."""
@@ -111,7 +105,7 @@ class Training:
 
     def open_step(self) -> None:
         """The body of a step begins."""
-        if self._signal() is not None:
+        if self._leaving.signal is not None:
             self._consider(epoch_ended=False, ending=True)
         self._metrics = {}
         self.open = True
@@ -119,14 +113,14 @@ class Training:
 
     def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None:
         """The body of a step has come to its end: it counts, and is saved if something asks for it."""
-        with self._undisturbed():
+        with self._leaving.undisturbed():
             self.open = False
             self.position.counters.step += 1
             self._consider(epoch_ended=epoch_ended, ending=ending)
 
     def end_epoch(self, *, ending: bool) -> None:
         """An epoch's body has come to its end."""
-        with self._undisturbed():
+        with self._leaving.undisturbed():
             if self.open:
                 self.open = False
                 self.position.counters.step += 1
@@ -175,7 +169,7 @@ class Training:
         elif last is not None and last.step >= self.step:
             self.saving.tag(last, names)
         else:
-            with self._undisturbed():
+            with self._leaving.undisturbed():
                 self._take_tagged(names)
 
     def save(self, *, wait: bool) -> Save:
@@ -185,7 +179,7 @@ class Training:
             return self._at_end_of_step(wait)
         last = self.saving.last
         if last is None or last.step < self.step:
-            with self._undisturbed():
+            with self._leaving.undisturbed():
                 taken = self._take("asked for", wait=wait)
             last = taken or last
             assert last is not None, "a save is skipped only because of one before"
@@ -214,7 +208,7 @@ class Training:
 
     def close(self, owner: ownership.Closable, timeout: float, *, ended_well: bool) -> None:
         """Waits for what is in flight, gives the run back, puts signal handlers back, and says what is left undone."""
-        self._inside = True
+        self._leaving.hold_back()
         until = time.monotonic() + timeout
         spare = min(GIVE_BACK_S, timeout / 4)
         try:
@@ -239,8 +233,7 @@ class Training:
 
     def _end(self, owner: ownership.Closable, timeout: float, *, quietly: bool = False) -> None:
         """Gives everything back. `quietly`: something worse is being raised already, and the rest is a warning."""
-        if self._signals is not None:
-            self._signals.restore()
+        self._leaving.restore()
         ownership.unregister(self.key, owner)
         try:
             self.saving.give_back(timeout)
@@ -281,7 +274,7 @@ class Training:
         self.saving.raise_failure()
         if self.on_step is not None:
             self.on_step(self)
-        signal = self._signal()
+        signal = self._leaving.signal
         in_epochs = isinstance(self.loop, Epochs)
         moment = asking.Moment(
             step=self.step,
@@ -307,7 +300,7 @@ class Training:
         self._remember(moment)
         if signal is not None:
             self._leave()
-        if in_epochs and self._signals is not None and self._unsaved() and self.position.at_end:
+        if in_epochs and self._leaving.watched and self._unsaved() and self.position.at_end:
             self._moment = self._snapshots.moment()
 
     def _remember(self, moment: asking.Moment) -> None:
@@ -351,7 +344,7 @@ class Training:
         decision = self.saving.decide(moment)
         if not decision.save:
             return
-        with self._undisturbed():
+        with self._leaving.undisturbed():
             if self._snapshots.same_state(before):
                 self._take(decision.reason, wait=False)
             else:
@@ -382,25 +375,11 @@ class Training:
 
     # -- signals -------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """A signal that comes within the block is acted upon after it: it must not find a half-taken save."""
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
-        self._on_signal()
-
-    def _signal(self) -> str | None:
-        return self._signals.name if self._signals is not None else None
-
-    def _on_signal(self) -> None:
+    def _signal_came(self, name: str) -> None:
         """In the main thread, between two instructions: outside any step there is nothing to finish, so it acts."""
-        name = self._signal()
-        if name is None or self._inside or self.open or self.saving.attempt is None:
+        if self.open or self.saving.attempt is None:
             return
-        self._inside = True
+        self._leaving.hold_back()
         moment, self._moment = self._moment, None
         if moment is not None and moment.step == self.step and self._unsaved() and self._snapshots.untouched(moment):
             reason = f"{name} came"
@@ -412,11 +391,6 @@ class Training:
 
     def _leave(self) -> None:
         """Ends the process as the signal asked, with everything that is in flight committed."""
-        assert self._signals is not None and self._signals.received is not None
-        self._inside = True
+        self._leaving.hold_back()
         self.saving.wait(CLOSE_DEADLINE_S)
-        if self._signals.deferred is not None:
-            raise self._signals.deferred
-        leaving = Preempted(self._signals.received)
-        leaving_with(128 + leaving.signum)
-        raise leaving
+        self._leaving.leave()

@@ -14,7 +14,7 @@ from holdfast.repo.content import content_digest
 from holdfast.state.contract import Flattened
 
 if TYPE_CHECKING:
-    from holdfast.engine.save import About
+    from holdfast.engine.job import About
 
 
 def index_of(

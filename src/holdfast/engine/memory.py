@@ -34,7 +34,7 @@ from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened
 
 if TYPE_CHECKING:
-    from holdfast.engine.save import About
+    from holdfast.engine.job import About
 
 SLOTS: Final = (0, 1)
 

@@ -20,7 +20,7 @@ from holdfast.repo.repository import Repo, now_text
 from holdfast.state.contract import Flattened
 
 if TYPE_CHECKING:
-    from holdfast.engine.save import About
+    from holdfast.engine.job import About
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.arenas import ArenaHolder
@@ -18,13 +18,14 @@ from holdfast.engine.content import Filling, PackContent, WriterGone
 from holdfast.engine.describing import index_of, manifest_of
 from holdfast.engine.fenced import Fencing
 from holdfast.engine.handle import Save
+from holdfast.engine.job import About, Job
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.planned import Planner, SavePlan
 from holdfast.engine.politeness import stand_back
 from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable
 from holdfast.events import Captured, Committed, Emitter, PackWritten, Progress, SaveFailedEvent, SaveStarted, Warned
 from holdfast.model import canonical
-from holdfast.model.checkpoint import Index, Json, Manifest, Receipt
+from holdfast.model.checkpoint import Index, Manifest, Receipt
 from holdfast.model.names import CheckpointId
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.commit import abort, begin, commit
@@ -40,37 +41,6 @@ SMALL_OBJECTS_BYTES = 4 << 20
 COMMITTING = "committing"
 CHECK_S = 60.0
 """How long the training thread waits for the one listing that tells whether it still owns the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """What a manifest says beside the state itself."""
-
-    parent: CheckpointId | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    progress: Mapping[str, Json] = field(default_factory=dict)
-    environment: Mapping[str, Json] = field(default_factory=dict)
-    certificate: Mapping[str, Json] = field(default_factory=dict)
-    reason: str = ""
-
-
-@dataclass(slots=True)
-class _Job:
-    """One save under way."""
-
-    save: Save
-    plan: SavePlan
-    flattened: Flattened
-    about: About
-    filling: Filling
-    digester: Digester
-    digest_while_writing: bool
-    created: str
-    begun: bool = False
-    sealed: bool = False
-    names: Sequence[str] = ()
-    receipts: list[Receipt] = field(default_factory=list)
-    """Of the packs, in order: a save that goes on after room was made does not write them again."""
 
 
 class Saver:
@@ -161,7 +131,7 @@ class Saver:
         digester = Digester(plan.chunks, plan.arena.buffer.data)
         # Through a window the state goes out while it is captured, whoever waits for what.
         overlapped = wait or plan.arena.window is not None
-        job = _Job(save, plan, flattened, about, filling, digester, not overlapped, now_text())
+        job = Job(save, plan, flattened, about, filling, digester, not overlapped, now_text())
         self.current = save
         self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
         save.state = "capturing"
@@ -218,7 +188,7 @@ class Saver:
         assert self.attempt is not None, "a save needs a claimed attempt"
         return self.attempt
 
-    def _capture(self, job: _Job, *, overlapped: bool, eager: bool = True) -> None:
+    def _capture(self, job: Job, *, overlapped: bool, eager: bool = True) -> None:
         def progress(filled: int) -> None:
             job.digester.advance(filled)
             job.filling.advance(filled)
@@ -243,12 +213,12 @@ class Saver:
         job.save.state = "writing"
         job.filling.advance(job.plan.layout.nbytes)
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: Job) -> None:
         name = f"holdfast-save-{job.save.step}"
         self._thread = threading.Thread(target=self._background, args=(job,), name=name, daemon=True)
         self._thread.start()
 
-    def _background(self, job: _Job) -> None:
+    def _background(self, job: Job) -> None:
         """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""
         save = job.save
         began = time.perf_counter()
@@ -274,7 +244,7 @@ class Saver:
             if self._on_end is not None:
                 self._on_end(save)
 
-    def _run(self, job: _Job) -> HoldfastError | None:
+    def _run(self, job: Job) -> HoldfastError | None:
         """Writes and commits; what made it fail, or None."""
         try:
             try:
@@ -287,7 +257,7 @@ class Saver:
             return self._failed(job, error)
         return None
 
-    def _failed(self, job: _Job, error: BaseException) -> HoldfastError | None:
+    def _failed(self, job: Job, error: BaseException) -> HoldfastError | None:
         """What became of a save that broke off: closed and told of, or None if it turns out to have committed."""
         save = job.save
         if not self._closed(job, error):
@@ -304,7 +274,7 @@ class Saver:
         self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
         return failure
 
-    def _closed(self, job: _Job, error: BaseException) -> bool:
+    def _closed(self, job: Job, error: BaseException) -> bool:
         """Takes the manifest's name, so that this save can no longer commit, and frees its objects. False if the
         manifest
         is there: its put was answered by an error, and had arrived all the same."""
@@ -325,7 +295,7 @@ class Saver:
             )
         return True
 
-    def _abort(self, job: _Job, error: BaseException) -> bool:
+    def _abort(self, job: Job, error: BaseException) -> bool:
         """As `abort`. On a full disk the mark may not fit; then what was written goes without one, for a save that
         never began to commit, or found no room for its manifest, cannot commit late: its only writer is here."""
         save, store = job.save, self.repo.store
@@ -339,7 +309,7 @@ class Saver:
             store.delete([begin_name(save.id)])
             return True
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: Job) -> None:
         save, layout, repo = job.save, job.plan.layout, self.repo
         save.phase = "asking for space"
         self._check_space(job)
@@ -367,7 +337,7 @@ class Saver:
         commit(repo, manifest, receipts, tree=tree)
         crashpoint("manifest durable, not yet reported")
 
-    def _write_pack(self, job: _Job, pack: int) -> Receipt:
+    def _write_pack(self, job: Job, pack: int) -> Receipt:
         save, plan = job.save, job.plan.layout.packs[pack]
         save.phase = f"writing {plan.name}"
         began = time.perf_counter()
@@ -383,13 +353,13 @@ class Saver:
         self._emitter.emit(PackWritten(save.id, plan.name, plan.length, time.perf_counter() - began))
         return receipt
 
-    def _index(self, job: _Job) -> Index:
+    def _index(self, job: Job) -> Index:
         digests = job.digester.digests()
         return index_of(
             job.plan, job.flattened, digests, job.save.save_id, rank=self._rank, chunk_bytes=self.repo.chunk_bytes
         )
 
-    def _seal(self, job: _Job) -> None:
+    def _seal(self, job: Job) -> None:
         """Makes the image one that a process to come can go on from. Once; it fails no save."""
         if self.memory is None or job.sealed or job.plan.arena.window is not None:
             return
@@ -398,7 +368,7 @@ class Saver:
         job.digester.advance(job.plan.layout.nbytes)
         self.memory.seal(job.plan, job.save.id, self._index(job), job.flattened, job.about, created=job.created)
 
-    def _check_space(self, job: _Job) -> None:
+    def _check_space(self, job: Job) -> None:
         free_bytes = self.repo.store.free_bytes()
         needed = job.save.bytes + SMALL_OBJECTS_BYTES
         if free_bytes is not None and free_bytes < needed:

@@ -18,7 +18,8 @@ import numpy as np
 
 from holdfast.codec.digest import chunk_starts, digest_chunks
 from holdfast.engine.handle import Save
-from holdfast.engine.save import About, Saver
+from holdfast.engine.job import About
+from holdfast.engine.save import Saver
 from holdfast.errors import SaveFailed
 from holdfast.image.layout import plan_layout
 from holdfast.model.checkpoint import Index, Manifest, PackEntry

@@ -13,7 +13,8 @@ import pytest
 
 import holdfast
 from holdfast import every, keep
-from holdfast.engine.save import About, Saver
+from holdfast.engine.job import About
+from holdfast.engine.save import Saver
 from holdfast.errors import (
     CheckpointNotFound,
     CorruptionError,

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from holdfast.cli import main
-from holdfast.engine.save import About, Saver
+from holdfast.engine.job import About
+from holdfast.engine.save import Saver
 from holdfast.model.names import CheckpointId
 from holdfast.repo.attempts import claim
 from holdfast.repo.notes import add_note

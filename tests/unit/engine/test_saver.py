@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from holdfast.engine import save as engine_save
-from holdfast.engine.save import About, Saver
+from holdfast.engine.job import About
+from holdfast.engine.save import Saver
 from holdfast.errors import SaveFailed, StoreError
 from holdfast.repo.attempts import claim
 from holdfast.repo.repository import Repo

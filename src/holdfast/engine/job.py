@@ -1,0 +1,45 @@
+"""One save under way: what it is about, and what its two threads hand to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.engine.chunks import Digester
+from holdfast.engine.content import Filling
+from holdfast.engine.handle import Save
+from holdfast.engine.planned import SavePlan
+from holdfast.model.checkpoint import Json, Receipt
+from holdfast.model.names import CheckpointId
+from holdfast.state.contract import Flattened
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a manifest says beside the state itself."""
+
+    parent: CheckpointId | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    progress: Mapping[str, Json] = field(default_factory=dict)
+    environment: Mapping[str, Json] = field(default_factory=dict)
+    certificate: Mapping[str, Json] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Job:
+    """One save under way."""
+
+    save: Save
+    plan: SavePlan
+    flattened: Flattened
+    about: About
+    filling: Filling
+    digester: Digester
+    digest_while_writing: bool
+    created: str
+    begun: bool = False
+    sealed: bool = False
+    names: Sequence[str] = ()
+    receipts: list[Receipt] = field(default_factory=list)
+    """Of the packs, in order: a save that goes on after room was made does not write them again."""
