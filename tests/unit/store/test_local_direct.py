@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.errors import StoreError
 from holdfast.store.backends.local import LocalStore
 from holdfast.store.backends.operating_system import OperatingSystem
 from holdfast.store.backends.writing import BLOCK
@@ -259,3 +260,20 @@ def test_probing_leaves_the_trainings_random_numbers_alone(store):
     with store.open(NAME) as reader:
         assert reader.alignment
     assert random.getstate() == before
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EIO, errno.ENOSPC])
+def test_an_error_of_the_last_padded_block_comes_out_as_what_it_is(store, system, number):
+    """The block is a mapping of its own; what the failed call still holds of it must not hide what went wrong."""
+    first, failed = system.pwrite, []
+
+    def pwrite(descriptor, buffers, offset):
+        if not failed and len(buffers[0]) == BLOCK:
+            failed.append(offset)
+            raise OSError(number, "once")
+        return first(descriptor, buffers, offset)
+
+    system.pwrite = pwrite
+    with pytest.raises(StoreError) as caught:
+        store.put_if_absent(NAME, Pieces(content_of(2 * MEBI + 1)), token="a" * 32)
+    assert failed and caught.value.__cause__.errno == number

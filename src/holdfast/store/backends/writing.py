@@ -94,12 +94,14 @@ class Writer:
         if done < whole or whole == len(piece):
             return done
         tail = len(piece) - whole
-        with mmap.mmap(-1, BLOCK) as page, memoryview(page) as block:
-            block[:tail] = piece[whole:]
-            if self._blocks(block) < BLOCK:
-                self._position = self.length - tail
-                self._padded = True
-                return whole
+        # Closed by nobody: where the write fails, the traceback still holds views of it, and to close it would raise a
+        # BufferError in place of what the disk said.
+        block = memoryview(mmap.mmap(-1, BLOCK))
+        block[:tail] = piece[whole:]
+        if self._blocks(block) < BLOCK:
+            self._position = self.length - tail
+            self._padded = True
+            return whole
         self._position = self.length
         self._padded = True
         return len(piece)
