@@ -122,11 +122,16 @@ def execute(
     standing = list(stones)
     try:
         for stone in _still_free(repo, attempt, stones):
-            if _free(repo, stone):
-                removed.append(stone.id)
-                (emitter or Emitter()).emit(Removed(stone.id, plan.reason(stone.id)))
-            take_back(repo, stone)
+            found = _own_files(repo, stone)
+            if found is None:
+                continue
+            # Where it breaks off from here on, its tombstone stays: without it, what is left of the checkpoint looks
+            # like one that has lost its manifest. The next claim ends the removal.
             standing.remove(stone)
+            _free(repo, *found)
+            removed.append(stone.id)
+            (emitter or Emitter()).emit(Removed(stone.id, plan.reason(stone.id)))
+            take_back(repo, stone)
     except HoldfastError:
         _take_back_all(repo, standing)
         raise
@@ -160,13 +165,18 @@ def _still_free(repo: Repo, attempt: Attempt, stones: list[Tombstone]) -> Iterat
             yield stone
 
 
-def _free(repo: Repo, stone: Tombstone) -> bool:
-    """Frees one checkpoint; False if its tombstone was taken back, or nothing says which objects are its own."""
+def _own_files(repo: Repo, stone: Tombstone) -> tuple[SaveDirectory, list[str]] | None:
+    """What one checkpoint is made of; None if its tombstone was taken back, or nothing says which objects are its."""
     save = look_at(repo, stone.id)
     files = listed(repo, save)
     if not files or not stands(repo, stone):
-        return False
+        return None
     _assert_own(save, files)
+    return save, files
+
+
+def _free(repo: Repo, save: SaveDirectory, files: list[str]) -> None:
+    """Frees one checkpoint, made of these files."""
     repo.store.delete([save.id.manifest])
     repo.store.settle(save.id.manifest)
     crashpoint("manifest removed, packs still there")
@@ -181,7 +191,6 @@ def _free(repo: Repo, stone: Tombstone) -> bool:
     noted = [entry.name for entry in repo.store.walk(directory) if is_note(entry.name[prefix:])]
     repo.store.delete(noted)
     repo.store.delete([layout.begin_name(save.id)])
-    return True
 
 
 def _assert_own(save: SaveDirectory, files: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.crashpoints import armed
+from holdfast.errors import StoreFull
 from holdfast.events import Emitter, Event, Removed
 from holdfast.policy import keep
 from holdfast.policy.keeping import KeepPolicy, Opinion
@@ -313,3 +314,27 @@ def test_i7_the_second_look_knows_what_is_damaged(world):
     add_note(world.repo, ids[2], "suspect", {})
     assert [id.step for id in execute(world.repo, attempt, plan)] == [1]
     assert there(world) == [(1, 2), (1, 3), (1, 4)]
+
+
+@pytest.mark.parametrize("stage", ["manifest removed, packs still there", "packs removed, notes still there"])
+def test_a_removal_that_a_full_disk_breaks_off_is_no_damage_and_the_next_claim_ends_it(world, monkeypatch, stage):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3)]
+    for id in ids:
+        add_note(world.repo, id, "metric", {"loss": 1.0})
+
+    def full():
+        raise StoreFull("no room", subject="the disk")
+
+    with armed(stage, full), pytest.raises(StoreFull):
+        retain(world, attempt, keep.latest(1))
+    assert there(world) == [(1, 2), (1, 3)]
+    (stone,) = world.names("tombstones")
+    assert "step-00000001" in stone, "it speaks of the one whose removal had begun, and of no other"
+    assert_whole(world.repo)
+    world.die(attempt)
+    monkeypatch.setattr(tombstones, "judge", lambda owner: "dead")
+    attempts.claim(world.repo, "main", ids[2]).release()
+    assert world.names("tombstones") == []
+    assert world.names(ids[0].directory) in ([], [ids[0].manifest])
+    assert_whole(world.repo)

@@ -21,6 +21,7 @@ from holdfast.testing.processes import replacing
 from holdfast.testing.retention_histories.campaign import run_histories
 from holdfast.upkeep import facts as gathering
 from holdfast.upkeep import needs, retention, sweeping
+from holdfast.upkeep.census import SaveDirectory
 
 MOST = 600
 """Histories within which a bug must be found."""
@@ -83,10 +84,9 @@ def _no_second_look() -> Iterator[None]:
 def _everything_in_the_directory() -> Iterator[None]:
     original = retention._free
 
-    def free(repo: Repo, stone: Any) -> bool:
-        done = original(repo, stone)
-        repo.store.delete([entry.name for entry in repo.store.walk(stone.id.directory)])
-        return done
+    def free(repo: Repo, save: SaveDirectory, files: list[str]) -> None:
+        original(repo, save, files)
+        repo.store.delete([entry.name for entry in repo.store.walk(save.id.directory)])
 
     with mock.patch.object(retention, "_free", free):
         yield
