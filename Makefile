@@ -81,7 +81,7 @@ corruption-campaign: setup
 	$(BIN)/python -m holdfast.testing.corruption --faults 1000000 --seed 1 --json $(RESULTS)/r3_corruption.json
 
 stateful-campaign: setup
-	$(BIN)/python -m holdfast.testing.stateful --examples 2000 --seed 1 --json $(RESULTS)/r_stateful.json
+	$(BIN)/python -m holdfast.testing.stateful --examples 400 --seed 1 --json $(RESULTS)/r_stateful.json
 
 # A sample: all mutants take hours. Which survive and why is in the result.
 mutation-run: setup

@@ -7,7 +7,7 @@ import pytest
 from holdfast.testing.stateful.campaign import BUGS, caught, histories
 from holdfast.testing.stateful.machine import counted
 
-QUICK = ("rm asks nobody", "the oldest step is the latest", "verify finds nothing")
+QUICK = ("rm asks nobody", "the oldest step is the latest", "verify finds nothing", "retention takes what it wants")
 
 
 def test_i2_i3_i4_i5_i6_i7_i11_hold_in_random_histories() -> None:

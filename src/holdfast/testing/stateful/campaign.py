@@ -1,21 +1,15 @@
 """The campaign of random histories: `python -m holdfast.testing.stateful --examples 2000 --seed 1 --json out`.
 
-Exit status 1 if a history contradicts the model, or if more than one seeded bug does not. "retention takes what it
-wants" needs a reader that comes between plan and removal, and no history here interleaves the two.
+Exit status 1 if a history contradicts the model, or a seeded bug does not.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
@@ -24,11 +18,12 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from holdfast.engine import read, restore
 from holdfast.repo import attempts
+from holdfast.testing.campaigns import Sitting, deliver, options
 from holdfast.testing.processes import replacing
 from holdfast.testing.stateful.machine import Product, counted
 from holdfast.upkeep import needs, retention, surroundings, undelete, verify
-from holdfast.version import __version__
 
+MODULE: Final = "holdfast.testing.stateful"
 STEPS: Final = 25
 
 
@@ -112,13 +107,10 @@ def caught(bug: Bug, examples: int, number: int | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.stateful", description=__doc__)
+    parser = options(MODULE, __doc__, bugs=True)
     parser.add_argument("--examples", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where to write the counts")
-    parser.add_argument("--no-bugs", action="store_true", help="seed no bugs")
     chosen = parser.parse_args(arguments)
-    began = time.monotonic()
+    sitting = Sitting(MODULE, arguments, seed=chosen.seed, packages=["numpy", "hypothesis"])
     counted.clear()
     findings = []
     try:
@@ -128,11 +120,6 @@ def main(arguments: list[str] | None = None) -> int:
     counts = dict(counted)
     bugs = {} if chosen.no_bugs else {bug.name: caught(bug, 200, chosen.seed) for bug in BUGS}
     report = {
-        "command": " ".join(["python -m holdfast.testing.stateful", *sys.argv[1:]]),
-        "seed": chosen.seed,
-        "seconds": round(time.monotonic() - began, 1),
-        "versions": {"holdfast": __version__, "python": platform.python_version()},
-        "machine": platform.platform(),
         "histories": counts.pop("histories", 0),
         "steps": counts.pop("steps", 0),
         "rules": dict(sorted(counts.items())),
@@ -141,12 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
         "bugs_caught": sum(bool(how) for how in bugs.values()),
         "bugs": bugs,
     }
-    text = json.dumps(report, indent=2) + "\n"
-    sys.stdout.write(text)
-    if chosen.json is not None:
-        chosen.json.write_text(text)
-    missed = sum(not how for how in bugs.values())
-    return 1 if findings or missed > 1 else 0
+    deliver(sitting.result(report), chosen.json)
+    return 1 if findings or not all(bugs.values()) else 0
 
 
 if __name__ == "__main__":

@@ -184,15 +184,20 @@ class Product(RuleBasedStateMachine):
     # -- looking after them ----------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.alive)
-    @rule(data=st.data(), n=st.integers(1, 3))
-    def retain(self, data: st.DataObject, n: int) -> None:
+    @rule(data=st.data(), n=st.integers(1, 3), pinned_between=st.booleans())
+    def retain(self, data: st.DataObject, n: int, pinned_between: bool) -> None:
+        """What it lets go of may come to be needed between its plan and its work: somebody pins it."""
         process = data.draw(st.sampled_from(self.alive))
         counted["retention"] += 1
         process.act()
-        protected = self.model.protected()
         line = [id for id in self.model.walk(process.run) if id.run == process.run]
         attempt = process.owned()
         plan = retention.plan_retention(self.world.repo, attempt, keep.latest(n))
+        if plan.dropped and pinned_between:
+            counted["pin between plan and removal"] += 1
+            self._point(data.draw(st.sampled_from(plan.dropped)), "pin")
+            process.act()
+        protected = self.model.protected()
         retention.execute(self.world.repo, attempt, plan)
         for id in self._vanished():
             assert id.run == process.run, "another run's"
@@ -223,11 +228,16 @@ class Product(RuleBasedStateMachine):
         self.model.remove(id)
 
     @precondition(lambda self: self.model.trash)
-    @rule(data=st.data())
-    def undelete(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), hours=st.sampled_from((0, 0, 5, 11)), rotten=st.booleans())
+    def undelete(self, data: st.DataObject, hours: int, rotten: bool) -> None:
+        """Before that, time may pass in which nobody collects, and bits may rot in the trash."""
         id = data.draw(st.sampled_from(sorted(self.model.trash)))
         counted["undelete"] += 1
+        if rotten and id not in self.model.damaged:
+            counted["rot in the trash"] += 1
+            self._rot(data, id)
         self.world.operator()
+        self.world.store.advance(hours * 3600)
         left = self.model.grace_left_s(id, self.world.now_s, GRACE_S)
         may = left >= undelete.MARGIN_S and id not in self.model.damaged
         try:
@@ -238,6 +248,7 @@ class Product(RuleBasedStateMachine):
         assert may, "it came back damaged, or too late"
         self.model.bring_back(id)
 
+    @precondition(lambda self: self.model.committed or self.model.trash or self.model.unfinished)
     @rule(hours=st.sampled_from([0, 1, 4, 11]))
     def collect(self, hours: int) -> None:
         counted["gc"] += 1
@@ -252,10 +263,14 @@ class Product(RuleBasedStateMachine):
     def point_at(self, data: st.DataObject, kind: str) -> None:
         id = data.draw(st.sampled_from(sorted(self.model.committed)))
         counted[kind] += 1
+        self._point(id, kind)
+
+    def _point(self, id: CheckpointId, kind: str) -> None:
         self.world.operator()
         put_ref(self.world.repo, "pin" if kind == "pin" else "tag", "one", id)
         self.model.pins[kind] = id
 
+    @precondition(lambda self: self.model.pins)
     @rule(kind=st.sampled_from(("pin", "tag")))
     def let_go(self, kind: str) -> None:
         clear_ref(self.world.repo, "pin" if kind == "pin" else "tag", "one")
@@ -264,18 +279,22 @@ class Product(RuleBasedStateMachine):
     # -- accidents -------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.model.committed and len(self.model.damaged) < 3)
-    @rule(data=st.data(), at=st.integers(0, 10**4), bit=st.integers(0, 7))
-    def rot(self, data: st.DataObject, at: int, bit: int) -> None:
+    @rule(data=st.data())
+    def rot(self, data: st.DataObject) -> None:
         id = data.draw(st.sampled_from(sorted(self.model.committed)))
+        if id not in self.model.damaged:
+            counted["rot"] += 1
+            self._rot(data, id)
+
+    def _rot(self, data: st.DataObject, id: CheckpointId) -> None:
+        """Flips one bit of one of the checkpoint's files."""
         files = [name for name in self.world.names(id.directory) if "rank-" in name or name == id.manifest]
-        name = data.draw(st.sampled_from(files))
-        if id in self.model.damaged:
-            return
-        counted["rot"] += 1
+        name, at, bit = data.draw(st.tuples(st.sampled_from(files), st.integers(0, 10**4), st.integers(0, 7)))
         if name.endswith(".safetensors"):
             # `load` leaves out what belonged to one process alone: the bit is the header's or the weights'.
-            weights = self.world.store.place.objects[name][0].find(self.model.committed[id]["w"].tobytes())
-            at = at % 4096 if bit % 2 else weights + at % self.model.committed[id]["w"].nbytes
+            state = self.model.committed.get(id) or self.model.trash[id]
+            weights = self.world.store.place.objects[name][0].find(state["w"].tobytes())
+            at = at % 4096 if bit % 2 else weights + at % state["w"].nbytes
         self.world.flip(name, at, bit)
         self.model.damaged[id] = {name}
         self.model.flips[name] = (at, bit)
