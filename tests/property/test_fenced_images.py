@@ -1,0 +1,209 @@
+"""Fenced images against the state that they were taken of: random models, optimizers, styles of update, and writers
+that try to tear them.
+
+Two rules. Where only optimizers write, every save commits and equals the state, in every bit, and nothing is demoted.
+Where something else writes while the copy is under way, what commits still equals the state, and the leaf is demoted.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fenced_training import Model, Told, assert_images_are_right, loss_of, owned, train
+from holdfast.integrations.torch import late
+from holdfast.state.ownership import PROBATION
+
+STEPS = PROBATION + 5
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+trainings = st.fixed_dictionaries(
+    {
+        "widths": st.lists(st.integers(2, 12), min_size=1, max_size=3),
+        "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
+        "dtype": st.sampled_from([torch.float32, torch.float64]),
+        "apart": st.booleans(),
+        "accumulate": st.integers(1, 2),
+        "closure": st.booleans(),
+        "clip": st.booleans(),
+        "average": st.booleans(),
+        "schedule": st.booleans(),
+        "skip": st.sets(st.integers(0, STEPS - 1), max_size=2),
+        "swap": st.none() | st.integers(PROBATION, STEPS - 1),
+        "reload": st.none() | st.integers(1, STEPS - 1),
+    }
+)
+
+
+class Training:
+    """One training, put together from what hypothesis drew."""
+
+    def __init__(self, drawn: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.drawn = drawn
+        self.models = torch.nn.ModuleList(Model(width, drawn["dtype"]) for width in drawn["widths"])
+        groups = (
+            [list(model.parameters()) for model in self.models] if drawn["apart"] else [list(self.models.parameters())]
+        )
+        self.optimizers = [OPTIMIZERS[drawn["optimizer"]](group) for group in groups]
+        self.schedules = [torch.optim.lr_scheduler.StepLR(one, 2) for one in self.optimizers]
+        self.state: dict[str, Any] = {"models": self.models, "optimizers": dict(enumerate(self.optimizers))}
+        self.average: Any = None
+        if drawn["average"]:
+            self.average = self.state["average"] = torch.optim.swa_utils.AveragedModel(self.models)
+
+    def loss(self) -> torch.Tensor:
+        each = zip(self.models, self.drawn["widths"], strict=True)
+        return torch.stack([loss_of(model, width) for model, width in each]).sum()
+
+    def step(self, step: int) -> None:
+        drawn = self.drawn
+        if step == drawn["swap"]:
+            for one in self.models.parameters():
+                one.data = one.data.clone()
+        if step == drawn["reload"]:
+            for optimizer in self.optimizers:
+                optimizer.load_state_dict(optimizer.state_dict())
+        self.loss().backward()
+        if drawn["clip"]:
+            torch.nn.utils.clip_grad_norm_(self.models.parameters(), 1.0)
+        if step % drawn["accumulate"] or step in drawn["skip"]:
+            return
+        for optimizer in self.optimizers:
+            optimizer.step(self._closure) if drawn["closure"] else optimizer.step()
+            optimizer.zero_grad()
+        if drawn["schedule"]:
+            for schedule in self.schedules:
+                schedule.step()
+        if self.average is not None:
+            self.average.update_parameters(self.models)
+
+    def _closure(self) -> torch.Tensor:
+        with torch.enable_grad():
+            loss = self.loss()
+            loss.backward()
+        return loss
+
+
+def in_a_new_place(check: Callable[[Path], None]) -> None:
+    place = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
+    try:
+        check(place / "checkpoints")
+    finally:
+        shutil.rmtree(place)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(trainings)
+@pytest.mark.filterwarnings("ignore")
+def test_where_only_optimizers_write_every_image_is_the_state(drawn: dict[str, Any]) -> None:
+    def check(place: Path) -> None:
+        training = Training(drawn)
+        told = train(place, training.state, training.step, steps=STEPS)
+        assert assert_images_are_right(place, training.state, told) == list(range(1, STEPS + 1))
+        assert not told.demoted and not told.failed
+        assert not any(path.startswith("average") or "running_" in path for path in owned(told))
+
+    in_a_new_place(check)
+
+
+WRITERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda leaf: leaf.mul_(0.5),
+    "fill": lambda leaf: leaf.fill_(3.0),
+    "one row": lambda leaf: leaf[-1].add_(1.0),
+    "copy": lambda leaf: leaf.copy_(torch.full_like(leaf, 7.0)),
+    "through data": lambda leaf: leaf.data.add_(1.0),
+    "through numpy": lambda leaf: leaf.detach().numpy().fill(5.0),
+}
+COUNTED = {"in place", "fill", "one row", "copy"}
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    width=st.integers(4, 12),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    writer=st.sampled_from(sorted(WRITERS)),
+    victim=st.integers(0, 3),
+    first=st.integers(1, STEPS - 2),
+    again=st.booleans(),
+    before=st.integers(0, 40),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_writer_tears_no_image_that_is_committed(
+    width: int, optimizer: str, writer: str, victim: int, first: int, again: bool, before: int
+) -> None:
+    """The writer strikes when `before` slices of the save before are copied (or all but one, if there are fewer)."""
+    torch.manual_seed(0)
+    model = Model(width)
+    weights = [model.first.weight, model.first.bias, model.last.weight, model.last.bias]
+    own = OPTIMIZERS[optimizer](model.parameters())
+    state = {"model": model, "optimizer": own}
+    name = next(path for path, one in model.named_parameters() if one is weights[victim])
+    armed, strike, struck = threading.Event(), threading.Event(), threading.Event()
+    copy_one = late.HostCopies.copy
+
+    def stopping(self: late.HostCopies, number: int) -> None:
+        beside = threading.current_thread().name.startswith("holdfast-fence") and armed.is_set()
+        if beside and number == min(before, len(self._parts) - 1):
+            strike.set()
+            assert struck.wait(60)
+        copy_one(self, number)
+
+    told = Told()
+    hit = [False]
+
+    def body(step: int) -> None:
+        if armed.is_set():
+            late_ones = told.late.get(step)
+            if late_ones:
+                assert strike.wait(60)
+                hit[0] = hit[0] or f"model/{name}" in late_ones
+            with torch.no_grad():
+                WRITERS[writer](weights[victim])
+            struck.set()
+            armed.clear()
+        own.zero_grad()
+        loss_of(model, width).backward()
+        own.step()
+        if step + 1 == first or (again and step + 1 > first):
+            strike.clear()
+            struck.clear()
+            armed.set()
+
+    def check(place: Path) -> None:
+        with mock.patch.object(late.HostCopies, "copy", stopping):
+            train(place, state, body, steps=STEPS, told=told)
+        torn = f"model/{name}"
+        if writer in COUNTED or first <= PROBATION:
+            steps = assert_images_are_right(place, state, told)
+            assert set(steps) | set(told.failed) == set(range(1, STEPS + 1))
+            assert set(told.demoted) <= {torn}
+            if hit[0] or first <= PROBATION:
+                assert torn in told.demoted
+        else:
+            # Past every count, and after the probation: seen only where the sample looks. No other leaf is touched.
+            assert set(told.demoted) <= {torn}
+
+    in_a_new_place(check)
