@@ -32,7 +32,7 @@ _LOCAL: Final = "shared memory"
 class Image:
     """One sealed image, mapped. `repo` holds one checkpoint, `footer.id`. Close it before its slot is written to."""
 
-    def __init__(self, repo: Repo, footer: Footer, number: int, mapping: mmap.mmap) -> None:
+    def __init__(self, repo: Repo, footer: Footer, number: int, mapping: mmap.mmap | None) -> None:
         self.repo = repo
         self.footer = footer
         self.number = number
@@ -43,15 +43,17 @@ class Image:
         return self.repo.manifest(self.footer.id)
 
     def close(self) -> None:
-        """Unmaps it, once nobody holds a view any more."""
+        """Unmaps what was mapped for it, once nobody holds a view any more."""
         self.repo.store.close()
+        if self._mapping is None:
+            return
         with contextlib.suppress(BufferError):  # a view is held: the mapping goes with the last one
             self._mapping.close()
 
 
-def open_image(descriptor: int, name: str, *, chunk_bytes: int) -> Image | None:
-    """The image in the file of the slot called `name`; None where it is not sealed. CorruptionError where its seal says
-    what its bytes do not bear out."""
+def open_image(descriptor: int, name: str, *, chunk_bytes: int, whole: memoryview | None = None) -> Image | None:
+    """The image in the file of the slot called `name`; None where it is not sealed. `whole`: the file's bytes, where
+    they are mapped already. CorruptionError where its seal says what its bytes do not bear out."""
     found = newest(read_seals(descriptor), name)
     if found is None:
         return None
@@ -59,6 +61,8 @@ def open_image(descriptor: int, name: str, *, chunk_bytes: int) -> Image | None:
     status = os.fstat(descriptor)
     if footer.image % ALIGNMENT or footer.length + ROOM > status.st_size or status.st_blocks * 512 < status.st_size:
         raise CorruptionError(f"{name}: its seal speaks of more than the file has", subject=name)
+    if whole is not None and len(whole) == status.st_size:
+        return Image(_read(_parts(whole, footer, name), footer, name, chunk_bytes), footer, number, None)
     mapping = _mapped(descriptor, status.st_size)
     try:
         parts = _parts(memoryview(mapping).toreadonly(), footer, name)
@@ -67,7 +71,11 @@ def open_image(descriptor: int, name: str, *, chunk_bytes: int) -> Image | None:
         with contextlib.suppress(BufferError):
             mapping.close()
         raise
-    return Image(Repo(ImageStore(parts, name), footer.repository, chunk_bytes), footer, number, mapping)
+    return Image(_read(parts, footer, name, chunk_bytes), footer, number, mapping)
+
+
+def _read(parts: Mapping[str, memoryview], footer: Footer, name: str, chunk_bytes: int) -> Repo:
+    return Repo(ImageStore(parts, name), footer.repository, chunk_bytes)
 
 
 def check_image(image: Image, index: Index) -> None:

@@ -127,6 +127,8 @@ class MemoryTier:
                 half.arenas.may_make = half is not self._adopted and (self._holder is not None or not half.slot.seals())
                 if self._holder is not None or half.arenas.may_make:
                     self._prepare(half, flattened)
+                else:
+                    half.slot.map_whole()  # to be read by the restore, and used again after it
         except OSError as error:
             self.turn_off(shortage(error))
 
@@ -173,7 +175,7 @@ class MemoryTier:
         """CorruptionError where it is not what was sealed."""
         slot = candidate.half.slot
         with slot.descriptor() as descriptor:
-            image = open_image(descriptor, slot.name, chunk_bytes=self._repo.chunk_bytes)
+            image = open_image(descriptor, slot.name, chunk_bytes=self._repo.chunk_bytes, whole=slot.map_whole())
         if image is None or image.footer != candidate.footer:
             raise CorruptionError(f"{slot.name} is no longer what it was", subject=slot.name)
         return image

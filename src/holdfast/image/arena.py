@@ -150,9 +150,21 @@ def table() -> SlotTable:
 
 def map_file(descriptor: int, length: int, *, nbytes: int, prewarm: bool = True) -> Arena:
     """An arena for an image of `nbytes` over the first of `length` bytes of a file that stays when the arena goes."""
+    memory, prewarm_s = map_memory(descriptor, length, prewarm=prewarm)
+    return over_file(memory, nbytes, prewarm_s)
+
+
+def over_file(memory: mmap.mmap, nbytes: int, prewarm_s: float = 0.0) -> Arena:
+    """The same over a mapping of the file that there is already; it goes with the arena."""
+    return Arena(memory, None, "", prewarm_s, nbytes=nbytes, kind="shared memory")
+
+
+def map_memory(descriptor: int, length: int, *, prewarm: bool = True) -> tuple[mmap.mmap, float]:
+    """The first `length` bytes of a file, with every page in place, and the seconds that this took."""
     memory = mmap.mmap(descriptor, length, mmap.MAP_SHARED)
     _advise(memory, "MADV_DONTFORK")
-    return Arena(memory, None, "", _touch(memory) if prewarm else 0.0, nbytes=nbytes, kind="shared memory")
+    _mappings.add(memory)
+    return memory, _touch(memory) if prewarm else 0.0
 
 
 def _shared(length: int, slot: Slot) -> mmap.mmap:
@@ -190,7 +202,8 @@ def _touch(memory: mmap.mmap) -> float:
     try:
         memory.madvise(_MADV_POPULATE_WRITE)
     except (OSError, AttributeError):
-        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
+        pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
+        pages |= 0  # a write that changes nothing: what lies there may be an image that is still needed
     return time.perf_counter() - begun
 
 

@@ -7,6 +7,7 @@ two blocks of the seal. Losing the slot (a session manager that clears /dev/shm)
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ class LastingSlot:
         self.sealed = False
         """Whether the file says that it holds a whole image."""
         self._arena: Arena | None = None
+        self._whole: mmap.mmap | None = None
         self._leave = weakref.finalize(self, _leave, slot, os.getpid())
 
     @property
@@ -57,6 +59,20 @@ class LastingSlot:
         finally:
             os.close(descriptor)
 
+    def map_whole(self) -> memoryview | None:
+        """The whole file, read-only, once it is mapped with every page in place: what is there to be read is then
+        read, and its pages used again, without a page fault. None where there is no file, or it has holes."""
+        if self._whole is None:
+            try:
+                with self.descriptor() as descriptor:
+                    status = os.fstat(descriptor)
+                    if status.st_size == 0 or status.st_blocks * 512 < status.st_size:
+                        return None
+                    self._whole, _ = arenas.map_memory(descriptor, status.st_size)
+            except FileNotFoundError:
+                return None
+        return memoryview(self._whole).toreadonly()
+
     def reuse(self, nbytes: int, described: int) -> Arena | None:
         """Memory for an image of `nbytes` from the pages of the file that lies there, if it is as long as is needed and
         not much longer. What it holds stays, and stays sealed, until `unseal`."""
@@ -67,9 +83,13 @@ class LastingSlot:
                 whole = status.st_blocks * 512 >= status.st_size and status.st_size % ALIGNMENT == 0
                 if not whole or not length <= status.st_size <= length + length // 16 + _SLACK:
                     return None
+                whole, self._whole = self._whole, None
                 self.let_go()
                 self.sealed = seals.is_sealed(descriptor)
-                self._arena = arenas.map_file(descriptor, status.st_size, nbytes=nbytes)
+                if whole is not None and len(whole) == status.st_size:
+                    self._arena = arenas.over_file(whole, nbytes)
+                else:
+                    self._arena = arenas.map_file(descriptor, status.st_size, nbytes=nbytes)
                 return self._arena
         except FileNotFoundError:
             return None
@@ -123,6 +143,10 @@ class LastingSlot:
         if self._arena is not None:
             self._arena.release()
             self._arena = None
+        if self._whole is not None:
+            with contextlib.suppress(BufferError):  # a view is held: the mapping goes with the last one
+                self._whole.close()
+            self._whole = None
 
     def discard(self) -> None:
         """Removes the file; the slot is still held."""

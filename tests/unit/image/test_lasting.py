@@ -231,3 +231,15 @@ def test_what_is_no_seal_is_read_as_none(tmp_path, length):
     with file.open("rb") as opened:
         assert seals.read_seals(opened.fileno()) == []
         assert not seals.is_sealed(opened.fileno())
+
+
+def test_touching_pages_keeps_what_they_hold_where_the_kernel_has_no_call_for_it(take, monkeypatch):
+    slot = take()
+    slot.make(MIB, 0).buffer[:] = 9
+    slot.seal(payload("x"))
+    slot.let_go()
+    monkeypatch.setattr(arena, "_MADV_POPULATE_WRITE", 9999)
+    memory = slot.reuse(MIB, 0)
+    assert memory is not None
+    assert np.all(memory.buffer == 9)
+    assert texts(slot) == ["x"]
