@@ -283,3 +283,26 @@ def test_a_disk_save_that_fails_leaves_its_state_in_memory(where: Path) -> None:
     last = live(where)
     assert last.began == 13
     right(last)
+
+
+def test_a_flush_that_is_killed_before_its_commit_is_made_again(where: Path) -> None:
+    from holdfast.crashpoints import armed
+    from holdfast.upkeep.flush import execute, plan_flush
+    from memory_training import Kill, fork
+
+    assert live(where, kill=13).killed
+    repo = Repo.open(open_store(where))
+
+    def cut_off() -> None:
+        with armed("flushed image written, not committed", Kill()):
+            execute(repo, plan_flush(repo, "main"))
+
+    assert fork(cut_off) == -9
+    assert repo.committed("main", 2) == []
+    flushed = execute(repo, plan_flush(repo, "main"))
+    assert flushed is not None
+    assert str(flushed.id) == "main/a0003/13"
+    last = live(where)
+    assert last.began == 13
+    assert last.source.startswith(f"from {where}")
+    right(last)
