@@ -226,7 +226,11 @@ class Saver:
         try:
             if job.digest_while_writing:  # training goes on meanwhile
                 stand_back()
+            attempt = self._claimed()
+            attempt.unsettled.add(save.id)
             failure = self._run(job)
+            if failure is None:
+                attempt.unsettled.discard(save.id)
             if failure is None:
                 save.seconds = time.perf_counter() - began
                 self._emitter.emit(Committed(save.id, save.bytes, save.seconds))

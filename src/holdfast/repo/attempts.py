@@ -35,6 +35,9 @@ class Attempt:
     def __init__(self, repo: Repo, record: AttemptRecord, lease: Lease) -> None:
         self.repo = repo
         self.record = record
+        self.unsettled: set[CheckpointId] = set()
+        """Saves of this process whose manifests may be seen and are not known to be durable, those under way among
+        them: nothing else may go because of them."""
         self._lease = lease
         self._pid = os.getpid()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from holdfast.errors import CheckpointNotFound, CorruptionError
@@ -17,15 +17,19 @@ from holdfast.repo.repository import Repo
 from holdfast.upkeep.needs import standing, standing_of
 
 
-def gather_facts(repo: Repo, run: str) -> list[CheckpointFacts]:
-    """Every checkpoint of `run`, also on lines of training that were left behind.
+def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = frozenset()) -> list[CheckpointFacts]:
+    """Every checkpoint of `run`, also on lines of training that were left behind. `without`: as if these were not
+    there.
 
     Raises CorruptionError where a ref cannot be read: it may name any of them.
     """
     # Before the walk: what commits between the two is not judged yet. The other way round it would seem left behind.
-    ids = [CheckpointId(run, attempt, step) for attempt in repo.attempts(run) for step in repo.committed(run, attempt)]
+    there = (
+        CheckpointId(run, attempt, step) for attempt in repo.attempts(run) for step in repo.committed(run, attempt)
+    )
+    ids = [id for id in there if id not in without]
     refs = list_refs(repo)
-    line = {id: place for place, id in enumerate(walk(repo, run))}
+    line = {id: place for place, id in enumerate(id for id in walk(repo, run) if id not in without)}
     needed = list(_needed_elsewhere(repo, run))
     found = []
     for id in ids:

@@ -7,7 +7,7 @@ anew after the tombstones are put, whatever the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 from holdfast.crashpoints import crashpoint
@@ -59,7 +59,7 @@ def plan_retention(repo: Repo, attempt: Attempt, policy: KeepPolicy) -> Retentio
     """What `policy` lets go of in the attempt's run. Raises CorruptionError where a ref cannot be read."""
     if _superseded(repo, attempt):
         return RetentionPlan(repo.url, attempt.run, attempt.number, (), (), superseded=True)
-    return _plan(repo, attempt.run, attempt.number, policy)
+    return _plan(repo, attempt.run, attempt.number, policy, without=frozenset(attempt.unsettled))
 
 
 def preview(repo: Repo, run: str, policy: KeepPolicy) -> RetentionPlan:
@@ -100,8 +100,10 @@ def retain(
     raise Superseded(f"others keep committing to run {run!r}", subject=run, hint=f"holdfast ls {repo.url} --run {run}")
 
 
-def _plan(repo: Repo, run: str, attempt: int, policy: KeepPolicy) -> RetentionPlan:
-    facts = sorted(gather_facts(repo, run), key=lambda facts: facts.id, reverse=True)
+def _plan(
+    repo: Repo, run: str, attempt: int, policy: KeepPolicy, *, without: Container[CheckpointId] = frozenset()
+) -> RetentionPlan:
+    facts = sorted(gather_facts(repo, run, without=without), key=lambda facts: facts.id, reverse=True)
     verdicts = tuple(policy.decide(facts))
     nbytes = tuple((verdict.id, _bytes(repo, verdict.id)) for verdict in verdicts if not verdict.keep)
     return RetentionPlan(repo.url, run, attempt, verdicts, nbytes)
@@ -159,7 +161,7 @@ def _still_free(repo: Repo, attempt: Attempt, stones: list[Tombstone]) -> Iterat
     """Those of the tombstones whose checkpoints nobody needs, seen after all of them were put."""
     if _superseded(repo, attempt):
         return
-    protected = protections(gather_facts(repo, attempt.run))
+    protected = protections(gather_facts(repo, attempt.run, without=frozenset(attempt.unsettled)))
     for stone in stones:
         if not protected.get(stone.id, ["it is gone"]):
             yield stone

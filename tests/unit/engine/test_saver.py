@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import holdfast
 from holdfast.engine import save as engine_save
 from holdfast.engine.job import About
 from holdfast.engine.save import Saver
-from holdfast.errors import SaveFailed, StoreError
+from holdfast.errors import SaveFailed, StoreError, StoreFull
+from holdfast.model.checkpoint import Manifest
 from holdfast.repo.attempts import claim
 from holdfast.repo.repository import Repo
 from holdfast.state.flattener import flatten
@@ -51,3 +55,27 @@ def test_a_commit_whose_answer_was_lost_is_found_to_have_arrived(saver: Saver, m
     assert handle.wait(0).step == 2
     assert saver.repo.exists(handle.id)
     saver.attempt.release()
+
+
+def test_i7_room_is_not_made_by_the_manifest_of_the_very_save_that_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk may refuse to flush a manifest that can be seen: the checkpoint before is all there is then."""
+    whole, seen = engine_save.commit, []
+
+    def full_once(repo: Repo, manifest: Manifest, *given: object, **named: object) -> object:
+        if manifest.id.step < 2:
+            return whole(repo, manifest, *given, **named)
+        seen.append(repo.exists(replace(manifest.id, step=1)))
+        committed = whole(repo, manifest, *given, **named)
+        if len(seen) == 1:
+            raise StoreFull("no room for the flush")
+        return committed
+
+    monkeypatch.setattr(engine_save, "commit", full_once)
+    with holdfast.Checkpointer(tmp_path, {"w": np.zeros(4)}, keep=holdfast.keep.latest(1)) as checkpointer:
+        for _ in range(2):
+            checkpointer.step_done()
+            checkpointer.save().join()
+            checkpointer.wait()
+    assert seen and all(seen)

@@ -338,3 +338,23 @@ def test_a_removal_that_a_full_disk_breaks_off_is_no_damage_and_the_next_claim_e
     assert world.names("tombstones") == []
     assert world.names(ids[0].directory) in ([], [ids[0].manifest])
     assert_whole(world.repo)
+
+
+def test_i7_a_save_that_may_not_be_durable_yet_makes_nothing_else_go(world):
+    attempt = world.claim()
+    first, second = world.save(attempt, 1), world.save(attempt, 2)
+    attempt.unsettled.add(second)
+    assert retain(world, attempt) == ()
+    assert there(world) == [(1, 1), (1, 2)]
+    attempt.unsettled.discard(second)
+    assert retain(world, attempt) == (first,)
+
+
+def test_i7_a_save_that_comes_to_be_in_doubt_after_the_plan_is_seen(world):
+    attempt = world.claim()
+    world.save(attempt, 1)
+    second = world.save(attempt, 2)
+    plan = plan_retention(world.repo, attempt, Nothing())
+    attempt.unsettled.add(second)
+    assert execute(world.repo, attempt, plan) == ()
+    assert there(world) == [(1, 1), (1, 2)]
