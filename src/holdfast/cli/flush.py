@@ -27,9 +27,9 @@ def flush(
 ) -> None:
     """Write what a dead process left in memory to the store.
 
-    For a training with memory=, that is not to be started again here. The newest state becomes a checkpoint like any other, of an
-    attempt of its own; every byte is verified first. What is older than the store, or what training has gone on from
-    elsewhere since, is not written. `holdfast ls --memory` shows what there is.
+    For a training with memory=, that is not to be started again here. The newest state becomes a checkpoint like any
+    other, of an attempt of its own; every byte is verified first. What is older than the store, or what training has
+    gone on from elsewhere since, is not written. `holdfast ls --memory` shows what there is.
     """
     from holdfast.model.names import run_key
     from holdfast.report.measures import size

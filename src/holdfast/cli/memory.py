@@ -34,7 +34,8 @@ def memory(
 ) -> None:
     """Give back the memory that images of dead processes take.
 
-    They lie in this node's shared memory, where memory= put them. What is in no store is lost with them: `holdfast flush WHERE` writes it first. Images of running processes stay.
+    They lie in this node's shared memory, where memory= put them. What is in no store is lost with them: `holdfast
+    flush WHERE` writes it first. Images of running processes stay.
     """
     from holdfast.cli.images import document, judged, table
     from holdfast.engine.listing import remove_image

@@ -7,14 +7,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from holdfast.codec.digest import digest, digest_rows
+from holdfast.codec.digest import DIGEST_BYTES, digest, digest_rows
 from holdfast.engine.packs import OpenPack, damaged, open_pack
 from holdfast.engine.targets import Targets
 from holdfast.engine.threads import COPY_THREADS, READ_THREADS, hand_out
+from holdfast.errors import CorruptionError
 from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Index, Manifest
 from holdfast.plan.reads import TASK_BYTES, Column, ReadPlan, ReadTask, coalesce
@@ -29,10 +30,26 @@ VIEWED_BYTES: Final = 16 << 20
 """The length of a task where no read is made: handing out tasks is all that it costs."""
 
 
+class _Chunks(NamedTuple):
+    """The plan's columns as lists: where chunks are handled one by one, a number out of an array costs several times
+    one out of a list."""
+
+    want: list[int]
+    start: list[int]
+    size: list[int]
+    position: list[int]
+    row: list[int]
+
+    @classmethod
+    def of(cls, plan: ReadPlan) -> _Chunks:
+        return cls(*(column.tolist() for column in (plan.want, plan.start, plan.size, plan.position, plan.row)))
+
+
 @dataclass(slots=True)
 class _Task:
     pack: OpenPack
     plan: ReadPlan
+    chunks: _Chunks
     task: ReadTask
 
 
@@ -58,6 +75,7 @@ class LeafReader:
         self._index = index
         self._emitter = emitter
         self._phase = phase
+        self._expected = index.digests.tobytes()
         self._leaf: Column = np.empty(0, np.int64)
         self._bounce = _Bounce()
         self._done = 0
@@ -76,7 +94,8 @@ class LeafReader:
                 pack = open_pack(self._repo, self._manifest.id, self._index.packs[number], header=True)
                 packs.append(pack)
                 plan = self._plan(chosen, TASK_BYTES if pack.view is None else VIEWED_BYTES)
-                tasks.extend(_Task(pack, plan, task) for task in plan.tasks)
+                chunks = _Chunks.of(plan)
+                tasks.extend(_Task(pack, plan, chunks, task) for task in plan.tasks)
             threads = READ_THREADS if any(pack.view is None for pack in packs) else COPY_THREADS
             hand_out(lambda task: self._one(task, targets, total), tasks, threads)
         finally:
@@ -101,7 +120,11 @@ class LeafReader:
         straight = pack.reader.alignment == 1 and task.shortest >= STRAIGHT_BYTES
         held = None if pack.view is not None or straight else self._fetched(pack, task.start, task.stop)
         for run in range(task.first, task.last):
-            self._run(one, slice(plan.runs[run], plan.runs[run + 1]), held, targets)
+            first, stop = plan.runs[run], plan.runs[run + 1]
+            if stop - first == 1:
+                self._chunk(one, first, held, targets)
+            else:
+                self._run(one, slice(first, stop), held, targets)
         with self._count:
             self._done += task.nbytes
             done = self._done
@@ -115,6 +138,18 @@ class LeafReader:
         buffer = self._bounce.of(high - low)
         pack.read_into(low, buffer)
         return buffer[start - low : stop - low]
+
+    def _chunk(self, one: _Task, number: int, held: Buffer | None, targets: Targets) -> None:
+        """One chunk, as in `_run`."""
+        chunks = one.chunks
+        start, size, position = chunks.start[number], chunks.size[number], chunks.position[number]
+        target = targets.part(chunks.want[number], start, start + size)
+        if held is None:
+            one.pack.read_into(position, target)
+        data = target if held is None else held[position - one.task.start : position - one.task.start + size]
+        self._check(one, number, number + 1, data)
+        if held is not None:
+            np.positive(data, out=target)
 
     def _run(self, one: _Task, rows: slice, held: Buffer | None, targets: Targets) -> None:
         """Some chunks that lie one after the other. `held`: the task's bytes, where they have been read already.
@@ -131,32 +166,34 @@ class LeafReader:
             start = int(plan.start[rows.start])
             target = targets.part(want, start, start + high - low)
             pack.read_into(low, target)
-            self._check(pack, plan, rows, target)
+            self._check(one, rows.start, rows.stop, target)
             return
         data = self._fetched(pack, low, high) if held is None else held[low - base : high - base]
-        self._check(pack, plan, rows, data)
+        self._check(one, rows.start, rows.stop, data)
         if alone:
             start = int(plan.start[rows.start])
             np.positive(data, out=targets.part(want, start, start + high - low))
         else:
             targets.scatter(data, plan.position[rows] - low, plan.want[rows], plan.start[rows], plan.size[rows])
 
-    def _check(self, pack: OpenPack, plan: ReadPlan, rows: slice, data: Buffer) -> None:
-        """`data` are the bytes of these chunks, one after the other."""
-        if rows.stop - rows.start == 1:
-            if digest(data) == self._index.digests[plan.row[rows.start]].tobytes():
-                return
-            wrong = 0
-        else:
-            position, size = plan.position[rows], plan.size[rows]
-            _, found = digest_rows(data, position - position[0], size, self._index.chunk_bytes)
-            differs = (found != self._index.digests[plan.row[rows]]).any(axis=1)
-            if not differs.any():
-                return
-            wrong = int(differs.argmax())
-        at = rows.start + wrong
-        path = self._index.specs[int(self._leaf[plan.want[at]])].path
-        raise damaged(self._repo, path, pack.name, int(plan.size[at]), int(plan.position[at]))
+    def _check(self, one: _Task, first: int, stop: int, data: Buffer) -> None:
+        """`data` are the bytes of chunks `first..stop-1`, one after the other."""
+        if stop - first == 1:
+            row = one.chunks.row[first] * DIGEST_BYTES
+            if digest(data) != self._expected[row : row + DIGEST_BYTES]:
+                raise self._damaged(one, first)
+            return
+        plan, rows = one.plan, slice(first, stop)
+        position, size = plan.position[rows], plan.size[rows]
+        _, found = digest_rows(data, position - position[0], size, self._index.chunk_bytes)
+        differs = (found != self._index.digests[plan.row[rows]]).any(axis=1)
+        if differs.any():
+            raise self._damaged(one, first + int(differs.argmax()))
+
+    def _damaged(self, one: _Task, number: int) -> CorruptionError:
+        chunks = one.chunks
+        path = self._index.specs[int(self._leaf[chunks.want[number]])].path
+        return damaged(self._repo, path, one.pack.name, chunks.size[number], chunks.position[number])
 
 
 def _by_pack(pack: Column) -> Iterator[tuple[int, Column]]:

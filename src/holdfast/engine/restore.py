@@ -15,7 +15,7 @@ from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorab
 from holdfast.events import CandidateSkipped, Emitter, RestoredEvent, Warned
 from holdfast.model.checkpoint import Index, Manifest
 from holdfast.model.names import CheckpointId, run_key
-from holdfast.repo.lineage import resolve, walk
+from holdfast.repo.lineage import latest, resolve, walk
 from holdfast.repo.repository import Repo
 from holdfast.state.collector import collector_paused
 from holdfast.state.contract import LoadReport, Prepared
@@ -61,8 +61,7 @@ def restore_latest(
     """Restores the first whole checkpoint on the walk of I4, and says loudly what it passed over.
 
     None if the run has no checkpoint; NothingRestorable if it has some and none is whole: nothing starts from scratch
-    by
-    itself.
+    by itself.
     """
     emit = emitter or Emitter()
     result, skipped = choose(repo, run, lambda id: _attempt(repo, id, prepare, emit), emit)
@@ -96,7 +95,8 @@ def choose(
                     emit.emit(CandidateSkipped(id, error.message))
         except _Vanished:
             continue
-        break
+        if skipped or latest(repo, run) is None:
+            break  # else something was committed since the walk looked for it
     if skipped:
         reasons = "".join(f"\n  {id}: {reason}" for id, reason in skipped[:5])
         reasons += f"\n  and {len(skipped) - 5} more" if len(skipped) > 5 else ""

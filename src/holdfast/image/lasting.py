@@ -80,8 +80,8 @@ class LastingSlot:
         try:
             with self.descriptor() as descriptor:
                 status = os.fstat(descriptor)
-                whole = status.st_blocks * 512 >= status.st_size and status.st_size % ALIGNMENT == 0
-                if not whole or not length <= status.st_size <= length + length // 16 + _SLACK:
+                filled = status.st_blocks * 512 >= status.st_size and status.st_size % ALIGNMENT == 0
+                if not filled or not length <= status.st_size <= length + length // 16 + _SLACK:
                     return None
                 whole, self._whole = self._whole, None
                 self.let_go()

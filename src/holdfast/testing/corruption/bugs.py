@@ -145,13 +145,13 @@ def _zeroes_are_holes() -> AbstractContextManager[Any]:
     """A chunk of nothing but zeroes is taken for one that a sparse file left out."""
     check = read.LeafReader._check
 
-    def lenient(self: Any, pack: Any, plan: Any, rows: slice, data: Any) -> None:
-        begin = plan.position[rows.start]
-        for row in range(rows.start, rows.stop):
-            low = plan.position[row] - begin
-            chunk = data[low : low + plan.size[row]]
+    def lenient(self: Any, one: Any, first: int, stop: int, data: Any) -> None:
+        begin = one.chunks.position[first]
+        for row in range(first, stop):
+            low = one.chunks.position[row] - begin
+            chunk = data[low : low + one.chunks.size[row]]
             if chunk.any():
-                check(self, pack, plan, slice(row, row + 1), chunk)
+                check(self, one, row, row + 1, chunk)
 
     return mock.patch.object(read.LeafReader, "_check", lenient)
 
