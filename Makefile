@@ -39,21 +39,23 @@ reference: setup
 # What follows takes minutes, wants a machine that does nothing else, and rewrites the committed results.
 RESULTS := benchmarks/results
 
-# About 35 minutes on two cores. P8 needs root, for a control group of its own, and says so where it has not.
+# About 50 minutes on two cores. P8 needs root, for a control group of its own, and says so where it has not.
 bench: setup
 	$(BIN)/python -m pip install --quiet -e '.[bench]'
 	$(BIN)/python benchmarks/p1_stall.py --gib 1
 	$(BIN)/python benchmarks/p1_stall.py --gib 4 --rounds 7 --without-process
-	$(BIN)/python benchmarks/p3_overhead.py --gib 1
-	$(BIN)/python benchmarks/p4_sync_save.py --gib 1 --rounds 11
+	$(BIN)/python benchmarks/p2_fenced.py --gib 1
+	$(BIN)/python benchmarks/p3_overhead.py --gib 1 --rounds 12
+	$(BIN)/python benchmarks/p4_sync_save.py --gib 1
 	$(BIN)/python benchmarks/p4_sync_save.py --gib 4
 	$(BIN)/python benchmarks/p5_restore.py --gib 1 --cache hot
-	$(BIN)/python benchmarks/p5_restore.py --gib 4 --cache hot --rounds 7
+	$(BIN)/python benchmarks/p5_restore.py --gib 4 --cache hot --beside dcp
 	$(BIN)/python benchmarks/p5_restore.py --gib 1 --cache cold --rounds 11
-	$(BIN)/python benchmarks/p5_restore.py --gib 4 --cache cold
+	$(BIN)/python benchmarks/p5_restore.py --gib 4 --cache cold --beside dcp
 	$(BIN)/python benchmarks/p6_lazy.py
 	$(BIN)/python benchmarks/p7_small.py --rounds 9
 	$(BIN)/python benchmarks/p8_memory.py --gib 1
+	$(BIN)/python benchmarks/p9_restart.py --gib 1
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
 
