@@ -77,6 +77,9 @@ def documented(found: Any, name: str, *, level: int) -> Iterator[str]:
     elif shown := [one for one in fields if one.annotation and not one.name.startswith("_")]:
         yield "```text\n" + "\n".join(f"{name}.{one.name}: {one.annotation}" for one in shown) + "\n```\n"
     yield f"{text(found)}\n"
+    for one in fields if "dataclass" in found.labels else ():
+        if one.docstring is not None and not one.name.startswith("_"):
+            yield f"**`.{one.name}`** `{one.annotation}`\n\n{text(one)}\n"
     for one in found.members.values():
         if one.name.startswith("_") or (not one.is_function and "property" not in one.labels):
             continue

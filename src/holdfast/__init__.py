@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from holdfast.api.opened import Opened, open
     from holdfast.api.repository import Repository
     from holdfast.api.restored import Checkpoint, Restored
+    from holdfast.api.stats import Stats
     from holdfast.engine.handle import Save
     from holdfast.errors import HoldfastError
     from holdfast.guard.preempted import Preempted
+    from holdfast.model.timing import Timing
     from holdfast.policy import every, keep, on
     from holdfast.state.tagged import Tagged
 
@@ -31,7 +33,9 @@ _HOME = {
     "Repository": "holdfast.api.repository",
     "Restored": "holdfast.api.restored",
     "Save": "holdfast.engine.handle",
+    "Stats": "holdfast.api.stats",
     "Tagged": "holdfast.state.tagged",
+    "Timing": "holdfast.model.timing",
     "every": "holdfast.policy",
     "keep": "holdfast.policy",
     "load": "holdfast.api.oneoff",
@@ -49,7 +53,9 @@ __all__ = [
     "Repository",
     "Restored",
     "Save",
+    "Stats",
     "Tagged",
+    "Timing",
     "__version__",
     "every",
     "keep",

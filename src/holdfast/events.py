@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.model.names import CheckpointId
+from holdfast.model.timing import Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class Committed(Event):
     bytes: int
     seconds: float
     """From the begin of the save to the durable manifest."""
+    timing: Timing = field(default_factory=Timing)
+    """Where the time went."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,15 @@ class SaveSkipped(Event):
     run: str
     step: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDelayed(Event):
+    """A save that was due has held training for `seconds` until the save before was written."""
+
+    run: str
+    step: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> No
         assert_type(ckpt.restore(), holdfast.Restored | None)
         assert_type(ckpt.save(wait=True), holdfast.Save)
         assert_type(ckpt.latest_step(), int | None)
+        assert_type(ckpt.stats, holdfast.Stats)
         ckpt.step_done(step=7, loss=0.5)
         ckpt.log(tag="baseline", loss=0.5)
         ckpt.stop()
@@ -91,6 +92,15 @@ def saves(save: holdfast.Save) -> None:
     assert_type(save.done, bool)
     assert_type(save.committed, bool)
     assert_type(save.error, holdfast.HoldfastError | None)
+    assert_type(save.timing, holdfast.Timing)
+    assert_type(save.timing.held_s, float)
+
+
+def costs(stats: holdfast.Stats) -> None:
+    assert_type(stats.committed, int)
+    assert_type(stats.held_share, float)
+    assert_type(stats.disk_age_s, float | None)
+    assert_type(stats.usual, holdfast.Timing | None)
 
 
 def one_off(place: Path, state: dict[str, object]) -> None:

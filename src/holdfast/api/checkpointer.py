@@ -20,6 +20,7 @@ from holdfast.api.rehearsal import rehearsal
 from holdfast.api.restored import Restored
 from holdfast.api.saving import Capture, OnBusy, OnError, Saving
 from holdfast.api.snapshot import Snapshots
+from holdfast.api.stats import Stats
 from holdfast.api.training import CLOSE_DEADLINE_S, Training
 from holdfast.engine.handle import Save
 from holdfast.errors import ForkedProcess, UsageError
@@ -152,6 +153,15 @@ class Checkpointer:
     def epoch(self) -> int:
         """Completed epochs."""
         return self._training.position.counters.epoch if self._training is not None else 0
+
+    @property
+    def stats(self) -> Stats:
+        """What saving has done and cost so far: saves by how they ended, how long training was held, where the time of
+        the last save and of a usual one went, how old the newest recoverable state is. `print` shows a table.
+
+        Reads counters that are kept anyway, and nothing else. May be asked after `close` as well.
+        """
+        return self._training.saving.stats() if self._training is not None else Stats()
 
     def restore(self) -> Restored | None:
         """Restores what `resume_from` says, once; None if there is nothing to restore.

@@ -17,6 +17,8 @@ from holdfast.repo.attempts import Attempt
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened
 
+MOMENTS = 4
+"""States whose moment is remembered: two of them can be the newest that is sealed."""
 JOIN_S = 30.0
 """How long the end of training waits for a state that is being sealed."""
 BUSY = "the state taken into memory before is not sealed yet"
@@ -40,6 +42,11 @@ class Remembering:
         self.policy = policy
         self.skipped = 0
         """Steps that were due and not taken, for the one before was not sealed."""
+        self.delayed = 0
+        """Steps that waited for the one before to be sealed."""
+        self.held_s = 0.0
+        """How long states that went into memory alone have held training."""
+        self._moments: dict[int, float] = {}
         self._run = run
         self._on_busy = on_busy
         self._emitter = emitter
@@ -57,9 +64,21 @@ class Remembering:
         self._attempt = attempt
         self._first_step, self._started_s = step, time.monotonic()
 
+    @property
+    def kept(self) -> int:
+        """States that were sealed, saves to the store not counted."""
+        return self._saver.sealed
+
+    @property
+    def newest_s(self) -> float | None:
+        """Of when the newest state is that is whole in memory, by the monotonic clock."""
+        footer = self.tier.sealed if self.tier.on else None
+        return None if footer is None else self._moments.get(footer.id.step, footer.sealed_us / 1e6)
+
     def saved(self, step: int) -> None:
         """A save to the store is taken, which is sealed here as well."""
         self._last_step, self._last_s = step, time.monotonic()
+        self._moment(step, self._last_s)
         self.tier.saved_s = self._last_s
 
     def decide(self, moment: Moment) -> Decision:
@@ -80,6 +99,8 @@ class Remembering:
             self._skip(step, BUSY)
             return
         self._last_s = time.monotonic()
+        self._moment(step, self._last_s)
+        self.delayed += self._saver.busy
         try:
             if self._saver.save(flattened, CheckpointId(self._attempt.run, self._attempt.number, step), about):
                 self._last_step = step
@@ -87,11 +108,18 @@ class Remembering:
             self._skip(step, error.message)
         except HoldfastError as error:
             self._emitter.emit(Warned(f"step {step} is not kept in memory: {error.message}", self._run))
+        finally:
+            self.held_s += time.monotonic() - self._last_s
 
     def close(self, durable: CheckpointId | None) -> None:
         """Gives the slots back; an image of a step that is not durable stays for the next process."""
         self._saver.join(JOIN_S)
         self.tier.close(durable)
+
+    def _moment(self, step: int, now_s: float) -> None:
+        self._moments[step] = now_s
+        while len(self._moments) > MOMENTS:
+            del self._moments[next(iter(self._moments))]
 
     def _skip(self, step: int, reason: str) -> None:
         self.skipped += 1

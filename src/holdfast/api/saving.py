@@ -11,6 +11,8 @@ from typing import Any, Literal
 from holdfast.api.late import Late
 from holdfast.api.remembering import Remembering
 from holdfast.api.spent import Spent
+from holdfast.api.stats import Stats
+from holdfast.api.tally import Tally
 from holdfast.api.tidying import Tidying
 from holdfast.engine import handle as handles
 from holdfast.engine.fenced import Fencing
@@ -26,7 +28,7 @@ from holdfast.errors import (
     SaveTorn,
     StateError,
 )
-from holdfast.events import Emitter, SaveFailedEvent, SaveSkipped, Warned
+from holdfast.events import Emitter, SaveDelayed, SaveFailedEvent, SaveSkipped, Warned
 from holdfast.guard.exitstatus import ExitStatus
 from holdfast.model.names import CheckpointId
 from holdfast.policy.keeping import KeepPolicy
@@ -85,6 +87,7 @@ class Saving:
             run,
             emitter=emitter,
             memory_budget=memory_budget,
+            timed=True,
             on_end=self._ended,
             make_room=self._make_room,
             memory=self.memory.tier if self.memory is not None else None,
@@ -102,6 +105,7 @@ class Saving:
         self._before: list[tuple[Save, dict[str, float]]] = []
         """The saves before on this line of training, oldest first, with the metrics that the policy asks by."""
         self.spent = Spent()
+        self.tally = Tally()
         self._torn: Save | None = None
         """A save whose image was torn, until an eager one is taken in its place."""
         self._first_step = 0
@@ -127,9 +131,11 @@ class Saving:
         self.saver.attempt = attempt
         self._first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
+        self.tally.begin()
         if restored is not None:
             self.last = Save(restored, "", reason="restored")
             self.last.end()
+            self.tally.durable_s = self._started_s
             self._remember_line(attempt)
 
     def decide(self, moment: Moment) -> Decision:
@@ -163,19 +169,32 @@ class Saving:
         must: bool = False,
         handle: Save | None = None,
         eager: bool = False,
+        due_s: float | None = None,
     ) -> Save | None:
         """Takes a save, or None if it was skipped because one is in flight (never where it `must` be taken).
-        `eager`: with nothing left to be copied beside training.
+        `eager`: with nothing left to be copied beside training. `due_s`: since when training has been held for it.
 
         What it raises follows `on_error`; ownership, and what cannot be represented, always raise.
         """
+        began = time.monotonic()
+        due_s = began if due_s is None else due_s
         skip = self._on_busy == "skip" and not must and self.saver.writing
-        if self.saver.busy and not self._free_for(step, skip=skip):
-            return None
+        waited_s = 0.0
+        if self.saver.busy:
+            free = self._free_for(step, skip=skip)
+            waited_s = time.monotonic() - began
+            if not free:
+                self.tally.skip(time.monotonic() - due_s)
+                return None
+            self.tally.delay(waited_s)
+            self._emitter.emit(SaveDelayed(self.run, step, waited_s))
         self._last_saved_s = time.monotonic()
         if self.memory is not None:
             self.memory.saved(step)
         save = handle or self.saver.plan_save(step, reason=about.reason)
+        save.clock.put("look_s", began - due_s)
+        save.clock.put("wait_s", waited_s)
+        self.tally.take(save, due_s)
         try:
             torn, self._torn = self._torn, None
             self.saver.save(flattened, step, wait=wait, about=about, handle=save, eager=eager or torn is not None)
@@ -188,7 +207,12 @@ class Saving:
             self._fail(error)
         self.last = save
         self._remember(save, about.metrics)
+        self.spent.add(save, time.monotonic() - due_s)
         return save
+
+    def stats(self) -> Stats:
+        """What saving has done and cost so far. No I/O."""
+        return self.tally.stats(self.spent.stalled_s, self.memory)
 
     def skipped(self, step: int) -> SaveFailed:
         """Why a save that was asked for was not taken."""
@@ -286,6 +310,7 @@ class Saving:
         """Writes what is left to be noted and gives run and memory back, within `timeout` seconds. Raises what the
         store raises, and DeadlineExceeded."""
         until = time.monotonic() + timeout
+        self.tally.end()
         self._write_late(timeout / 2)
         try:
             if self.attempt is not None:

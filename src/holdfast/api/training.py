@@ -357,13 +357,12 @@ class Training:
     def _take(
         self, reason: str, *, wait: bool, must: bool = False, handle: Save | None = None, eager: bool = False
     ) -> Save | None:
-        began = time.perf_counter()
+        due_s = time.monotonic()
         flattened = self._snapshots.now()
         about = self._snapshots.about(parent=self._parent(), metrics=self._metrics, reason=reason)
-        save = self.saving.take(flattened, self.step, about, wait=wait, must=must, handle=handle, eager=eager)
-        if save is not None:
-            self.saving.spent.add(save, time.perf_counter() - began)
-        return save
+        return self.saving.take(
+            flattened, self.step, about, wait=wait, must=must, handle=handle, eager=eager, due_s=due_s
+        )
 
     def _unsaved(self) -> bool:
         last = self.saving.last

@@ -11,6 +11,7 @@ import typer
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import checkpoint, repository
+from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.model.checkpoint import Index, Manifest, Note
@@ -21,6 +22,7 @@ EXAMPLES = examples(
     "holdfast show /data/checkpoints --run gpt --step 500",
     "holdfast show /data/checkpoints --depth 1           # sums only",
     "holdfast show /data/checkpoints model/head.weight   # its first values and statistics",
+    "holdfast show /data/checkpoints --timing            # how long saves held training, how fast they were written",
 )
 CERTIFICATE = ("exact", "reasons", "caveats", "covers", "leaves_out", "code", "versions", "settings")
 ITEM_BY_ITEM = ("reasons", "caveats", "covers", "leaves_out")
@@ -40,6 +42,10 @@ def show(
     depth: Annotated[
         int | None, typer.Option("--depth", min=1, metavar="N", help="Sum up what lies deeper than N levels.")
     ] = None,
+    timing: Annotated[
+        bool,
+        typer.Option("--timing", help="Where the time of the run's saves went, oldest first; with --step of that one."),
+    ] = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -54,6 +60,16 @@ def show(
 
     repo = repository(where)
     id = checkpoint(repo, run, step)
+    if timing:
+        from holdfast.cli.timing import show_timing
+
+        if path is not None or depth is not None:
+            raise UsageError(
+                "--timing speaks of whole saves: it goes with neither PATH nor --depth",
+                hint=f"holdfast show {where} --timing",
+            )
+        show_timing(repo, id.run, id if step != "latest" else None, json=json)
+        return
     if path is not None:
         from holdfast.cli.leaf import show_path
 
@@ -92,8 +108,9 @@ def _about(repo: Repo, manifest: Manifest, indexes: list[Index], notes: tuple[No
     yield "holds", f"{size(manifest.bytes)}, {count(manifest.leaves, 'leaf')} in {count(packs, 'pack')}"
     yield "saved", f"{manifest.created or 'at an unknown time'}, save id {manifest.save_id}"
     yield "content", manifest.content
-    if manifest.environment:
-        yield "saved by", _joined(manifest.environment)
+    saved_by = {name: value for name, value in manifest.environment.items() if name != "timing"}
+    if saved_by:
+        yield "saved by", _joined(saved_by)
     yield "parent", str(manifest.parent) if manifest.parent else "none: begun from nothing"
     if manifest.progress:
         yield "progress", ", ".join(f"{name} {_short(value)}" for name, value in manifest.progress.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,15 @@ class ChunkTable:
 
 
 class Digester:
-    """Digests an image's chunks as the image fills up from its beginning. One use per save."""
+    """Digests an image's chunks as the image fills up from its beginning, which has taken `seconds`. One use per
+    save."""
 
     def __init__(self, table: ChunkTable, image: memoryview) -> None:
         self._table = table
         self._image = image
         self._done = 0
         self._parts: list[bytes] = []
+        self.seconds = 0.0
 
     def advance(self, filled: int) -> None:
         """Digests every chunk that lies wholly below position `filled` and has not been digested yet."""
@@ -50,10 +53,12 @@ class Digester:
         stop = int(np.searchsorted(table.end, filled, side="right"))
         if stop <= self._done:
             return
+        began = time.perf_counter()
         begins = table.begin[self._done : stop].tolist()
         ends = table.end[self._done : stop].tolist()
         self._parts.extend([digest(image[begin:end]) for begin, end in zip(begins, ends, strict=True)])
         self._done = stop
+        self.seconds += time.perf_counter() - began
 
     def digests(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """All digests in index order, uint8 [chunks, 16]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, SaveFailed
@@ -29,6 +30,8 @@ class Filling:
         self._failure: HoldfastError | None = None
         self._abandoned = False
         self.window = window
+        self.waited_s = 0.0
+        """How long the writing thread has waited for the capture."""
 
     @property
     def gone(self) -> int:
@@ -55,9 +58,11 @@ class Filling:
     def wait(self, position: int) -> None:
         """Returns when the image is filled up to `position`."""
         with self._changed:
+            began = time.perf_counter()
             reached = self._changed.wait_for(
                 lambda: self._failure is not None or self._filled >= position, CAPTURE_DEADLINE_S
             )
+            self.waited_s += time.perf_counter() - began
             if self._failure is not None:
                 raise self._failure
             if not reached:

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Final, Literal
 
+from holdfast.engine.clock import Clock
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 from holdfast.model.names import CheckpointId
+from holdfast.model.timing import Timing
 
 State = Literal["planned", "capturing", "writing", "committed", "failed"]
 
@@ -34,6 +36,8 @@ class Save:
         self.stall_s = 0.0
         self.fence_s = 0.0
         self.seconds = 0.0
+        self.clock = Clock()
+        """For the engine, which tells it where the time goes."""
         self.error: HoldfastError | None = None
         self.inside_step = False
         """Set while the save waits for the end of the step that is still open: waiting for it there would never end."""
@@ -54,6 +58,11 @@ class Save:
     def moves(self) -> None:
         """It is under way, and has just got on; for the engine."""
         self._moved_s = time.monotonic()
+
+    @property
+    def timing(self) -> Timing:
+        """Where its time went, as far as it has come."""
+        return self.clock.timing(fence_s=self.fence_s, seconds=self.seconds, nbytes=self.bytes)
 
     @property
     def step(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.engine.chunks import Digester
 from holdfast.engine.content import Filling
@@ -43,3 +43,12 @@ class Job:
     names: Sequence[str] = ()
     receipts: list[Receipt] = field(default_factory=list)
     """Of the packs, in order: a save that goes on after room was made does not write them again."""
+
+    def aside_s(self) -> float:
+        """What the writing thread has spent on digests and on waiting for the capture so far."""
+        return self.filling.waited_s + (self.digester.seconds if self.digest_while_writing else 0.0)
+
+    def timed(self) -> About:
+        """What it is about, and in its environment where its time has gone so far."""
+        self.save.clock.read_cpu()
+        return replace(self.about, environment={**self.about.environment, "timing": self.save.timing.told()})

@@ -46,6 +46,8 @@ class MemorySaver:
         self._emitter = emitter
         self._rank = rank
         self._thread: threading.Thread | None = None
+        self.sealed = 0
+        """States that went into memory alone and are whole there."""
 
     @property
     def busy(self) -> bool:
@@ -94,6 +96,7 @@ class MemorySaver:
             )
             content = self._tier.seal(plan, id, index, taken.flattened, taken.about, created=taken.created)
             if content:
+                self.sealed += 1
                 nbytes = sum(pack.length for pack in plan.layout.packs)
                 took = time.perf_counter() - taken.began
                 self._emitter.emit(Remembered(id, nbytes, taken.stall_s, took, content))

@@ -48,9 +48,8 @@ class Saver:
 
     `attempt` is set once the run is claimed, before the first save. `on_end` is called in the writing thread with the
     handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place
-    full;
-    if it returns True the save goes on from where it was. `lasting`: many saves are to come, so memory is taken and
-    touched once.
+    full; if it returns True the save goes on from where it was. `lasting`: many saves are to come, so memory is taken
+    and touched once. `timed`: manifests say where the time of their saves went.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class Saver:
         emitter: Emitter | None = None,
         memory_budget: int | None = None,
         lasting: bool = True,
+        timed: bool = False,
         rank: int = 0,
         on_end: Callable[[Save], None] | None = None,
         make_room: Callable[[], bool] | None = None,
@@ -70,6 +70,7 @@ class Saver:
         self.attempt: Attempt | None = None
         self._emitter = emitter or Emitter()
         self._rank = rank
+        self._timed = timed
         self._on_end = on_end
         self._make_room = make_room
         self.memory = memory
@@ -115,9 +116,8 @@ class Saver:
 
         eager: everything is copied before this returns, also where saves are fenced.
 
-        Raises Superseded at once if another process has claimed the run, DeadlineExceeded if an earlier save is
-        stuck. A failure later
-        is in the handle.
+        Raises Superseded at once if another process has claimed the run, DeadlineExceeded if an earlier save is stuck.
+        A failure later is in the handle.
         """
         began = time.perf_counter()
         attempt = self._claimed()
@@ -126,6 +126,7 @@ class Saver:
             self.fencing.begin_save()
         plan = self._plan(flattened)
         save = handle or self.plan_save(step, reason=about.reason)
+        save.clock.add("prepare_s", time.perf_counter() - began)
         save.bytes = sum(pack.length for pack in plan.layout.packs)
         filling = Filling(plan.arena.window)
         digester = Digester(plan.chunks, plan.arena.buffer.data)
@@ -144,7 +145,8 @@ class Saver:
                 pass  # what made it fail is in the handle
             finally:
                 if wait:
-                    ended = save.join()
+                    with save.clock.joining():
+                        ended = save.join()
             if not ended:
                 raise save.stuck()
         else:
@@ -189,14 +191,18 @@ class Saver:
         return self.attempt
 
     def _capture(self, job: Job, *, overlapped: bool, eager: bool = True) -> None:
+        began, clock = time.perf_counter(), job.save.clock
+
         def progress(filled: int) -> None:
             job.digester.advance(filled)
+            clock.put("capture_s", time.perf_counter() - began)  # before the writer may come to tell of it
             job.filling.advance(filled)
 
         fencing = self.fencing if not eager and self.fencing is not None and self.fencing.possible(job.plan) else None
         try:
             if fencing is not None:
-                fencing.capture(job.flattened, job.plan, job.save, job.filling)
+                with clock.during("capture_s"):
+                    fencing.capture(job.flattened, job.plan, job.save, job.filling)
                 return
             job.plan.capturer.capture(
                 job.flattened, job.save.save_id, progress=progress if overlapped else None, admit=job.filling.admit
@@ -210,6 +216,8 @@ class Saver:
             job.filling.fail(SaveFailed(f"the capture of {job.save.id} broke off: {error!r}", subject=str(job.save.id)))
             raise
         crashpoint("image captured")
+        if not overlapped:
+            clock.put("capture_s", time.perf_counter() - began)
         job.save.state = "writing"
         job.filling.advance(job.plan.layout.nbytes)
 
@@ -222,6 +230,7 @@ class Saver:
         """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""
         save = job.save
         began = time.perf_counter()
+        save.clock.begin_cpu()
         failure: HoldfastError | None = None
         try:
             if job.digest_while_writing:  # training goes on meanwhile
@@ -233,7 +242,8 @@ class Saver:
                 attempt.unsettled.discard(save.id)
             if failure is None:
                 save.seconds = time.perf_counter() - began
-                self._emitter.emit(Committed(save.id, save.bytes, save.seconds))
+                save.clock.read_cpu()
+                self._emitter.emit(Committed(save.id, save.bytes, save.seconds, save.timing))
         except BaseException as error:
             failure = SaveFailed(
                 f"the save of {save.id} was cut off while {save.phase}: {error!r}", subject=str(save.id)
@@ -280,8 +290,7 @@ class Saver:
 
     def _closed(self, job: Job, error: BaseException) -> bool:
         """Takes the manifest's name, so that this save can no longer commit, and frees its objects. False if the
-        manifest
-        is there: its put was answered by an error, and had arrived all the same."""
+        manifest is there: its put was answered by an error, and had arrived all the same."""
         save = job.save
         try:
             if not job.begun:
@@ -314,14 +323,15 @@ class Saver:
             return True
 
     def _write(self, job: Job) -> None:
-        save, layout, repo = job.save, job.plan.layout, self.repo
+        save, layout, repo, clock = job.save, job.plan.layout, self.repo, job.save.clock
         save.phase = "asking for space"
-        self._check_space(job)
-        save.phase = "beginning"
-        if not job.begun:
-            job.names = [*(pack.name for pack in layout.packs), index_file(self._rank)]
-            begin(self._claimed(), save.step, save.save_id, job.names)
-            job.begun = True
+        with clock.during("begin_s"):
+            self._check_space(job)
+            save.phase = "beginning"
+            if not job.begun:
+                job.names = [*(pack.name for pack in layout.packs), index_file(self._rank)]
+                begin(self._claimed(), save.step, save.save_id, job.names)
+                job.begun = True
         if job.digest_while_writing:
             self._seal(job)  # at once, where training goes on meanwhile: a crash from here on loses no step
         for pack in range(len(job.receipts), len(layout.packs)):
@@ -329,22 +339,25 @@ class Saver:
         crashpoint("pack durable, index not yet")
         save.phase = "writing the index"
         job.digester.advance(layout.nbytes)
-        index = self._index(job)
-        receipt, entry = put_index(repo, save.id, index, job.plan.rows)
+        clock.put("digest_s", job.digester.seconds)
+        with clock.during("index_s"):
+            index = self._index(job)
+            receipt, entry = put_index(repo, save.id, index, job.plan.rows)
         receipts = [*job.receipts, receipt]
         crashpoint("packs and indexes durable, manifest not yet")
         self._seal(job)
         save.phase = COMMITTING
-        tree = canonical.spell(job.flattened.tree)
-        manifest = manifest_of(save.id, tree, job.plan, index, entry, about=job.about, created=job.created)
-        self.manifest = replace(manifest, tree=None)
-        commit(repo, manifest, receipts, tree=tree)
+        with clock.during("commit_s"):
+            tree, about = canonical.spell(job.flattened.tree), job.timed() if self._timed else job.about
+            manifest = manifest_of(save.id, tree, job.plan, index, entry, about=about, created=job.created)
+            self.manifest = replace(manifest, tree=None)
+            commit(repo, manifest, receipts, tree=tree)
         crashpoint("manifest durable, not yet reported")
 
     def _write_pack(self, job: Job, pack: int) -> Receipt:
         save, plan = job.save, job.plan.layout.packs[pack]
         save.phase = f"writing {plan.name}"
-        began = time.perf_counter()
+        began, aside = time.perf_counter(), job.aside_s()
 
         def before_piece(end: int) -> None:
             save.moves()
@@ -354,7 +367,9 @@ class Saver:
 
         content = PackContent(plan, job.plan.arena.buffer.data, job.filling, before_piece)
         receipt = self.repo.store.put_if_absent(f"{save.id.directory}/{plan.name}", content, token=save.save_id)
-        self._emitter.emit(PackWritten(save.id, plan.name, plan.length, time.perf_counter() - began))
+        took = time.perf_counter() - began
+        save.clock.add("write_s", max(0.0, took - (job.aside_s() - aside)))
+        self._emitter.emit(PackWritten(save.id, plan.name, plan.length, took))
         return receipt
 
     def _index(self, job: Job) -> Index:
@@ -370,7 +385,8 @@ class Saver:
         job.sealed = True
         job.filling.wait(job.plan.layout.nbytes)
         job.digester.advance(job.plan.layout.nbytes)
-        self.memory.seal(job.plan, job.save.id, self._index(job), job.flattened, job.about, created=job.created)
+        with job.save.clock.during("seal_s"):
+            self.memory.seal(job.plan, job.save.id, self._index(job), job.flattened, job.about, created=job.created)
 
     def _check_space(self, job: Job) -> None:
         free_bytes = self.repo.store.free_bytes()

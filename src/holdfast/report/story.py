@@ -26,6 +26,8 @@ def sentence(event: events.Event) -> str | None:
             return f"the save of {id} FAILED while {phase}: {error}"
         case events.SaveSkipped(run, step, reason):
             return f"{run}: step {step} is not saved: {reason}"
+        case events.SaveDelayed(run, step, waited):
+            return f"{run}: the save of step {step} has waited {seconds(waited)} for the one before"
         case events.CandidateSkipped(id, reason):
             return f"{id} is damaged and was passed over: {reason}"
         case events.RestoredEvent(id, nbytes, took):

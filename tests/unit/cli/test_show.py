@@ -144,3 +144,18 @@ def test_lines_of_aliases_and_single_values():
 def test_plain_text_is_shortened():
     assert plain_text("x" * 500).endswith(" …")
     assert len(plain_text(list(range(1000)))) <= 56
+
+
+def test_show_says_where_the_time_of_real_saves_went(cli, tmp_path):
+    with holdfast.Checkpointer(tmp_path / "ckpts", {"w": np.zeros(1000)}, save=every(steps=1), keep=keep.all()) as ckpt:
+        for _ in ckpt.steps(2):
+            pass
+    status, out, _ = cli("show", tmp_path / "ckpts", "--timing", "--json")
+    found = json.loads(out)
+    assert (status, found["schema"], found["run"]) == (0, "holdfast.timing/1", "main")
+    assert [one["checkpoint"]["step"] for one in found["checkpoints"]] == [1, 2]
+    for one in found["checkpoints"]:
+        assert one["bytes"] > 8000 and one["bandwidth"] > 0
+        assert 0 < one["timing"]["capture_s"] < one["held_s"]
+        assert one["message"] is None
+    assert "timing" not in cli("show", tmp_path / "ckpts")[1], "it is no part of where it was saved"

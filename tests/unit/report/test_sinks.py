@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import logging
@@ -9,6 +10,7 @@ import pytest
 
 from holdfast import events
 from holdfast.model.names import CheckpointId
+from holdfast.model.timing import Timing
 from holdfast.report import JsonLines, LogSink, ProgressBar
 from holdfast.report.jsonlines import SCHEMA
 from holdfast.report.story import sentence
@@ -21,7 +23,7 @@ EVENTS = [
     events.Captured(ID, 0.125, "shared memory"),
     events.Progress("save", str(ID), 1, 2),
     events.PackWritten(ID, "rank-00000.safetensors", 3 << 30, 1.5),
-    events.Committed(ID, 3 << 30, 1.75),
+    events.Committed(ID, 3 << 30, 1.75, Timing(write_s=1.5, bytes=3 << 30)),
     events.SaveFailedEvent(ID, "no space left", "writing the index"),
     events.SaveSkipped("gpt", 510, "the last save is still being written"),
     events.CandidateSkipped(ID, "rank-00000.safetensors is 3 bytes short"),
@@ -31,6 +33,7 @@ EVENTS = [
     events.Warned("shared memory does not fit", "/dev/shm"),
     events.Remembered(ID, 3 << 30, 0.12, 0.25),
     events.Adopted(ID, 4.0, ID),
+    events.SaveDelayed("gpt", 520, 0.25),
 ]
 
 
@@ -66,6 +69,7 @@ def test_the_story_is_one_line_for_what_a_person_wants_to_know():
         "shared memory does not fit",
         "gpt/a0007/500 is sealed in memory: 3.00 GiB in 0.25 s",
         "going on from memory: gpt/a0007/500, sealed 4.00 s ago; the newest durable checkpoint is gpt/a0007/500",
+        "gpt: the save of step 520 has waited 0.25 s for the one before",
     ]
 
 
@@ -90,6 +94,8 @@ def test_json_lines_holds_every_event_with_all_its_fields(tmp_path):
         "id": {"run": "gpt", "attempt": 7, "step": 500},
         "bytes": 3 << 30,
         "seconds": 1.75,
+        "timing": dict.fromkeys((field.name for field in dataclasses.fields(Timing)), 0.0)
+        | {"write_s": 1.5, "bytes": 3 << 30},
     }
 
 
@@ -152,6 +158,7 @@ def test_log_levels(caplog):
         ("WARNING", "model/embed.weight"),
         ("WARNING", "shared"),
         ("INFO", "going"),
+        ("INFO", "gpt:"),
     ]
 
 

@@ -1,0 +1,97 @@
+"""`holdfast show --timing`: where the time of a run's saves went, as their manifests say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from holdfast.cli import output
+from holdfast.cli.columns import Columns
+from holdfast.errors import CheckpointNotFound, CorruptionError
+from holdfast.model.names import CheckpointId, attempt_key
+from holdfast.model.timing import Timing
+from holdfast.report.measures import seconds, size
+
+if TYPE_CHECKING:
+    from holdfast.repo.repository import Repo
+
+KEY = "timing"
+"""In the manifest's environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One checkpoint; `timing` is None where its manifest says nothing of the kind, or cannot be read (`message`)."""
+
+    id: CheckpointId
+    bytes: int | None = None
+    timing: Timing | None = None
+    message: str = ""
+
+    def json(self) -> dict[str, Any]:
+        timing = self.timing
+        return {
+            "checkpoint": self.id,
+            "bytes": self.bytes,
+            "held_s": round(timing.held_s, 6) if timing is not None else None,
+            "bandwidth": round(timing.bandwidth) if timing is not None and timing.bandwidth is not None else None,
+            "timing": timing.told() if timing is not None else None,
+            "message": self.message or None,
+        }
+
+
+def show_timing(repo: Repo, run: str, only: CheckpointId | None, *, json: bool) -> None:
+    """The checkpoints of `run`, oldest first, or `only` one."""
+    ids = [only] if only is not None else list(_committed(repo, run))
+    rows = [row for id in ids if (row := _row(repo, id)) is not None]
+    if json:
+        output.document("timing", {"where": repo.url, "run": run, "checkpoints": [row.json() for row in rows]})
+        return
+    output.line(f"run {run}")
+    _table(rows)
+    if all(row.timing is None for row in rows):
+        output.story("none of them says where the time of its save went")
+
+
+def _committed(repo: Repo, run: str) -> Iterator[CheckpointId]:
+    for attempt in sorted(repo.attempts(run)):
+        for step in sorted(repo.committed(run, attempt)):
+            yield CheckpointId(run, attempt, step)
+
+
+def _row(repo: Repo, id: CheckpointId) -> Row | None:
+    try:
+        manifest = repo.manifest(id)
+    except CheckpointNotFound:
+        return None  # removed since it was listed
+    except CorruptionError as error:
+        return Row(id, message=error.message)
+    return Row(id, manifest.bytes, Timing.read(manifest.environment.get(KEY), manifest.bytes))
+
+
+def _table(rows: Sequence[Row]) -> None:
+    table = Columns(
+        ("ATTEMPT", "STEP", "SIZE", "HELD", "WAITED", "COPY", "FENCE", "DIGEST", "WRITE", "SPEED", "CPU", "STATE"),
+        right=frozenset({"STEP", "SIZE", "HELD", "WAITED", "COPY", "FENCE", "DIGEST", "WRITE", "SPEED", "CPU"}),
+        dispensable=("CPU", "DIGEST", "WAITED", "FENCE", "COPY", "SIZE"),
+    )
+    for row in rows:
+        timing = row.timing
+        parts = (
+            [timing.held_s, timing.wait_s, timing.capture_s, timing.fence_s, timing.digest_s, timing.write_s]
+            if timing is not None
+            else [0.0] * 6
+        )
+        bandwidth = timing.bandwidth if timing is not None else None
+        table.add(
+            attempt_key(row.id.attempt),
+            str(row.id.step),
+            size(row.bytes) if row.bytes is not None else "",
+            *(seconds(part) if part else "" for part in parts),
+            f"{size(round(bandwidth))}/s" if bandwidth is not None else "",
+            seconds(timing.cpu_s) if timing is not None and timing.cpu_s else "",
+            "DAMAGED" if row.message else "",
+            style="damaged" if row.message else "",
+        )
+    table.print()
