@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -108,3 +109,26 @@ def test_a_save_that_failed_tells_how_far_it_came(saver: Saver, monkeypatch: pyt
         handle.wait(60)
     assert handle.timing.write_s > 0
     assert handle.timing.commit_s == handle.timing.seconds == 0
+
+
+def test_measuring_reads_the_clock_as_often_for_many_leaves_as_for_few(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = [0]
+    read = time.perf_counter
+
+    def counted() -> float:
+        readings[0] += 1
+        return read()
+
+    def readings_of(leaves: int, step: int) -> int:
+        flattened = flatten({str(number): np.zeros(10) for number in range(leaves)})
+        before = readings[0]
+        saver.save(flattened, step, wait=False, about=About()).wait(60)
+        assert saver.join(60)
+        return readings[0] - before
+
+    saver.prewarm(flatten(STATE))
+    monkeypatch.setattr(time, "perf_counter", counted)
+    few = readings_of(10, 1)
+    assert 0 < readings_of(2000, 2) == few < 50
