@@ -51,7 +51,11 @@ def test_every_line_that_calls_is_struck_in_every_way_that_it_can_fail() -> None
     assert {call for _, _, call in lines} >= {"create", "pwrite", "fsync", "link", "fsync_directory", "unlink", "mkdir"}
     assert len(cases) > 10_000
     assert len(set(cases)) == len(cases)
-    first = chosen_cases(1, 3000)
+    sites = {(place, site.phase, site.line) for place in PLACES for site in calls_of(place)}
+    struck_by = [(case, calls_of(case.place)[case.number - 1]) for case in cases]
+    kinds = {(case.place, site.phase, site.line, case.way) for case, site in struck_by}
+    assert {kind[:3] for kind in kinds} == sites
+    first = chosen_cases(1, len(kinds))
     struck = {(case.place, calls_of(case.place)[case.number - 1].line, case.way) for case in first}
     assert struck == {(case.place, calls_of(case.place)[case.number - 1].line, case.way) for case in cases}
 
