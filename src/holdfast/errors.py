@@ -12,7 +12,8 @@ HoldfastError
 ├── StateError (TypeError)                  the training state cannot be represented or restored
 │   ├── Unserialisable                      a value has no representation; names its path
 │   ├── DuplicatePath                       two leaves share one path
-│   └── StateMismatch (ValueError)          structure, shape or dtype differs between checkpoint and target
+│   ├── StateMismatch (ValueError)          structure, shape or dtype differs between checkpoint and target
+│   └── ShardMismatch (ValueError)          ranks' shards of a leaf overlap, leave a hole, or disagree about what it is
 ├── RepositoryError
 │   ├── NotARepository (FileNotFoundError)  nothing of Holdfast is at this place
 │   ├── FormatTooNew                        written by a newer format than this version reads
@@ -29,6 +30,11 @@ HoldfastError
 │   └── SaveTorn                            a fenced capture was written to while it copied; names the leaf
 ├── ScriptFailed                            a training script that was run did not do what it was run for
 ├── DeadlineExceeded (TimeoutError)         a wait ended without what it waited for; names who is missing
+├── RanksError                              the processes of one job did not come to one answer; names ranks and phase
+│   ├── RanksMissing (TimeoutError)         ranks stopped, died or did not answer in time
+│   ├── RankFailed                          another rank failed, and said why
+│   ├── RanksDisagree                       ranks differ in what has to be equal; names what, and who says what
+│   └── RankStoreLost (ConnectionError)     the place where the ranks meet does not answer
 └── StoreError (OSError)
     ├── AlreadyExists (FileExistsError)     put_if_absent found an object under the name
     ├── ObjectNotFound (FileNotFoundError)  no object under the name
@@ -107,6 +113,10 @@ class StateMismatch(StateError, ValueError):
     pass
 
 
+class ShardMismatch(StateError, ValueError):
+    pass
+
+
 class RepositoryError(HoldfastError):
     exit_code = 10
 
@@ -169,6 +179,44 @@ class ScriptFailed(HoldfastError):
 
 class DeadlineExceeded(HoldfastError, TimeoutError):
     exit_code = 17
+
+
+class RanksError(HoldfastError):
+    """`ranks` are those that are missing, failed or differ; `phase` is what was being agreed on."""
+
+    exit_code = 23
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        subject: str | None = None,
+        hint: str | None = None,
+        ranks: tuple[int, ...] = (),
+        phase: str = "",
+    ) -> None:
+        super().__init__(message, subject=subject, hint=hint)
+        self.ranks = ranks
+        self.phase = phase
+
+
+class RanksMissing(RanksError, TimeoutError):
+    exit_code = 17
+
+
+class RankFailed(RanksError):
+    pass
+
+
+class RanksDisagree(RanksError):
+    pass
+
+
+class RankStoreLost(RanksError, ConnectionError):
+    """`lasting` is set where asking again cannot help."""
+
+    exit_code = 17
+    lasting = False
 
 
 class StoreError(HoldfastError, OSError):

@@ -74,6 +74,16 @@ def region(shape: tuple[int, ...], key: Any, path: str) -> Region:
     return Region(first, tuple(counts), tuple(strides), tuple(flipped), tuple(result))
 
 
+def box_region(shape: tuple[int, ...], offsets: tuple[int, ...], counts: tuple[int, ...]) -> Region:
+    """The box of `counts` items at `offsets`, which must lie in a leaf of this shape."""
+    pace, first, strides = 1, 0, []
+    for length, offset in zip(reversed(shape), reversed(offsets), strict=True):
+        strides.append(pace)
+        first += offset * pace
+        pace *= length
+    return Region(first, counts, tuple(reversed(strides)), (False,) * len(shape), counts)
+
+
 def _expanded(shape: tuple[int, ...], keys: tuple[Any, ...], path: str) -> tuple[Any, ...]:
     """One key for each axis."""
     for one in keys:
