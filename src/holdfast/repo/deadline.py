@@ -5,11 +5,11 @@ The work goes on in its thread; whoever waited for it goes on without it, and sa
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from holdfast.errors import DeadlineExceeded
+from holdfast.state.parked import beside
 
 Result = TypeVar("Result")
 
@@ -27,12 +27,11 @@ def within(seconds: float, what: str, work: Callable[[], Result], *, subject: st
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
             ended.append((None, error))
 
-    thread = threading.Thread(target=run, name=f"holdfast-{what}", daemon=True)
     try:
-        thread.start()
+        under_way = beside.hand(run, f"holdfast-{what}")
     except RuntimeError:
         return work()
-    thread.join(max(0.0, seconds))
+    under_way.join(max(0.0, seconds))
     if not ended:
         raise DeadlineExceeded(
             f"{what} has not ended within {seconds:g} s: the store does not answer",

@@ -11,8 +11,10 @@ Frameworks say which leaves their optimizers own, and let every update pass `let
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, Protocol
 
 from holdfast.state.contract import Bound
@@ -21,8 +23,9 @@ PROBATION: Final = 3
 """Saves of one structure that are copied at once, and compared with training's memory before the next update."""
 LEAST_BYTES: Final = 32 << 10
 """A shorter leaf costs less to copy at once than to hold and to watch."""
-SAMPLE: Final = 0.01
-"""Share of the fenced bytes that, after the probation, is copied at once and compared later."""
+SAMPLE: Final = 1 / 400
+"""Share of the fenced bytes that, after the probation, is copied at once and compared later: what it takes of training
+is to stay a small part of the twentieth of a copy that a fenced save may take."""
 _EDGE: Final = 4096
 """Where parts of leaves begin: a multiple of every item's size."""
 
@@ -42,8 +45,9 @@ class Gate(Protocol):
         """A save is taken now, fenced or not: what was seen before the one before it proves nothing any more."""
         ...
 
-    def fenceable(self, sources: Sequence[Any]) -> list[int]:
-        """Positions of the sources that an optimizer owns whose step was seen to wait since the save before."""
+    def fenceable(self, sources: Sequence[Any]) -> Sequence[int]:
+        """Positions of the sources that an optimizer owns whose step was seen to wait since the save before. The same
+        object as before where sources and owners are the very same, and none has changed its form."""
         ...
 
     def close(self) -> None: ...
@@ -160,17 +164,29 @@ class Record:
         self._fingerprint = ""
         self._passed = 0
         self._cursor = 0
+        self._leaves: Sequence[tuple[int, str, int]] = ()
+        self._fit: list[Span] = []
+        self._begins: list[int] = []
         self.demoted: dict[str, str] = {}
         """Path -> why it is captured eagerly, for good."""
 
-    def choose(self, fingerprint: str, leaves: Iterable[tuple[int, str, int]]) -> Choice:
-        """`leaves`: number, path and bytes of those that may be fenced now, in image order."""
+    def choose(self, fingerprint: str, leaves: Sequence[tuple[int, str, int]]) -> Choice:
+        """`leaves`: number, path and bytes of those that may be fenced now, in image order; the same object where they
+        are the same as at the save before."""
         if fingerprint != self._fingerprint:
             self._fingerprint, self._passed, self._cursor = fingerprint, 0, 0
-        fit = [(leaf, size) for leaf, path, size in leaves if size >= LEAST_BYTES and path not in self.demoted]
+        if leaves is not self._leaves:
+            self._leaves = leaves
+            self._look_at(leaves)
         if self._passed < PROBATION:
-            return Choice(watched=[Span(leaf, 0, size) for leaf, size in fit], probation=True)
-        return self._sampled(fit)
+            return Choice(watched=self._fit, probation=True)
+        return self._sampled()
+
+    def _look_at(self, leaves: Sequence[tuple[int, str, int]]) -> None:
+        self._fit = [
+            Span(leaf, 0, size) for leaf, path, size in leaves if size >= LEAST_BYTES and path not in self.demoted
+        ]
+        self._begins = [0, *accumulate(span.stop for span in self._fit)]
 
     def passed(self, choice: Choice) -> None:
         """What was watched has been compared, just before an update."""
@@ -182,25 +198,27 @@ class Record:
         if path in self.demoted:
             return False
         self.demoted[path] = why
+        self._leaves = ()  # looked at anew
         return True
 
-    def _sampled(self, fit: Sequence[tuple[int, int]]) -> Choice:
-        total = sum(size for _, size in fit)
+    def _sampled(self) -> Choice:
+        total = self._begins[-1]
         if not total:
             return Choice()
         width = max(int(total * SAMPLE) // _EDGE, 1) * _EDGE
         first = self._cursor if self._cursor < total else 0
         self._cursor = first + width  # beyond the end: the next one begins at the first leaf again
+        # Most leaves lie before or behind the sample, and are late as a whole.
+        low = bisect_right(self._begins, first) - 1
+        high = min(bisect_left(self._begins, first + width), len(self._fit))
         late: list[Span] = []
         watched: list[Span] = []
-        at = 0
-        for leaf, size in fit:
-            begin, end = _inside(first - at, size), _inside(first + width - at, size)
+        for span, at in zip(self._fit[low:high], self._begins[low:high], strict=True):
+            begin, end = _inside(first - at, span.stop), _inside(first + width - at, span.stop)
             if begin < end:
-                watched.append(Span(leaf, begin, end))
-            late.extend(Span(leaf, *part) for part in ((0, begin), (end, size)) if part[0] < part[1])
-            at += size
-        return Choice(late, watched)
+                watched.append(Span(span.leaf, begin, end))
+            late.extend(Span(span.leaf, *part) for part in ((0, begin), (end, span.stop)) if part[0] < part[1])
+        return Choice([*self._fit[:low], *late, *self._fit[high:]], watched)
 
 
 def _inside(edge: int, size: int) -> int:

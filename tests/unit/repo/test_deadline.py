@@ -7,7 +7,9 @@ import threading
 import pytest
 
 from holdfast.errors import DeadlineExceeded, StoreError
+from holdfast.repo import deadline
 from holdfast.repo.deadline import within
+from holdfast.state.parked import Parked, Work
 
 
 def test_what_the_work_returns_and_raises_comes_out() -> None:
@@ -31,6 +33,7 @@ def test_where_no_thread_can_be_started_the_work_is_done_here(monkeypatch: pytes
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
+    monkeypatch.setattr(deadline, "beside", Parked())  # no thread is kept from before
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert within(0, "counting", threading.current_thread, subject="s") is threading.current_thread()
 
@@ -44,7 +47,7 @@ def test_the_work_has_a_thread_of_its_own_that_keeps_no_interpreter_alive() -> N
 
 def test_a_deadline_that_has_passed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float | None] = []
-    monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: waited.append(timeout))
+    monkeypatch.setattr(Work, "join", lambda work, timeout=None: waited.append(timeout))
     come_back = threading.Event()
     try:
         for seconds in (-5.0, 0.0, 0.5, 3.0):

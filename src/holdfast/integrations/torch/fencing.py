@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdfast.integrations.torch.meshes import local_of
 from holdfast.state.atoms import ENCODERS
 from holdfast.state.ownership import let_updates_pass
 
@@ -108,6 +109,7 @@ class TorchGate:
         self._state = state
         self._tell = tell
         self._told: set[str] = set()
+        self._known: _Known | None = None
         self._save = self._before = steps.tick
         steps.enter()
         self._leave = weakref.finalize(self, _leave, os.getpid())
@@ -118,18 +120,17 @@ class TorchGate:
     def begin_save(self) -> None:
         self._before, self._save = self._save, steps.tick
 
-    def fenceable(self, sources: Sequence[Any]) -> list[int]:
+    def fenceable(self, sources: Sequence[Any]) -> Sequence[int]:
         optimizers, modules = found_in(self._state)
-        owned: dict[int, torch.Tensor] = {}
-        for optimizer in optimizers:
-            if self._waits(optimizer):
-                for tensor in tensors_of(optimizer):
-                    owned[id(tensor)] = tensor
-        if not owned:
-            return []
-        for tensor in written_by_forward(modules):
-            owned.pop(id(tensor), None)
-        return _among(sources, owned)
+        waiting = [optimizer for optimizer in optimizers if self._waits(optimizer)]
+        if not waiting:
+            return ()
+        if self._known is None or not self._known.holds(waiting, sources):
+            owned = {id(tensor): tensor for optimizer in waiting for tensor in map(local_of, tensors_of(optimizer))}
+            for tensor in map(local_of, written_by_forward(modules)):
+                owned.pop(id(tensor), None)
+            self._known = _Known(waiting, sources, _among(sources, owned))
+        return self._known.found
 
     def _waits(self, optimizer: Optimizer) -> bool:
         name = type(optimizer).__name__
@@ -157,6 +158,36 @@ class TorchGate:
         if message not in self._told:
             self._told.add(message)
             self._tell(message)
+
+
+class _Known:
+    """What was found to be fenceable, as long as the same optimizers own the same tensors. Holds neither: it knows the
+    state's tensors again by weak references, among them all that an optimizer in the state has."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], sources: Sequence[Any], found: Sequence[int]) -> None:
+        self.found = found
+        self._dense = [position for position in found if sources[position].is_contiguous()]
+        self._owners = _owners(optimizers)
+        try:
+            self._sources = [weakref.ref(source) for source in sources]
+        except TypeError:  # something that cannot be known again
+            self._sources = []
+
+    def holds(self, optimizers: Sequence[Optimizer], sources: Sequence[Any]) -> bool:
+        if len(sources) != len(self._sources) or _owners(optimizers) != self._owners:
+            return False
+        known = self._sources
+        return all(ref() is source for ref, source in zip(known, sources, strict=True)) and all(
+            sources[position].is_contiguous() for position in self._dense
+        )
+
+
+def _owners(optimizers: Sequence[Optimizer]) -> list[int]:
+    return [
+        id(one)
+        for optimizer in optimizers
+        for one in (optimizer, *(parameter for group in optimizer.param_groups for parameter in group["params"]))
+    ]
 
 
 def _leave(owner: int) -> None:

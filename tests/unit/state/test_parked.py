@@ -1,0 +1,62 @@
+"""Threads that are kept for the next work."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from holdfast.state.parked import KEPT, Parked, Work
+
+
+def ended(work: Work) -> bool:
+    work.join(60)
+    return not work.is_alive()
+
+
+def test_work_is_done_in_a_thread_that_has_its_name_and_keeps_no_interpreter_alive() -> None:
+    found: list[threading.Thread] = []
+    names: list[str] = []
+
+    def look() -> None:
+        found.append(threading.current_thread())
+        names.append(found[-1].name)
+
+    assert ended(Parked().hand(look, "holdfast-looking"))
+    assert names == ["holdfast-looking"]
+    assert found[0].daemon
+    assert found[0] is not threading.current_thread()
+
+
+def one_after_the_other(parked: Parked, count: int) -> set[int]:
+    """The threads that do so much work, each begun when the one before has been parked again."""
+    found: set[int] = set()
+    for _ in range(count):
+        assert ended(parked.hand(lambda: found.add(threading.get_ident()), "work"))
+        until = threading.Event()
+        while not parked._idle:
+            until.wait(0.001)
+    return found
+
+
+def test_a_thread_is_used_again() -> None:
+    assert len(one_after_the_other(Parked(), 20)) == 1
+
+
+def test_work_does_not_wait_for_other_work_and_no_more_threads_are_kept_than_a_few() -> None:
+    parked, all_here = Parked(), threading.Barrier(KEPT + 3)
+    works = [parked.hand(lambda: all_here.wait(60) and None, "work") for _ in range(KEPT + 2)]
+    all_here.wait(60)
+    assert all(ended(work) for work in works)
+    until = threading.Event()
+    while len(parked._idle) < KEPT:
+        until.wait(0.001)
+    assert len(parked._idle) == KEPT
+
+
+def test_a_forked_child_begins_with_threads_of_its_own() -> None:
+    parked = Parked()
+    one_after_the_other(parked, 1)
+    child = os.fork()
+    if not child:
+        os._exit(0 if ended(parked.hand(lambda: None, "work")) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
