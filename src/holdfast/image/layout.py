@@ -88,7 +88,8 @@ class Layout:
 def plan_layout(
     specs: Sequence[LeafSpec], *, rank: int = 0, max_header: int = 64 << 20, max_leaves: int = 500_000
 ) -> Layout:
-    """The layout of these leaves in rank `rank`'s image. Raises DuplicatePath if two leaves have one path."""
+    """The layout of these leaves in rank `rank`'s image. Raises DuplicatePath if two leaves have one path, or two parts
+    of a leaf one place."""
     forms = _forms(specs)
     order = _arrange(specs, forms)
     count = len(specs)
@@ -109,6 +110,11 @@ def plan_layout(
         templates.append(template)
         at = _aligned(at + plan.length)
     return Layout(tuple(packs), at, pack, offset, start, length, order, tuple(templates))
+
+
+def stored_name(spec: LeafSpec) -> str:
+    """What a pack calls it: the path, and for a part of a leaf where it begins. No path has an `@` in it."""
+    return spec.path if spec.offsets is None else f"{spec.path}@{','.join(map(str, spec.offsets))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +148,17 @@ def _forms(specs: Sequence[LeafSpec]) -> list[_Form]:
 def _arrange(specs: Sequence[LeafSpec], forms: Sequence[_Form]) -> Array:
     """The leaf numbers in image order."""
     ranked = sorted(
-        (form.rank, spec.path, number) for number, (spec, form) in enumerate(zip(specs, forms, strict=True))
+        (form.rank, spec.path, spec.offsets or (), number)
+        for number, (spec, form) in enumerate(zip(specs, forms, strict=True))
     )
     seen: set[str] = set()
     for spec in specs:
         assert spec.path != METADATA, "the state refuses this path"
-        if spec.path in seen:
-            raise DuplicatePath(f"two leaves have the path {spec.path!r}", subject=spec.path)
-        seen.add(spec.path)
-    return np.fromiter((number for _, _, number in ranked), np.int64, len(ranked))
+        name = spec.path if spec.offsets is None else stored_name(spec)
+        if name in seen:
+            raise DuplicatePath(f"two leaves have the path {name!r}", subject=spec.path)
+        seen.add(name)
+    return np.fromiter((one[-1] for one in ranked), np.int64, len(ranked))
 
 
 def _natural(itemsize: int) -> int:
@@ -167,7 +175,7 @@ def _split(
     room = empty = max_header - len(_PREFIX) - SAVE_ID_CHARACTERS - len('"}}') - 8
     first = data = 0
     for position, number in enumerate(order.tolist()):
-        path, form = specs[number].path, forms[number]
+        path, form = stored_name(specs[number]), forms[number]
         part = entry_text(path, form.code, form.shape, data, data + form.nbytes)
         if parts and (len(parts) == max_leaves or len(part) + 1 > room):
             yield first, position, _template(parts)

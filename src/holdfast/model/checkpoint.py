@@ -43,6 +43,9 @@ class Index:
     pack: int64 [n]; offset, length: int64 [n], bytes from the pack's first byte; chunk_start: int64 [n + 1];
     digests: uint8 [chunks, 16], xxh3-128 of each chunk of `chunk_bytes` (the last of a leaf is shorter).
     `specs` are the shared leaves in the order of the manifest's tree, then the private ones of the private tree.
+    leaf: int64 [n], the number of each row's leaf, never falling, the private tree's leaves counted on from the
+    manifest's; None where row i is leaf i. A rank of several has rows for what it has written: boxes of leaves, one or
+    more of a leaf or none.
     """
 
     rank: int
@@ -56,11 +59,14 @@ class Index:
     chunk_start: np.ndarray[Any, Any]
     digests: np.ndarray[Any, Any]
     private: Json = None
+    leaf: np.ndarray[Any, Any] | None = None
+    tree_leaves: int | None = None
+    """How many leaves the manifest's tree has, where `leaf` is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """An index as the manifest names it."""
+    """An index, or the table of boxes, as the manifest names it."""
 
     name: str
     length: int
@@ -75,6 +81,7 @@ class Manifest:
     save_id: str
     tree: Json
     indexes: tuple[IndexEntry, ...]
+    """Of the ranks that wrote it, by rank."""
     content: str
     """SHA-256 (hex) of the canonical leaf table with chunk digests: equal for equal contents, in every tier."""
     bytes: int
@@ -88,6 +95,8 @@ class Manifest:
     certificate: Mapping[str, Json] = field(default_factory=dict)
     created: str = ""
     """Wall clock at commit, RFC 3339, UTC. For the eye, and for `keep.every(hours=)`: nothing else is decided by it."""
+    boxes: IndexEntry | None = None
+    """The table that tells which rank has which part of which leaf; None for what one rank wrote."""
 
 
 @dataclass(frozen=True, slots=True)

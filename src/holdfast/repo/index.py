@@ -52,6 +52,8 @@ COLUMNS: Final = (
     ("private", "U8", "|u1"),
 )
 """Name, safetensors dtype, numpy dtype; widest first, so that each column is aligned for its items."""
+PARTS: Final = (("origin", "U64", "<u8"), ("whole", "U64", "<u8"))
+"""Ragged like `shape`, and there only where a row may be less than its leaf: where it begins, and the leaf's shape."""
 
 
 def encode_index(index: Index, id: CheckpointId, rows: Rows | None = None) -> bytes:
@@ -65,7 +67,7 @@ def encode_index(index: Index, id: CheckpointId, rows: Rows | None = None) -> by
     assert len(index.digests) == int(index.chunk_start[-1])
     columns: dict[str, Array] = {
         "digests.ends": np.asarray(index.chunk_start)[1:],
-        "leaf": np.arange(count),
+        "leaf": np.arange(count) if index.leaf is None else index.leaf,
         "length": index.length,
         "offset": index.offset,
         "shape": rows.dims,
@@ -76,14 +78,19 @@ def encode_index(index: Index, id: CheckpointId, rows: Rows | None = None) -> by
         "head": _bytes(canonical.dumps(_head(index, id, rows))),
         "private": _bytes(canonical.dumps(index.private)),
     }
-    parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in COLUMNS]
-    entries = [(name, code, (part.size,)) for (name, code, _), part in zip(COLUMNS, parts, strict=True)]
+    kinds: tuple[tuple[str, str, str], ...] = COLUMNS
+    if rows.origin is not None and rows.whole is not None:
+        columns |= {"origin": rows.origin, "whole": rows.whole}
+        kinds = (*PARTS, *COLUMNS)
+    parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in kinds]
+    entries = [(name, code, (part.size,)) for (name, code, _), part in zip(kinds, parts, strict=True)]
     header = build_header(entries, {"holdfast.save_id": index.save_id}, align=_ALIGN)
     return b"".join([header, *(part.tobytes() for part in parts)])
 
 
 def _head(index: Index, id: CheckpointId, rows: Rows) -> Json:
     return {
+        **({} if index.tree_leaves is None else {"leaves": index.tree_leaves}),
         "chunk_bytes": index.chunk_bytes,
         "dtypes": rows.dtypes,
         "format": FORMAT,
@@ -124,26 +131,38 @@ class Table:
     shared: int
     name: str
     """The index's own, for errors."""
+    leaf: Array | None = None
+    tree_leaves: int | None = None
+    origin: Array | None = None
+    whole: Array | None = None
+    """Like `dims`: where each row begins in its leaf, and the leaf's shape. None: every row is a whole leaf."""
 
     def __len__(self) -> int:
         return len(self.code)
 
     def spec(self, row: int, path: str) -> LeafSpec:
-        """What the leaf of this row is, called `path`."""
-        shape = tuple(self.dims[int(self.bounds[row]) : int(self.bounds[row + 1])].tolist())
-        return LeafSpec(path, self.names[int(self.code[row])], shape, row >= self.shared)
+        """What this row of the leaf called `path` is."""
+        cut = slice(int(self.bounds[row]), int(self.bounds[row + 1]))
+        shape = tuple(self.dims[cut].tolist())
+        offsets = whole = None
+        if self.origin is not None and self.whole is not None and tuple(self.whole[cut].tolist()) != shape:
+            offsets, whole = tuple(self.origin[cut].tolist()), tuple(self.whole[cut].tolist())
+        return LeafSpec(path, self.names[int(self.code[row])], shape, row >= self.shared, offsets, whole)
 
     def index(self, tree: Json) -> Index:
         """The whole index; CorruptionError where `tree` (the manifest's) does not name its shared leaves."""
         head = Fields({}, self.name)
         paths = _paths(tree, "the manifest's tree", head)
-        if self.shared != len(paths):
-            raise head.refuse(f"has {self.shared} shared leaves, the manifest's tree has {len(paths)}")
+        named = self.shared if self.tree_leaves is None else self.tree_leaves
+        if named != len(paths):
+            raise head.refuse(f"has {named} shared leaves, the manifest's tree has {len(paths)}")
         paths += _paths(self.private, "the private tree", head)
         if len(set(paths)) != len(paths):
             raise head.refuse("has a private leaf under the path of another leaf")
-        if len(paths) != len(self):
+        if len(paths) - named != len(self) - self.shared:
             raise head.refuse(f"has {len(self)} rows where there are {len(paths)} leaves")
+        if self.leaf is not None:
+            paths = [paths[number] for number in self.leaf.tolist()]
         return Index(
             rank=self.rank,
             save_id=self.save_id,
@@ -157,6 +176,8 @@ class Table:
                 bounds=self.bounds,
                 shared=self.shared,
                 trees=(tree, self.private),
+                origin=self.origin,
+                whole=self.whole,
             ),
             pack=self.pack,
             offset=self.offset,
@@ -164,6 +185,8 @@ class Table:
             chunk_start=self.chunk_start,
             digests=self.digests,
             private=self.private,
+            leaf=self.leaf,
+            tree_leaves=self.tree_leaves,
         )
 
 
@@ -187,10 +210,10 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
             raise head.refuse(f"the column {column!r} has {columns[column].size} rows where there are {count} leaves")
     if shared > count:
         raise head.refuse(f"has {shared} shared leaves among {count}")
-    if not np.array_equal(columns["leaf"], np.arange(count)):
-        raise head.refuse("the leaves are not in the order of the state")
+    leaf, tree_leaves = _leaves(columns["leaf"], shared, head)
     names, sizes = _dtypes(head)
     dims, bounds, length = _rows(columns, head, sizes)
+    origin, whole = _parts(columns, head, dims, int(bounds[shared]))
     offset = _bounded(columns["offset"], head, "an offset")
     pack = columns["pack"].astype(np.int64)
     _check_rows(head, packs, pack, offset, length)
@@ -213,6 +236,10 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
         private=private,
         shared=shared,
         name=name,
+        leaf=leaf,
+        tree_leaves=tree_leaves,
+        origin=origin,
+        whole=whole,
     )
 
 
@@ -225,10 +252,11 @@ def decode_packs(data: bytes, *, id: CheckpointId, rank: int) -> tuple[str, tupl
 
 def _columns(data: bytes, name: str) -> dict[str, Array]:
     header = parse_header(data, name=name)
-    if header.keys() != {column for column, _, _ in COLUMNS}:
+    kinds = COLUMNS if PARTS[0][0] not in header else (*PARTS, *COLUMNS)
+    if header.keys() != {column for column, _, _ in kinds}:
         raise CorruptionError(f"{name} does not have the columns of an index", subject=name)
     columns = {}
-    for column, code, kind in COLUMNS:
+    for column, code, kind in kinds:
         entry = header[column]
         if entry.code != code or len(entry.shape) != 1:
             raise CorruptionError(f"{name}: the column {column!r} is no row of {code}", subject=name)
@@ -310,6 +338,36 @@ def _rows(columns: dict[str, Array], head: Fields, sizes: Array) -> tuple[Array,
         row = int(np.flatnonzero(expected != length)[0])
         raise head.refuse(f"leaf {row} has {length[row]} bytes where dtype and shape give {expected[row]}")
     return dims, bounds, length
+
+
+def _leaves(column: Array, shared: int, head: Fields) -> tuple[Array | None, int | None]:
+    """The number of each row's leaf and how many leaves the manifest's tree has; None where row i is leaf i."""
+    if "leaves" not in head.values:
+        if not np.array_equal(column, np.arange(column.size)):
+            raise head.refuse("the leaves are not in the order of the state")
+        return None, None
+    total = head.whole("leaves")
+    leaf = _bounded(column, head, "a leaf's number")
+    if (np.diff(leaf[:shared]) < 0).any() or (shared and int(leaf[shared - 1]) >= total):
+        raise head.refuse(f"the leaves are not in the order of the state, or beyond its {total}")
+    if not np.array_equal(leaf[shared:], total + np.arange(column.size - shared)):
+        raise head.refuse("the private leaves are not in the order of the private tree")
+    return leaf, total
+
+
+def _parts(columns: dict[str, Array], head: Fields, dims: Array, shared: int) -> tuple[Array | None, Array | None]:
+    """Where each row begins in its leaf, and the leaf's shape, like `dims`; the first `shared` of them are those of
+    rows that may be less than their leaf."""
+    if "origin" not in columns:
+        return None, None
+    origin, whole = _bounded(columns["origin"], head, "an offset"), _bounded(columns["whole"], head, "a dimension")
+    if origin.size != dims.size or whole.size != dims.size:
+        raise head.refuse("a row's place in its leaf does not have as many dimensions as the row")
+    if (origin + dims > whole).any():
+        raise head.refuse("a row reaches beyond its leaf")
+    if origin[shared:].any() or not np.array_equal(whole[shared:], dims[shared:]):
+        raise head.refuse("a private row is less than its leaf")
+    return origin, whole
 
 
 def _dtypes(head: Fields) -> tuple[list[str], Array]:

@@ -12,6 +12,7 @@ REPOSITORY: Final = "holdfast.json"
 RUNS: Final = "runs"
 BEGIN: Final = "begin.json"
 MANIFEST: Final = "manifest.json"
+BOXES: Final = "boxes.index"
 
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
 _RESERVED: Final = frozenset({BEGIN, MANIFEST, "notes"})

@@ -43,6 +43,7 @@ def encode_manifest(manifest: Manifest, tree: Spelled | None = None) -> bytes:
         "manifest",
         id.manifest,
         {
+            **({} if manifest.boxes is None else {"boxes": _entry(manifest.boxes)}),
             "attempt": id.attempt,
             "bytes": manifest.bytes,
             "certificate": dict(manifest.certificate),
@@ -50,7 +51,7 @@ def encode_manifest(manifest: Manifest, tree: Spelled | None = None) -> bytes:
             "content": manifest.content,
             "created": manifest.created,
             "environment": dict(manifest.environment),
-            "indexes": [{"digest": e.digest.hex(), "length": e.length, "name": e.name} for e in manifest.indexes],
+            "indexes": [_entry(entry) for entry in manifest.indexes],
             "leaves": manifest.leaves,
             "metrics": {name: tag_number(float(value)) for name, value in manifest.metrics.items()},
             "parent": checkpoint_json(manifest.parent),
@@ -61,6 +62,10 @@ def encode_manifest(manifest: Manifest, tree: Spelled | None = None) -> bytes:
             "tree": manifest.tree if tree is None else tree,
         },
     )
+
+
+def _entry(entry: IndexEntry) -> Json:
+    return {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name}
 
 
 def encode_aborted(mark: Aborted) -> bytes:
@@ -125,6 +130,7 @@ def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
         environment=found.mapping("environment"),
         certificate=found.mapping("certificate"),
         created=found.text("created"),
+        boxes=_read_entry(found, found.values["boxes"]) if "boxes" in found.values else None,
     )
 
 
@@ -141,19 +147,20 @@ def _metrics(found: Fields) -> dict[str, float]:
         raise found.refuse(f"a metric is no number: {error}") from None
 
 
+def _read_entry(found: Fields, value: Json) -> IndexEntry:
+    inner = found.inner(value, "an index entry")
+    return IndexEntry(
+        name=check_file(inner.text("name"), subject=found.name),
+        length=inner.whole("length", minimum=8),
+        digest=bytes.fromhex(inner.hex("digest", 32)),
+    )
+
+
 def _indexes(found: Fields) -> tuple[IndexEntry, ...]:
     rows = found.sequence("indexes")
     if not 1 <= len(rows) <= _MAX_RANKS:
         raise found.refuse(f"names {len(rows)} indexes")
-    entries = []
-    for row in rows:
-        inner = found.inner(row, "an index entry")
-        entry = IndexEntry(
-            name=check_file(inner.text("name"), subject=found.name),
-            length=inner.whole("length", minimum=8),
-            digest=bytes.fromhex(inner.hex("digest", 32)),
-        )
-        entries.append(entry)
+    entries = [_read_entry(found, row) for row in rows]
     if len({entry.name for entry in entries}) != len(entries):
         raise found.refuse("names an index twice")
     return tuple(entries)

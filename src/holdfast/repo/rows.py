@@ -17,9 +17,10 @@ Column = np.ndarray[Any, Any]
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """Row i has the dtype `dtypes[code[i]]` and the dimensions of `dims` that end at `ends[i]`; the first `shared` rows
-    are the leaves of the manifest's tree.
+    are leaves of the manifest's tree, the others those of the private one.
 
-    code: uint16 [n]; ends: int64 [n]; dims: uint64, those of all rows.
+    code: uint16 [n]; ends: int64 [n]; dims: uint64, those of all rows. `origin` and `whole`, like `dims`: where each
+    row begins in its leaf, and the shape of the leaf; None where every row is a whole leaf.
     """
 
     dtypes: list[str]
@@ -27,6 +28,8 @@ class Rows:
     dims: Column
     ends: Column
     shared: int
+    origin: Column | None = None
+    whole: Column | None = None
 
     def __len__(self) -> int:
         return len(self.code)
@@ -41,10 +44,17 @@ class Rows:
         dtypes = sorted(set(names))
         codes = {name: code for code, name in enumerate(dtypes)}
         shapes = [spec.shape for spec in specs]
+        parts = any(spec.whole is not None for spec in specs)
         return cls(
             dtypes,
             np.fromiter(map(codes.__getitem__, names), np.uint16, len(names)),
-            np.array(list(chain.from_iterable(shapes)), np.uint64),
+            _flat(shapes),
             np.cumsum(np.fromiter(map(len, shapes), np.int64, len(shapes))),
             shared,
+            _flat([spec.offsets or (0,) * len(spec.shape) for spec in specs]) if parts else None,
+            _flat([spec.shape if spec.whole is None else spec.whole for spec in specs]) if parts else None,
         )
+
+
+def _flat(ragged: Sequence[tuple[int, ...]]) -> Column:
+    return np.array(list(chain.from_iterable(ragged)), np.uint64)

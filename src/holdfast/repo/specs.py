@@ -16,9 +16,10 @@ Array = np.ndarray[Any, Any]
 
 class Specs(Sequence[LeafSpec]):
     """Row i is the leaf `paths[i]`, of the dtype `names[code[i]]` and the shape `dims[bounds[i]:bounds[i + 1]]`; rows
-    from `shared` on are private. Equal to any sequence of equal leaves."""
+    from `shared` on are private. With `origin` and `whole`, which are cut like `dims`, a row is the part of its leaf
+    that begins there. Equal to any sequence of equal leaves."""
 
-    __slots__ = ("_bounds", "_code", "_dims", "_made", "_names", "paths", "shared", "trees")
+    __slots__ = ("_bounds", "_code", "_dims", "_made", "_names", "_parts", "paths", "shared", "trees")
 
     def __init__(
         self,
@@ -30,6 +31,8 @@ class Specs(Sequence[LeafSpec]):
         bounds: Array,
         shared: int,
         trees: tuple[Json, Json] = (None, None),
+        origin: Array | None = None,
+        whole: Array | None = None,
     ) -> None:
         """`trees`: the shared and the private one, whose leaves the paths have been found to be."""
         self.paths = paths
@@ -39,6 +42,7 @@ class Specs(Sequence[LeafSpec]):
         self._code: list[int] = code.tolist()
         self._dims: list[int] = dims.tolist()
         self._bounds: list[int] = bounds.tolist()
+        self._parts = None if origin is None or whole is None else (origin.tolist(), whole.tolist())
         self._made: dict[int, LeafSpec] = {}
 
     def __len__(self) -> int:
@@ -57,11 +61,18 @@ class Specs(Sequence[LeafSpec]):
         if not -len(self) <= row < len(self):
             raise IndexError(row)
         at = row % len(self)
-        shape = tuple(self._dims[self._bounds[at] : self._bounds[at + 1]])
-        made = self._made[at] = LeafSpec(self.paths[at], self._names[self._code[at]], shape, at >= self.shared)
+        cut = slice(self._bounds[at], self._bounds[at + 1])
+        shape = tuple(self._dims[cut])
+        offsets = whole = None
+        if self._parts is not None and tuple(self._parts[1][cut]) != shape:
+            offsets, whole = (tuple(one[cut]) for one in self._parts)
+        path, name = self.paths[at], self._names[self._code[at]]
+        made = self._made[at] = LeafSpec(path, name, shape, at >= self.shared, offsets, whole)
         return made
 
     def __iter__(self) -> Iterator[LeafSpec]:
+        if self._parts is not None:
+            return (self[row] for row in range(len(self)))
         if len(self._made) < len(self):
             private = [row >= self.shared for row in range(len(self))]
             names, shapes = zip(*self.forms(), strict=True)

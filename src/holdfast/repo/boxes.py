@@ -1,0 +1,126 @@
+"""Which rank has which part of which leaf: one table for a checkpoint of several ranks.
+
+A safetensors file of one-dimensional columns, one row for each row of each rank's index that belongs to a shared leaf.
+A reader whose layout is another one opens it, and then only the indexes that it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from holdfast.errors import CorruptionError
+from holdfast.image.header import build_header, parse_header
+from holdfast.model import canonical
+from holdfast.model.names import CheckpointId
+from holdfast.repo.layout import BOXES
+from holdfast.repo.objects import FORMAT, Fields, check_format
+
+Array = np.ndarray[Any, Any]
+
+COLUMNS: Final = (
+    ("leaf", "U64", "<u8"),
+    ("origin", "U64", "<u8"),
+    ("shape", "U64", "<u8"),
+    ("shape.ends", "U64", "<u8"),
+    ("rank", "U32", "<u4"),
+    ("row", "U32", "<u4"),
+    ("head", "U8", "|u1"),
+)
+_ALIGN: Final = 64
+_LIMIT: Final = 2**62
+MAX_DIMENSIONS: Final = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxTable:
+    """Row i: rank `rank[i]` has, in row `row[i]` of its index, the part of leaf `leaf[i]` that begins at
+    `origin[bounds[i]:bounds[i + 1]]` and has the shape `shape[bounds[i]:bounds[i + 1]]`.
+
+    int64 all; leaf, rank, row: [n]; bounds: [n + 1]. Leaves never fall.
+    """
+
+    leaf: Array
+    rank: Array
+    row: Array
+    origin: Array
+    shape: Array
+    bounds: Array
+
+    def __len__(self) -> int:
+        return len(self.leaf)
+
+    def of_ranks(self) -> list[int]:
+        """The ranks that have any part, ascending."""
+        found: list[int] = np.unique(self.rank).tolist()
+        return found
+
+
+def encode_boxes(table: BoxTable, id: CheckpointId, save_id: str) -> bytes:
+    head = {"format": FORMAT, "kind": "boxes", "path": f"{id.directory}/{BOXES}", "save_id": save_id}
+    columns = {
+        "leaf": table.leaf,
+        "origin": table.origin,
+        "shape": table.shape,
+        "shape.ends": table.bounds[1:],
+        "rank": table.rank,
+        "row": table.row,
+        "head": np.frombuffer(canonical.dumps(head), np.uint8),
+    }
+    parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in COLUMNS]
+    entries = [(name, code, (part.size,)) for (name, code, _), part in zip(COLUMNS, parts, strict=True)]
+    header = build_header(entries, {"holdfast.save_id": save_id}, align=_ALIGN)
+    return b"".join([header, *(part.tobytes() for part in parts)])
+
+
+def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, leaves: int) -> BoxTable:
+    """The table in `data`, which has been digested already, every number in it checked: it speaks of at most `ranks`
+    ranks and `leaves` leaves. CorruptionError otherwise."""
+    name = f"{id.directory}/{BOXES}"
+    columns = _columns(data, name)
+    try:
+        values = canonical.loads(columns["head"].tobytes())
+    except CorruptionError as error:
+        raise CorruptionError(f"{name}: the column 'head': {error.message}", subject=name) from None
+    if not isinstance(values, dict):
+        raise CorruptionError(f"{name}: the column 'head' is no object", subject=name)
+    head = Fields(values, name)
+    check_format(head)
+    if (head.text("kind"), head.text("path"), head.hex("save_id", 32)) != ("boxes", name, save_id):
+        raise head.refuse("is not the table of this checkpoint")
+    count = columns["leaf"].size
+    if any(columns[column].size != count for column in ("rank", "row", "shape.ends")):
+        raise head.refuse("has columns of different lengths")
+    found = {column: _bounded(columns[column], head) for column, _, _ in COLUMNS[:-1]}
+    bounds = np.concatenate([np.zeros(1, np.int64), found["shape.ends"]])
+    dimensions = np.diff(bounds)
+    if (dimensions < 0).any() or (dimensions > MAX_DIMENSIONS).any() or int(bounds[-1]) != found["shape"].size:
+        raise head.refuse("the column 'shape.ends' does not divide the dimensions that there are")
+    if found["origin"].size != found["shape"].size:
+        raise head.refuse("has more or fewer offsets than dimensions")
+    if (np.diff(found["leaf"]) < 0).any() or (count and int(found["leaf"][-1]) >= leaves):
+        raise head.refuse(f"the leaves are not in order, or beyond the {leaves} that there are")
+    if count and int(found["rank"].max()) >= ranks:
+        raise head.refuse(f"names a rank beyond the {ranks} that there are")
+    return BoxTable(found["leaf"], found["rank"], found["row"], found["origin"], found["shape"], bounds)
+
+
+def _columns(data: bytes, name: str) -> dict[str, Array]:
+    header = parse_header(data, name=name)
+    if header.keys() != {column for column, _, _ in COLUMNS}:
+        raise CorruptionError(f"{name} does not have the columns of a table of boxes", subject=name)
+    columns = {}
+    for column, code, kind in COLUMNS:
+        entry = header[column]
+        if entry.code != code or len(entry.shape) != 1:
+            raise CorruptionError(f"{name}: the column {column!r} is no row of {code}", subject=name)
+        columns[column] = np.frombuffer(data, dtype=kind, count=entry.shape[0], offset=entry.start)
+    return columns
+
+
+def _bounded(column: Array, head: Fields) -> Array:
+    if column.size and int(column.max()) >= _LIMIT:
+        raise head.refuse("has a number beyond 2^62")
+    return column.astype(np.int64)

@@ -1,0 +1,173 @@
+"""Parts of leaves: rows of an index, and the table that tells which rank has which; every liar is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.codec.digest import chunk_starts
+from holdfast.errors import CorruptionError, DuplicatePath
+from holdfast.image.layout import plan_layout, stored_name
+from holdfast.model.checkpoint import Index, PackEntry
+from holdfast.model.leaf import LeafSpec
+from holdfast.model.names import CheckpointId
+from holdfast.repo.boxes import BoxTable, decode_boxes, encode_boxes
+from holdfast.repo.index import decode_index, decode_table, encode_index
+
+ID = CheckpointId("gpt", 3, 500)
+SAVE = "0123456789abcdef" * 2
+CHUNK = 64
+
+ROWS = (
+    LeafSpec("w", "float32", (3, 4), False, (2, 0), (8, 4)),
+    LeafSpec("w", "float32", (1, 4), False, (7, 0), (8, 4)),
+    LeafSpec("z", "float32", (), False),
+    LeafSpec("mine", "uint8", (5,), True),
+)
+"""What one rank has of a state of four leaves: two parts of leaf 1, leaf 3, and a private one."""
+TREE = {"!": "dict", "i": [[name, {"!": "leaf", "n": n, "as": "torch"}] for n, name in enumerate(["a", "w", "y", "z"])]}
+PRIVATE = {"!": "dict", "i": [["mine", {"!": "leaf", "n": 0, "as": "torch"}]]}
+
+
+def index_of(specs: tuple[LeafSpec, ...] = ROWS, leaf: tuple[int, ...] = (1, 1, 3, 4), tree_leaves: int = 4) -> Index:
+    plan = plan_layout(specs, rank=2)
+    packs = tuple(
+        PackEntry(p.name, p.length, p.header_length, plan.header_digest(k, SAVE)) for k, p in enumerate(plan.packs)
+    )
+    starts = chunk_starts(plan.length, CHUNK)
+    digests = np.random.default_rng(0).integers(0, 256, (int(starts[-1]), 16), dtype=np.uint8)
+    return Index(
+        2,
+        SAVE,
+        CHUNK,
+        packs,
+        specs,
+        plan.pack,
+        plan.offset,
+        plan.length,
+        starts,
+        digests,
+        PRIVATE,
+        np.array(leaf, np.int64),
+        tree_leaves,
+    )
+
+
+def test_parts_of_leaves_come_back_as_they_were() -> None:
+    found = decode_index(encode_index(index_of(), ID), id=ID, rank=2, tree=TREE)
+    assert tuple(found.specs) == ROWS
+    assert [found.specs[row] for row in range(4)] == list(ROWS)
+    assert found.leaf is not None and found.leaf.tolist() == [1, 1, 3, 4]
+    assert found.tree_leaves == 4
+
+
+def test_a_row_of_a_table_says_what_part_it_is() -> None:
+    table = decode_table(encode_index(index_of(), ID), id=ID, rank=2)
+    assert table.spec(1, "w") == ROWS[1]
+    assert table.spec(2, "z") == ROWS[2]
+    assert table.spec(3, "mine") == ROWS[3]
+
+
+def test_a_rank_may_have_nothing_of_the_state() -> None:
+    found = decode_index(encode_index(index_of(ROWS[3:], (4,)), ID), id=ID, rank=2, tree=TREE)
+    assert tuple(found.specs) == ROWS[3:]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda: index_of(leaf=(3, 1, 3, 4)), "not in the order"),
+        (lambda: index_of(leaf=(1, 1, 4, 4)), "beyond its 4"),
+        (lambda: index_of(leaf=(1, 1, 3, 5)), "private leaves are not in the order"),
+        (lambda: index_of(tree_leaves=5, leaf=(1, 1, 3, 5)), "5 shared leaves, the manifest's tree has 4"),
+        (lambda: index_of((replace(ROWS[0], offsets=(6, 0)), *ROWS[1:])), "reaches beyond its leaf"),
+        (lambda: index_of((*ROWS[:3], replace(ROWS[3], whole=(6,), offsets=(0,)))), "a private row is less"),
+    ],
+)
+def test_rows_that_contradict_each_other_are_refused(change: Callable[[], Index], why: str) -> None:
+    data = encode_index(change(), ID)
+    with pytest.raises(CorruptionError, match=why):
+        decode_index(data, id=ID, rank=2, tree=TREE)
+
+
+def test_parts_of_one_leaf_lie_in_a_pack_under_names_of_their_own(tmp_path: Any) -> None:
+    plan = plan_layout(ROWS)
+    image = np.zeros(plan.nbytes, np.uint8)
+    plan.stamp(image, SAVE)
+    file = tmp_path / "pack.safetensors"
+    file.write_bytes(image[: plan.packs[0].length].tobytes())
+    with safetensors.safe_open(file, "np") as opened:
+        assert sorted(opened.keys()) == ["mine", "w@2,0", "w@7,0", "z"]
+    assert stored_name(ROWS[1]) == "w@7,0"
+    with pytest.raises(DuplicatePath, match="w@2,0"):
+        plan_layout((ROWS[0], ROWS[0]))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> BoxTable:
+    rows = draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, 9),
+                st.integers(0, 3),
+                st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 9)), max_size=3),
+            ),
+            max_size=8,
+        )
+    )
+    rows.sort(key=lambda one: one[0])
+    count = len(rows)
+    return BoxTable(
+        leaf=np.array([leaf for leaf, _, _ in rows], np.int64),
+        rank=np.array([rank for _, rank, _ in rows], np.int64),
+        row=np.arange(count),
+        origin=np.array([begin for _, _, box in rows for begin, _ in box], np.int64),
+        shape=np.array([extent for _, _, box in rows for _, extent in box], np.int64),
+        bounds=np.cumsum([0, *(len(box) for _, _, box in rows)]),
+    )
+
+
+def read(data: bytes, ranks: int = 4, leaves: int = 10) -> BoxTable:
+    return decode_boxes(data, id=ID, save_id=SAVE, ranks=ranks, leaves=leaves)
+
+
+@given(tables())
+def test_a_table_of_boxes_comes_back_as_it_was(table: BoxTable) -> None:
+    found = read(encode_boxes(table, ID, SAVE))
+    for name in ("leaf", "rank", "row", "origin", "shape", "bounds"):
+        assert np.array_equal(getattr(found, name), getattr(table, name)), name
+    assert found.of_ranks() == sorted(set(table.rank.tolist()))
+
+
+TABLE = BoxTable(*(np.array(one) for one in ([0, 1], [0, 3], [0, 0], [0, 4], [4, 4], [0, 1, 2])))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"leaf": np.array([1, 0])}, "not in order"),
+        ({"leaf": np.array([1, 10])}, "beyond the 10"),
+        ({"rank": np.array([0, 4])}, "a rank beyond the 4"),
+        ({"bounds": np.array([0, 2, 1])}, "does not divide"),
+        ({"bounds": np.array([0, 1, 3])}, "does not divide"),
+        ({"origin": np.array([0])}, "more or fewer offsets"),
+        ({"row": np.array([0])}, "different lengths"),
+    ],
+)
+def test_a_table_that_contradicts_itself_is_refused(change: dict[str, Any], why: str) -> None:
+    assert len(read(encode_boxes(TABLE, ID, SAVE))) == 2
+    with pytest.raises(CorruptionError, match=why):
+        read(encode_boxes(replace(TABLE, **change), ID, SAVE))
+
+
+def test_the_table_of_another_save_or_another_place_is_refused() -> None:
+    for data in (encode_boxes(TABLE, ID, "f" * 32), encode_boxes(TABLE, CheckpointId("gpt", 3, 501), SAVE)):
+        with pytest.raises(CorruptionError, match="not the table of this checkpoint"):
+            read(data)
