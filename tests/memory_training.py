@@ -169,11 +169,16 @@ def live(
 
 def fork(body: Callable[[], None]) -> int:
     """The exit status of a forked child that ran `body`."""
+    return os.waitstatus_to_exitcode(os.waitpid(fork_off(body), 0)[1])
+
+
+def fork_off(body: Callable[[], None]) -> int:
+    """The pid of a forked child that runs `body`."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return pid
     try:
         body()
         os._exit(0)

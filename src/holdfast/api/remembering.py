@@ -9,7 +9,7 @@ from typing import Literal
 from holdfast.engine.job import About
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.remembering import MemorySaver
-from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.errors import DeadlineExceeded
 from holdfast.events import Emitter, SaveSkipped, Warned
 from holdfast.model.names import CheckpointId
 from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
@@ -106,8 +106,9 @@ class Remembering:
                 self._last_step = step
         except DeadlineExceeded as error:
             self._skip(step, error.message)
-        except HoldfastError as error:
-            self._emitter.emit(Warned(f"step {step} is not kept in memory: {error.message}", self._run))
+        except Exception as error:  # noqa: BLE001 - no thread to be had, no memory: training goes on without it
+            why = getattr(error, "message", None) or repr(error)
+            self._emitter.emit(Warned(f"step {step} is not kept in memory: {why}", self._run))
         finally:
             self.held_s += time.monotonic() - self._last_s
 

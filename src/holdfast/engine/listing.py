@@ -31,7 +31,7 @@ def images() -> Iterator[Found]:
     for slot in slots.occupied(slots.SHARED_MEMORY):
         try:
             with slots.directory(slot.root, slot.parent) as parent:
-                descriptor = os.open(slot.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+                descriptor = os.open(slot.name, slots.READ, dir_fd=parent)
             try:
                 status, seals = os.fstat(descriptor), read_seals(descriptor)
             finally:

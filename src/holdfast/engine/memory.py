@@ -130,6 +130,8 @@ class MemoryTier:
                 else:
                     half.slot.map_whole()  # to be read by the restore, and used again after it
         except OSError as error:
+            if self._holder is None and any(half.slot.seals() for half in self._halves.all):
+                return  # first to be gone on from; that no more are kept is told once the run is claimed
             self.turn_off(shortage(error))
 
     def _prepare(self, half: Half, flattened: Flattened) -> None:
@@ -141,8 +143,8 @@ class MemoryTier:
                 break
             except FileExistsError:
                 return  # what lies there is of another size, and still needed: made anew when its turn comes
-            except OSError:
-                if not free_room(own, self._emitter):
+            except OSError as error:
+                if not free_room(own, self._emitter, error):
                     raise
         total = sum(one.slot.arena.nbytes for one in self._halves.all if one.slot.arena is not None)
         if self._budget is not None and total > self._budget:
@@ -234,18 +236,17 @@ class MemoryTier:
         self, plan: SavePlan, id: CheckpointId, index: Index, flattened: Flattened, about: About, *, created: str
     ) -> str:
         """Says that the image of this plan is whole, with what describes it; the digest of its content, empty where
-        it cannot be sealed: that is told, and
-        fails nothing."""
+        it cannot be sealed: that is told, and fails nothing, whatever it was."""
         halves = self._halves
         half = halves.of(plan) if halves is not None else None
         if half is None or halves is None or self._holder is None or half.slot.arena is None:
             return ""
-        rows = encode_index(index, id, plan.rows)
-        entry = IndexEntry(index_file(index.rank), len(rows), digest(rows))
-        tree = canonical.spell(flattened.tree)
-        manifest = manifest_of(id, tree, plan, index, entry, about=about, created=created)
-        told = encode_manifest(manifest, tree)
         try:
+            rows = encode_index(index, id, plan.rows)
+            entry = IndexEntry(index_file(index.rank), len(rows), digest(rows))
+            tree = canonical.spell(flattened.tree)
+            manifest = manifest_of(id, tree, plan, index, entry, about=about, created=created)
+            told = encode_manifest(manifest, tree)
             half.slot.describe([rows, told])
             self._sequence += 1
             footer = new_footer(
@@ -261,10 +262,11 @@ class MemoryTier:
                 saved_s=self.saved_s,
             )
             half.slot.seal(encode_footer(footer, half.slot.name))
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - a save to the store goes on without it
             if half.writing:
                 halves.unsealed(half)
-            self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {error.strerror or error}", str(id)))
+            why = getattr(error, "strerror", None) or getattr(error, "message", None) or repr(error)
+            self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {why}", str(id)))
             return ""
         halves.sealed(half, footer, 0)
         crashpoint("memory image sealed")
@@ -279,40 +281,45 @@ class MemoryTier:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def turn_off(self, why: str) -> None:
-        """Said once. What is sealed stays where it is; the rest of the memory is given back."""
+        """Said once. What is sealed stays where it is, until the end; the rest of the memory is given back."""
         if self.off:
             return
         self.off = why
         self._warn(f"states are not kept in memory: {why}")
-        self._let_go(lambda half: bool(half.slot.seals()))
+        self._let_go(lambda half: bool(half.slot.seals()), hold=True)
 
     def close(self, durable: CheckpointId | None) -> None:
         """Gives the slots back. An image of a step beyond `durable`, the newest checkpoint of this process's line,
         stays for the next process; one that is in the store as well is of no use any more."""
-        if self.off or self._halves is None:
+        if self._halves is None:
             return
         unclaimed = self._holder is None
-        self.off = "it is closed"
+        self.off = self.off or "it is closed"
         step = durable.step if durable is not None else -1
 
         def stays(half: Half) -> bool:
-            if unclaimed:
-                return bool(half.slot.seals())
-            return half.footer is not None and half.footer.id.step > step
+            seals = half.slot.seals()
+            found = newest(seals, half.slot.name)
+            return bool(seals) if unclaimed else found is not None and found[1].id.step > step
 
         self._let_go(stays)
 
-    def _let_go(self, stays: Callable[[Half], bool]) -> None:
+    def _let_go(self, stays: Callable[[Half], bool], *, hold: bool = False) -> None:
+        """`hold`: what stays stays this process's."""
         halves: Sequence[Half] = self._halves.all if self._halves is not None else ()
         if any(half.filling or half.writing for half in halves):
             return  # a writer that hangs still reads it; the slots go with the process
+        held: list[Half] = []
         for half in halves:
             try:
                 kept = stays(half)
                 half.planner.release()
                 if not kept:
                     half.slot.discard()
-                half.slot.leave()
+                if kept and hold:
+                    held.append(half)
+                else:
+                    half.slot.leave()
             except OSError as error:
                 self._emitter.emit(Warned(f"an image stays in shared memory: {error.strerror or error}", self._run))
-        self._halves = None
+        self._halves = Halves(held) if held else None

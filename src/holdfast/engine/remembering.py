@@ -67,8 +67,9 @@ class MemorySaver:
             crashpoint("memory image captured, not sealed")
             taken.stall_s = time.perf_counter() - began
             name = f"holdfast-memory-{id.step}"
-            self._thread = threading.Thread(target=self._background, args=(taken,), name=name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._background, args=(taken,), name=name, daemon=True)
+            thread.start()
+            self._thread = thread  # one that could not be started cannot be joined
         except BaseException:
             self._tier.ended(plan)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Collection
 from typing import Final
@@ -9,6 +10,7 @@ from typing import Final
 from holdfast.engine.listing import dead_images, remove_image
 from holdfast.events import Emitter, Warned
 from holdfast.image import slots
+from holdfast.image.arena import NoRoom
 from holdfast.image.headroom import file_system_headroom, memory_headroom
 from holdfast.image.slots import Slot
 
@@ -36,10 +38,14 @@ def shortage(error: OSError) -> str:
     return f"{'; '.join(facts)}; saves to the store go on. To have it: {ADVICE}"
 
 
-def free_room(own: Collection[Slot], emitter: Emitter) -> bool:
-    """Removes the oldest sealed image that a dead process of another run left, if there is one, and says so."""
+def free_room(own: Collection[Slot], emitter: Emitter, error: OSError) -> bool:
+    """Removes the oldest sealed image that a dead process of another run left, if there is one, and says so. `error`:
+    why memory could not be had. Nobody's image goes where that would not help: somebody may yet go on from it."""
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+        return False
     found = [one for one in dead_images() if one.slot not in own and one.footer is not None]
-    if not found:
+    missing = error.missing if isinstance(error, NoRoom) else 0
+    if not found or sum(one.bytes for one in found) < missing:
         return False
     oldest = min(found, key=lambda one: one.footer.sealed_us if one.footer is not None else 0)
     if oldest.footer is None or not remove_image(oldest):

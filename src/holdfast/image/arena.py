@@ -40,6 +40,14 @@ _table = SlotTable()
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
+class NoRoom(OSError):
+    """Memory cannot be had. `missing`: bytes that would have to be free besides."""
+
+    def __init__(self, number: int, message: str, missing: int) -> None:
+        super().__init__(number, message)
+        self.missing = missing
+
+
 class Arena:
     """Host memory for one image. `buffer`: uint8, page aligned, `nbytes` long, a multiple of 4096.
 
@@ -186,13 +194,15 @@ def _shared(length: int, slot: Slot) -> mmap.mmap:
 
 
 def reserve(descriptor: int, length: int) -> None:
-    """Makes a file of `length` bytes of which every page exists. OSError, with the figures, where they do not fit."""
+    """Makes a file of `length` bytes of which every page exists. NoRoom, with the figures, where they do not fit."""
     room = headroom.file_system_headroom(descriptor)
     if length > room:
-        raise OSError(errno.ENOSPC, f"shared memory has {room >> 20} MiB free, the image needs {length >> 20}")
+        message = f"shared memory has {room >> 20} MiB free, the image needs {-(-length // 2**20)}"
+        raise NoRoom(errno.ENOSPC, message, length - room)
     free = headroom.memory_headroom()
     if free is not None and length + _SPARE > free:
-        raise OSError(errno.ENOMEM, f"{free >> 20} MiB of memory are free, the image needs {length >> 20}")
+        message = f"{free >> 20} MiB of memory are free, the image needs {-(-length // 2**20)}"
+        raise NoRoom(errno.ENOMEM, message, length + _SPARE - free)
     os.posix_fallocate(descriptor, 0, length)
 
 

@@ -7,6 +7,7 @@ two blocks of the seal. Losing the slot (a session manager that clears /dev/shm)
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import weakref
@@ -43,11 +44,13 @@ class LastingSlot:
         return self._arena
 
     def seals(self) -> list[tuple[int, bytes]]:
-        """As `read_seals`; none where there is no file."""
+        """As `read_seals`; none where there is no file, or something that is none."""
         try:
             with self.descriptor() as descriptor:
                 return seals.read_seals(descriptor)
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
             return []
 
     @contextmanager
@@ -91,7 +94,9 @@ class LastingSlot:
                 else:
                     self._arena = arenas.map_file(descriptor, status.st_size, nbytes=nbytes)
                 return self._arena
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
             return None
 
     def make(self, nbytes: int, described: int) -> Arena:
@@ -160,6 +165,7 @@ class LastingSlot:
         self._leave()
 
 
+_NO_FILE: Final = (errno.ENOENT, errno.ELOOP, errno.EISDIR)
 _SLACK: Final = 1 << 20
 """How much longer a file may be and still be used again, so that a state that shrinks gives memory back."""
 

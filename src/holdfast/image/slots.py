@@ -30,6 +30,8 @@ from holdfast.image.seals import is_sealed
 
 SHARED_MEMORY: Final = "/dev/shm"
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""How a file is looked into that may be anything: a fifo is not waited for."""
 _FILE: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _SLOT: Final = re.compile(r"[0-9]+-[0-9]+", re.ASCII)
 _STALE: Final = re.compile(r"[0-9]+-[0-9]+\.stale-[0-9]+", re.ASCII)
@@ -198,7 +200,7 @@ def directory(root: str, below: str = "", *, create: bool = False) -> Iterator[i
         for name in [f"holdfast-{os.geteuid()}", *filter(None, below.split("/"))]:
             if create:
                 _make(name, descriptor)
-            inner = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            inner = _open_own(name, descriptor, root)
             os.close(descriptor)
             descriptor = inner
             status = os.fstat(descriptor)
@@ -207,6 +209,16 @@ def directory(root: str, below: str = "", *, create: bool = False) -> Iterator[i
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _open_own(name: str, above: int, root: str) -> int:
+    try:
+        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.ENOTDIR, errno.ELOOP):
+            raise
+        message = f"{root}/…/{name} is no directory of this user's ({error.strerror})"
+        raise PermissionError(errno.EPERM, message) from error
 
 
 def _prune(root: str, path: str) -> None:
@@ -224,7 +236,7 @@ def _prune(root: str, path: str) -> None:
 
 def _is_sealed_file(name: str, parent: int) -> bool:
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        descriptor = os.open(name, READ, dir_fd=parent)
     except OSError:
         return False  # none, or none of ours
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from holdfast.repo.repository import Repo, now_text
 
 KIND: Final = "memory"
 _MAX_WHERE: Final = 1500
-"""Characters of a place's name: what is longer is left out, for a block of the seal has 4096 bytes."""
+"""Bytes that a place's name may take as JSON: what is longer is left out, for a block of the seal has 4096."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def new_footer(
         sealed_us=time.monotonic_ns() // 1000,
         saved_us=max(int(saved_s * 1e6), 0),
         created=now_text(),
-        where=repo.url if len(repo.url) <= _MAX_WHERE and repo.url.isascii() else "",
+        where=repo.url if len(json.dumps(repo.url)) <= _MAX_WHERE and repo.url.isascii() else "",
     )
 
 
