@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format reference bench crash-campaign kill-campaign exact-resume-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
+.PHONY: setup demo test lint format reference bench bench-sizes crash-campaign kill-campaign exact-resume-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
 setup: $(STAMP)
 
@@ -39,13 +39,14 @@ reference: setup
 # What follows takes minutes, wants a machine that does nothing else, and rewrites the committed results.
 RESULTS := benchmarks/results
 
-# About 50 minutes on two cores. P8 needs root, for a control group of its own, and says so where it has not.
+# About 75 minutes on two cores. P8 needs root, for a control group of its own, and says so where it has not.
 bench: setup
 	$(BIN)/python -m pip install --quiet -e '.[bench]'
 	$(BIN)/python benchmarks/p1_stall.py --gib 1
 	$(BIN)/python benchmarks/p1_stall.py --gib 4 --rounds 7 --without-process
 	$(BIN)/python benchmarks/p2_fenced.py --gib 1
 	$(BIN)/python benchmarks/p3_overhead.py --gib 1 --rounds 12
+	$(BIN)/python benchmarks/p3_everyday.py --gib 0.1
 	$(BIN)/python benchmarks/p4_sync_save.py --gib 1
 	$(BIN)/python benchmarks/p4_sync_save.py --gib 4
 	$(BIN)/python benchmarks/p5_restore.py --gib 1 --cache hot
@@ -56,6 +57,21 @@ bench: setup
 	$(BIN)/python benchmarks/p7_small.py --rounds 9
 	$(BIN)/python benchmarks/p8_memory.py --gib 1
 	$(BIN)/python benchmarks/p9_restart.py --gib 1
+	$(BIN)/python benchmarks/table.py
+	$(BIN)/python benchmarks/plot.py
+
+# The same at other sizes: some hours, since a block of `p3_everyday` is ten steps of a hundred copies each.
+bench-sizes: setup
+	$(BIN)/python -m pip install --quiet -e '.[bench]'
+	for script in p1_stall p2_fenced p3_overhead p8_memory p9_restart; do \
+		$(BIN)/python benchmarks/$$script.py --gib 0.1 || exit 1; \
+	done
+	$(BIN)/python benchmarks/p2_fenced.py --gib 4 --rounds 11 --beside eager
+	$(BIN)/python benchmarks/p3_overhead.py --gib 4 --rounds 7 --beside fenced
+	$(BIN)/python benchmarks/p8_memory.py --gib 4
+	$(BIN)/python benchmarks/p9_restart.py --gib 4 --rounds 7
+	$(BIN)/python benchmarks/p3_everyday.py --gib 1 --beside eager fenced
+	$(BIN)/python benchmarks/p3_everyday.py --gib 4 --beside eager --rounds 3
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
 

@@ -54,8 +54,13 @@ class Group:
 
     @property
     def held(self) -> int:
-        found = dict(line.split() for line in (self.path / "memory.stat").read_text(encoding="ascii").splitlines())
-        return int(found[self._files.anonymous]) + int(found[self._files.shared])
+        found = self._statistics()
+        return found[self._files.anonymous] + found[self._files.shared]
+
+    @property
+    def shared(self) -> int:
+        """Of `held` what lies in shared memory."""
+        return self._statistics()[self._files.shared]
 
     def limit(self, nbytes: int | None) -> None:
         text = self._files.unlimited if nbytes is None else str(nbytes)
@@ -84,6 +89,10 @@ class Group:
                 peak.seek(0)  # version 2 counts from the reset only for the descriptor that wrote it
                 watch.usage = int(peak.read())
 
+    def _statistics(self) -> dict[str, int]:
+        lines = (self.path / "memory.stat").read_text(encoding="ascii").splitlines()
+        return {name: int(value) for name, value in (line.split() for line in lines)}
+
     def _number(self, name: str) -> int:
         return int((self.path / name).read_text(encoding="ascii"))
 
@@ -110,10 +119,10 @@ class Watch:
 
 
 @contextlib.contextmanager
-def group() -> Iterator[Group]:
+def group(name: str = "measuring") -> Iterator[Group]:
     """A fresh group; its processes must have ended before it is left. Raises NoControlGroups."""
     parent, version = _own_group()
-    path = parent / f"holdfast-measuring-{os.getpid()}"
+    path = parent / f"holdfast-{name}-{os.getpid()}"
     try:
         path.mkdir()
         if not (path / (V1 if version == 1 else V2).limit).exists():

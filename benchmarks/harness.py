@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import holdfast
 from holdfast.api.bench import cache
 from holdfast.api.bench import raw as loops
 from holdfast.testing.campaigns import machine, versions
@@ -69,6 +70,8 @@ class Result:
     """Bytes by what was measured, round by round."""
     sized: bool = False
     """Measured at several sizes: the size is part of the result's name."""
+    speeds: bool = True
+    """Whether bytes per second say something, where it is."""
 
     def ratio(
         self, numerator: str, denominator: str, allowance_s: float = 0.0, *, of_medians: bool = False
@@ -145,6 +148,24 @@ def arguments(
     return parser.parse_args()
 
 
+def choosing(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """An option that says which of these are measured; all, unless it is given."""
+    parser.add_argument(
+        "--beside",
+        nargs="*",
+        choices=names,
+        default=list(names),
+        help=f"what is measured beside, of {', '.join(names)} (default: all; fewer where memory or time is short)",
+    )
+
+
+def left_out(result: Result, options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Says in the result what was not measured."""
+    missing = [name for name in names if name not in options.beside]
+    if missing:
+        result.facts["left_out"] = missing
+
+
 @contextmanager
 def workplace(options: argparse.Namespace) -> Iterator[Path]:
     """An empty directory on the file system to be measured; gone afterwards."""
@@ -156,10 +177,15 @@ def workplace(options: argparse.Namespace) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def leaf_items(gib: float, leaves: int) -> int:
+    """fp32 numbers in each leaf of `make_state`."""
+    return max(int(gib * GIB) // leaves // 4, 1)
+
+
 def make_state(gib: float, leaves: int) -> dict[str, Any]:
     """fp32 tensors of equal size with values that nothing can compress away; one plain value."""
     generator = torch.Generator().manual_seed(0)
-    each = max(int(gib * GIB) // leaves // 4, 1)
+    each = leaf_items(gib, leaves)
     tensors = {f"layers.{number}.weight": torch.randn(each, generator=generator) for number in range(leaves)}
     return {"model": tensors, "epoch": 3}
 
@@ -202,6 +228,13 @@ def drop_cache(root: Path) -> str:
     held = cache.held(root)
     assert not held, f"the page cache still holds what is to be read cold: {held}"
     return how
+
+
+def wait_for_seal(checkpointer: holdfast.Checkpointer) -> None:
+    """Returns when the state that went into memory last is whole there. Training never waits for that by itself."""
+    training = checkpointer._training
+    assert training is not None and training.saving.memory is not None, "there is no memory tier"
+    assert training.saving.memory._saver.join(600), "a state was not sealed within ten minutes"
 
 
 def empty_directory(path: Path) -> Path:
@@ -264,7 +297,7 @@ def _print(document: dict[str, Any], result: Result) -> None:
     for name, values in result.seconds.items():
         if values:
             middle = float(np.median(values))
-            speed = f"{result.bytes / middle / 1e9:8.2f} GB/s" if result.sized else ""
+            speed = f"{result.bytes / middle / 1e9:8.2f} GB/s" if result.sized and result.speeds else ""
             print(f"  {name:42s} {middle * 1e3:10.1f} ms {speed}   ({len(values)} rounds)")
     for name, values in result.memory.items():
         if values:

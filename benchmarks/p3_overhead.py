@@ -5,7 +5,9 @@
 A block is a fixed number of steps of one and the same training, with one save after its first step, and it ends when
 the steps are done and that save is committed. Blocks without a save and with one by each contender follow each other
 in turning order; what a save costs is its block's time less that of the block without one in the same round.
-Target: at most twice one memcpy of the state; at least four times less than dcp.async_save in thread mode.
+Fenced saves come from a Checkpointer of their own, which has been through its probation before anything counts.
+Target: at most twice one memcpy of the state, eager and fenced; at least four times less than dcp.async_save in thread
+mode.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import peers
 import raw
@@ -27,8 +29,10 @@ from harness import (
     Result,
     Target,
     arguments,
+    choosing,
     compare,
     empty_directory,
+    left_out,
     median_interval,
     note,
     report,
@@ -36,6 +40,7 @@ from harness import (
 )
 
 import holdfast
+from holdfast.state.ownership import PROBATION
 
 WIDTH = 1024
 HEADS = 16
@@ -43,11 +48,15 @@ LAYER_BYTES = 3 * 4 * 12 * WIDTH * WIDTH
 """Of one transformer layer's weights (four of attention, eight of its feed-forward part) and AdamW's two moments."""
 ROUNDS = 12
 NONE = "no save"
+EAGER = "holdfast save()"
+FENCED = "holdfast save(), fenced"
+BESIDE = ("fenced", "thread", "process")
 
 
 def options_of_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-s", type=float, default=3.0, help="seconds that a block without a save takes")
     parser.add_argument("--tokens", type=int, default=128, help="of a batch (default 128)")
+    choosing(parser, BESIDE)
 
 
 class Training:
@@ -57,7 +66,8 @@ class Training:
     which a processor is a hundred times slower.
     """
 
-    def __init__(self, gib: float, tokens: int) -> None:
+    def __init__(self, gib: float, tokens: int, passes: int = 1) -> None:
+        """passes: forward and backward so many times for one update, with gradients added up."""
         torch.manual_seed(0)
         layers = max(round(gib * GIB / LAYER_BYTES), 1)
         layer = torch.nn.TransformerEncoderLayer(
@@ -65,13 +75,22 @@ class Training:
         )
         self.model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.data = torch.randn(2, tokens // 2, WIDTH)
+        self.passes = passes
+        self.feed(tokens)
         self.step()  # the optimizer's state is born here
+
+    def feed(self, tokens: int) -> None:
+        """From now on a batch has so many tokens, an even number."""
+        self.data = torch.randn(2, tokens // 2, WIDTH)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        torch.nn.functional.mse_loss(self.model(self.data), self.data).backward()
+        for _ in range(self.passes):
+            self.forward_and_backward()
         self.optimizer.step()
+
+    def forward_and_backward(self) -> None:
+        torch.nn.functional.mse_loss(self.model(self.data), self.data).backward()
 
     def tensors(self) -> list[torch.Tensor]:
         moments = [one for state in self.optimizer.state.values() for one in state.values() if one.dim()]
@@ -120,28 +139,68 @@ def dcp(training: Training, where: Path, mode: str) -> Callable[[], Callable[[],
     return save
 
 
-def contenders_of(training: Training, steps: int, place: Path, checkpointer: holdfast.Checkpointer) -> list[Contender]:
-    def by_us() -> float:
-        seconds = block(training, steps, ours(checkpointer))
-        checkpointer.wait()  # what is unlinked beside training would run into the next block
-        return seconds
+class Contenders:
+    """Blocks of one training, with saves by each."""
 
-    def by_dcp(mode: str) -> Callable[[], float]:
+    def __init__(self, training: Training, steps: int, place: Path) -> None:
+        self._training, self._steps, self._place = training, steps, place
+        self._checkpointers: list[holdfast.Checkpointer] = []
+
+    def none(self) -> Contender:
+        return Contender(NONE, lambda: block(self._training, self._steps, None))
+
+    def ours(self, capture: Literal["eager", "fenced"]) -> Contender:
+        training = self._training
+        checkpointer = holdfast.Checkpointer(
+            self._place / capture, training.objects(), keep=holdfast.keep.latest(1), capture=capture
+        )
+        self._checkpointers.append(checkpointer)
+        for _ in range(PROBATION if capture == "fenced" else 0):
+            training.step()
+            checkpointer.step_done()
+            checkpointer.save().wait()
+        training.step()  # what was watched at the last of them is compared before this update
+
         def measure() -> float:
-            seconds = block(training, steps, dcp(training, empty_directory(place / mode), mode))
-            shutil.rmtree(place / mode)
+            seconds = block(training, self._steps, ours(checkpointer))
+            checkpointer.wait()  # what is unlinked beside training would run into the next block
+            return seconds
+
+        return Contender(FENCED if capture == "fenced" else EAGER, measure)
+
+    def dcp(self, mode: str) -> Contender:
+        def measure() -> float:
+            where = empty_directory(self._place / mode)
+            seconds = block(self._training, self._steps, dcp(self._training, where, mode))
+            shutil.rmtree(where)
             gc.collect()  # what it staged hangs in reference cycles
             return seconds
 
-        return measure
+        return Contender(f"dcp.async_save, {mode}", measure)
 
-    return [
-        Contender(NONE, lambda: block(training, steps, None)),
-        Contender("memcpy", raw.Memcpy(training.tensors())),
-        Contender("holdfast save()", by_us),
-        Contender("dcp.async_save, thread", by_dcp("thread")),
-        Contender("dcp.async_save, process", by_dcp("process")),
-    ]
+    def close(self) -> None:
+        for checkpointer in self._checkpointers:
+            checkpointer.close()
+
+
+def judge(result: Result, contenders: list[Contender]) -> None:
+    """What each save has cost; of ours, in memcpys, and beside the peer."""
+    seconds, lost = result.seconds, {}
+    for one in contenders:
+        lost[one.name] = f"lost to a {one.name}"
+        pairs = zip(seconds[one.name], seconds[NONE], strict=True)
+        seconds[lost[one.name]] = [block_s - without for block_s, without in pairs]
+    result.facts["lost_s"] = {
+        name: [round(part, 4) for part in median_interval(seconds[name])] for name in lost.values()
+    }
+    for name, words in ((EAGER, "a save"), (FENCED, "a fenced save")):
+        if name in lost:
+            text = f"memcpys lost to {words} <= 2.0"
+            result.judge(Target(text, lost[name], "memcpy", at_most=2.0, of_medians=True))
+    thread = lost.get("dcp.async_save, thread")
+    if thread is not None:
+        text = "share of what dcp.async_save, thread, loses <= 0.25"
+        result.judge(Target(text, lost[EAGER], thread, at_most=0.25, of_medians=True))
 
 
 def main() -> None:
@@ -150,27 +209,21 @@ def main() -> None:
     with workplace(options) as place:
         peers.start_group()
         steps = steps_for(training, options.block_s)
-        nbytes = sum(one.nbytes for one in training.tensors())
-        options.leaves = len(training.tensors())
-        with holdfast.Checkpointer(place / "ours", training.objects(), keep=holdfast.keep.latest(1)) as checkpointer:
-            contenders = contenders_of(training, steps, place, checkpointer)
-            seconds = compare(contenders, rounds=options.rounds or ROUNDS, own="holdfast save()", note=note)
-        result = Result("p3_overhead", seconds, nbytes)
-        lost = {}
-        for one in contenders[2:]:
-            lost[one.name] = f"lost to a {one.name}"
-            pairs = zip(seconds[one.name], seconds[NONE], strict=True)
-            seconds[lost[one.name]] = [block_s - without for block_s, without in pairs]
-        own, thread = lost["holdfast save()"], lost["dcp.async_save, thread"]
+        tensors = training.tensors()
+        options.leaves = len(tensors)
+        blocks = Contenders(training, steps, place)
+        saving = [blocks.ours("eager")]
+        saving += [blocks.ours("fenced")] if "fenced" in options.beside else []
+        saving += [blocks.dcp(mode) for mode in ("thread", "process") if mode in options.beside]
+        contenders = [blocks.none(), Contender("memcpy", raw.Memcpy(tensors)), *saving]
+        seconds = compare(contenders, rounds=options.rounds or ROUNDS, own=EAGER, note=note)
+        blocks.close()
+        result = Result("p3_overhead", seconds, sum(one.nbytes for one in tensors), sized=True, speeds=False)
         result.facts["steps_in_a_block"] = steps
         result.facts["saves_in_a_block"] = 1
         result.facts["tokens"] = options.tokens
-        result.facts["lost_s"] = {
-            name: [round(part, 4) for part in median_interval(seconds[name])] for name in lost.values()
-        }
-        result.judge(Target("memcpys lost to a save <= 2.0", own, "memcpy", at_most=2.0, of_medians=True))
-        text = "share of what dcp.async_save, thread, loses <= 0.25"
-        result.judge(Target(text, own, thread, at_most=0.25, of_medians=True))
+        left_out(result, options, BESIDE)
+        judge(result, saving)
         report(result, options, place)
         peers.end_group()
 

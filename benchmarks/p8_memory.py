@@ -8,7 +8,14 @@ that nobody but its owner gives back (anonymous and shared memory, looked at eve
 are about, and the kernel's own peak of everything, page cache included, which it drops when memory is short. That the
 second is honest to ignore is shown by doing it again under a hard limit: one page more than it may give back, and the
 kernel kills the process.
-Target: a save at most the state + 64 MiB above the training's own; a restore at most 128 MiB above its destination; a
+
+Shared memory is charged to the group of whoever touched a page first, and stays charged to it when that process has
+died: the kernel goes on counting it in the groups above, such as a scheduler's job or a container. So the memory tier's
+two images count as their owner's in the save, and lie in what the group of the next process holds before it restores:
+owner and restorer work in one group, one after the other, as in a container that is restarted. What is charged to whom
+when they are in two groups is measured beside it, as a fact.
+Target: a save at most the state + 64 MiB above the training's own, twice the state + 64 MiB with the memory tier; a
+restore at most 128 MiB above its destination, from memory too, where the images that lie there are no part of it; a
 stated memory_budget holds under a limit of the budget + 64 MiB.
 """
 
@@ -18,8 +25,10 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,26 +41,34 @@ from harness import (
     Result,
     arguments,
     drop_cache,
+    leaf_items,
     make_state,
     median_interval,
     note,
     report,
     tensors_of,
+    wait_for_seal,
     workplace,
 )
 
 import holdfast
+from holdfast.image import slots
 
 MIB = 1 << 20
 SPARE = 64 * MIB
 RESTORE_SPARE = 128 * MIB
 BUDGET = 256 * MIB
 ROUNDS = 2
+STEPS = 6
+LEAVE = "leave images"
 OURS = ("holdfast.Checkpointer", "holdfast.save, one-off", "holdfast.load")
-SAVES = (OURS[0], OURS[1], "dcp.async_save, thread", "dcp.async_save, process", "torch.save", "dcp.save")
-LOADS = (OURS[2], "torch.load + copy", "torch.load(mmap) + copy", "dcp.load", "safetensors + copy")
+TIER = "holdfast.Checkpointer, memory tier"
+FROM_MEMORY = "restore() from memory, holdfast"
+SAVES = (OURS[0], OURS[1], TIER, "dcp.async_save, thread", "dcp.async_save, process", "torch.save", "dcp.save")
+LOADS = (OURS[2], FROM_MEMORY, "torch.load + copy", "torch.load(mmap) + copy", "dcp.load", "safetensors + copy")
 FILES = {
     OURS[2]: "ours",
+    FROM_MEMORY: "remembered",
     "torch.load + copy": "state.pt",
     "torch.load(mmap) + copy": "state.pt",
     "dcp.load": "dcp",
@@ -63,6 +80,7 @@ def child_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--at", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--shared-memory", default=slots.SHARED_MEMORY, help="where images lie (default %(default)s)")
 
 
 # -- in the child -----------------------------------------------------------------------------------------------------
@@ -74,6 +92,17 @@ def saving(what: str, state: dict[str, Any], where: Path, budget: int | None) ->
             for _ in range(2):
                 checkpointer.step_done()
                 checkpointer.save().wait()
+
+    def with_memory() -> None:
+        with remembering(where, state) as checkpointer:
+            for number in range(STEPS):
+                checkpointer.step_done()
+                if number == STEPS // 2:
+                    checkpointer.save()  # the next step is taken into memory while this one is written
+            checkpointer.wait()
+            wait_for_seal(checkpointer)
+            kept = checkpointer.stats.kept_in_memory
+            assert kept >= STEPS // 2, f"only {kept} states were kept in memory"
 
     def by_dcp(mode: str) -> Callable[[], object]:
         where.mkdir()
@@ -87,6 +116,7 @@ def saving(what: str, state: dict[str, Any], where: Path, budget: int | None) ->
     actions: dict[str, Callable[[], Callable[[], object]]] = {
         OURS[0]: lambda: by_us,
         OURS[1]: lambda: lambda: holdfast.save(state, where),
+        TIER: lambda: with_memory,
         "dcp.async_save, thread": lambda: by_dcp("thread"),
         "dcp.async_save, process": lambda: by_dcp("process"),
         "torch.save": lambda: lambda: peers.torch_save(state, where),
@@ -95,9 +125,37 @@ def saving(what: str, state: dict[str, Any], where: Path, budget: int | None) ->
     return actions[what]()
 
 
+def remembering(where: Path, state: dict[str, Any]) -> holdfast.Checkpointer:
+    """Every step in memory, and none on the disk unless somebody asks."""
+    return holdfast.Checkpointer(
+        where,
+        state,
+        save=holdfast.every(steps=1_000_000),
+        memory=holdfast.every(steps=1),
+        keep=holdfast.keep.latest(1),
+    )
+
+
+def leave(state: dict[str, Any], where: Path) -> None:
+    """Leaves two sealed images, as a training that is killed does."""
+    checkpointer = remembering(where, state)
+    for _ in range(STEPS):
+        checkpointer.step_done()
+        wait_for_seal(checkpointer)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def loading(what: str, state: dict[str, Any], where: Path) -> Callable[[], object]:
+    def from_memory() -> None:
+        checkpointer = remembering(where, state)
+        restored = checkpointer.restore()
+        assert restored is not None and restored.source.startswith("from memory"), restored
+        checkpointer.step_done()  # goes on: the images are its own now
+        wait_for_seal(checkpointer)
+
     actions: dict[str, Callable[[], object]] = {
         OURS[2]: lambda: holdfast.load(where, into=state),
+        FROM_MEMORY: from_memory,
         "torch.load + copy": lambda: peers.torch_load(state, where),
         "torch.load(mmap) + copy": lambda: peers.torch_load_mmap(state, where),
         "dcp.load": lambda: peers.dcp_load(state, where),
@@ -108,14 +166,21 @@ def loading(what: str, state: dict[str, Any], where: Path) -> Callable[[], objec
 
 def work(options: argparse.Namespace) -> None:
     """The child: gets ready, says so, waits for the word, works, says how it went and waits for the end."""
+    slots.SHARED_MEMORY = options.shared_memory  # type: ignore[misc]
     warm = make_state(2 * MIB / GIB, 2)
     place = Path(options.at)
+    if options.child == LEAVE:
+        leave(make_state(options.gib, options.leaves), place)
     if options.child in SAVES:  # code, threads and libraries are the training's own: they are in place before
         saving(options.child, warm, place.with_name(place.name + "-warm"), None)()
         state = make_state(options.gib, options.leaves)
         action = saving(options.child, state, place, options.budget)
     else:
-        loading(options.child, warm, place.with_name(place.name + "-warm"))()
+        warmed = place.with_name(place.name + "-warm")
+        if options.child == FROM_MEMORY:
+            saving(TIER, warm, warmed, None)()
+        else:
+            loading(options.child, warm, warmed)()
         state = make_state(options.gib, options.leaves)
         for tensor in tensors_of(state):
             tensor.zero_()
@@ -135,11 +200,31 @@ def work(options: argparse.Namespace) -> None:
 # -- in the parent ----------------------------------------------------------------------------------------------------
 
 
+def words(what: str, where: Path, options: argparse.Namespace) -> list[str]:
+    """The command of a child."""
+    found = [sys.executable, __file__, "--child", what, "--at", str(where)]
+    return [
+        *found,
+        "--gib",
+        str(options.gib),
+        "--leaves",
+        str(options.leaves),
+        "--shared-memory",
+        options.shared_memory,
+    ]
+
+
+def leave_images(ours: Group, where: Path, options: argparse.Namespace) -> None:
+    """A training lives and dies in this group; what it had in memory stays."""
+    done = subprocess.run(
+        words(LEAVE, where, options), stderr=subprocess.DEVNULL, preexec_fn=lambda: ours.enter(os.getpid()), check=False
+    )
+    assert done.returncode == -signal.SIGKILL, f"{LEAVE} ended with {done.returncode}"
+
+
 @contextlib.contextmanager
 def child(ours: Group, what: str, where: Path, options: argparse.Namespace, budget: int | None) -> Iterator[Any]:
-    command = [sys.executable, __file__, "--child", what, "--at", str(where)]
-    command += ["--gib", str(options.gib), "--leaves", str(options.leaves)]
-    command += ["--budget", str(budget)] if budget is not None else []
+    command = [*words(what, where, options), *(["--budget", str(budget)] if budget is not None else [])]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -160,8 +245,26 @@ def child(ours: Group, what: str, where: Path, options: argparse.Namespace, budg
 def measure(
     what: str, where: Path, options: argparse.Namespace, *, room: int | None = None, budget: int | None = None
 ) -> dict[str, Any]:
-    """Peaks above what the process held before, and how it ended. room: bytes above that, as a hard limit."""
-    with group() as ours, child(ours, what, where, options, budget) as process:
+    """Peaks above what the group held before, and how it ended. room: bytes above that, as a hard limit."""
+    with group() as ours:
+        if what == FROM_MEMORY:
+            leave_images(ours, where, options)
+        try:
+            return measure_in(ours, what, where, options, room=room, budget=budget)
+        finally:
+            clear(Path(options.shared_memory))
+
+
+def measure_in(
+    ours: Group,
+    what: str,
+    where: Path,
+    options: argparse.Namespace,
+    *,
+    room: int | None = None,
+    budget: int | None = None,
+) -> dict[str, Any]:
+    with child(ours, what, where, options, budget) as process:
         assert process.stdout.readline() == "ready\n", f"{what} did not get ready"
         held, usage = ours.held, ours.usage
         with ours.watched() as watch:
@@ -181,8 +284,31 @@ def measure(
         }
 
 
+def clear(shared_memory: Path) -> None:
+    """What contenders have left in shared memory, which is a directory of this run."""
+    for path in shared_memory.iterdir():
+        shutil.rmtree(path)
+
+
+def charged(place: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """MiB of shared memory in the group of an owner that has died, and in that of another that restores from it."""
+    where = prepare(FROM_MEMORY, place, options)
+    with group("owner") as owner, group("reader") as reader:
+        leave_images(owner, where, options)
+        after_death = owner.shared
+        found = measure_in(reader, FROM_MEMORY, where, options)
+        assert found["ended"] == "done", found["ended"]
+        told = {"after_death": after_death, "after_the_restore": owner.shared, "reader_at_most": found["held"]}
+        clear(Path(options.shared_memory))
+    return {name: round(nbytes / MIB, 1) for name, nbytes in told.items()}
+
+
 def prepare(what: str, place: Path, options: argparse.Namespace) -> Path:
     """Where `what` saves to (absent), or what it reads (there, and not in the page cache)."""
+    if what == FROM_MEMORY:
+        for name in (FILES[what], f"{FILES[what]}-warm"):
+            shutil.rmtree(place / name, ignore_errors=True)
+        return place / FILES[what]
     if what in LOADS:
         drop_cache(place / FILES[what])
         return place / FILES[what]
@@ -204,7 +330,7 @@ def write_files(place: Path, options: argparse.Namespace) -> None:
 
 
 def measure_all(place: Path, options: argparse.Namespace, nbytes: int) -> Result:
-    result = Result("p8_memory", {}, nbytes)
+    result = Result("p8_memory", {}, nbytes, sized=True)
     limited: dict[str, Any] = {}
     for turn in range(options.rounds or ROUNDS):
         for what in (*SAVES, *LOADS):
@@ -215,7 +341,7 @@ def measure_all(place: Path, options: argparse.Namespace, nbytes: int) -> Result
             result.facts["control_groups"] = f"version {found['version']}"
         note(f"round {turn + 1} of {options.rounds or ROUNDS}")
     for what in (*SAVES, *LOADS):
-        room = nbytes + SPARE if what in SAVES else RESTORE_SPARE
+        room = states_of(what) * nbytes + SPARE if what in SAVES else RESTORE_SPARE
         found = measure(what, prepare(what, place, options), options, room=room)
         limited[what] = {"limit_mib_above_training": room // MIB, "ended": found["ended"]}
     note("under limits")
@@ -227,18 +353,30 @@ def measure_all(place: Path, options: argparse.Namespace, nbytes: int) -> Result
         "held_mib": round(found["held"] / MIB, 1),
     }
     result.facts["under_a_hard_limit"] = limited
+    result.facts["images_charged_mib"] = charged(place, options)
     return result
+
+
+def states_of(what: str) -> int:
+    """How many states' sizes a save may take."""
+    return 2 if what == TIER else 1
 
 
 def judge(result: Result, nbytes: int) -> None:
     for what, text, above in (
         (OURS[0], "save, memory above the training's own <= state + 64 MiB", nbytes + SPARE),
+        (
+            TIER,
+            "save with the memory tier, memory above the training's own <= 2 states + 64 MiB",
+            states_of(TIER) * nbytes + SPARE,
+        ),
         (OURS[2], "restore, memory above the destination <= 128 MiB", RESTORE_SPARE),
+        (FROM_MEMORY, "restore from memory, memory above the destination <= 128 MiB", RESTORE_SPARE),
     ):
         found = median_interval([value / MIB for value in result.memory[f"{what}: held"]])
         result.judge_value(f"{text} ({above // MIB} MiB)", found, at_most=above / MIB, unit="mib")
     for what, found_under in result.facts["under_a_hard_limit"].items():
-        if what.startswith("holdfast"):
+        if "holdfast" in what:
             survived = 1.0 if found_under["ended"] == "done" else 0.0
             text = f"{what}: done under a hard limit of {found_under['limit_mib_above_training']} MiB above training"
             result.judge_value(text, (survived, survived, survived), at_least=1.0, unit="done")
@@ -262,6 +400,16 @@ def _high_water() -> int:
     return 0
 
 
+@contextlib.contextmanager
+def shared_memory(options: argparse.Namespace) -> Iterator[None]:
+    """A directory of this run for the images, instead of the one that belongs to all trainings; gone afterwards."""
+    options.shared_memory = tempfile.mkdtemp(prefix="holdfast-p8-", dir=options.shared_memory)
+    try:
+        yield
+    finally:
+        shutil.rmtree(options.shared_memory, ignore_errors=True)
+
+
 def main() -> None:
     options = arguments(__doc__ or "", add=child_options)
     if options.child:
@@ -272,9 +420,9 @@ def main() -> None:
     except NoControlGroups as error:
         fall_back(options, str(error))
         return
-    with workplace(options) as place:
+    with workplace(options) as place, shared_memory(options):
         write_files(place, options)
-        nbytes = sum(one.nbytes for one in tensors_of(make_state(options.gib, options.leaves)))
+        nbytes = leaf_items(options.gib, options.leaves) * options.leaves * 4
         begun = time.perf_counter()
         result = measure_all(place, options, nbytes)
         result.facts["measured_in_s"] = round(time.perf_counter() - begun)

@@ -34,7 +34,14 @@ NAMES = {
     "holdfast save()": "Holdfast",
     "holdfast save(wait=True)": "Holdfast",
     "holdfast.load": "Holdfast",
+    "holdfast save(), fenced": "Holdfast, fenced",
+    "holdfast save(), eager": "Holdfast, eager",
     "lost to a holdfast save()": "Holdfast",
+    "lost to a holdfast save(), fenced": "Holdfast, fenced",
+    "restore() from memory, one thread": "Holdfast, from memory",
+    "torch.load + copy, cold disk": "torch.load, cold disk",
+    "holdfast.Checkpointer, memory tier": "Holdfast, memory tier",
+    "restore() from memory, holdfast": "Holdfast, from memory",
     "holdfast.Checkpointer": "Holdfast",
     "holdfast.save, one-off": "Holdfast, one-off",
     "dcp.async_save, thread": "dcp.async_save (thread)",
@@ -58,6 +65,7 @@ class Panel:
 
 
 SAVERS = ("holdfast save()", "dcp.async_save, thread", "dcp.async_save, process", "torch.save")
+FENCED_SAVERS = ("holdfast save(), fenced", "holdfast save(), eager", *SAVERS[1:])
 WRITERS = (
     "holdfast save(wait=True)",
     "holdfast.save, one-off",
@@ -66,6 +74,7 @@ WRITERS = (
     "torch.save + fsync",
     "dcp.save",
 )
+RESTARTERS = ("restore() from memory, one thread", "torch.load + copy, cold disk")
 READERS = ("holdfast.load", "safetensors + copy", "torch.load(mmap) + copy", "dcp.load", "torch.load + copy")
 
 
@@ -73,26 +82,32 @@ def panels(documents: dict[str, Any]) -> list[Panel]:
     """Those whose results are there; of a benchmark at several sizes the largest."""
     wanted = [
         Panel("p1_stall", "training held by an asynchronous save", "memcpy", "copies in memory", SAVERS, 1.05),
+        Panel("p2_fenced", "training held by a fenced save", "memcpy", "copies in memory", FENCED_SAVERS, 0.05),
         Panel(
             "p3_overhead",
             "training time lost to a save",
             "memcpy",
             "copies in memory",
-            tuple(f"lost to a {name}" for name in SAVERS[:3]),
+            tuple(f"lost to a {name}" for name in (SAVERS[0], FENCED_SAVERS[0], *SAVERS[1:3])),
             2.0,
             of_medians=True,
         ),
         Panel("p4_sync_save", "durable save", "raw O_DIRECT write", "raw direct writes", WRITERS, 1 / 0.9),
         Panel("p5_restore_hot", "restore, files in the page cache", "memcpy", "copies in memory", READERS, 1.4),
         Panel("p5_restore_cold", "restore, cold disk", "raw O_DIRECT read", "raw direct reads", READERS, 1 / 0.9),
+        Panel("p9_restart", "back after kill -9", "memcpy, one thread", "copies by one thread", RESTARTERS, 1.5),
     ]
     found = []
     for panel in wanted:
-        ids = [panel.id, f"{panel.id}_4gib", f"{panel.id}_1gib"]
-        id = next((one for one in ids if one in documents), None)
+        id = largest(panel.id, documents)
         if id is not None:
             found.append(Panel(id, *(getattr(panel, name) for name in list(Panel.__dataclass_fields__)[1:])))
     return found
+
+
+def largest(id: str, documents: dict[str, Any]) -> str | None:
+    """Which of a benchmark's results is the one with the largest state."""
+    return next((one for one in (f"{id}_4gib", f"{id}_1gib", id, f"{id}_0.1gib") if one in documents), None)
 
 
 def multiple(above: Sequence[float], below: Sequence[float], *, of_medians: bool) -> tuple[float, float, float]:
@@ -137,8 +152,9 @@ def draw(axes: Any, panel: Panel, document: dict[str, Any]) -> None:
     axes.set_ylim(len(shown) - 0.45, -0.8)
     axes.set_xlim(min(0, axes.get_xlim()[0]), widest * (1 + LABEL))
     _goal(axes, panel, widest)
-    gib = document["state"]["gib"]
-    axes.set_title(f"{panel.title}, {gib:.0f} GiB", loc="left", color=TEXT, fontsize=10, weight="bold", pad=8)
+    axes.set_title(
+        f"{panel.title}, {table.size(document)} GiB", loc="left", color=TEXT, fontsize=10, weight="bold", pad=8
+    )
     axes.set_xlabel(panel.unit, color=TEXT, fontsize=8, loc="left")
 
 
@@ -185,7 +201,7 @@ def time_figure(documents: dict[str, Any]) -> Any:
 def memory_figure(document: dict[str, Any]) -> Any:
     """Memory above what the training holds: what only its owner gives back, and the page cache on top of it."""
     held = [name.removesuffix(": held") for name in document["bytes"] if name.endswith(": held")]
-    loads = [name for name in held if "load" in name or "copy" in name]
+    loads = [name for name in held if "load" in name or "copy" in name or "restore" in name]
     saves = [name for name in held if name not in loads]
     figure, grid = pyplot.subplots(1, 2, figsize=(10.0, max(len(loads), len(saves)) * 0.27 + 1.0), squeeze=False)
     state = document["state"]["gib"] * 1024
@@ -210,7 +226,9 @@ def memory_figure(document: dict[str, Any]) -> Any:
         axes.set_xlim(0, widest * 1.8)
         panel = Panel("p8_memory", title, "", "MiB", names, goal)
         _goal(axes, panel, widest * 1.5)
-        axes.set_title(f"{title}, {state / 1024:.0f} GiB", loc="left", color=TEXT, fontsize=10, weight="bold", pad=8)
+        axes.set_title(
+            f"{title}, {table.size(document)} GiB", loc="left", color=TEXT, fontsize=10, weight="bold", pad=8
+        )
         axes.set_xlabel(
             f"MiB above the {'training' if names is saves else 'tensors that are filled'}; pale: page cache",
             color=TEXT,
@@ -227,8 +245,9 @@ def main() -> None:
     options = parser.parse_args()
     documents = table.load()
     figures = {"measured": time_figure(documents)}
-    if "p8_memory" in documents:
-        figures["memory"] = memory_figure(documents["p8_memory"])
+    memory = largest("p8_memory", documents)
+    if memory is not None:
+        figures["memory"] = memory_figure(documents[memory])
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         figure.savefig(IMAGES / f"{name}.svg", transparent=True, metadata={"Date": None, "Creator": None})

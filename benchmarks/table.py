@@ -25,6 +25,10 @@ MIB = 1 << 20
 UNITS = {"ratio": "", "ms": "ms", "us": "us", "mib": "MiB", "done": ""}
 """What a target's figure may be, by its key in a result."""
 
+SIZES = ("_0.1gib", "_1gib", "_4gib")
+UNSIZED = ("", *SIZES)
+"""Of a benchmark that was once measured at one size alone."""
+
 Document = dict[str, Any]
 
 
@@ -32,7 +36,7 @@ Document = dict[str, Any]
 class Row:
     """`own`: Holdfast's figure in the result, and what is said beside it; `beside`: others' figures and their words.
 
-    `{gib}` in `what` is the state's size. `figures`: "median_s" or "median_bytes".
+    `{gib}` in `what` is the state's size. `figures`: "median_s", "median_bytes" or "share_lost".
     """
 
     id: str
@@ -42,59 +46,96 @@ class Row:
     reference: tuple[str, str] | None = None
     figures: str = "median_s"
 
+    def shown(self, documents: dict[str, Document]) -> bool:
+        """Whether its figure is there: a benchmark may leave some contenders out."""
+        return self.id in documents and self.own in documents[self.id].get(self.figures, {})
+
 
 def rows() -> list[Row]:
-    found: list[Row] = []
-    for gib in ("1gib", "4gib"):
-        found.append(
-            Row(
-                f"p1_stall_{gib}",
-                "training held by an asynchronous save, {gib} GiB",
-                "holdfast save()",
-                (
-                    ("dcp.async_save, thread", "`dcp.async_save` (thread)"),
-                    ("dcp.async_save, process", "(process)"),
-                    ("torch.save", "`torch.save`"),
-                ),
-                ("memcpy", "one copy in memory"),
-            )
-        )
-    found.append(
-        Row(
-            "p3_overhead",
-            "training time lost to a save, all cores busy, {gib} GiB",
-            "lost to a holdfast save()",
-            (
-                ("lost to a dcp.async_save, thread", "`dcp.async_save` (thread)"),
-                ("lost to a dcp.async_save, process", "(process)"),
-            ),
-            ("memcpy", "one copy in memory"),
-        )
+    return [
+        *(_stall(f"p1_stall{size}") for size in SIZES),
+        *(_fenced(f"p2_fenced{size}") for size in SIZES),
+        *(row for size in UNSIZED for row in _overhead(f"p3_overhead{size}")),
+        *(row for size in SIZES for row in _everyday(f"p3_everyday{size}")),
+        *(_durable(f"p4_sync_save{size}") for size in SIZES),
+        *_restores(),
+        *_small(),
+        *_lazy(),
+        *(row for size in UNSIZED for row in _memory(f"p8_memory{size}")),
+        *(_restart(f"p9_restart{size}") for size in SIZES),
+    ]
+
+
+ASYNC = (("dcp.async_save, thread", "`dcp.async_save` (thread)"), ("dcp.async_save, process", "(process)"))
+TORCH = ("torch.save", "`torch.save`")
+COPY = ("memcpy", "one copy in memory")
+
+
+def _stall(id: str) -> Row:
+    what = "training held by an asynchronous save, {gib} GiB"
+    return Row(id, what, "holdfast save()", (*ASYNC, TORCH), COPY)
+
+
+def _fenced(id: str) -> Row:
+    what = "training held by a fenced save, {gib} GiB"
+    beside = (("holdfast save(), eager", "eager"), *ASYNC, TORCH)
+    return Row(id, what, "holdfast save(), fenced", beside, COPY)
+
+
+def _overhead(id: str) -> list[Row]:
+    beside = tuple((f"lost to a {name}", words) for name, words in ASYNC)
+    what = "training time lost to a {kind}save, all cores busy, {{gib}} GiB"
+    return [
+        Row(id, what.format(kind=""), "lost to a holdfast save()", beside, COPY),
+        Row(id, what.format(kind="fenced "), "lost to a holdfast save(), fenced", beside, COPY),
+    ]
+
+
+def _everyday(id: str) -> list[Row]:
+    beside = (("dcp.async_save, thread, disk", "`dcp.async_save` (thread), to disk alone"),)
+    what = "training time lost to every step in memory and every tenth on disk{kind}, {{gib}} GiB"
+    return [
+        Row(id, what.format(kind=kind), f"holdfast, memory and disk{kind}", beside, None, "share_lost")
+        for kind in ("", ", fenced")
+    ]
+
+
+def _durable(id: str) -> Row:
+    return Row(
+        id,
+        "durable save, flushed and digested, {gib} GiB",
+        "holdfast save(wait=True)",
+        (
+            ("holdfast.save, one-off", "one-off `holdfast.save`"),
+            ("torch.save + fsync", "`torch.save` + fsync"),
+            ("dcp.save", "`dcp.save`"),
+            ("safetensors + fsync", "safetensors + fsync"),
+            ("torch_checkpointing + fsync", "torch_checkpointing + fsync"),
+        ),
+        ("raw O_DIRECT write", "raw direct write"),
     )
-    for gib in ("1gib", "4gib"):
-        found.append(
-            Row(
-                f"p4_sync_save_{gib}",
-                "durable save, flushed and digested, {gib} GiB",
-                "holdfast save(wait=True)",
-                (
-                    ("holdfast.save, one-off", "one-off `holdfast.save`"),
-                    ("torch.save + fsync", "`torch.save` + fsync"),
-                    ("dcp.save", "`dcp.save`"),
-                    ("safetensors + fsync", "safetensors + fsync"),
-                    ("torch_checkpointing + fsync", "torch_checkpointing + fsync"),
-                ),
-                ("raw O_DIRECT write", "raw direct write"),
-            )
-        )
+
+
+def _restart(id: str) -> Row:
+    return Row(
+        id,
+        "restore from memory after `kill -9`, every byte verified, {gib} GiB",
+        "restore() from memory, one thread",
+        (("torch.load + copy, cold disk", "`torch.load` from a cold disk"),),
+        ("memcpy, one thread", "one copy by one thread"),
+    )
+
+
+def _restores() -> list[Row]:
+    found: list[Row] = []
     for heat, words, reference in (
-        ("hot", "from the page cache", ("memcpy", "one copy in memory")),
+        ("hot", "from the page cache", COPY),
         ("cold", "from a cold disk", ("raw O_DIRECT read", "raw direct read")),
     ):
-        for gib in ("1gib", "4gib"):
+        for size in SIZES:
             found.append(
                 Row(
-                    f"p5_restore_{heat}_{gib}",
+                    f"p5_restore_{heat}{size}",
                     f"restore {words}, every byte verified, {{gib}} GiB",
                     "holdfast.load",
                     (
@@ -106,7 +147,7 @@ def rows() -> list[Row]:
                     reference,
                 )
             )
-    return [*found, *_small(), *_lazy(), *_memory()]
+    return found
 
 
 def _small() -> list[Row]:
@@ -145,29 +186,37 @@ def _lazy() -> list[Row]:
 _NAMES = {"torch.load(mmap)": "`torch.load(mmap=True)`", "safetensors": "safetensors", "dcp": "`dcp.load`"}
 
 
-def _memory() -> list[Row]:
+def _memory(id: str) -> list[Row]:
     saves = ("dcp.async_save, thread", "dcp.async_save, process")
     loads = ("torch.load + copy", "dcp.load", "safetensors + copy")
+    words = {one: f"`{one.replace(', ', '` (')})" for one in saves}
+    held = tuple((f"{one}: held", words[one]) for one in saves)
+    cached = (f"{saves[0]}: with page cache", "with its page cache")
+    from_files = tuple((f"{one}: held", f"`{one.removesuffix(' + copy')}`") for one in loads)
+    one_off = ("holdfast.save, one-off: held", "one-off `holdfast.save`")
     return [
-        Row(
-            "p8_memory",
-            "memory of an asynchronous save above the training's own, {gib} GiB",
-            "holdfast.Checkpointer: held",
+        Row(id, what, own, beside, reference, "median_bytes")
+        for what, own, beside, reference in (
             (
-                *((f"{one}: held", f"`{one.replace(', ', '` (')})") for one in saves),
-                *((f"{one}: with page cache", "with its page cache") for one in saves[:1]),
+                "memory of an asynchronous save above the training's own, {gib} GiB",
+                "holdfast.Checkpointer: held",
+                (*held, cached),
+                one_off,
             ),
-            ("holdfast.save, one-off: held", "one-off `holdfast.save`"),
-            "median_bytes",
-        ),
-        Row(
-            "p8_memory",
-            "memory of a restore above its destination, {gib} GiB",
-            "holdfast.load: held",
-            tuple((f"{one}: held", f"`{one.removesuffix(' + copy')}`") for one in loads),
-            None,
-            "median_bytes",
-        ),
+            (
+                "memory of saves with two states kept in memory above the training's own, {gib} GiB",
+                "holdfast.Checkpointer, memory tier: held",
+                held,
+                None,
+            ),
+            ("memory of a restore above its destination, {gib} GiB", "holdfast.load: held", from_files, None),
+            (
+                "memory of a restore from memory above its destination, {gib} GiB",
+                "restore() from memory, holdfast: held",
+                from_files,
+                None,
+            ),
+        )
     ]
 
 
@@ -177,7 +226,7 @@ def load(results: Path = RESULTS) -> dict[str, Document]:
 
 def block(documents: dict[str, Document]) -> str:
     """What stands between the two marks."""
-    shown = [(row, documents[row.id]) for row in rows() if row.id in documents]
+    shown = [(row, documents[row.id]) for row in rows() if row.shown(documents)]
     used = {row.id: document for row, document in shown}
     lines = [
         *_conditions(used.values()),
@@ -215,11 +264,19 @@ def _line(row: Row, document: Document) -> str:
         own += f" ({row.reference[1]}: {_figure(row, figures[row.reference[0]])})"
     beside = "; ".join(f"{words} {_figure(row, figures[name])}" for name, words in row.beside if name in figures)
     command = document["command"].removeprefix("python benchmarks/")
-    what = row.what.format(gib=f"{document['state']['gib']:.0f}")
+    what = row.what.format(gib=size(document))
     return f"| {what} | {own} | {beside} | [`{command}`](benchmarks/results/{document['id']}.json) |"
 
 
+def size(document: Document) -> str:
+    """Of the state, in GiB."""
+    gib = document["state"]["gib"]
+    return f"{gib:.0f}" if gib > 0.95 else f"{gib:.1f}"
+
+
 def _figure(row: Row, value: float) -> str:
+    if row.figures == "share_lost":
+        return f"{value * 100:.1f} %"
     if row.figures == "median_bytes":
         return f"{value / MIB:,.0f} MiB"
     return seconds(value)

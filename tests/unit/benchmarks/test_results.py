@@ -58,6 +58,37 @@ def test_the_table_follows_the_results(modules):
     assert made.count("\n| ") == 1 + sum(row.id == name for row in table.rows())
 
 
+@pytest.mark.parametrize("size", ["_0.1gib", "_1gib", "_4gib"])
+@pytest.mark.parametrize(
+    ("id", "own", "figures"),
+    [
+        ("p1_stall", "holdfast save()", "median_s"),
+        ("p2_fenced", "holdfast save(), fenced", "median_s"),
+        ("p3_overhead", "lost to a holdfast save(), fenced", "median_s"),
+        ("p3_everyday", "holdfast, memory and disk", "share_lost"),
+        ("p8_memory", "holdfast.Checkpointer, memory tier: held", "median_bytes"),
+        ("p9_restart", "restore() from memory, one thread", "median_s"),
+    ],
+)
+def test_every_size_of_what_is_measured_at_several_has_a_row(modules, id, own, figures, size):
+    table, _ = modules
+    document = dict(next(iter(table.load().values())), id=id + size, targets=[], state={"gib": 0.141, "leaves": 12})
+    document |= {"median_s": {}, "median_bytes": {}, figures: {own: 0.0213}}
+    made = table.block({id + size: document})
+    (line,) = (line for line in made.splitlines() if f"results/{id}{size}.json" in line)
+    assert ", 0.1 GiB |" in line
+    shown = {"median_s": "**21.3 ms**", "share_lost": "**2.1 %**", "median_bytes": "**0 MiB**"}
+    assert shown[figures] in line
+
+
+def test_what_was_not_measured_beside_has_no_row(modules):
+    table, _ = modules
+    document = dict(next(iter(table.load().values())), id="p3_overhead_1gib", targets=[])
+    document["median_s"] = {"lost to a holdfast save()": 1.0}
+    made = table.block({"p3_overhead_1gib": document})
+    assert made.count("results/p3_overhead_1gib.json") == 1
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
