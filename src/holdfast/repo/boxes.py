@@ -1,12 +1,15 @@
-"""Which rank has which part of which leaf: one table for a checkpoint of several ranks.
+"""What the shared leaves of a checkpoint of several ranks are, and which rank has which part of which.
 
-A safetensors file of one-dimensional columns, one row for each row of each rank's index that belongs to a shared leaf.
-A reader whose layout is another one opens it, and then only the indexes that it needs.
+A safetensors file of one-dimensional columns: dtype and whole shape of each leaf, and one row for each row of each
+rank's index that belongs to a leaf of the manifest's tree. A reader whose layout is another one opens it, and then only
+the indexes that it needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +18,7 @@ from holdfast.errors import CorruptionError
 from holdfast.image.header import build_header, parse_header
 from holdfast.model import canonical
 from holdfast.model.names import CheckpointId
+from holdfast.repo.index import MAX_DIMENSIONS, lengths, read_dtypes
 from holdfast.repo.layout import BOXES
 from holdfast.repo.objects import FORMAT, Fields, check_format
 
@@ -25,21 +29,24 @@ COLUMNS: Final = (
     ("origin", "U64", "<u8"),
     ("shape", "U64", "<u8"),
     ("shape.ends", "U64", "<u8"),
+    ("whole", "U64", "<u8"),
+    ("whole.ends", "U64", "<u8"),
     ("rank", "U32", "<u4"),
     ("row", "U32", "<u4"),
+    ("dtype", "U16", "<u2"),
     ("head", "U8", "|u1"),
 )
 _ALIGN: Final = 64
 _LIMIT: Final = 2**62
-MAX_DIMENSIONS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxTable:
     """Row i: rank `rank[i]` has, in row `row[i]` of its index, the part of leaf `leaf[i]` that begins at
-    `origin[bounds[i]:bounds[i + 1]]` and has the shape `shape[bounds[i]:bounds[i + 1]]`.
+    `origin[bounds[i]:bounds[i + 1]]` and has the shape `shape[bounds[i]:bounds[i + 1]]`. Leaf k has the dtype
+    `dtypes[code[k]]` and the shape `whole[ends[k]:ends[k + 1]]`.
 
-    int64 all; leaf, rank, row: [n]; bounds: [n + 1]. Leaves never fall.
+    int64 all; leaf, rank, row: [n], leaves never falling; bounds: [n + 1]; code: [leaves]; ends: [leaves + 1].
     """
 
     leaf: Array
@@ -48,9 +55,23 @@ class BoxTable:
     origin: Array
     shape: Array
     bounds: Array
+    dtypes: Sequence[str]
+    code: Array
+    whole: Array
+    ends: Array
 
     def __len__(self) -> int:
         return len(self.leaf)
+
+    @property
+    def leaves(self) -> int:
+        return len(self.code)
+
+    def forms(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Dtype and whole shape of each leaf."""
+        whole, ends = self.whole.tolist(), self.ends.tolist()
+        shapes = (tuple(whole[begin:end]) for begin, end in pairwise(ends))
+        return [(self.dtypes[code], shape) for code, shape in zip(self.code.tolist(), shapes, strict=True)]
 
     def of_ranks(self) -> list[int]:
         """The ranks that have any part, ascending."""
@@ -59,14 +80,23 @@ class BoxTable:
 
 
 def encode_boxes(table: BoxTable, id: CheckpointId, save_id: str) -> bytes:
-    head = {"format": FORMAT, "kind": "boxes", "path": f"{id.directory}/{BOXES}", "save_id": save_id}
+    head = {
+        "dtypes": list(table.dtypes),
+        "format": FORMAT,
+        "kind": "boxes",
+        "path": f"{id.directory}/{BOXES}",
+        "save_id": save_id,
+    }
     columns = {
         "leaf": table.leaf,
         "origin": table.origin,
         "shape": table.shape,
         "shape.ends": table.bounds[1:],
+        "whole": table.whole,
+        "whole.ends": table.ends[1:],
         "rank": table.rank,
         "row": table.row,
+        "dtype": table.code,
         "head": np.frombuffer(canonical.dumps(head), np.uint8),
     }
     parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in COLUMNS]
@@ -90,21 +120,56 @@ def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, lea
     check_format(head)
     if (head.text("kind"), head.text("path"), head.hex("save_id", 32)) != ("boxes", name, save_id):
         raise head.refuse("is not the table of this checkpoint")
-    count = columns["leaf"].size
-    if any(columns[column].size != count for column in ("rank", "row", "shape.ends")):
-        raise head.refuse("has columns of different lengths")
     found = {column: _bounded(columns[column], head) for column, _, _ in COLUMNS[:-1]}
-    bounds = np.concatenate([np.zeros(1, np.int64), found["shape.ends"]])
-    dimensions = np.diff(bounds)
-    if (dimensions < 0).any() or (dimensions > MAX_DIMENSIONS).any() or int(bounds[-1]) != found["shape"].size:
-        raise head.refuse("the column 'shape.ends' does not divide the dimensions that there are")
-    if found["origin"].size != found["shape"].size:
-        raise head.refuse("has more or fewer offsets than dimensions")
+    count = len(found["leaf"])
+    if any(len(found[column]) != count for column in ("rank", "row", "shape.ends")):
+        raise head.refuse("has columns of different lengths")
+    if len(found["dtype"]) != leaves or len(found["whole.ends"]) != leaves:
+        raise head.refuse(f"is not about the {leaves} leaves of the manifest's tree")
+    bounds, ends = _divided(found, "shape", head), _divided(found, "whole", head)
     if (np.diff(found["leaf"]) < 0).any() or (count and int(found["leaf"][-1]) >= leaves):
         raise head.refuse(f"the leaves are not in order, or beyond the {leaves} that there are")
     if count and int(found["rank"].max()) >= ranks:
         raise head.refuse(f"names a rank beyond the {ranks} that there are")
-    return BoxTable(found["leaf"], found["rank"], found["row"], found["origin"], found["shape"], bounds)
+    dtypes, sizes = read_dtypes(head)
+    if leaves and int(found["dtype"].max()) >= len(dtypes):
+        raise head.refuse("a leaf has a dtype that is not listed")
+    lengths(found["whole"], ends, sizes[found["dtype"]], head)
+    table = BoxTable(
+        found["leaf"],
+        found["rank"],
+        found["row"],
+        found["origin"],
+        found["shape"],
+        bounds,
+        dtypes,
+        found["dtype"],
+        found["whole"],
+        ends,
+    )
+    _check_inside(table, head)
+    return table
+
+
+def _divided(found: dict[str, Array], column: str, head: Fields) -> Array:
+    """The ends of a ragged column as starts and ends, checked to divide it."""
+    bounds = np.concatenate([np.zeros(1, np.int64), found[f"{column}.ends"]])
+    dimensions = np.diff(bounds)
+    if (dimensions < 0).any() or (dimensions > MAX_DIMENSIONS).any() or int(bounds[-1]) != len(found[column]):
+        raise head.refuse(f"the column '{column}.ends' does not divide the dimensions that there are")
+    return bounds
+
+
+def _check_inside(table: BoxTable, head: Fields) -> None:
+    """Each part lies in its leaf."""
+    if len(table.origin) != len(table.shape):
+        raise head.refuse("has more or fewer offsets than dimensions")
+    ndim, begins = np.diff(table.bounds), table.ends[:-1][table.leaf]
+    if not np.array_equal(ndim, np.diff(table.ends)[table.leaf]):
+        raise head.refuse("a part has not as many dimensions as its leaf")
+    axis = np.arange(len(table.shape)) - np.repeat(table.bounds[:-1], ndim)
+    if (table.origin + table.shape > table.whole[np.repeat(begins, ndim) + axis]).any():
+        raise head.refuse("a part reaches beyond its leaf")
 
 
 def _columns(data: bytes, name: str) -> dict[str, Array]:

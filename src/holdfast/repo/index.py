@@ -211,7 +211,7 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
     if shared > count:
         raise head.refuse(f"has {shared} shared leaves among {count}")
     leaf, tree_leaves = _leaves(columns["leaf"], shared, head)
-    names, sizes = _dtypes(head)
+    names, sizes = read_dtypes(head)
     dims, bounds, length = _rows(columns, head, sizes)
     origin, whole = _parts(columns, head, dims, int(bounds[shared]))
     offset = _bounded(columns["offset"], head, "an offset")
@@ -333,7 +333,7 @@ def _rows(columns: dict[str, Array], head: Fields, sizes: Array) -> tuple[Array,
     dims = _bounded(columns["shape"], head, "a dimension")
     bounds = _ends(columns, "shape.ends", dims.size, head)
     length = _bounded(columns["length"], head, "a length")
-    expected = _lengths(dims, bounds, sizes[code], head)
+    expected = lengths(dims, bounds, sizes[code], head)
     if not np.array_equal(expected, length):
         row = int(np.flatnonzero(expected != length)[0])
         raise head.refuse(f"leaf {row} has {length[row]} bytes where dtype and shape give {expected[row]}")
@@ -370,7 +370,7 @@ def _parts(columns: dict[str, Array], head: Fields, dims: Array, shared: int) ->
     return origin, whole
 
 
-def _dtypes(head: Fields) -> tuple[list[str], Array]:
+def read_dtypes(head: Fields) -> tuple[list[str], Array]:
     """The dtype names and the size in bytes of one item of each."""
     names = head.sequence("dtypes")
     if len(names) > MAX_DTYPES:
@@ -386,7 +386,7 @@ def _dtypes(head: Fields) -> tuple[list[str], Array]:
     return names, np.array(sizes, dtype=np.int64)
 
 
-def _lengths(dims: Array, bounds: Array, itemsize: Array, head: Fields) -> Array:
+def lengths(dims: Array, bounds: Array, itemsize: Array, head: Fields) -> Array:
     """Bytes of each row: item size times the product of its dimensions, without overflow. int64 [n]."""
     ndim = np.diff(bounds)
     if ndim.size and int(ndim.max()) > MAX_DIMENSIONS:

@@ -19,10 +19,12 @@ from holdfast.errors import (
 from holdfast.model.checkpoint import AttemptRecord, Index, IndexEntry, Json, Manifest, PackEntry
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step, run_key
 from holdfast.repo import layout, objects
+from holdfast.repo.boxes import BoxTable, decode_boxes
 from holdfast.repo.index import MAX_INDEX, decode_index, decode_packs
 from holdfast.repo.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Aborted, decode_manifest
 from holdfast.repo.nearby import nearby
 from holdfast.repo.records import decode_attempt
+from holdfast.state import leaf_paths
 from holdfast.store.contract import Bytes, Store
 from holdfast.version import __version__
 
@@ -221,6 +223,15 @@ class Repo:
         if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
             raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
         return found
+
+    def boxes(self, manifest: Manifest) -> BoxTable | None:
+        """Which rank has which part of which leaf; None where one rank has them all. Raises like `index`."""
+        entry = manifest.boxes
+        if entry is None:
+            return None
+        data = self.index_bytes(manifest.id, entry)
+        ranks, leaves = len(manifest.indexes), len(leaf_paths(manifest.tree))
+        return decode_boxes(data, id=manifest.id, save_id=manifest.save_id, ranks=ranks, leaves=leaves)
 
     def packs(self, manifest: Manifest, rank: int = 0) -> tuple[PackEntry, ...]:
         """The packs that one rank's index names; nothing else of it is read, nor of the tree. Raises like `index`."""

@@ -110,59 +110,75 @@ def test_parts_of_one_leaf_lie_in_a_pack_under_names_of_their_own(tmp_path: Any)
         plan_layout((ROWS[0], ROWS[0]))
 
 
+FORMS = [("float32", (8, 4)), ("int64", ()), ("bfloat16", (6, 6, 6)), ("uint8", (0,))]
+
+
+def table_of(rows: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]]) -> BoxTable:
+    """Rows of (leaf, rank, origin, shape) over the leaves of `FORMS`."""
+    names = sorted({name for name, _ in FORMS})
+    return BoxTable(
+        leaf=np.array([leaf for leaf, *_ in rows], np.int64),
+        rank=np.array([rank for _, rank, *_ in rows], np.int64),
+        row=np.arange(len(rows)),
+        origin=np.array([place for *_, origin, _ in rows for place in origin], np.int64),
+        shape=np.array([extent for *_, shape in rows for extent in shape], np.int64),
+        bounds=np.cumsum([0, *(len(shape) for *_, shape in rows)]),
+        dtypes=names,
+        code=np.array([names.index(name) for name, _ in FORMS]),
+        whole=np.array([extent for _, shape in FORMS for extent in shape]),
+        ends=np.cumsum([0, *(len(shape) for _, shape in FORMS)]),
+    )
+
+
 @st.composite
 def tables(draw: st.DrawFn) -> BoxTable:
-    rows = draw(
-        st.lists(
-            st.tuples(
-                st.integers(0, 9),
-                st.integers(0, 3),
-                st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 9)), max_size=3),
-            ),
-            max_size=8,
-        )
-    )
-    rows.sort(key=lambda one: one[0])
-    count = len(rows)
-    return BoxTable(
-        leaf=np.array([leaf for leaf, _, _ in rows], np.int64),
-        rank=np.array([rank for _, rank, _ in rows], np.int64),
-        row=np.arange(count),
-        origin=np.array([begin for _, _, box in rows for begin, _ in box], np.int64),
-        shape=np.array([extent for _, _, box in rows for _, extent in box], np.int64),
-        bounds=np.cumsum([0, *(len(box) for _, _, box in rows)]),
-    )
+    rows = []
+    for leaf in sorted(draw(st.lists(st.integers(0, len(FORMS) - 1), max_size=8))):
+        whole = FORMS[leaf][1]
+        origin = tuple(draw(st.integers(0, extent)) for extent in whole)
+        shape = tuple(draw(st.integers(0, extent - at)) for extent, at in zip(whole, origin, strict=True))
+        rows.append((leaf, draw(st.integers(0, 3)), origin, shape))
+    return table_of(rows)
 
 
-def read(data: bytes, ranks: int = 4, leaves: int = 10) -> BoxTable:
+def read(data: bytes, ranks: int = 4, leaves: int = len(FORMS)) -> BoxTable:
     return decode_boxes(data, id=ID, save_id=SAVE, ranks=ranks, leaves=leaves)
 
 
 @given(tables())
 def test_a_table_of_boxes_comes_back_as_it_was(table: BoxTable) -> None:
     found = read(encode_boxes(table, ID, SAVE))
-    for name in ("leaf", "rank", "row", "origin", "shape", "bounds"):
+    for name in ("leaf", "rank", "row", "origin", "shape", "bounds", "code", "whole", "ends"):
         assert np.array_equal(getattr(found, name), getattr(table, name)), name
     assert found.of_ranks() == sorted(set(table.rank.tolist()))
+    assert found.forms() == FORMS
 
 
-TABLE = BoxTable(*(np.array(one) for one in ([0, 1], [0, 3], [0, 0], [0, 4], [4, 4], [0, 1, 2])))
+TABLE = table_of([(0, 0, (0, 0), (4, 4)), (0, 3, (4, 0), (4, 4)), (1, 2, (), ())])
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"leaf": np.array([1, 0])}, "not in order"),
-        ({"leaf": np.array([1, 10])}, "beyond the 10"),
-        ({"rank": np.array([0, 4])}, "a rank beyond the 4"),
-        ({"bounds": np.array([0, 2, 1])}, "does not divide"),
-        ({"bounds": np.array([0, 1, 3])}, "does not divide"),
+        ({"leaf": np.array([0, 1, 0])}, "not in order"),
+        ({"leaf": np.array([0, 0, 4])}, "beyond the 4"),
+        ({"rank": np.array([0, 4, 0])}, "a rank beyond the 4"),
+        ({"bounds": np.array([0, 2, 1, 4])}, "'shape.ends' does not divide"),
+        ({"bounds": np.array([0, 2, 4, 5])}, "'shape.ends' does not divide"),
+        ({"bounds": np.array([0, 1, 4, 4])}, "not as many dimensions as its leaf"),
+        ({"ends": np.array([0, 2, 2, 5, 7])}, "'whole.ends' does not divide"),
         ({"origin": np.array([0])}, "more or fewer offsets"),
+        ({"origin": np.array([0, 0, 5, 0])}, "reaches beyond its leaf"),
         ({"row": np.array([0])}, "different lengths"),
+        ({"code": np.array([0])}, "not about the 4 leaves"),
+        ({"code": np.array([0, 1, 2, 9])}, "a dtype that is not listed"),
+        ({"dtypes": ["float32", "int64", "bfloat16", "a wish"]}, "which this version does not know"),
+        ({"whole": np.array([2**60, 2**60, 6, 6, 6, 0])}, "more than 2\\^62 bytes"),
+        ({"whole": np.array([2**63, 4, 6, 6, 6, 0], np.uint64)}, "a number beyond 2\\^62"),
     ],
 )
 def test_a_table_that_contradicts_itself_is_refused(change: dict[str, Any], why: str) -> None:
-    assert len(read(encode_boxes(TABLE, ID, SAVE))) == 2
+    assert len(read(encode_boxes(TABLE, ID, SAVE))) == 3
     with pytest.raises(CorruptionError, match=why):
         read(encode_boxes(replace(TABLE, **change), ID, SAVE))
 
