@@ -24,10 +24,26 @@ def test_the_demo_kills_resumes_and_proves(tmp_path: Path) -> None:
     assert account["schema"] == "holdfast.demo/1"
     assert account["equal"] is True and account["kills"] == 2 and account["difference"] is None
     assert account["stall_median_s"] > 0 and account["one_copy_s"] > 0 and account["leaves"] > 100
+    assert account["restarts_from_memory"] + account["restarts_from_disk"] + account["restarts_from_scratch"] == 2
+    assert account["restarts_from_memory"] >= 1 and account["stall_in_memory_median_s"] > 0
+    assert sum(account["steps_done_again"]) <= sum(account["steps_done_again_from_disk_alone"])
+    assert account["not_kept_in_memory"] is None
     assert "training untouched" in done.stderr
     assert holdfast("verify", str(kept / "checkpoints")).returncode == 0
     again = holdfast("demo", "--keep", str(kept))
     assert again.returncode == 2 and "not empty" in again.stderr
+
+
+def test_without_shared_memory_the_demo_says_so_and_comes_back_from_disk(tmp_path: Path) -> None:
+    code = (
+        "from holdfast.image import slots; from holdfast.cli import main; "
+        f"slots.SHARED_MEMORY = {str(tmp_path / 'none')!r}; main()"
+    )
+    command = [sys.executable, "-c", code, "demo", "--kills", "1", "--steps", "16", "--save-every", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "EQUAL" in done.stdout and "from memory" not in done.stdout
+    assert "not in memory" in done.stdout and "shared memory cannot be used" in done.stdout
 
 
 def test_the_script_to_take_home_goes_on_where_it_was(tmp_path: Path) -> None:

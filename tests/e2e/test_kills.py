@@ -29,3 +29,22 @@ def test_r2_twenty_kills(tmp_path: Path) -> None:
     assert account["kills"] >= 20
     assert account["kills_while_saving"] >= 1
     assert account["kills_while_starting"] >= 1
+
+
+@pytest.mark.campaign
+def test_r2_twenty_kills_with_a_memory_tier(tmp_path: Path) -> None:
+    """Every state that a process goes on from is bitwise the one that its step had when nobody killed the training."""
+    out = tmp_path / "account.json"
+    arguments = ("--memory", "--kills", "20", "--per-round", "6", "--steps", "40", "--seed", "5", "--json", str(out))
+    status, _, said = run("holdfast.demo.campaign", *arguments, timeout=300)
+    assert out.exists(), said
+    account: dict[str, Any] = json.loads(out.read_text())
+    assert status == 0, account
+    assert account["equal"] is True and account["kills"] >= 20
+    assert account["restarts_different"] == 0 and account["restarts_from_memory"] >= 5
+    assert account["restarts_equal"] == account["restarts_from_memory"] + account["restarts_from_store"]
+    assert account["not_from_the_newest_sealed_state"]["otherwise"] == []
+    assert account["fenced"]["rounds"] >= 1 and account["not_kept_in_memory"] is None
+    assert account["flushes"]["killed"] >= 1 and len(account["kills_by_place"]) >= 4
+    assert sum(sum(points.values()) for points in account["kills_at_named_points"].values()) >= 3
+    assert account["steps_done_again"] < account["steps_done_again_from_the_store_alone"]

@@ -33,6 +33,7 @@ class Adopting:
         self._tier.adopt(None)
         self._tier.hold()
         for candidate in self._tier.candidates(self._say):
+            crashpoint("memory image found, not adopted")
             try:
                 result = self._restored(candidate, prepare)
             except (CorruptionError, OSError) as error:

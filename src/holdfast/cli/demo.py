@@ -6,6 +6,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,19 +46,21 @@ def demo(  # noqa: PLR0917 - options; nobody passes them by position
     """Train a small GPT, kill it again and again, and compare.
 
     Trains on the sources of Python's own standard library, twice: once untouched, once killed with SIGKILL at random
-    moments, during saves and between them, and started again. Then compares both final states in every bit. Needs
-    torch; takes about a minute on two cores. The training script, to take home, is holdfast/demo/train_gpt.py.
+    moments, during saves and between them, and started again: from memory, where that run keeps every step beside its
+    saves to disk. Then compares both final states in every bit. Needs torch; takes about a minute on two cores. The
+    training script, to take home, is holdfast/demo/train_gpt.py.
     """
     from holdfast.demo import account as accounts
     from holdfast.demo import runner
     from holdfast.demo.plan import draw_plan
+    from holdfast.demo.sharing import own_shared_memory
 
-    with _place(keep) as place:
+    with _place(keep) as place, own_shared_memory():
         runner.load_framework()
-        plan = draw_plan(kills=kills, steps=steps, save_every=save_every, seed=seed)
+        plan = draw_plan(kills=kills, steps=steps, save_every=save_every, seed=seed, memory=True)
         with _progress() as tell:
             running = runner.Runner(place, tell)
-            account = running.killed(plan, running.untouched(plan))
+            account = running.killed(plan, running.untouched(replace(plan, memory=False)))
         if json:
             output.document("demo", {**accounts.document(account), "kept": str(keep) if keep else None})
         else:

@@ -9,10 +9,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.demo.runner import Account
-from holdfast.report.measures import seconds, size
+from holdfast.demo.children import Life
+from holdfast.demo.outcome import Account
+from holdfast.report.measures import count, seconds, size
 
-BAR: Final = 26
+BAR: Final = 23
 PIPE_WIDTH: Final = 1000
 MOST_LIVES: Final = 25
 """More are told in numbers only."""
@@ -28,9 +29,16 @@ def document(account: Account) -> dict[str, Any]:
         "kills_while_saving": account.kills_while_saving,
         "steps": account.plan.steps,
         "steps_done_again": list(account.lost),
+        "steps_done_again_from_disk_alone": list(account.lost_from_disk),
+        "restarts_from_memory": account.from_memory,
+        "restarts_from_disk": account.from_disk,
+        "restarts_from_scratch": account.from_scratch,
+        "not_kept_in_memory": account.memory_off or None,
         "save_every": account.plan.save_every,
-        "saves": len(_stalls(account)),
+        "saves": len(account.stalls_s),
         "stall_median_s": account.stall_s,
+        "kept_in_memory": len(account.memory_stalls_s),
+        "stall_in_memory_median_s": account.memory_stall_s,
         "one_copy_s": account.copy_s,
         "state_bytes": account.bytes,
         "loss": account.loss,
@@ -63,16 +71,26 @@ def _lives(account: Account, unicode: bool) -> Table:
     table = Table.grid(padding=(0, 2))
     stroke, end = ("━", "╳") if unicode else ("=", "x")
     for number, life in enumerate(account.lives, 1):
-        begin, stop = (round((step or 0) / account.plan.steps * BAR) for step in (life.began, life.reached))
+        begin, stop = (round((step or 0) / account.plan.steps * BAR) for step in (life.began, life.at))
         bar = Text(" " * begin)
         bar.append(stroke * max(stop - begin, 1), style="cyan" if life.killed else "green")
         bar.append(end if life.killed else "", style="bold red")
-        how = "killed" + (" in a save" if life.saving else "") if life.killed else "finished"
-        words = (
-            f"steps {life.began} to {life.reached}, {how}" if life.began is not None else f"{how} before its first step"
-        )
+        words = _told(life, None if number == 1 else _source(life))
         table.add_row(Text(f"process {number}", style="dim"), bar, words)
     return table
+
+
+def _told(life: Life, source: str | None) -> str:
+    how = "killed" + (" in a save" if life.saving else "") if life.killed else "finished"
+    if life.began is None:
+        return f"{how} before its first step"
+    return f"{f'{source}: ' if source else ''}steps {life.began} to {life.at}, {how}"
+
+
+def _source(life: Life) -> str:
+    if life.restored is None:
+        return "scratch"
+    return "memory" if life.adopted else "disk"
 
 
 def _table(account: Account) -> Table:
@@ -85,21 +103,41 @@ def _table(account: Account) -> Table:
 
 def lines(account: Account) -> list[tuple[str, str]]:
     """What is told, by name."""
-    lost = account.lost
-    again = f"{sum(lost)} in all, at most {max(lost)} per kill" if lost else "none"
-    stall = (
-        "none" if account.stall_s is None else f"{seconds(account.stall_s)}, median of {len(_stalls(account))} saves"
-    )
-    copy = "" if account.copy_s is None else f" (one copy in memory: {seconds(account.copy_s)})"
     loss = "" if account.loss is None else f", loss {account.loss:.3f}"
-    return [
+    copy = "" if account.copy_s is None else f" (one copy in memory: {seconds(account.copy_s)})"
+    found = [
         ("trained", f"a GPT for {account.plan.steps} steps{loss}, saving every {account.plan.save_every}"),
         ("kill -9", f"{account.kills} times, {account.kills_while_saving} of them during a save"),
-        ("steps done again", again),
-        ("stall per save", stall + copy),
+        ("came back", _came_back(account)),
+        ("steps done again", _again(account.lost)),
+        ("stall per save", _stall(account.stall_s, len(account.stalls_s), "save", copy)),
         ("a checkpoint", f"{size(account.bytes)} in {account.comparison.leaves} leaves"),
         ("took", seconds(account.seconds)),
     ]
+    if account.plan.memory:
+        alone = ("with the disk alone", _again(account.lost_from_disk))
+        kept = (
+            "stall per step",
+            _stall(account.memory_stall_s, len(account.memory_stalls_s), "step", " kept in memory"),
+        )
+        found[4:5] = [alone, found[4], kept]
+    if account.memory_off:
+        found.insert(3, ("not in memory", f"{account.memory_off}; what was not kept there comes from disk"))
+    return found
+
+
+def _came_back(account: Account) -> str:
+    ways = [(account.from_memory, "memory"), (account.from_disk, "disk"), (account.from_scratch, "scratch")]
+    told = [f"{count(number, 'time')} from {way}" for number, way in ways if number]
+    return ", ".join(told) or "never"
+
+
+def _again(lost: tuple[int, ...]) -> str:
+    return f"{sum(lost)} in all, at most {max(lost)} per kill" if lost else "none"
+
+
+def _stall(stall_s: float | None, number: int, noun: str, more: str) -> str:
+    return "none" if stall_s is None else f"{seconds(stall_s)}, median of {count(number, noun)}{more}"
 
 
 def verdict(account: Account) -> str:
@@ -112,7 +150,3 @@ def verdict(account: Account) -> str:
         "The killed run ended in exactly the state of one that was never touched: weights, optimizer, scheduler, "
         "random generators and position in the data, bit for bit."
     )
-
-
-def _stalls(account: Account) -> list[float]:
-    return [stall for life in (account.untouched, *account.lives) for stall in life.stalls_s]

@@ -19,12 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.demo.trace import Place
 from holdfast.errors import DeadlineExceeded
 from holdfast.report.growing import GrowingLines
 
 POLL_S: Final = 0.0005
 LIFE_S: Final = 300.0
 """No life of a child of the demo takes so long: one that does hangs, and is told so."""
+LOOK_S: Final = 1.0
+"""No two looks at a child lie further apart, unless this process was stopped meanwhile."""
+
+MEMORY_OFF: Final = "states are not kept in memory: "
+"""What the warning begins with that says why."""
 
 Train = Callable[[Path, Callable[[int, float], None]], None]
 """Trains, given where its events go and what to call after each step with its number and loss."""
@@ -37,7 +43,10 @@ class Life:
     began: the step that it resumed from (0: from scratch; None: it ended before that). reached: steps completed.
     status: exit status, or minus the signal that ended it. saving: a save had begun, and had neither been committed nor
     failed, when it ended. restored: step and content of what it went on from, None if from scratch; `adopted`: out of
-    memory. remembered: the content of each step that it sealed in memory.
+    memory. remembered: the content of each step that it sealed in memory, and memory_stalls_s how long each held it.
+    memory_off: why nothing was kept in memory. place: the place of the protocol that it was in at its end, and point
+    where it killed itself there, as its trace says. saved: the step of the save that it began last. durable: the newest
+    step in the store after it.
     """
 
     began: int | None
@@ -50,6 +59,17 @@ class Life:
     restored: tuple[int, str] | None = None
     adopted: bool = False
     remembered: Mapping[int, str] = field(default_factory=dict)
+    memory_stalls_s: tuple[float, ...] = ()
+    memory_off: str = ""
+    place: Place | None = None
+    point: str | None = None
+    saved: int | None = None
+    durable: int = 0
+
+    @property
+    def at(self) -> int:
+        """The step that it had come to, at its end."""
+        return max(self.reached, self.began or 0)
 
     @property
     def killed(self) -> bool:
@@ -65,6 +85,9 @@ class Child:
     counter: mmap.mmap
     started: float = field(default_factory=time.monotonic)
     status: int | None = None
+    _looked: float = field(default_factory=time.monotonic)
+    _seen_s: float = 0.0
+    """How long it has been looked at: what a pause of both of them takes is no time of its own."""
     _lines: GrowingLines | None = None
     _seen: list[dict[str, Any]] = field(default_factory=list)
 
@@ -85,19 +108,22 @@ class Child:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.status = os.waitstatus_to_exitcode(status)
-        if self.status is None and time.monotonic() - self.started > LIFE_S:
+        now = time.monotonic()
+        self._seen_s += min(now - self._looked, LOOK_S)
+        self._looked = now
+        if self.status is None and self._seen_s > LIFE_S:
             self.kill()
             raise DeadlineExceeded(
                 f"the training process {self.pid} did not end within {LIFE_S:g} s", subject=str(self.pid)
             )
         return self.status is None
 
-    def wait_until(self, reached: Callable[[], bool]) -> bool:
+    def wait_until(self, reached: Callable[[], bool], poll_s: float = POLL_S) -> bool:
         """Whether it came so far before it ended."""
         while self.running():
             if reached():
                 return True
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
         return False
 
     def kill(self) -> None:
@@ -108,7 +134,7 @@ class Child:
 
     def end(self) -> Life:
         """Waits for the end that it comes to by itself."""
-        self.wait_until(lambda: False)
+        self.wait_until(lambda: False, 10 * POLL_S)
         return self.life()
 
     def life(self) -> Life:
@@ -118,6 +144,7 @@ class Child:
         begun = [event for event in events if event["event"] == "SaveStarted"]
         ended = {event["id"]["step"] for event in events if event["event"] in ("Committed", "SaveFailed")}
         restored = [(event["id"]["step"], event.get("content", "")) for event in events if event["event"] == "Restored"]
+        remembered = [event for event in events if event["event"] == "Remembered"]
         return Life(
             began=restored[-1][0] if restored else (0 if self.step else None),
             reached=self.step,
@@ -128,8 +155,16 @@ class Child:
             bytes=max((event["bytes"] for event in begun), default=0),
             restored=restored[-1] if restored else None,
             adopted=bool(restored) and any(event["event"] == "Adopted" for event in events),
-            remembered={event["id"]["step"]: event["content"] for event in events if event["event"] == "Remembered"},
+            remembered={event["id"]["step"]: event["content"] for event in remembered},
+            memory_stalls_s=tuple(event["stall_s"] for event in remembered),
+            saved=begun[-1]["id"]["step"] if begun else None,
+            memory_off=next((why for why in map(_memory_off, events) if why), ""),
         )
+
+
+def _memory_off(event: Mapping[str, Any]) -> str:
+    message = str(event["message"]) if event["event"] == "Warned" else ""
+    return message.removeprefix(MEMORY_OFF) if message.startswith(MEMORY_OFF) else ""
 
 
 def start(train: Train, events: Path, output: Path) -> Child:

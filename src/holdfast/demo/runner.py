@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.crashpoints import armed
 from holdfast.demo.children import Child, Life, Train, ask, start
-from holdfast.demo.comparison import Comparison, compare, read
-from holdfast.demo.plan import POINTS, Kill, Plan
+from holdfast.demo.comparison import compare, read
+from holdfast.demo.outcome import Account, Flushing
+from holdfast.demo.plan import PLACES, Flush, Kill, Plan
+from holdfast.demo.trace import ORDER, Death, Place, Trace
 from holdfast.errors import HoldfastError, MissingExtra
+from holdfast.model.names import CheckpointId, run_key
+from holdfast.repo.lineage import latest, resolve
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
+from holdfast.upkeep.flush import execute, plan_flush
 
 UNTOUCHED: Final = "untouched"
 KILLED: Final = "killed"
@@ -29,52 +31,15 @@ SAVE_PHASES: Final = ("SaveStarted", "Captured", "PackWritten")
 INSIDE_SAVE_S: Final = 0.003
 LONG_STEP_S: Final = 0.2
 LATE_STEPS: Final = 3
+SELDOM_S: Final = 0.005
+"""How often a child is looked at that ends itself."""
 
 Tell = Callable[[str, int, int], None]
 """Told how far the demo is: what it does, steps done, steps in all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """What happened. `untouched` is the one life of the uninterrupted run."""
-
-    plan: Plan
-    untouched: Life
-    lives: tuple[Life, ...]
-    comparison: Comparison
-    loss: float | None
-    copy_s: float | None
-    """One copy of the state's bytes within warm memory, median of many."""
-    seconds: float
-    bytes: int = 0
-
-    @property
-    def kills(self) -> int:
-        return sum(life.killed for life in self.lives)
-
-    @property
-    def kills_while_saving(self) -> int:
-        return sum(life.killed and life.saving for life in self.lives)
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Steps that had to be done again after each kill."""
-        out = []
-        for number, life in enumerate(self.lives):
-            begins = [later.began for later in self.lives[number + 1 :] if later.began is not None]
-            if life.killed:
-                out.append(max(life.reached - begins[0], 0) if begins else 0)
-        return tuple(out)
-
-    @property
-    def stall_s(self) -> float | None:
-        stalls = [stall for life in (self.untouched, *self.lives) for stall in life.stalls_s]
-        return statistics.median(stalls) if stalls else None
-
-    @property
-    def proven(self) -> bool:
-        """Equal in every bit, and not because nothing was killed."""
-        return self.comparison.equal and self.kills >= 1
+def tell_nobody(what: str, done: int, total: int) -> None:
+    """For those who do not watch."""
 
 
 @dataclass
@@ -82,24 +47,32 @@ class Runner:
     """Executes plans in `place`, which then holds checkpoints, events and what the children printed."""
 
     place: Path
-    tell: Tell = lambda what, done, total: None
+    tell: Tell = tell_nobody
     _start_s: float = 0.5
+    _usual_s: dict[Place, float] = field(default_factory=dict)
+    """How long a passage through each place of the protocol took last."""
 
     def untouched(self, plan: Plan) -> Life:
         """The run that nobody kills, in one life."""
         self.place.mkdir(parents=True, exist_ok=True)
-        child = self._start(plan, UNTOUCHED, 0)
+        child = self._start(plan, UNTOUCHED, 0, None, Trace())
         if child.wait_until(lambda: child.step > 0):
             self._start_s = time.monotonic() - child.started
         while child.running():
             self.tell("training untouched", child.step, plan.steps)
             time.sleep(0.02)
-        return self._well(child.life())
+        life = self._well(child.life())
+        if not plan.memory:
+            return life
+        # The last step goes to the store, and is not told of as one that memory holds.
+        repo = Repo.open(open_store(self.checkpoints))
+        last = repo.manifest(resolve(repo, UNTOUCHED, "latest"))
+        return replace(life, remembered={**life.remembered, last.id.step: last.content})
 
     def killed(self, plan: Plan, untouched: Life, run: str = KILLED) -> Account:
         """The same training again as `run`, killed as planned, and compared with the untouched one."""
         began = time.monotonic()
-        lives = self._lives(plan, run)
+        lives, flushes = self._lives(plan, run)
         repo = Repo.open(open_store(self.checkpoints))
         one, other = read(repo, UNTOUCHED), read(repo, run)
         return Account(
@@ -111,6 +84,8 @@ class Runner:
             copy_s=ask(lambda: copy_seconds(other.bytes), self.output),
             seconds=untouched.seconds + time.monotonic() - began,
             bytes=other.bytes,
+            run=run,
+            flushes=tuple(flushes),
         )
 
     @property
@@ -121,30 +96,67 @@ class Runner:
     def output(self) -> Path:
         return self.place / "output.txt"
 
-    def _lives(self, plan: Plan, run: str) -> list[Life]:
+    def _lives(self, plan: Plan, run: str) -> tuple[list[Life], list[Flushing]]:
         lives: list[Life] = []
-        for number, kill in enumerate(plan.kills):
-            child = self._start(plan, run, number, kill)
-            if self._until(child, kill, partial(self._told, plan, number)):
-                child.kill()
-            lives.append(self._well(child.life()))
+        flushes: list[Flushing] = []
+        for kill in plan.kills:
+            lives.append(self._life(plan, run, len(lives), kill))
             if not lives[-1].killed:
-                return lives
-        child = self._start(plan, run, len(lives))
-        while child.running():
-            self._told(plan, len(lives), child.step)
-            time.sleep(0.02)
-        return [*lives, self._well(child.life())]
+                return lives, flushes
+            if kill.then is not None:
+                flushes.append(self._flush(run, len(lives) - 1, kill.then))
+        return [*lives, self._life(plan, run, len(lives), None)], flushes
 
-    def _until(self, child: Child, kill: Kill, told: Callable[[int], None]) -> bool:
+    def _life(self, plan: Plan, run: str, number: int, kill: Kill | None) -> Life:
+        """Trains in a process of its own, until it is killed or ends."""
+        trace = Trace()
+        told = partial(self._told, plan, number)
+        child = self._start(plan, run, number, kill, trace)
+        if kill is not None and self._until(child, kill, plan, told):
+            child.kill()
+        while child.running():
+            told(child.step)
+            time.sleep(0.02)
+        life = self._well(child.life())
+        self._note(trace)
+        newest = self._durable(run)
+        return replace(life, place=trace.place, point=trace.point, durable=newest.step if newest is not None else 0)
+
+    def _flush(self, run: str, after: int, flush: Flush) -> Flushing:
+        """Flushes what is left in memory in a process of its own, until that is killed or ends."""
+        trace, before = Trace(), self._durable(run)
+        dies = flush.point is not None or flush.moment is not None
+        death = Death("flush", flush.point, flush.moment or 0.0) if dies else None
+
+        def work(events: Path, on_step: Callable[[int, float], None]) -> None:
+            with trace.followed(death), trace.inside("flush", death, usual_s=self._usual_s.get("flush", 0.0)):
+                repo = Repo.open(open_store(self.checkpoints))
+                execute(repo, plan_flush(repo, run_key(run)))
+
+        child = start(work, self.place / "no-events.jsonl", self.output)
+        life = self._well(child.end())
+        self._note(trace)
+        written = self._durable(run) != before
+        return Flushing(after, life.status, trace.point, trace.place == "flush", written)
+
+    def _note(self, trace: Trace) -> None:
+        for place in ORDER:
+            if trace.passages[place]:
+                self._usual_s[place] = trace.seconds(place)
+
+    def _durable(self, run: str) -> CheckpointId | None:
+        """The newest checkpoint in the store."""
+        return latest(Repo.open(open_store(self.checkpoints)), run)
+
+    def _until(self, child: Child, kill: Kill, plan: Plan, told: Callable[[int], None]) -> bool:
         """Waits for the moment; whether the child has lived to see it."""
         if kill.during == "start":
             time.sleep(kill.moment * self._start_s)
             return child.running()
-        if kill.during in POINTS:
+        if kill.during in PLACES:
             # It ends itself there; what never comes there, or is the last to, is killed a while later.
-            late = 1 if kill.during in ("adopt", "reseal") else kill.after + LATE_STEPS
-            return child.wait_until(lambda: child.step >= max(late, 1))
+            late = kill.after + LATE_STEPS + (plan.save_every if kill.during == "write" else 0)
+            return child.wait_until(lambda: child.step >= (1 if kill.during == "adopt" else late), SELDOM_S)
 
         def far_enough() -> bool:
             told(child.step)
@@ -167,10 +179,11 @@ class Runner:
     def _told(self, plan: Plan, kills: int, done: int) -> None:
         self.tell(f"training, {kills} of {len(plan.kills)} kills", done, plan.steps)
 
-    def _start(self, plan: Plan, run: str, life: int, kill: Kill | None = None) -> Child:
-        return start(self._training(plan, run, kill), self.place / f"events-{run}-{life:03d}.jsonl", self.output)
+    def _start(self, plan: Plan, run: str, life: int, kill: Kill | None, trace: Trace) -> Child:
+        events = self.place / f"events-{run}-{life:03d}.jsonl"
+        return start(self._training(plan, run, kill, trace), events, self.output)
 
-    def _training(self, plan: Plan, run: str, kill: Kill | None = None) -> Train:
+    def _training(self, plan: Plan, run: str, kill: Kill | None, trace: Trace) -> Train:
         def train(events: Path, on_step: Callable[[int, float], None]) -> None:
             import numpy as np
             import torch
@@ -186,13 +199,24 @@ class Runner:
             np.random.seed(0)
             for name, value in plan.sizes.items():
                 setattr(train_gpt, name, value)
-            with _killing_itself(kill, on_step) as told:
+            done = 0
+
+            def told(step: int, loss: float) -> None:
+                nonlocal done
+                done = step
+                on_step(step, loss)
+
+            with ExitStack() as stack:
+                if plan.traced:
+                    death = _death(kill, lambda: done)
+                    stack.enter_context(trace.followed(death, usual_s=self._usual_s))
                 train_gpt.train(
                     str(self.checkpoints),
                     run=run,
                     steps=plan.steps,
                     save_every=plan.save_every,
                     memory=every(steps=1) if plan.memory else None,
+                    capture=plan.capture,
                     sinks=[JsonLines(events)],
                     on_step=told,
                 )
@@ -211,25 +235,12 @@ class Runner:
         return life
 
 
-@contextmanager
-def _killing_itself(kill: Kill | None, on_step: Callable[[int, float], None]) -> Iterator[Callable[[int, float], None]]:
-    """In the child: it ends by SIGKILL at the point where it is to, if at one. Gives what to call after each step."""
-    if kill is None or kill.during not in POINTS:
-        yield on_step
-        return
-    done = 0
-
-    def told(step: int, loss: float) -> None:
-        nonlocal done
-        done = step
-        on_step(step, loss)
-
-    def passed() -> None:
-        if kill.during in ("adopt", "reseal") or done >= kill.after:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with armed(POINTS[kill.during], passed):
-        yield told
+def _death(kill: Kill | None, done: Callable[[], int]) -> Death | None:
+    """How a child ends itself, if it is to."""
+    if kill is None or kill.during not in PLACES:
+        return None
+    place, after = kill.during, kill.after
+    return Death(place, kill.point, kill.moment, lambda: place == "adopt" or done() >= after)
 
 
 class TrainingFailed(HoldfastError):

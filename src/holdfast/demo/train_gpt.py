@@ -57,9 +57,7 @@ def show(step: int, loss: float) -> None:
         print(f"step {step:5d}   loss {loss:.4f}", flush=True)
 
 
-def train(
-    where: str, *, run: str, steps: int, save_every: int, memory: Any = None, sinks: Any = (), on_step: Any = show
-) -> None:
+def train(where: str, *, run: str, steps: int, save_every: int, on_step: Any = show, **options: Any) -> None:
     torch.manual_seed(0)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -68,9 +66,7 @@ def train(
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     when, what = every(steps=save_every) | on.end() | on.signal(), keep.latest(3)
-    with holdfast.Checkpointer(
-        where, state, run=run, data=loader, save=when, keep=what, memory=memory, sinks=sinks
-    ) as ckpt:
+    with holdfast.Checkpointer(where, state, run=run, data=loader, save=when, keep=what, **options) as ckpt:
         for step in ckpt.steps(steps):
             (text,) = next(ckpt.batches)
             logits = model(text[:, :-1].int())

@@ -96,6 +96,7 @@ def execute(repo: Repo, plan: FlushPlan, *, report: Report | None = None) -> Flu
             flushed = _written(repo, plan.run, image, report)
         finally:
             image.close()
+        crashpoint("flushed image committed, still in memory")
         slot.discard()
     return flushed
 
@@ -137,6 +138,7 @@ def _written(repo: Repo, run: str, image: Image, report: Report | None) -> Flush
     verdict = judge(repo, run, image.footer)
     if isinstance(verdict, str):
         raise _gone_on(repo, run, verdict)
+    crashpoint("image to be flushed is whole, run not yet claimed")
     try:
         attempt = claim(repo, run, verdict.base, wait_s=0.0, report=report)
     except CheckpointNotFound as error:
@@ -165,6 +167,7 @@ def _commit(repo: Repo, attempt: Attempt, image: Image, manifest: Manifest, inde
                 receipts.append(
                     repo.store.put_if_absent(f"{id.directory}/{pack.name}", Bytes(view), token=manifest.save_id)
                 )
+        crashpoint("flushed pack durable, index not yet")
         receipt, entry = put_index(repo, id, index)
         crashpoint("flushed image written, not committed")
         commit(repo, replace(manifest, id=id, indexes=(entry,)), [*receipts, receipt])

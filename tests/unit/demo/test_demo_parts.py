@@ -8,6 +8,7 @@ import mmap
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import holdfast
 from holdfast.demo import account as accounts
 from holdfast.demo.children import Child, Life, ask, start
 from holdfast.demo.comparison import Comparison, compare, read
+from holdfast.demo.outcome import Account
 from holdfast.demo.plan import draw_plan
-from holdfast.demo.runner import Account
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
 
@@ -107,6 +108,23 @@ def test_a_child_that_fails_says_why(tmp_path: Path) -> None:
     assert ask(lambda: 1 / 0, tmp_path / "output") is None
 
 
+def test_a_killed_child_tells_what_it_kept_and_why_not_more(tmp_path: Path) -> None:
+    lines = [
+        {"event": "Restored", "id": {"step": 4}, "content": "c4"},
+        {"event": "Adopted", "id": {"step": 4}},
+        {"event": "SaveStarted", "id": {"step": 5}, "bytes": 10},
+        {"event": "Remembered", "id": {"step": 6}, "content": "c6", "stall_s": 0.25},
+        {"event": "Warned", "message": "a metric was never logged"},
+        {"event": "Warned", "message": "states are not kept in memory: there is no room"},
+    ]
+    events = tmp_path / "events"
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    life = Child(0, events, mmap.mmap(-1, mmap.PAGESIZE), status=-signal.SIGKILL).life()
+    assert (life.restored, life.adopted, life.saved, life.at) == ((4, "c4"), True, 5, 4)
+    assert life.remembered == {6: "c6"} and life.memory_stalls_s == (0.25,)
+    assert life.memory_off == "there is no room"
+
+
 def made(difference: str | None = None, kills: int = 2) -> Account:
     lives = [Life(0, 12, -9, True, 1.0, (0.002,)), Life(None, 0, -9, False, 1.0), Life(10, 30, 0, False, 1.0, (0.004,))]
     return Account(
@@ -127,6 +145,34 @@ def test_steps_lost_are_those_done_again_by_the_next_life_that_came_so_far() -> 
     assert (account.kills, account.kills_while_saving, account.stall_s) == (2, 1, 0.003)
     assert accounts.document(account)["steps_done_again"] == [2, 0]
     json.dumps(accounts.document(account), allow_nan=False)
+
+
+def remembering(off: str = "") -> Account:
+    first = Life(0, 17, -9, False, 1.0, (0.002,), memory_stalls_s=(0.001,), durable=10, memory_off=off)
+    second = Life(16, 16, -9, False, 1.0, restored=(16, "c"), adopted=True, durable=10)
+    third = Life(10, 30, 0, False, 1.0, restored=(10, "d"), durable=30)
+    return replace(
+        made(), plan=draw_plan(kills=2, steps=30, save_every=10, seed=0, memory=True), lives=(first, second, third)
+    )
+
+
+def test_what_memory_saved_is_told_beside_what_the_disk_alone_would_have_lost() -> None:
+    account = remembering()
+    assert account.lost == (1, 6) and account.lost_from_disk == (7, 6)
+    assert (account.from_memory, account.from_disk, account.from_scratch) == (1, 1, 0)
+    told = dict(accounts.lines(account))
+    assert told["came back"] == "1 time from memory, 1 time from disk"
+    assert told["steps done again"] == "7 in all, at most 6 per kill"
+    assert told["with the disk alone"] == "13 in all, at most 7 per kill"
+    assert told["stall per step"] == "1.0 ms, median of 1 step kept in memory"
+    assert "not in memory" not in told
+    assert accounts.document(account)["steps_done_again_from_disk_alone"] == [7, 6]
+
+
+def test_where_memory_has_no_room_the_account_says_why() -> None:
+    account = remembering("two images of 7.3 MiB do not fit")
+    assert dict(accounts.lines(account))["not in memory"].startswith("two images of 7.3 MiB do not fit; ")
+    assert accounts.document(account)["not_kept_in_memory"] == "two images of 7.3 MiB do not fit"
 
 
 @pytest.mark.parametrize("unicode", [True, False])
