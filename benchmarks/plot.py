@@ -65,7 +65,7 @@ class Panel:
 
 
 SAVERS = ("holdfast save()", "dcp.async_save, thread", "dcp.async_save, process", "torch.save")
-FENCED_SAVERS = ("holdfast save(), fenced", "holdfast save(), eager", *SAVERS[1:])
+FENCED_SAVERS = ("holdfast save(), fenced", "holdfast save(), eager", *SAVERS[1:3])
 WRITERS = (
     "holdfast save(wait=True)",
     "holdfast.save, one-off",
@@ -76,6 +76,10 @@ WRITERS = (
 )
 RESTARTERS = ("restore() from memory, one thread", "torch.load + copy, cold disk")
 READERS = ("holdfast.load", "safetensors + copy", "torch.load(mmap) + copy", "dcp.load", "torch.load + copy")
+
+
+def is_ours(name: str) -> bool:
+    return "holdfast" in name or NAMES.get(name, "").startswith("Holdfast")
 
 
 def panels(documents: dict[str, Any]) -> list[Panel]:
@@ -132,7 +136,7 @@ def draw(axes: Any, panel: Panel, document: dict[str, Any]) -> None:
     found = [multiple(seconds[name], seconds[panel.reference], of_medians=panel.of_medians) for name in shown]
     widest = max(panel.goal, *(max(middle, high) for middle, _, high in found))
     for place, (name, (middle, low, high)) in enumerate(zip(shown, found, strict=True)):
-        colour = OURS if "holdfast" in name else THEIRS
+        colour = OURS if is_ours(name) else THEIRS
         axes.barh(place, middle, height=0.52, color=colour, alpha=1.0 if place == 0 else 0.6, linewidth=0)
         axes.plot([low, high], [place, place], color=TEXT, linewidth=1.6, solid_capstyle="butt")
         end = max(high, middle, 0.0)
@@ -215,7 +219,7 @@ def memory_figure(document: dict[str, Any]) -> Any:
         for place, name in enumerate(names):
             own = float(np.median(document["bytes"][f"{name}: held"])) / table.MIB
             whole = max(float(np.median(document["bytes"][f"{name}: with page cache"])) / table.MIB, own)
-            colour = OURS if "holdfast" in name else THEIRS
+            colour = OURS if is_ours(name) else THEIRS
             axes.barh(place, whole, height=0.52, color=colour, alpha=0.3, linewidth=0)
             axes.barh(place, own, height=0.52, color=colour, linewidth=0)
             words = f"{own:,.0f}" + (f" + {whole - own:,.0f} cache" if whole - own > 32 else "")
