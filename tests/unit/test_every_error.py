@@ -149,6 +149,18 @@ def another_shape(place: Path, patch: pytest.MonkeyPatch) -> object:
     return holdfast.load(place, into={**state(), "w": np.zeros(10, np.float32)})
 
 
+@case(errors.ShardMismatch, r"model/w: item \[3\] .* is missing; .*ranks 0-1", "one rank at least")
+def a_shard_that_no_rank_holds(place: Path, patch: pytest.MonkeyPatch) -> object:
+    from holdfast.model.box import Box
+    from holdfast.plan.assign import assign, written
+    from holdfast.plan.coverage import check_coverage
+    from holdfast.plan.holdings import gather, shards
+
+    said = [shards([0], [Box((low,), (length,))], [(4,)], [("float32", 4)]) for low, length in ((0, 2), (2, 1))]
+    held = gather(said, leaves=1, paths=["model/w"])
+    return check_coverage(written(held, assign(held, world_size=2)))
+
+
 # -- the repository ---------------------------------------------------------------
 
 

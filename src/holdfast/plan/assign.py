@@ -21,7 +21,7 @@ SMALL_CHUNKS: Final = 4
 """Boxes of fewer chunks are not cut: another row costs more than it evens out."""
 ALIGNED_CHUNKS: Final = 16
 """Parts end where rows and chunks end together, if that is not further apart than this, or than"""
-FINE: Final = 64
+EVEN: Final = 32
 """this part of what a rank writes."""
 
 
@@ -113,7 +113,7 @@ def _parts(held: Holdings, found: Cells, nbytes: Column, how: _How) -> Parts:
     np.add.at(loads, held.rank[found.first[whole.item[alone]]], length[alone])
     step = length
     if how.strategy == "balanced":
-        far = min(ALIGNED_CHUNKS * how.chunk_bytes, int(nbytes.sum()) // (how.world_size * FINE))
+        far = min(ALIGNED_CHUNKS * how.chunk_bytes, int(nbytes.sum()) // (how.world_size * EVEN))
         step = _steps(nbytes, row, how.chunk_bytes, max(far, how.chunk_bytes))
     parts = _shared(held, found, (whole.item[shared], length[shared], step[shared]), loads, how.layer)
     item = shared[parts.item]

@@ -38,8 +38,9 @@ def _error(boxes: Holdings, fault: Fault) -> ShardMismatch:
     item, whole = item_name(fault.place[:axes]), boxes.whole[fault.group, :axes].tolist()
     of_leaf = boxes.leaf == fault.group
     if not fault.times:
+        others = rank_names(boxes.rank[of_leaf].tolist())
         return ShardMismatch(
-            f"{path}: {item} of shape {whole} is missing: {rank_names(boxes.rank[of_leaf].tolist())} hold other parts",
+            f"{path}: {item} of shape {whole} is missing; other parts are on {others}",
             subject=path,
             hint="every part of a sharded tensor must be in the state of one rank at least",
         )

@@ -159,6 +159,8 @@ def check(held: Holdings) -> None:
     wrong = ~every(
         (held.shape >= 0) & (held.offsets >= 0) & (held.shape <= whole) & (held.offsets <= whole - held.shape)
     )
+    padding = np.arange(held.whole.shape[1]) >= held.ndim[:, None]
+    wrong |= ~every(~padding[held.leaf] | ((held.shape == 1) & (whole == 1)))
     wrong |= (itemsize < 0) | (itemsize.astype(np.float64) * size[held.leaf] >= LIMIT / 2)
     if wrong.any():
         at = int(np.argmax(wrong))

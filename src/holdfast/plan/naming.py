@@ -10,7 +10,7 @@ SHOWN: Final = 8
 
 
 def leaf_name(paths: Sequence[str], leaf: int) -> str:
-    return paths[leaf] if leaf < len(paths) else f"leaf {leaf}"
+    return paths[leaf] if 0 <= leaf < len(paths) else f"leaf {leaf}"
 
 
 def rank_names(ranks: Iterable[int]) -> str:

@@ -17,7 +17,7 @@ from holdfast.plan.columns import Column, Matrix, begins
 from holdfast.plan.reads import cut
 
 SWEEPS: Final = 8
-ROUNDS: Final = 32
+ROUNDS: Final = 64
 """Sets of one size that cross each other are poured one after the other, in at most this many rounds."""
 
 
@@ -43,15 +43,18 @@ def rounds(members: Column, start: Column) -> list[Round]:
 
 
 def _turns(ranks: Matrix) -> Column:
-    """For each set a turn, so that sets of one turn have few ranks in common: none, as long as the turns suffice."""
-    flat = ranks.reshape(-1)
-    order = np.argsort(flat, kind="stable")
-    sorted_ranks = flat[order]
-    fresh = np.flatnonzero(np.concatenate([np.ones(1, bool), sorted_ranks[1:] != sorted_ranks[:-1]]))
-    met = np.empty(len(flat), np.int64)
-    met[order] = cut(np.diff(np.append(fresh, len(flat))), 1)[1]
-    turn: Column = met.reshape(ranks.shape).max(axis=1)
-    return turn * ROUNDS // max(int(turn.max()) + 1, ROUNDS)
+    """For each set a turn; sets of one turn have no rank in common, but for those of the last where turns run out."""
+    turn = np.full(len(ranks), ROUNDS)
+    waiting = np.arange(len(ranks))
+    for now in range(ROUNDS):
+        first = np.full(int(ranks.max()) + 1, len(ranks))
+        np.minimum.at(first, ranks[waiting], waiting[:, None])
+        ready = (first[ranks[waiting]] == waiting[:, None]).all(axis=1)
+        turn[waiting[ready]] = now
+        waiting = waiting[~ready]
+        if not len(waiting):
+            break
+    return turn
 
 
 def poured(loads: Matrix, amount: Column) -> Matrix:
