@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from holdfast.engine.handle import Save
     from holdfast.errors import HoldfastError
     from holdfast.guard.preempted import Preempted
+    from holdfast.integrations.torch.declarations import declare
     from holdfast.model.timing import Timing
     from holdfast.policy import every, keep, on
+    from holdfast.state.declared import flat, fused, per_rank, replicated, shard
     from holdfast.state.tagged import Tagged
 
 _HOME = {
@@ -36,12 +38,18 @@ _HOME = {
     "Stats": "holdfast.api.stats",
     "Tagged": "holdfast.state.tagged",
     "Timing": "holdfast.model.timing",
+    "declare": "holdfast.integrations.torch.declarations",
     "every": "holdfast.policy",
+    "flat": "holdfast.state.declared",
+    "fused": "holdfast.state.declared",
     "keep": "holdfast.policy",
     "load": "holdfast.api.oneoff",
     "on": "holdfast.policy",
     "open": "holdfast.api.opened",
+    "per_rank": "holdfast.state.declared",
+    "replicated": "holdfast.state.declared",
     "save": "holdfast.api.oneoff",
+    "shard": "holdfast.state.declared",
 }
 
 __all__ = [
@@ -57,12 +65,18 @@ __all__ = [
     "Tagged",
     "Timing",
     "__version__",
+    "declare",
     "every",
+    "flat",
+    "fused",
     "keep",
     "load",
     "on",
     "open",
+    "per_rank",
+    "replicated",
     "save",
+    "shard",
 ]
 
 

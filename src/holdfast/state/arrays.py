@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from holdfast.errors import Unserialisable
+from holdfast.model.box import Box
 from holdfast.model.checkpoint import Json
 from holdfast.model.dtypes import DTYPES, dtype
 from holdfast.model.leaf import LeafSpec
 from holdfast.state.atoms import encode_scalar
 from holdfast.state.contract import Bound, Buffer, Sink
+from holdfast.state.declared import Shard
 from holdfast.state.generators import generator_node, new_generator, set_generator
+from holdfast.state.layouts import Layout, taken
 from holdfast.state.memory import Geometry
-from holdfast.state.nodes import ROOT
+from holdfast.state.nodes import LEAVES, ROOT, kind_of
 from holdfast.state.registry import Refresh
 from holdfast.state.tagged import type_name
-from holdfast.state.writer import Changed, Writer
+from holdfast.state.writer import Changed, Told, Writer
 
 if TYPE_CHECKING:
     from holdfast.state.restorer import Restorer, Thunk
@@ -113,6 +116,17 @@ def _geometry(array: Array) -> Geometry:
     return Geometry("cpu", high - low if array.nbytes else 0, ("numpy", array.dtype.str, array.shape, array.strides))
 
 
+def _parts_told(array: Array, layout: Layout) -> list[Told]:
+    """The rows of a declared array. The first one has the extent of all of it: they may lie in each other's gaps."""
+    found: list[Told] = []
+    for number, part in enumerate(layout.parts):
+        piece = taken(array, part).reshape(part.shape)
+        whole = _geometry(array)
+        shape = (whole.shape, layout, number)
+        found.append((piece, _address(piece), Geometry("cpu", 0 if number else whole.extent, shape)))
+    return found
+
+
 def _address(array: Array) -> int:
     return array.__array_interface__["data"][0] if array.nbytes else id(array)
 
@@ -152,6 +166,30 @@ class NumpyAdapter:
             if again.dtype != known or again.shape != shape or again.strides != strides:
                 raise Changed
             replay.again(again, _address(again))
+            return node
+
+        return node, refresh
+
+    def encode_shard(self, value: Shard, path: str, writer: Writer) -> tuple[Json, Refresh]:
+        array, layout = value.value, value.layout
+        if not isinstance(array, np.ndarray) or array.shape != layout.local:
+            raise Unserialisable(
+                f"{path or ROOT}: not the array of shape {list(layout.local)} that was declared", subject=path
+            )
+        if writer.private:
+            node, again = self.encode(array, path, writer)
+            return node, lambda shard, replay: again(shard.value, replay)
+        name, told = dtype_name(array.dtype, path), _parts_told(array, layout)
+        node = writer.rows(path, {"as": "numpy"}, name, layout, told, device=HOST, tensor=array)
+        known, strides = array.dtype, array.strides
+
+        def refresh(again: Shard, replay: Writer) -> Json:
+            now = again.value
+            same = isinstance(now, np.ndarray) and now.dtype == known and now.strides == strides
+            if not same or now.shape != layout.local or again.layout != layout or (now is not array and not told):
+                raise Changed
+            for source, place, _ in _parts_told(now, layout):
+                replay.again(source, place)
             return node
 
         return node, refresh
@@ -202,6 +240,22 @@ class NumpyAdapter:
             return restorer.rebuild(node, path)
         restorer.want_existing(number, ArraySink(value), path, _address(value), lambda: _geometry(value))
         return lambda: value
+
+    def restore_shard(self, value: Shard, node: Json, path: str, restorer: Restorer) -> Thunk:
+        array, layout = value.value, value.layout
+        if kind_of(node) not in LEAVES or not isinstance(array, np.ndarray):
+            return restorer.mismatch(array, path, restorer.words(node), "a shard of an array")
+        number, spec = restorer.spec(node, path)
+        ours = dtype_name(array.dtype, path)
+        if spec.dtype != ours or spec.shape != layout.whole or array.shape != layout.local:
+            return restorer.mismatch(
+                array, path, f"{spec.dtype} {list(spec.shape)}", f"a shard of {ours} {list(layout.whole)}"
+            )
+        if not array.flags.writeable:
+            return restorer.mismatch(array, path, restorer.words(node), "a shard that cannot be written")
+        parts = [(Box(part.offsets, part.shape), ArraySink(taken(array, part))) for part in layout.parts]
+        restorer.want_parts(number, parts, path, _address(array), lambda: _geometry(array))
+        return lambda: array
 
     def fresh(self, node: Json, path: str, restorer: Restorer) -> Thunk:
         state = restorer.rebuild(node.get("v"), path)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from holdfast.model.box import Box
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 
@@ -52,7 +53,8 @@ class Device(Protocol):
 class Flattened:
     """The training state as leaves, at one moment. Nothing is copied: `sources` still are the training's own tensors.
 
-    `specs[i]` describes `sources[i]`, which `devices[device[i]]` can copy. Shared leaves first (numbered in the order
+    Row i is what this rank holds of a leaf: `specs[i]` describes `sources[i]`, which `devices[device[i]]` can copy.
+    Shared leaves first (numbered in the order
     in which `tree` names them), then the private ones of `private`. `fingerprint` is equal exactly when a plan, a
     layout and a `Bound` made for another Flattened can be used for this one.
     """
@@ -66,6 +68,11 @@ class Flattened:
     fingerprint: str
     reports: tuple[str, ...] = ()
     """What a person should know: overlapping storages stored each by itself, and the like."""
+    leaf: Sequence[int] | None = None
+    """The leaf number of each row, never falling; None: row i is leaf i. The leaves of `private` are numbered behind
+    those of `tree`. A leaf may have several rows (boxes), or none: then this rank holds nothing of it."""
+    shared: int | None = None
+    """How many leaves `tree` names; None: as many as there are shared rows."""
 
 
 class Sink(Protocol):
@@ -105,7 +112,7 @@ class LoadReport:
 
 
 Form = tuple[str, tuple[int, ...]]
-"""Dtype name and shape of a leaf."""
+"""Dtype name and shape of a leaf, the whole of it."""
 
 
 @runtime_checkable
@@ -125,7 +132,9 @@ class Rows(Protocol):
         """How many of the leaves are those of the shared tree."""
         ...
 
-    def forms(self) -> Sequence[Form]: ...
+    def forms(self) -> Sequence[Form]:
+        """By leaf number."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +145,9 @@ class Prepared:
     apply: Callable[[], Any]
     """After every leaf has arrived: sets plain values, creates what did not exist, returns the state."""
     report: LoadReport = field(default_factory=LoadReport)
+    boxes: Sequence[Box | None] | None = None
+    """For each of `wants` the box of the leaf that its sink takes; None: the whole leaf. None for all: every want takes
+    a whole leaf, of which then no other want takes anything."""
 
 
 Rename = Mapping[str, str] | Callable[[str], str]

@@ -11,6 +11,7 @@ from holdfast.model.checkpoint import Json
 from holdfast.model.paths import join
 from holdfast.state import registry
 from holdfast.state.atoms import ENCODERS
+from holdfast.state.declared import MARKS
 from holdfast.state.keys import key_node, key_thunk, spelled
 from holdfast.state.nodes import KEYED, ROOT, are_segments, is_plain, items, kind_of, segment, sequence, walk
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
@@ -35,7 +36,7 @@ def holds_structure(like: Any) -> bool:
     kind = type(like)
     if kind in ENCODERS:
         return False
-    if registry.adapter_for(kind) is not None or is_stateful(like):
+    if kind in MARKS or registry.adapter_for(kind) is not None or is_stateful(like):
         return True
     if isinstance(like, Mapping):
         return any(holds_structure(one) for one in like.values())

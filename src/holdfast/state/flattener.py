@@ -6,16 +6,18 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 
-from holdfast.errors import DuplicatePath
+from holdfast.errors import DuplicatePath, StateError
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
+from holdfast.model.paths import join
 from holdfast.state.collector import collector_paused
 from holdfast.state.contract import Flattened
+from holdfast.state.declared import declarations
 from holdfast.state.leaves import Leaves
 from holdfast.state.memory import Arrangement, Geometry, first_of_each, overlaps
-from holdfast.state.nodes import PRIVATE
+from holdfast.state.nodes import OWN, PRIVATE, items, kind_of
 from holdfast.state.writer import Changed, Step, Writer
 
 
@@ -33,6 +35,8 @@ class _Known:
     arrangement: Arrangement
     boundary: int
     """How many of the leaves met are shared ones."""
+    declared: int
+    """How much had been declared by then."""
 
 
 class Flattener:
@@ -50,7 +54,7 @@ class Flattener:
         """How often the structure was new."""
 
     def flatten(self) -> Flattened:
-        if self._known is not None:
+        if self._known is not None and self._known.declared == declarations():
             try:
                 return self._again(self._known)
             except Changed:
@@ -59,7 +63,7 @@ class Flattener:
 
     def _again(self, known: _Known) -> Flattened:
         writer = Writer(self._state, self._private, script=known.script)
-        tree, private, boundary = _walk(writer, self._state, self._private)
+        tree, private, boundary, _ = _walk(writer, self._state, self._private)
         writer.finish_replay()
         leaves = writer.leaves
         if boundary != known.boundary:
@@ -70,15 +74,26 @@ class Flattener:
         about = known.about
         sources = leaves.sources if len(leaves.sources) == len(about.specs) else _pick(leaves.sources, known.firsts)
         return Flattened(
-            tree, private, about.specs, sources, about.devices, about.device, about.fingerprint, about.reports
+            tree,
+            private,
+            about.specs,
+            sources,
+            about.devices,
+            about.device,
+            about.fingerprint,
+            about.reports,
+            about.leaf,
+            about.shared,
         )
 
     @collector_paused
     def _look(self) -> Flattened:
         self.full_looks += 1
         writer = Writer(self._state, self._private)
-        tree, private, boundary = _walk(writer, self._state, self._private)
+        declared = declarations()
+        tree, private, boundary, shared = _walk(writer, self._state, self._private)
         leaves = writer.leaves
+        plain = not leaves.without and leaves.leaf == list(range(len(leaves.leaf)))
         _check_paths(leaves)
         firsts = leaves.firsts()
         arrangement = Arrangement(leaves.geometries, firsts, boundary)
@@ -93,10 +108,14 @@ class Flattener:
             (),
             devices,
             tuple(numbers[id(device)] for device in leaves.devices),
-            _fingerprint(leaves),
+            _fingerprint(leaves, None if plain else (writer.count, shared)),
             reports,
+            None if plain else tuple(leaves.leaf),
+            None if plain else shared,
         )
-        self._known = _Known(about, writer.script, leaves.addresses, leaves.geometries, firsts, arrangement, boundary)
+        self._known = _Known(
+            about, writer.script, leaves.addresses, leaves.geometries, firsts, arrangement, boundary, declared
+        )
         return replace(about, tree=tree, private=private, sources=_pick(leaves.sources, firsts))
 
 
@@ -108,13 +127,22 @@ def flatten(state: Any, *, private: Any = None) -> Flattened:
     return Flattener(state, private=private).flatten()
 
 
-def _walk(writer: Writer, state: Any, private: Any) -> tuple[Json, Json, int]:
+def _walk(writer: Writer, state: Any, private: Any) -> tuple[Json, Json, int, int]:
+    """The trees, and how many of what was met and of the leaves are shared."""
     tree = writer.encode_root(state)
     boundary = len(writer.leaves.sources)
-    if private is None:
-        return tree, None, boundary
+    own, shared = writer.own(), writer.count
+    if private is None and not own:
+        return tree, None, boundary, shared
     writer.begin_private()
-    return tree, {"!": "private", "v": writer.encode_root(private, PRIVATE)}, boundary
+    node = writer.encode_root(private if private is not None else {}, PRIVATE)
+    if own:
+        if kind_of(node) != "dict" or any(key == OWN for key, _ in items(node)):
+            raise StateError(f"the private state has an entry {OWN!r} of its own", subject=PRIVATE)
+        where = join(PRIVATE, OWN)
+        pairs = [[path, writer.encode(value, join(where, path))] for path, value in own]
+        node = {**node, "i": [*node["i"], [OWN, {"!": "bypath", "i": pairs}]]}
+    return tree, {"!": "private", "v": node}, boundary, shared
 
 
 def _check_memory(addresses: list[int], known: _Known) -> None:
@@ -155,20 +183,30 @@ def _reports(
 
 
 def _check_paths(leaves: Leaves) -> None:
+    paths = [spec.path for spec, leaf, before in zip(leaves.specs, leaves.leaf, [-1, *leaves.leaf], strict=False)
+             if leaf != before]  # fmt: skip
     seen: set[str] = set()
-    for spec in leaves.specs:
-        if spec.path in seen:
-            raise DuplicatePath(f"two leaves lie at {spec.path}", subject=spec.path, hint="rename one of them")
-        seen.add(spec.path)
+    for path in (*paths, *(spec.path for spec in leaves.without)):
+        if path in seen:
+            raise DuplicatePath(f"two leaves lie at {path}", subject=path, hint="rename one of them")
+        seen.add(path)
 
 
-def _fingerprint(leaves: Leaves) -> str:
+def _fingerprint(leaves: Leaves, counts: tuple[int, int] | None) -> str:
     specs = leaves.specs
-    columns = (
+    columns: list[Any] = [
         [spec.path for spec in specs],
         [spec.dtype for spec in specs],
         [spec.shape for spec in specs],
         [spec.private for spec in specs],
         [device.name for device in leaves.devices],
-    )
-    return hashlib.blake2b(repr(columns).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    ]
+    if counts is not None:
+        columns += [counts, leaves.leaf, leaves.without]
+    if any(spec.placement not in _UNDECLARED for spec in specs):
+        columns += [[(spec.offsets, spec.whole, spec.placement) for spec in specs]]
+    told = repr(tuple(columns)).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(told, digest_size=16).hexdigest()
+
+
+_UNDECLARED: Final = frozenset({"whole", "per_rank"})

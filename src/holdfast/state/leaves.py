@@ -20,7 +20,11 @@ class Leaves:
     specs: list[LeafSpec] = field(default_factory=list)
     devices: list[Device] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    """The leaf number of each, or of the one that it aliases."""
+    """The row of each, or of the one that it aliases."""
+    leaf: list[int] = field(default_factory=list)
+    """The leaf number of each row: a leaf has several rows where this rank holds several boxes of it."""
+    without: list[LeafSpec] = field(default_factory=list)
+    """The leaves of which this rank holds nothing, as they are as a whole: they have no row."""
 
     def firsts(self) -> list[int]:
         """For each leaf met, the position of the one that is stored: its own, where it is no alias."""

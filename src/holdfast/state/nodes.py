@@ -19,6 +19,9 @@ WRAPPING: Final = 16
 """Levels of a tree that no container stands for: an object's state, an optimizer's parts, the private root."""
 
 PRIVATE: Final = "#private"
+OWN: Final = "per_rank"
+"""What stands in the shared tree for a value that belongs to each rank alone; and, in a rank's private tree, the entry
+that has all of them by path."""
 ROOT: Final = "#value"
 
 KEYED: Final = frozenset({"dict", "ordereddict", "defaultdict", "counter"})

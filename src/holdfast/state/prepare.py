@@ -9,11 +9,12 @@ from typing import Any
 from holdfast.errors import CorruptionError, StateError, StateMismatch
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
+from holdfast.model.paths import join
 from holdfast.state import registry
 from holdfast.state.collector import collector_paused
 from holdfast.state.contract import LoadReport, Prepared, Rename, Rows
 from holdfast.state.entries import mapping_entries
-from holdfast.state.nodes import PRIVATE, children, items, kind_of, leaf_paths
+from holdfast.state.nodes import OWN, PRIVATE, children, items, kind_of, leaf_paths, name_of
 from holdfast.state.ownership import let_updates_pass
 from holdfast.state.restorer import Restorer, Thunk
 from holdfast.state.selection import Patterns, Renaming, Selection
@@ -40,7 +41,10 @@ def prepare(
 ) -> Prepared:
     """Matches a checkpoint with `into`, or plans new values where `into` is None.
 
-    `specs` are the leaves of `tree`, then those of `private_tree` (restored only into `private_into`, a mapping).
+    `specs` are the leaves of `tree`, each as a whole, then those of `private_tree`: the private tree of the rank whose
+    own values are to be restored, or None. What `per_rank` has marked goes back to where it was marked, or stays what
+    it is where there is no private tree or nothing in it; the rest of the private tree only into `private_into`, a
+    mapping.
     `rename` maps the checkpoint's paths to the target's: a mapping of prefixes, or a function. `include` and `exclude`
     are globs or compiled expressions over the target's paths. `device` is where new tensors and meta targets go
     (default: host memory).
@@ -51,15 +55,19 @@ def prepare(
     let_updates_pass()  # what is filled may be what a save still copies
     shared, private = _checked_paths(tree, private_tree, specs)
     restorer = Restorer(specs, into, Selection(include, exclude), device, strict)
+    rest, own_nodes = _own_values(private_tree)
+    restorer.begin_own(private_tree, len(shared), len(private), own_nodes)
     matched = Renaming(rename).apply(tree) if rename is not None else tree
     restorer.begin(matched, 0, len(shared))
     root = _root(restorer, matched, into)
     own: Thunk | None = None
     if private_into is not None and private_tree is not None:
         restorer.begin(private_tree, len(shared), len(private))
-        own = _root(restorer, private_tree["v"], private_into, PRIVATE)
+        own = _root(restorer, rest, private_into, PRIVATE)
+        restorer.skipped.extend(join(_OWN_ROOT, path) for path in restorer.own_left())
     else:
-        restorer.skipped.extend(private)
+        taken = [join(_OWN_ROOT, path) for path in own_nodes.keys() - set(restorer.own_left())]
+        restorer.skipped.extend(path for path in private if not _below_any(path, taken))
     _check(restorer)
     if strict and not restorer.selection.everything:
         _check_selection(restorer, matched)
@@ -71,7 +79,30 @@ def prepare(
             own()
         return state
 
-    return Prepared(restorer.wants(), apply, _report(restorer))
+    wants, boxes = restorer.wants()
+    return Prepared(wants, apply, _report(restorer), boxes)
+
+
+def _own_values(private_tree: Json) -> tuple[Json, dict[str, Json]]:
+    """What of a private tree is told by itself, and what by the paths of the shared tree that it belongs at."""
+    rest: Json = private_tree["v"] if private_tree is not None else None
+    if not isinstance(rest, dict) or kind_of(rest) != "dict":
+        return rest, {}
+    pairs = items(rest)
+    found = [child for key, child in pairs if key == OWN]
+    if not found:
+        return rest, {}
+    if kind_of(found[0]) != "bypath":
+        raise CorruptionError("the values of one rank are malformed", subject=_OWN_ROOT)
+    nodes = {name_of(path): node for path, node in items(found[0])}
+    return {**rest, "i": [[key, child] for key, child in pairs if key != OWN]}, nodes
+
+
+_OWN_ROOT = join(PRIVATE, OWN)
+
+
+def _below_any(path: str, roots: Sequence[str]) -> bool:
+    return any(path == root or path.startswith(f"{root}/") for root in roots)
 
 
 def _checked_paths(tree: Json, private_tree: Json, specs: Sequence[LeafSpec]) -> tuple[list[str], list[str]]:

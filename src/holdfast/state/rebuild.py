@@ -14,10 +14,13 @@ from holdfast.state import registry
 from holdfast.state.atoms import DECODERS, ENCODERS, decode_atom, random_state
 from holdfast.state.classes import enum_member, named_fields, tagged
 from holdfast.state.containers import FACTORIES
+from holdfast.state.declared import MARKS
 from holdfast.state.entries import matched, stateful, structured
 from holdfast.state.keys import key_thunk, spell, spelled
+from holdfast.state.marks import marked
 from holdfast.state.nodes import (
     LEAVES,
+    OWN,
     ROOT,
     STRUCTURE,
     items,
@@ -45,6 +48,8 @@ _FOREIGN_ATOMS: Final = ("torch.size", "torch.dtype", "torch.device")
 def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
     """Plans the value of `node`. With `keep`, `like` is the target, changed in place; else it only offers classes."""
     kind = kind_of(node)
+    if kind == OWN or type(like) in MARKS:
+        return marked(plan, node, like, path, keep)
     if keep and like is not ABSENT and type(like) not in ENCODERS:
         adapter = registry.adapter_for(type(like))
         if adapter is not None:
@@ -140,7 +145,7 @@ def _mapping(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Th
     in_target = keep and type(like) is kind
 
     def build() -> Any:
-        made = {key(): child() for key, child in thunks}
+        made = {key(): one for key, child in thunks if (one := child()) is not ABSENT}
         if in_target:
             like.clear()
             return _filled(like, made)
@@ -174,8 +179,19 @@ def _children(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> l
     thunks: list[Thunk] = []
     for number, child in enumerate(found):
         where, hint = join(path, str(number)), _hint(like, number)
-        thunks.append(value(plan, child, hint, where, True) if same else plan.rebuild(child, where, hint))
+        made = value(plan, child, hint, where, True) if same else plan.rebuild(child, where, hint)
+        thunks.append(made if kind_of(child) != OWN else _none_where_absent(made))
     return thunks
+
+
+def _none_where_absent(thunk: Thunk) -> Thunk:
+    """In a sequence nothing can be left out."""
+
+    def value() -> Any:
+        found = thunk()
+        return None if found is ABSENT else found
+
+    return value
 
 
 def _list(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:

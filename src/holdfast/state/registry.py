@@ -17,6 +17,7 @@ from holdfast.errors import UsageError
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.state.contract import Sink
+from holdfast.state.declared import Shard
 from holdfast.state.ownership import Gate
 from holdfast.state.tagged import type_name
 
@@ -28,6 +29,9 @@ Refresh = Callable[[Any, "Writer"], Json]
 """Given a value's present form: its node again, its leaves told to the writer in the same order as at first.
 Raises `Changed` where the node cannot be had without a fresh look."""
 
+Encode = Callable[[Any, str, "Writer"], tuple[Json, Refresh]]
+"""Given a value and its path: its node, and how to tell it again."""
+
 
 class Adapter(Protocol):
     """How values of one framework become nodes and come back."""
@@ -37,6 +41,10 @@ class Adapter(Protocol):
         ...
 
     def encode(self, value: Any, path: str, writer: Writer) -> tuple[Json, Refresh]: ...
+
+    def encode_shard(self, value: Shard, path: str, writer: Writer) -> tuple[Json, Refresh]:
+        """`encode` for a tensor of which its mark says where it lies in a global one."""
+        ...
 
     def encode_entries(
         self, entries: Mapping[str, Any], path: str, writer: Writer
@@ -52,6 +60,10 @@ class Adapter(Protocol):
 
     def restore(self, value: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
         """Plans filling the existing `value` from `node`."""
+        ...
+
+    def restore_shard(self, value: Shard, node: Json, path: str, restorer: Restorer) -> Thunk:
+        """Plans filling the existing tensor in `value` with its part of the leaf of `node`."""
         ...
 
     def fresh(self, node: Json, path: str, restorer: Restorer) -> Thunk:

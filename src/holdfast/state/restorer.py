@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from holdfast.errors import CorruptionError, HoldfastError, StateMismatch
+from holdfast.model.box import Box
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.state import registry
@@ -57,6 +58,10 @@ class FanOut:
             sink.fill(data)
 
 
+def _order(item: tuple[Box, Any]) -> tuple[int, ...]:
+    return item[0].offsets
+
+
 class Restorer:
     """What one restore is going to do. `target` is what the parameters of optimizers are looked up in."""
 
@@ -87,12 +92,17 @@ class Restorer:
         """Address -> what of the target was met there first."""
         self._others: dict[int, dict[Geometry, _Held]] = {}
         """Address -> everything that was met there, where that is several things."""
+        self._parts: dict[int, dict[Box, list[Sink]]] = {}
+        """Leaf number -> the boxes of it that go somewhere, and where."""
         self._bases: dict[tuple[int, str], Any] = {}
         self._views: dict[str, Any] = {}
         self._actions: list[tuple[int, str, Callable[[], Any]]] = []
         self._owners: dict[int, tuple[Any, str]] | None = None
         self._tree: Json = None
         self._places: dict[str, tuple[int, str]] | None = None
+        self._own: tuple[Json, int, int] = (None, 0, 0)
+        self._own_nodes: dict[str, Json] = {}
+        self._own_taken: set[str] = set()
         from holdfast.state.rebuild import value
 
         self._planned = value
@@ -103,6 +113,34 @@ class Restorer:
         """Turns to a tree of `count` leaves, of which leaf 0 is leaf `base`. Its paths are those of the target."""
         self._base, self._end = base, base + count
         self._tree, self._places = tree, None
+
+    def begin_own(self, tree: Json, base: int, count: int, nodes: dict[str, Json]) -> None:
+        """Says which private tree there is, and which of its nodes belong at which paths of the shared one."""
+        self._own, self._own_nodes = (tree, base, count), nodes
+
+    def own(self, path: str) -> Json:
+        """The node that this rank's private tree has for what was saved at `path`; ABSENT where it has none."""
+        return self._own_nodes.get(path, ABSENT)
+
+    @contextmanager
+    def turned_to_own(self, path: str) -> Iterator[None]:
+        """Nodes inside are those of the private tree, below what was saved at `path`."""
+        before = (self._base, self._end, self._tree, self._places)
+        self.begin(*(self._own[0], self._own[1], self._own[2]))
+        self._own_taken.add(path)
+        try:
+            yield
+        finally:
+            self._base, self._end, self._tree, self._places = before
+
+    @property
+    def private(self) -> bool:
+        """Whether the nodes at hand are those of a private tree."""
+        return self._own[0] is not None and self._tree is self._own[0]
+
+    def own_left(self) -> list[str]:
+        """The paths of the shared tree whose values in the private one were not asked for."""
+        return [path for path in self._own_nodes if path not in self._own_taken]
 
     def _located(self) -> dict[str, tuple[int, str]]:
         """Path -> (leaf number, type of the device that the tensor lay on) of the tree at hand."""
@@ -192,6 +230,32 @@ class Restorer:
     def want_existing(self, number: int, sink: Sink, path: str, address: int, geometry: Callable[[], Geometry]) -> None:
         """Leaf `number` goes to what the target has at `path`: filled once, and from one leaf only. `geometry` is asked
         where something else of the target lies at the same address."""
+        if self._takes(number, path, address, geometry):
+            self.want(number, sink)
+
+    def want_parts(
+        self,
+        number: int,
+        parts: Sequence[tuple[Box, Sink]],
+        path: str,
+        address: int,
+        geometry: Callable[[], Geometry],
+    ) -> None:
+        """Boxes of leaf `number` go to what the target has at `path`, at one address: else as `want_existing`. None of
+        them where this rank holds nothing of it."""
+        if not parts:
+            self.restored.append(path)
+        elif self._takes(number, path, address, geometry):
+            self.want_boxes(number, parts)
+
+    def want_boxes(self, number: int, parts: Sequence[tuple[Box, Sink]]) -> None:
+        """Boxes of leaf `number` go to these sinks."""
+        held = self._parts.setdefault(number, {})
+        for box, sink in parts:
+            held.setdefault(box, []).append(sink)
+
+    def _takes(self, number: int, path: str, address: int, geometry: Callable[[], Geometry]) -> bool:
+        """Whether memory of the target is met for the first time, and so has to be filled."""
         self.restored.append(path)
         entry = (number, path, geometry)
         first = self._memory.setdefault(address, entry)
@@ -200,9 +264,8 @@ class Restorer:
             held = others.setdefault(geometry(), entry)
             if held[0] != number:
                 self.mismatched.append(f"{path}: one tensor with {held[1]} in the target, two in the checkpoint")
-            if held is not entry:
-                return
-        self.want(number, sink)
+            return held is entry
+        return True
 
     def want_apart(
         self,
@@ -289,9 +352,20 @@ class Restorer:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def wants(self) -> list[tuple[int, Sink]]:
+    def wants(self) -> tuple[list[tuple[int, Sink]], list[Box | None] | None]:
+        """What goes where, by leaf number; and which box of the leaf each is, where not all are whole leaves."""
         several = {number: FanOut(sinks) for number, sinks in self._more.items()}
-        return sorted((self._sinks | several).items(), key=itemgetter(0))
+        whole = sorted((self._sinks | several).items(), key=itemgetter(0))
+        if not self._parts:
+            return whole, None
+        every: list[tuple[int, Box | None, Sink]] = [(number, None, sink) for number, sink in whole]
+        for number, parts in self._parts.items():
+            every += [
+                (number, box, sinks[0] if len(sinks) == 1 else FanOut(sinks))
+                for box, sinks in sorted(parts.items(), key=_order)
+            ]
+        every.sort(key=itemgetter(0))
+        return [(number, sink) for number, _, sink in every], [box for _, box, _ in every]
 
     def act(self) -> None:
         """Runs what was put off. Whatever an object of the user's raises becomes a StateMismatch that names it."""

@@ -18,15 +18,17 @@ from typing import Any
 
 from holdfast.errors import HoldfastError, StateError, Unserialisable
 from holdfast.model.checkpoint import Json
-from holdfast.model.leaf import LeafSpec
+from holdfast.model.leaf import LeafSpec, Placement
 from holdfast.model.paths import METADATA, join
 from holdfast.state import registry
 from holdfast.state.atoms import ENCODERS, encode_bytes
 from holdfast.state.containers import CONTAINERS, DICTIONARIES
 from holdfast.state.contract import Device
+from holdfast.state.declared import MARKS, PerRank, Replicated, Shard
+from holdfast.state.layouts import Layout
 from holdfast.state.leaves import Leaves
 from holdfast.state.memory import Geometry
-from holdfast.state.nodes import MAX_DEPTH, PRIVATE, ROOT, segment
+from holdfast.state.nodes import MAX_DEPTH, OWN, PRIVATE, ROOT, segment
 from holdfast.state.tagged import type_name
 
 
@@ -50,6 +52,10 @@ class _Entries:
     """What a step for a dictionary as a whole has for a kind: no value is one."""
 
 
+Told = tuple[Any, int, Geometry]
+"""One row: its source, address and geometry."""
+
+
 class Writer:
     """One walk over a state. `root` is what optimizers' parameters are looked up in."""
 
@@ -57,7 +63,9 @@ class Writer:
         self.leaves = Leaves()
         self.script: list[Step] = list(script) if script is not None else []
         self.count = 0
-        self._root = root
+        self.root = root
+        self.extra: dict[str, Any] = {}
+        """What an adapter keeps for the time of one walk."""
         self._private_root = private_root
         self._replaying = script is not None
         self._cursor = 0
@@ -67,18 +75,77 @@ class Writer:
         self._first: dict[int, int] = {}
         """Address -> position of the leaf that was met there first."""
         self._others: dict[int, dict[Geometry, int]] = {}
-        """Address -> number of every leaf that was met there, where there are several."""
+        """Address -> row of every leaf that was met there, where there are several."""
         self._owners: dict[int, tuple[Any, str]] | None = None
         self._base = 0
+        self._placement: Placement = "whole"
+        self._nowhere: dict[int, tuple[Any, int]] = {}
+        """Identity -> a tensor of which this rank holds nothing, kept for as long as the walk takes, and its leaf."""
+        self._own: list[tuple[str, Any]] = []
+        """Path and value of what was found to belong to this rank alone."""
 
     # -- the walk ------------------------------------------------------------------------------------------
 
     def begin_private(self) -> None:
         """What follows belongs to this rank alone; its leaves are numbered from 0 again in its own tree."""
         self._private = True
+        self._placement = "per_rank"
+        self._nowhere.clear()
         self._base = self.count
         self._first.clear()
         self._others.clear()
+
+    @property
+    def private(self) -> bool:
+        """Whether what is told now belongs to this rank alone."""
+        return self._private
+
+    @contextmanager
+    def placed(self, placement: Placement) -> Iterator[None]:
+        """What is told inside is placed like this; what belongs to one rank stays so."""
+        before = self._placement
+        self._placement = before if self._private else placement
+        try:
+            yield
+        finally:
+            self._placement = before
+
+    def own(self) -> list[tuple[str, Any]]:
+        """What the walk has found to belong to this rank alone, path by path, and no longer has to be told."""
+        found, self._own = self._own, []
+        return found
+
+    def mark(self, value: Any, path: str) -> Json:
+        """The node of what a user's mark says about a value."""
+        if isinstance(value, Shard):
+            kind = type(value.value)
+            adapter = registry.adapter_for(kind)
+            if adapter is None:
+                raise Unserialisable(
+                    f"{path or ROOT}: a {type_name(kind)} is no tensor that can be a shard", subject=path
+                )
+            return self._foreign(value, Shard, path, adapter.encode_shard)
+        if isinstance(value, PerRank) and not self._private:
+            if self._inline:
+                raise Unserialisable(f"{path}: a key cannot belong to one rank", subject=path)
+            self._note(PerRank, path)
+            self._own.append((path or ROOT, value.value))
+            return {"!": OWN, "at": path or ROOT}
+        self._note(PerRank if isinstance(value, PerRank) else Replicated, path)
+        with self.placed("replicated"):
+            return self.encode(value.value, path)
+
+    def _note(self, kind: type, path: str) -> None:
+        """Leaves a step of the script that has nothing to tell, so that a mark which comes or goes is seen."""
+        if self._inline:
+            return
+        if not self._replaying:
+            self.script.append(Step(path, kind))
+            return
+        step = self.script[self._cursor] if self._cursor < len(self.script) else None
+        if step is None or step.kind is not kind or step.path != path:
+            raise Changed
+        self._cursor += 1
 
     def encode(self, value: Any, path: str) -> Json:
         """The node of any value. Unserialisable, naming the path, for what has none."""
@@ -173,7 +240,10 @@ class Writer:
                 return {"!": "tagged", "type": known.name, "v": self.encode(known.to_plain(value), path)}
         adapter = registry.adapter_for(kind)
         if adapter is not None:
-            return self._foreign(value, kind, path, adapter)
+            return self._foreign(value, kind, path, adapter.encode)
+        if kind in MARKS:
+            with self._inside(value, path):
+                return self.mark(value, path)
         if isinstance(value, enum.Enum):
             return {
                 "!": "enum",
@@ -200,9 +270,11 @@ class Writer:
             return {"!": name, "type": type_name(kind), "i": self.pairs(entries, path)}
 
     def long_bytes(self, value: bytes | bytearray, path: str) -> Json:
-        return encode_bytes(value) if self._inline else self._foreign(value, type(value), path, registry.home("numpy"))
+        if self._inline:
+            return encode_bytes(value)
+        return self._foreign(value, type(value), path, registry.home("numpy").encode)
 
-    def _foreign(self, value: Any, kind: type, path: str, adapter: registry.Adapter) -> Json:
+    def _foreign(self, value: Any, kind: type, path: str, encode: registry.Encode) -> Json:
         if self._replaying:
             if self._cursor >= len(self.script):
                 raise Changed
@@ -213,7 +285,7 @@ class Writer:
             return step.refresh(value, self)
         step = Step(path, kind)
         self.script.append(step)
-        node, step.refresh = adapter.encode(value, path, self)
+        node, step.refresh = encode(value, path, self)
         return node
 
     def finish_replay(self) -> None:
@@ -234,33 +306,70 @@ class Writer:
         geometry: Geometry,
     ) -> Json:
         """A leaf, or an alias of one seen before: its node, which also carries `about`."""
-        where = path or ROOT
-        if where == METADATA:
-            raise Unserialisable(f"a leaf cannot be called {METADATA}", subject=where, hint="rename the entry")
-        if '#k:{"!":"str"' in where:
-            raise Unserialisable(f"{where}: a key with a lone surrogate cannot name a tensor", subject=where)
+        where = _checked_path(path)
         leaves = self.leaves
-        position, number = len(leaves.sources), self.count
+        row = self._met(source, address, geometry)
+        if row != len(leaves.specs):
+            return {"!": "alias", "n": leaves.leaf[row] - self._base, **about}
+        leaves.specs.append(LeafSpec(where, spec[0], spec[1], self._private, placement=self._placement))
+        leaves.leaf.append(self.count)
+        leaves.devices.append(device)
+        self.count += 1
+        return {"!": "leaf", "n": leaves.leaf[row] - self._base, **about}
+
+    def rows(
+        self, path: str, about: Json, dtype: str, layout: Layout, told: Sequence[Told], *, device: Device, tensor: Any
+    ) -> Json:
+        """A leaf of which this rank holds the parts of `layout`, `told` one by one; or an alias of one seen before.
+
+        Its node says dtype and whole shape too, because there is no row to say so where a rank holds nothing. `tensor`
+        is what two names of such a leaf have in common.
+        """
+        where, leaves = _checked_path(path), self.leaves
+        about = {**about, "dtype": dtype, "shape": list(layout.whole)}
+        if not told:
+            number = self._nowhere.setdefault(id(tensor), (tensor, self.count))[1]
+            if number == self.count:
+                leaves.without.append(LeafSpec(where, dtype, layout.whole))
+                self.count += 1
+                return {"!": "leaf", "n": number - self._base, **about}
+            return {"!": "alias", "n": number - self._base, **about}
+        first, new = -1, len(leaves.specs)
+        placement = layout.placement if self._placement != "per_rank" else "per_rank"
+        for part, (source, address, geometry) in zip(layout.parts, told, strict=True):
+            row = self._met(source, address, geometry)
+            first = row if first < 0 else first
+            if row == len(leaves.specs):
+                begin, whole = (part.offsets, layout.whole) if layout.placement == "box" else (None, None)
+                leaves.specs.append(
+                    LeafSpec(where, dtype, part.shape, self._private, begin, whole, placement=placement)
+                )
+                leaves.leaf.append(self.count)
+                leaves.devices.append(device)
+        if first < new:
+            return {"!": "alias", "n": leaves.leaf[first] - self._base, **about}
+        self.count += 1
+        return {"!": "leaf", "n": self.count - 1 - self._base, **about}
+
+    def _met(self, source: Any, address: int, geometry: Geometry) -> int:
+        """The row of the memory that a leaf lies in: that of what lay there before, or the next one."""
+        leaves = self.leaves
+        position, row = len(leaves.sources), len(leaves.specs)
         leaves.sources.append(source)
         leaves.addresses.append(address)
         leaves.geometries.append(geometry)
         if self._first.setdefault(address, position) != position:
-            number = self._among_others(address, geometry)
-        leaves.numbers.append(number)
-        if number != self.count:
-            return {"!": "alias", "n": number - self._base, **about}
-        leaves.specs.append(LeafSpec(where, spec[0], spec[1], self._private))
-        leaves.devices.append(device)
-        self.count += 1
-        return {"!": "leaf", "n": number - self._base, **about}
+            row = self._among_others(address, geometry)
+        leaves.numbers.append(row)
+        return row
 
     def _among_others(self, address: int, geometry: Geometry) -> int:
-        """The number of the leaf that is this very memory, where some leaf lies at this address already."""
+        """The row that is this very memory, where some row lies at this address already."""
         found = self._others.get(address)
         if found is None:
             first = self._first[address]
             found = self._others[address] = {self.leaves.geometries[first]: self.leaves.numbers[first]}
-        return found.setdefault(geometry, self.count)
+        return found.setdefault(geometry, len(self.leaves.specs))
 
     def again(self, source: Any, address: int) -> None:
         """A leaf met again, in the place it had at first."""
@@ -272,12 +381,21 @@ class Writer:
     def owner(self, tensor: Any) -> str | None:
         """The path at which the state holds this very tensor, or None."""
         if self._owners is None:
-            self._owners = owners(self._root)
+            self._owners = owners(self.root)
             if self._private_root is not None:
                 for mark, (held, path) in owners(self._private_root, PRIVATE).items():
                     self._owners.setdefault(mark, (held, path))
         found = self._owners.get(id(tensor))
         return None if found is None else found[1]
+
+
+def _checked_path(path: str) -> str:
+    where = path or ROOT
+    if where == METADATA:
+        raise Unserialisable(f"a leaf cannot be called {METADATA}", subject=where, hint="rename the entry")
+    if '#k:{"!":"str"' in where:
+        raise Unserialisable(f"{where}: a key with a lone surrogate cannot name a tensor", subject=where)
+    return where
 
 
 def owners(root: Any, path: str = "") -> dict[int, tuple[Any, str]]:
@@ -291,6 +409,9 @@ def owners(root: Any, path: str = "") -> dict[int, tuple[Any, str]]:
     def visit(value: Any, where: str) -> None:
         kind = type(value)
         if kind in ENCODERS or id(value) in stack:
+            return
+        if kind in MARKS:
+            visit(value.value, where)
             return
         stack.add(id(value))
         adapter = registry.adapter_for(kind)

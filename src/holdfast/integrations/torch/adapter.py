@@ -9,16 +9,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.errors import CorruptionError
-from holdfast.integrations.torch import modules, optimizer_restore, optimizers, tensors
+from holdfast.errors import CorruptionError, Unserialisable
+from holdfast.integrations.torch import modules, optimizer_restore, optimizers, sharded, tensors
 from holdfast.integrations.torch.device import TORCH_DTYPES
 from holdfast.integrations.torch.forms import PLAIN
+from holdfast.integrations.torch.fully_sharded import settle
 from holdfast.integrations.torch.looks import Entries
 from holdfast.integrations.torch.wrappers import own_tensors
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.paths import escape, join
 from holdfast.state.contract import Sink
+from holdfast.state.declared import Shard, attached, declarations
 from holdfast.state.nodes import ROOT, kind_of
 from holdfast.state.registry import Refresh
 from holdfast.state.restorer import Restorer, Thunk
@@ -49,6 +51,7 @@ class TorchAdapter:
 
     def owners(self, value: Any, path: str) -> Iterable[tuple[Any, str]]:
         if isinstance(value, nn.Module):
+            settle(value)
             return [(tensor, join(path, escape(name))) for _, name, tensor, _ in own_tensors(value)]
         return [(value, path or ROOT)] if isinstance(value, torch.Tensor) else []
 
@@ -63,9 +66,16 @@ class TorchAdapter:
             return _generator_node(value, path, writer), lambda again, replay: _generator_node(again, path, replay)
         return _small_node(value), lambda again, _: _small_node(again)
 
+    def encode_shard(self, value: Shard, path: str, writer: Writer) -> tuple[Json, Refresh]:
+        if not isinstance(value.value, torch.Tensor):
+            raise Unserialisable(f"{path or ROOT}: only a tensor can be a shard", subject=path)
+        return sharded.encode_shard(value, path, writer)
+
     def encode_entries(
         self, entries: Mapping[str, Any], path: str, writer: Writer
     ) -> tuple[list[Json], Refresh] | None:
+        if declarations() and any(attached(one) is not None for one in entries.values()):
+            return None
         if not all(type(one) in PLAIN and one.layout is torch.strided for one in entries.values()):
             return None
         told = Entries(entries, path, writer)
@@ -81,6 +91,9 @@ class TorchAdapter:
         if isinstance(value, torch.Generator):
             return _restore_generator(value, node, path, restorer)
         return restorer.rebuild(node, path) if restorer.takes(path) else lambda: value
+
+    def restore_shard(self, value: Shard, node: Json, path: str, restorer: Restorer) -> Thunk:
+        return sharded.restore_shard(value, node, path, restorer)
 
     def restore_all(
         self, values: Sequence[Any], nodes: Sequence[Json], paths: Sequence[str], restorer: Restorer

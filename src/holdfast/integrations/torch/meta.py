@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from holdfast.errors import StateError
+from holdfast.integrations.torch.meshes import is_dtensor, local_of
 from holdfast.model.leaf import LeafSpec
+from holdfast.state.layouts import Layout
 from holdfast.state.restorer import SWAPS, Restorer, Thunk
 
 _HINT = "build the model on the device that it trains on, or load before anything else refers to its tensors"
@@ -16,12 +18,36 @@ _HINT = "build the model on the device that it trains on, or load before anythin
 
 def materialise(tensor: torch.Tensor, number: int, spec: LeafSpec, path: str, restorer: Restorer) -> Thunk:
     """Plans giving a meta tensor memory and the bytes of leaf `number`; `tensor` stays the same object."""
+    if not _taken(tensor, path, restorer):
+        return lambda: tensor
+    base = restorer.new_base(number, spec, {"as": "torch"}, path)
+    return _swapped(tensor, base, path, restorer)
+
+
+def materialise_part(tensor: torch.Tensor, layout: Layout, number: int, path: str, restorer: Restorer) -> Thunk:
+    """`materialise` for a tensor that is laid out as `layout`, a DTensor or a declared one: gives it memory for what
+    this rank holds."""
+    from holdfast.integrations.torch.sharded import around, sinks
+
+    if not _taken(tensor, path, restorer):
+        return lambda: tensor
+    local = torch.empty_like(local_of(tensor), device=restorer.device if restorer.device is not None else "cpu")
+    local = local.detach()
+    restorer.want_boxes(number, sinks(local, layout))
+    return _swapped(tensor, around(local, tensor) if is_dtensor(tensor) else local, path, restorer)
+
+
+def _taken(tensor: torch.Tensor, path: str, restorer: Restorer) -> bool:
+    """Notes that a meta tensor is filled; False where it is already."""
     plan = plans(restorer)
     restorer.restored.append(path)
     if id(tensor) in plan.taken:
-        return lambda: tensor
+        return False
     plan.taken[id(tensor)] = tensor
-    base = restorer.new_base(number, spec, {"as": "torch"}, path)
+    return True
+
+
+def _swapped(tensor: torch.Tensor, base: torch.Tensor, path: str, restorer: Restorer) -> Thunk:
     if weakref.getweakrefcount(tensor):
         restorer.faults.append(
             f"{path}: a meta tensor that something holds a weak reference to cannot be given memory ({_HINT})"
@@ -34,7 +60,7 @@ def _swap(tensor: torch.Tensor, base: torch.Tensor, path: str) -> None:
     made: torch.Tensor = base.detach()
     if isinstance(tensor, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    elif type(tensor) is not torch.Tensor:
+    elif type(tensor) is not torch.Tensor and not is_dtensor(tensor):
         made = made.as_subclass(type(tensor))
     if made.requires_grad != tensor.requires_grad:
         made.requires_grad_(tensor.requires_grad)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,11 +13,16 @@ from torch import nn
 
 from holdfast.errors import StateError, StateMismatch
 from holdfast.integrations.torch import tensors
+from holdfast.integrations.torch.fully_sharded import loaded, others, settle, settling
 from holdfast.integrations.torch.looks import Looks
-from holdfast.integrations.torch.meta import materialise, plans
+from holdfast.integrations.torch.meta import device_after, materialise, materialise_part, plans
+from holdfast.integrations.torch.replicas import Replicas, replicas
+from holdfast.integrations.torch.sharded import layout_like, made_like
 from holdfast.integrations.torch.wrappers import own_tensors, places
 from holdfast.model.checkpoint import Json
 from holdfast.model.paths import escape, join
+from holdfast.state.declared import Shard, attached
+from holdfast.state.layouts import Layout
 from holdfast.state.nodes import KEYED, LEAVES, ROOT, items, kind_of, name_of
 from holdfast.state.registry import Refresh
 from holdfast.state.restorer import MODULES, Restorer, Thunk
@@ -39,10 +45,8 @@ def overrides(module: nn.Module, *names: str) -> bool:
 
 
 def _saves_its_own_way(module: nn.Module) -> bool:
-    hooks = module._state_dict_hooks or module._state_dict_pre_hooks
-    return (
-        bool(hooks) or overrides(module, "state_dict", "_save_to_state_dict", "get_extra_state") or _has_extra(module)
-    )
+    hooks = bool(module._state_dict_hooks) or others(module._state_dict_pre_hooks.values())
+    return hooks or overrides(module, "state_dict", "_save_to_state_dict", "get_extra_state") or _has_extra(module)
 
 
 def _has_extra(module: nn.Module) -> bool:
@@ -50,7 +54,8 @@ def _has_extra(module: nn.Module) -> bool:
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:
-    hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
+    before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+    hooks = (before or after) and others([*before.values(), *after.values()])
     return bool(hooks) or overrides(module, "load_state_dict", "_load_from_state_dict")
 
 
@@ -122,15 +127,22 @@ def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
 
 
 def encode(module: nn.Module, path: str, writer: Writer) -> tuple[Json, Refresh]:
+    put_back = settling(module)
+    for put in put_back:
+        put()
     cells = _Cells(module, path)
     found, metadata = entries(module, path)
     said = {"!": "module", "type": type_name(type(module)), "meta": _metadata_node(metadata, writer, path)}
-    dense = all(one.own and one.value.layout is torch.strided and not tensors.is_subclass(one.value) for one in found)
+    same = replicas([module])
+    dense = not same.buffers and all(one.own and _is_ordinary(one.value) for one in found)
     if not (dense and is_plain(module)):
-        return {**said, "i": _pairs(found, path, writer)}, _again(cells, said)
+        return {**said, "i": _pairs(found, path, writer, same)}, _again(cells, said, same, put_back)
     looks = Looks()
     values = [one.value for one in found]
-    pairs = [[one.name, looks.first(one.value, join(path, escape(one.name)), writer)] for one in found]
+    pairs = []
+    for one in found:
+        with _placed(one.value, same, writer):
+            pairs.append([one.name, looks.first(one.value, join(path, escape(one.name)), writer)])
     node = {**said, "i": pairs}
 
     def refresh(again: nn.Module, replay: Writer) -> Json:
@@ -141,22 +153,42 @@ def encode(module: nn.Module, path: str, writer: Writer) -> tuple[Json, Refresh]
     return node, refresh
 
 
-def _pairs(found: list[Entry], path: str, writer: Writer) -> list[Json]:
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensors.is_subclass(tensor) and attached(tensor) is None
+
+
+def _placed(tensor: Any, same: Replicas, writer: Writer) -> AbstractContextManager[None]:
+    return writer.placed("replicated") if id(tensor) in same.parameters else _ANYWHERE
+
+
+_ANYWHERE: Final = nullcontext()
+
+
+def _pairs(found: list[Entry], path: str, writer: Writer, same: Replicas) -> list[Json]:
     names: set[str] = set()
     for one in found:
         if one.name in names:
             raise StateError(f"{join(path, escape(one.name))}: two entries of a module have this name", subject=path)
         names.add(one.name)
-    return [[one.name, writer.encode(one.value, join(path, escape(one.name)))] for one in found]
+    pairs: list[Json] = []
+    for one in found:
+        layout = same.layout(one.value) if one.own and attached(one.value) is None else None
+        with _placed(one.value, same, writer):
+            value = one.value if layout is None else Shard(one.value, layout)
+            pairs.append([one.name, writer.encode(value, join(path, escape(one.name)))])
+    return pairs
 
 
-def _again(cells: _Cells, said: dict[str, Json]) -> Refresh:
+def _again(cells: _Cells, said: dict[str, Json], same: Replicas, put_back: Sequence[Callable[[], Any]]) -> Refresh:
     """For modules whose state_dict() must be asked each time: the entries are walked again."""
 
     def refresh(again: nn.Module, replay: Writer) -> Json:
+        for put in put_back:
+            put()
         cells.check(again)
         found, metadata = entries(again, cells.path)
-        return {**said, "meta": _metadata_node(metadata, replay, cells.path), "i": _pairs(found, cells.path, replay)}
+        pairs = _pairs(found, cells.path, replay, same)
+        return {**said, "meta": _metadata_node(metadata, replay, cells.path), "i": pairs}
 
     return refresh
 
@@ -206,12 +238,14 @@ def restore(module: nn.Module, node: Json, path: str, restorer: Restorer) -> Thu
     if kind != "module" and kind not in KEYED:
         return restorer.mismatch(module, path, restorer.words(node), f"a module ({type_name(type(module))})")
     theirs = {name_of(key): child for key, child in items(node)}
+    settle(module)
     found, _ = entries(module, path)
     direct = all(one.own or one.name.rpartition(".")[2] == _EXTRA for one in found)
     if not direct or any(_loads_its_own_way(place.module) for place in places(module) if not place.wrapper):
         _through_load_state_dict(module, node, theirs, found, path=path, restorer=restorer)
     else:
         _in_place(module, theirs, found, path, restorer)
+        restorer.later(path, lambda: loaded(module), MODULES)
     _check_meta(module, path, restorer)
     return lambda: module
 
@@ -257,6 +291,10 @@ def _through_load_state_dict(
         ours = present.get(name)
         if isinstance(ours, torch.Tensor) and kind_of(child) in LEAVES and not _fits(ours, child, where, restorer):
             continue
+        layout = layout_like(ours, where) if isinstance(ours, torch.Tensor) and kind_of(child) in LEAVES else None
+        if layout is not None and not restorer.private:
+            state[keys.get(name, name)] = _part(ours, layout, child, where, restorer)
+            continue
         if isinstance(ours, torch.Tensor) and ours.is_meta and kind_of(child) in LEAVES:
             number, spec = restorer.spec(child, where)
             materialise(ours, number, spec, where, restorer)
@@ -269,11 +307,25 @@ def _through_load_state_dict(
     restorer.later(path, lambda: _load(module, state, metadata, whole, path), MODULES)
 
 
+def _part(ours: Any, layout: Layout, child: Json, path: str, restorer: Restorer) -> Thunk:
+    """What load_state_dict() gets for a part of a global tensor: this rank's part, as the module's own is one."""
+    if ours.is_meta:
+        materialise_part(ours, layout, restorer.spec(child, path)[0], path, restorer)
+    else:
+        restorer.restored.append(path)
+    with restorer.on(device_after(ours, restorer)):
+        made = made_like(ours, layout, child, path, restorer)
+    restorer.created.pop()
+    return made
+
+
 def _fits(ours: torch.Tensor, child: Json, path: str, restorer: Restorer) -> bool:
     if tensors.is_lazy(ours):
         return True
     _, spec = restorer.spec(child, path)
-    if spec.shape == tuple(ours.shape) and spec.dtype == str(ours.dtype)[6:]:
+    layout = attached(ours)
+    shape = tuple(ours.shape) if layout is None or restorer.private else layout.whole
+    if spec.shape == shape and spec.dtype == str(ours.dtype)[6:]:
         return True
     restorer.mismatch(ours, path, f"{spec.dtype} {list(spec.shape)}", tensors.words(ours))
     return False

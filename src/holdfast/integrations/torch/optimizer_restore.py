@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 from holdfast.errors import CorruptionError
 from holdfast.integrations.torch import tensors
 from holdfast.integrations.torch.device import TORCH_DTYPES
+from holdfast.integrations.torch.meshes import is_dtensor
 from holdfast.integrations.torch.meta import device_after
 from holdfast.integrations.torch.optimizers import located
+from holdfast.integrations.torch.sharded import layout_like, made_like, restore_shard
 from holdfast.model.checkpoint import Json
 from holdfast.model.paths import join
+from holdfast.state.declared import Shard, attached
 from holdfast.state.nodes import KEYED, LEAVES, ROOT, items, kind_of, name_of, segment, sequence
 from holdfast.state.restorer import OPTIMIZERS, Restorer, Thunk
 from holdfast.state.tagged import type_name
@@ -163,12 +166,30 @@ class _Plan:
     def _value(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk:
         """One entry of a parameter's state: filled in place where it is there already, else new."""
         restorer = self._restorer
+        part = self._part(held, key, node, path, now) if kind_of(node) in LEAVES else None
+        if part is not None:
+            return part
         if kind_of(node) in LEAVES and tensors.is_dense(now) and not now.is_meta:
             _, spec = restorer.spec(node, path)
             if spec.shape == now.shape and TORCH_DTYPES.get(spec.dtype) is now.dtype:
                 return tensors.restore(now, node, path, restorer)
         with restorer.on(self._device(held, key, node)):
             return restorer.rebuild(node, path)
+
+    def _part(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk | None:
+        """State that lies as its parameter lies, a part of a global tensor; None for any other."""
+        restorer, layout = self._restorer, layout_like(held.parameter, held.path)
+        spec = restorer.spec(node, path)[1]
+        kind = TORCH_DTYPES.get(spec.dtype)
+        present = isinstance(now, torch.Tensor) and now.dtype is kind and not now.is_meta
+        if present and is_dtensor(now) and spec.shape == tuple(now.shape) and not restorer.private:
+            return tensors.restore(now, node, path, restorer)
+        if layout is None or kind is None or key == "step" or not spec.shape or spec.shape != layout.whole:
+            return None
+        if present and tensors.is_dense(now) and tuple(now.shape) == layout.local and attached(now) is None:
+            return restore_shard(Shard(now, layout), node, path, restorer)
+        with restorer.on(self._device(held, key, node)):
+            return made_like(held.parameter, layout, node, path, restorer)
 
     def _plain_key(self, node: Json, path: str) -> Any:
         return node if type(node) is str else self._restorer.rebuild(node, path)()

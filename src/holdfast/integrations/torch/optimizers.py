@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -11,8 +12,14 @@ from torch.optim import Optimizer
 from holdfast.errors import StateError
 from holdfast.integrations.torch import tensors
 from holdfast.integrations.torch.looks import Entries
+from holdfast.integrations.torch.meshes import alone, is_dtensor
+from holdfast.integrations.torch.replicas import replicas_in
+from holdfast.integrations.torch.sharded import layout_like
 from holdfast.model.checkpoint import Json
+from holdfast.model.leaf import Placement
 from holdfast.model.paths import join
+from holdfast.state.declared import Shard, attached
+from holdfast.state.layouts import Layout
 from holdfast.state.nodes import ROOT, segment
 from holdfast.state.registry import Refresh
 from holdfast.state.tagged import type_name
@@ -74,6 +81,35 @@ def located(found: str | None, optimizer: Optimizer, path: str, group: int) -> s
     return found
 
 
+def _shared_parameters(writer: Writer) -> Collection[int]:
+    """The identities of the parameters that are the same on several ranks."""
+    if "replicas" not in writer.extra:
+        writer.extra["replicas"] = replicas_in(writer.root).parameters
+    found: Collection[int] = writer.extra["replicas"]
+    return found
+
+
+def _placement(parameter: Any, path: str, writer: Writer) -> tuple[Layout | None, Placement]:
+    """How state of a parameter's shape lies, where not as it is; and how all its other state relates to the ranks."""
+    layout = layout_like(parameter, path) if isinstance(parameter, torch.Tensor) else None
+    if layout is None or (is_dtensor(parameter) and alone(parameter)):
+        return None, "replicated" if id(parameter) in _shared_parameters(writer) else "whole"
+    return layout, "replicated"
+
+
+def marked(value: Any, layout: Layout | None) -> Any:
+    """A parameter's state, with what has the shape of the parameter's part marked to lie where that lies.
+
+    A step count is the same for every part; a DTensor says itself where it lies.
+    """
+    if layout is None:
+        return value
+    if type(value) is dict:
+        return {key: one if key == "step" else marked(one, layout) for key, one in value.items()}
+    fits = tensors.is_dense(value) and value.ndim > 0 and tuple(value.shape) == layout.local
+    return Shard(value, layout) if fits and attached(value) is None else value
+
+
 class _Place:
     """The state of one parameter (or of a key that is none): where it lies, and how to tell it again."""
 
@@ -86,24 +122,27 @@ class _Place:
         below = self.name if self.named else segment(self.name)
         self._path = join(join(path, "state" if self.named else "other"), below)
         self._entries: Entries | None = None
-        self.node = self._first(value, writer)
+        self._layout, placement = _placement(key, self.name if self.named else path, writer)
+        with writer.placed(placement) if placement != "whole" else nullcontext():
+            self.node = self._first(value, writer)
 
     def _first(self, value: Any, writer: Writer) -> Json:
         if (
             type(value) is dict
             and value
+            and self._layout is None
             and all(tensors.is_dense(one) and type(key) is str for key, one in value.items())
         ):
             self._entries = Entries(value, self._path, writer)
             return {"!": "dict", "i": self._entries.pairs}
-        return writer.encode(value, self._path)
+        return writer.encode(marked(value, self._layout), self._path)
 
     def again(self, state: Mapping[Any, Any], replay: Writer) -> None:
         value = state.get(self.key, self)
         if value is self:
             raise Changed
         if self._entries is None:
-            self.node = replay.encode(value, self._path)
+            self.node = replay.encode(marked(value, self._layout), self._path)
         elif type(value) is not dict:
             raise Changed
         else:
@@ -139,14 +178,18 @@ def _asked_node(optimizer: Optimizer, kind: str, paths: Mapping[int, str], path:
     """The node of what state_dict() says: its numbers stand for parameters in the order of the groups."""
     said = optimizer.state_dict()
     by_number: dict[Any, str] = {}
+    parameters: dict[Any, Any] = {}
     for group, saved in zip(optimizer.param_groups, said["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
-            by_number[number] = paths[id(parameter)]
+            by_number[number], parameters[number] = paths[id(parameter)], parameter
     named: list[Json] = []
     other: list[Json] = []
     for key, value in said["state"].items():
         if key in by_number:
-            named.append([by_number[key], writer.encode(value, join(join(path, "state"), by_number[key]))])
+            layout, placement = _placement(parameters[key], by_number[key], writer)
+            with writer.placed(placement) if placement != "whole" else nullcontext():
+                node = writer.encode(marked(value, layout), join(join(path, "state"), by_number[key]))
+            named.append([by_number[key], node])
         else:
             spelled = writer.closed(key, f"{path} (a key)")
             other.append([spelled, writer.encode(value, join(join(path, "other"), segment(spelled)))])

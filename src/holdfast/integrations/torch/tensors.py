@@ -13,10 +13,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from holdfast.errors import CorruptionError, StateError, Unserialisable
 from holdfast.integrations.torch.device import QUANTISED, TORCH_DTYPES, over, raw, writable
 from holdfast.integrations.torch.forms import PLAIN, Look, about, address, form_of, geometry, look
+from holdfast.integrations.torch.meshes import is_dtensor
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.paths import escape, join
 from holdfast.state.contract import Buffer, Sink
+from holdfast.state.declared import Shard, attached, declarations
+from holdfast.state.layouts import Layout
 from holdfast.state.memory import Geometry
 from holdfast.state.nodes import LEAVES, ROOT, items
 from holdfast.state.registry import Refresh
@@ -34,7 +37,7 @@ SPARSE: Final = {
 _LAYOUTS: Final = {name: layout for layout, (name, _) in SPARSE.items()}
 
 
-def _unknown_type(tensor: torch.Tensor, path: str) -> Unserialisable:
+def unknown_type(tensor: torch.Tensor, path: str) -> Unserialisable:
     if str(tensor.dtype)[6:] in QUANTISED:
         return Unserialisable(
             f"{path or ROOT}: a quantised tensor has no representation", subject=path, hint="dequantize() it"
@@ -71,6 +74,13 @@ def check(tensor: torch.Tensor, path: str) -> None:
 
 
 def encode(tensor: torch.Tensor, path: str, writer: Writer) -> tuple[Json, Refresh]:
+    if type(tensor) not in PLAIN and is_dtensor(tensor):
+        from holdfast.integrations.torch.sharded import encode_dtensor
+
+        return encode_dtensor(tensor, path, writer)
+    layout = attached(tensor)
+    if layout is not None:
+        return _encode_declared(tensor, layout, path, writer)
     if is_subclass(tensor):
         return _subclass_node(tensor, path, writer), lambda again, replay: _subclass_node(again, path, replay)
     check(tensor, path)
@@ -88,11 +98,25 @@ def encode(tensor: torch.Tensor, path: str, writer: Writer) -> tuple[Json, Refre
     return node, refresh
 
 
+def _encode_declared(tensor: torch.Tensor, layout: Layout, path: str, writer: Writer) -> tuple[Json, Refresh]:
+    from holdfast.integrations.torch.sharded import encode_shard
+
+    node, again = encode_shard(Shard(tensor, layout), path, writer)
+
+    def refresh(now: torch.Tensor, replay: Writer) -> Json:
+        found = attached(now)
+        if found is None:
+            raise Changed
+        return again(Shard(now, found), replay)
+
+    return node, refresh
+
+
 def dense_leaf(tensor: torch.Tensor, seen: Look, path: str, writer: Writer) -> Json:
     """The node of a dense tensor that has been checked, and looks like this."""
     known = form_of(seen)
     if known is None:
-        raise _unknown_type(tensor, path)
+        raise unknown_type(tensor, path)
     place = tensor.data_ptr() or id(tensor)
     return writer.leaf(
         path, known.about, known.spec, tensor, device=known.device, address=place, geometry=known.geometry
@@ -227,6 +251,15 @@ def view(base: torch.Tensor, node: Json) -> torch.Tensor:
 
 def restore(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> Thunk:
     kind = node["!"] if isinstance(node, dict) else ""
+    if type(tensor) not in PLAIN and is_dtensor(tensor):
+        from holdfast.integrations.torch.sharded import restore_dtensor
+
+        return restore_dtensor(tensor, node, path, restorer)
+    layout = attached(tensor)
+    if layout is not None and not restorer.private:
+        from holdfast.integrations.torch.sharded import restore_shard
+
+        return restore_shard(Shard(tensor, layout), node, path, restorer)
     if kind == "subclass" or is_subclass(tensor):
         return _restore_subclass(tensor, node, path, restorer)
     if kind == "sparse" or tensor.layout is not torch.strided:
@@ -240,10 +273,7 @@ def restore(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> 
         from holdfast.integrations.torch.meta import materialise
 
         return materialise(tensor, number, spec, path, restorer)
-    if bool(node.get("grad")) != tensor.requires_grad and tensor.is_leaf:
-        restorer.notes.append(
-            f"{path}: requires_grad was {bool(node.get('grad'))} when saved and is {tensor.requires_grad}"
-        )
+    note_gradient(tensor, node, path, restorer)
     sink = TensorSink(tensor)
     if 0 in spec.shape:
         restorer.restored.append(path)
@@ -253,11 +283,21 @@ def restore(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> 
     return lambda: tensor
 
 
+def note_gradient(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> None:
+    """Says where a tensor that was trained is not, or the other way round."""
+    if bool(node.get("grad")) != tensor.requires_grad and tensor.is_leaf:
+        restorer.notes.append(
+            f"{path}: requires_grad was {bool(node.get('grad'))} when saved and is {tensor.requires_grad}"
+        )
+
+
 def restore_all(
     tensors: Sequence[torch.Tensor], nodes: Sequence[Json], paths: Sequence[str], restorer: Restorer
 ) -> bool:
     """`restore` for many leaves at once, each into the tensor itself. False, and nothing is done, where one of them is
     anything but an ordinary tensor that fits its own leaf."""
+    if declarations() and any(attached(one) is not None for one in tensors):
+        return False
     found = restorer.forms(nodes) if PLAIN.issuperset(map(type, tensors)) else None
     if found is None:
         return False

@@ -1,0 +1,170 @@
+"""Where a DTensor's local tensor lies in the whole one: read from its mesh and placements, without any communication.
+
+The classes are looked up, not imported: there is no DTensor while nothing has imported them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holdfast.errors import StateError
+from holdfast.state.layouts import Layout, Span, crossed, everywhere, joined
+from holdfast.state.nodes import ROOT
+
+
+def is_dtensor(value: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: a DTensor's local tensor, or the tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.wait()  # type: ignore[attr-defined]
+    return local
+
+
+def alone(tensor: Any) -> bool:
+    """Whether a DTensor's mesh has no other rank."""
+    return bool(tensor._spec.mesh.size() == 1)
+
+
+def layout_of(tensor: Any, path: str) -> Layout:
+    """The layout of a DTensor on this rank.
+
+    StateError, naming the path, for a sum that has not been made yet, and for a placement or a local tensor that it
+    cannot explain.
+    """
+    spec, whole = tensor._spec, tuple(tensor.shape)
+    mesh, placements = spec.mesh, tuple(spec.placements)
+    sizes, at = tuple(mesh.shape), mesh.get_coordinate()
+    where = path or ROOT
+    for size, placement in zip(sizes, placements, strict=True):
+        _check(placement, size, path)
+    sharded = _by_dimension(placements, sizes)
+    if at is None:
+        return Layout(whole, whole, (), "box" if sharded else "replicated")
+    if not sharded:
+        return everywhere(whole)
+    local = tuple(local_of(tensor).shape)
+    spans: dict[int, list[Span]] = {}
+    for dim, along in sharded.items():
+        cuts = [
+            (sizes[one], at[one], getattr(placements[one], "split_factor", 1)) for one in _ordered(spec, dim, along)
+        ]
+        spans[dim] = _spans(whole[dim], local[dim], cuts, where)
+    layout = crossed(whole, spans)
+    if not layout.parts and 0 in local:
+        return Layout(whole, local, ())  # an empty part of FSDP's may be empty in other dimensions too
+    if layout.local != local:
+        raise _unexplained(where, local, layout.local)
+    return layout
+
+
+def _check(placement: Any, size: int, path: str) -> None:
+    where = path or ROOT
+    if placement.is_partial() and size > 1:
+        raise StateError(
+            f"{where}: a Partial DTensor holds a part of a sum on each rank, and no values to save",
+            subject=where,
+            hint="redistribute it to Shard or Replicate first",
+        )
+    if not (placement.is_replicate() or placement.is_partial() or _is_shard(placement)):
+        raise StateError(
+            f"{where}: the placement {placement} of a DTensor is not known", subject=where, hint="holdfast.shard(…)"
+        )
+
+
+def _is_shard(placement: Any) -> bool:
+    # _StridedShard is no Shard to is_shard() in every version.
+    return bool(placement.is_shard() or type(placement).__name__ == "_StridedShard")
+
+
+def _by_dimension(placements: Sequence[Any], sizes: Sequence[int]) -> dict[int, list[int]]:
+    """Dimension of the tensor -> the mesh's dimensions that it is cut along, where that is more than one rank."""
+    found: dict[int, list[int]] = {}
+    for number, (placement, size) in enumerate(zip(placements, sizes, strict=True)):
+        if _is_shard(placement) and size > 1:
+            found.setdefault(placement.dim, []).append(number)
+    return found
+
+
+def _ordered(spec: Any, dim: int, along: list[int]) -> list[int]:
+    """The mesh's dimensions in the order in which they cut: from left to right where the spec says nothing else."""
+    for entry in getattr(spec, "shard_order", None) or ():
+        if entry.tensor_dim == dim:
+            return [number for number in entry.mesh_dims if number in along]
+    return along
+
+
+def _spans(length: int, held: int, cuts: Sequence[tuple[int, int, int]], where: str) -> list[Span]:
+    """The spans of one dimension that this rank holds, `held` indices in all. `cuts`: ranks, this one's place among
+    them, and pieces that are cut apart, in the order in which they cut.
+
+    FSDP cuts what tensor parallelism has cut already, and says so by a strided shard in front: read from left to right
+    that is another way to cut where lengths do not divide. So both ways are looked at, and what this rank holds tells
+    which it was.
+    """
+    said = inner_first = [(0, length)]
+    for ranks, at, pieces in cuts:
+        said = _cut(said, ranks, at, pieces)
+    if all(pieces == 1 for _, _, pieces in cuts[:-1]):
+        return said
+    for ranks, at, _ in reversed(cuts):
+        inner_first = _cut(inner_first, ranks, at, 1)
+    fitting = [one for one in (joined(said), joined(inner_first)) if _length(one) == held]
+    if len(fitting) == 2 and fitting[0] != fitting[1]:
+        raise StateError(
+            f"{where}: {held} of {length} indices of a strided DTensor could be either of two parts",
+            subject=where,
+            hint="shard lengths that divide evenly, or declare the local tensor: holdfast.shard(…)",
+        )
+    return fitting[0] if fitting else said
+
+
+def _length(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def _cut(spans: Sequence[Span], ranks: int, at: int, pieces: int) -> list[Span]:
+    """Part `at` of `ranks`, of each of `pieces` pieces, as torch.chunk cuts both: the last ones may be shorter."""
+    found: list[Span] = []
+    length = _length(spans)
+    for piece in range(pieces):
+        start, stop = _chunk(length, pieces, piece)
+        low, high = _chunk(stop - start, ranks, at)
+        found += _between(spans, start + low, start + high)
+    return found
+
+
+def _chunk(length: int, count: int, number: int) -> Span:
+    step = -(-length // count)
+    return min(number * step, length), min((number + 1) * step, length)
+
+
+def _between(spans: Sequence[Span], low: int, high: int) -> list[Span]:
+    """Indices `low..high-1` of what the spans hold, one behind another."""
+    found: list[Span] = []
+    at = 0
+    for start, stop in spans:
+        first, last = max(low - at, 0), min(high - at, stop - start)
+        if first < last:
+            found.append((start + first, start + last))
+        at += stop - start
+    return found
+
+
+def _unexplained(where: str, local: Sequence[int], expected: Sequence[int]) -> StateError:
+    return StateError(
+        f"{where}: a DTensor whose local tensor has the shape {list(local)} where its placements make {list(expected)}",
+        subject=where,
+        hint="declare the local tensor: holdfast.shard(…)",
+    )

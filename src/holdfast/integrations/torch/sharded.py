@@ -1,0 +1,208 @@
+"""Parts of global tensors <-> leaves: DTensors, and tensors of which a layout was declared."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from holdfast.errors import StateError
+from holdfast.integrations.torch import tensors
+from holdfast.integrations.torch.device import TORCH_DTYPES
+from holdfast.integrations.torch.forms import Look, form_of, geometry, look
+from holdfast.integrations.torch.meshes import alone, is_dtensor, layout_of, local_of
+from holdfast.model.box import Box
+from holdfast.model.checkpoint import Json
+from holdfast.state.contract import Sink
+from holdfast.state.declared import Shard, attached
+from holdfast.state.layouts import Layout, everywhere, taken
+from holdfast.state.memory import Geometry
+from holdfast.state.nodes import LEAVES, ROOT, kind_of
+from holdfast.state.registry import Refresh
+from holdfast.state.restorer import Restorer, Thunk
+from holdfast.state.writer import Changed, Told, Writer
+
+
+def encode_shard(value: Shard, path: str, writer: Writer) -> tuple[Json, Refresh]:
+    """A tensor of which a mark says where it lies. StateError where it is not of the shape that was declared."""
+    tensor, layout = value.value, value.layout
+    node, again = _encode(tensor, _declared_local(tensor, layout, path), layout, path, writer)
+
+    def refresh(now: Shard, replay: Writer) -> Json:
+        if now.layout != layout:
+            raise Changed
+        return again(now.value, replay)
+
+    return node, refresh
+
+
+def encode_dtensor(tensor: Any, path: str, writer: Writer) -> tuple[Json, Refresh]:
+    """A DTensor: what this rank holds of it."""
+    layout = layout_of(tensor, path)
+    local = local_of(tensor)
+    node, again = _encode(tensor, local, layout, path, writer)
+    spec = tensor._spec
+
+    def refresh(now: Any, replay: Writer) -> Json:
+        if not is_dtensor(now) or not (now._spec is spec or now._spec == spec):
+            raise Changed
+        return again(now, replay)
+
+    return node, refresh
+
+
+def _declared_local(tensor: torch.Tensor, layout: Layout, path: str) -> torch.Tensor:
+    if is_dtensor(tensor) or tuple(tensor.shape) != layout.local:
+        what = "a DTensor" if is_dtensor(tensor) else f"a tensor of shape {list(tensor.shape)}"
+        raise StateError(
+            f"{path or ROOT}: {what} where a part of shape {list(layout.local)} was declared",
+            subject=path or ROOT,
+            hint="declare the tensor as it is now; a DTensor says itself where it lies",
+        )
+    return tensor
+
+
+def _encode(
+    tensor: torch.Tensor, local: torch.Tensor, layout: Layout, path: str, writer: Writer
+) -> tuple[Json, Refresh]:
+    """Rows of `local`; `tensor` is what the state holds, and what a name of the leaf is known by."""
+    tensors.check(local, path)
+    if local.layout is not torch.strided:
+        raise StateError(f"{path or ROOT}: a part of a sparse tensor has no representation", subject=path or ROOT)
+    seen = seen_as(tensor, local)
+    known = form_of(seen)
+    if known is None:
+        raise tensors.unknown_type(local, path)
+    if writer.private or (is_dtensor(tensor) and alone(tensor)):
+        place = local.data_ptr() or id(local)
+        node = writer.leaf(
+            path, known.about, known.spec, local, device=known.device, address=place, geometry=known.geometry
+        )
+        layout = everywhere(local.shape)
+    else:
+        told = _told(local, layout)
+        node = writer.rows(path, known.about, known.spec[0], layout, told, device=known.device, tensor=tensor)
+    kind, held = type(tensor), weakref.ref(tensor) if not layout.parts else None
+
+    def refresh(now: torch.Tensor, replay: Writer) -> Json:
+        held_now = local_of(now)
+        if type(now) is not kind or seen_as(now, held_now) != seen or (held is not None and held() is not now):
+            raise Changed
+        for part in layout.parts:
+            source = _source(held_now, part)
+            replay.again(source, source.data_ptr() or id(held_now))
+        return node
+
+    return node, refresh
+
+
+def seen_as(tensor: torch.Tensor, local: torch.Tensor) -> Look:
+    """What the local tensor looks like, in the role that the tensor around it has."""
+    found = look(local)
+    return found if tensor is local else (*found[:4], tensor.requires_grad, *found[5:7], look_role(tensor))
+
+
+def look_role(tensor: torch.Tensor) -> str:
+    return "param" if isinstance(tensor, torch.nn.Parameter) else ""
+
+
+def _source(local: torch.Tensor, part: Any) -> torch.Tensor:
+    if not part.cut and local.shape == part.shape:
+        return local
+    piece: torch.Tensor = taken(local.detach(), part).reshape(part.shape)
+    return piece
+
+
+def _told(local: torch.Tensor, layout: Layout) -> list[Told]:
+    """The rows of a local tensor. The first one has the extent of all of it: they may lie in each other's gaps."""
+    lies = geometry(local)
+    found: list[Told] = []
+    for number, part in enumerate(layout.parts):
+        source = _source(local, part)
+        shape = (lies.shape, layout, number)
+        found.append(
+            (source, source.data_ptr() or id(local), Geometry(lies.space, 0 if number else lies.extent, shape))
+        )
+    return found
+
+
+# -- back ---------------------------------------------------------------------------------------------------------
+
+
+def restore_shard(value: Shard, node: Json, path: str, restorer: Restorer) -> Thunk:
+    tensor, layout = value.value, value.layout
+    if kind_of(node) not in LEAVES:
+        return restorer.mismatch(tensor, path, restorer.words(node), f"a shard of {_words(tensor, layout)}")
+    return _restore(tensor, layout, (_declared_local(tensor, layout, path), node), path, restorer)
+
+
+def restore_dtensor(tensor: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
+    if kind_of(node) not in LEAVES:
+        return restorer.mismatch(tensor, path, restorer.words(node), f"a DTensor {tensors.words(tensor)}")
+    if restorer.private:
+        return _restore(tensor, everywhere(local_of(tensor).shape), (local_of(tensor), node), path, restorer)
+    return _restore(tensor, layout_of(tensor, path), (local_of(tensor), node), path, restorer)
+
+
+def _words(tensor: torch.Tensor, layout: Layout) -> str:
+    return f"{str(tensor.dtype)[6:]} {list(layout.whole)}"
+
+
+def _restore(
+    tensor: torch.Tensor, layout: Layout, into: tuple[torch.Tensor, Json], path: str, restorer: Restorer
+) -> Thunk:
+    """Plans filling the local tensor in `into` with its parts of the leaf of the node beside it."""
+    local, node = into
+    number, spec = restorer.spec(node, path)
+    if TORCH_DTYPES.get(spec.dtype) is not tensor.dtype or spec.shape != layout.whole:
+        return restorer.mismatch(tensor, path, f"{spec.dtype} {list(spec.shape)}", _words(tensor, layout))
+    if local.is_meta:
+        from holdfast.integrations.torch.meta import materialise_part
+
+        return materialise_part(tensor, layout, number, path, restorer)
+    tensors.note_gradient(tensor, node, path, restorer)
+    if prod(layout.local) and layout.parts == everywhere(layout.whole).parts:
+        restorer.want_existing(number, tensors.TensorSink(local), path, local.data_ptr(), lambda: geometry(local))
+    else:
+        restorer.want_parts(number, sinks(local, layout), path, local.data_ptr(), lambda: geometry(local))
+    return lambda: tensor
+
+
+def sinks(local: torch.Tensor, layout: Layout) -> Sequence[tuple[Box, Sink]]:
+    """Where each box that the local tensor holds goes."""
+    return [(Box(part.offsets, part.shape), tensors.TensorSink(taken(local.detach(), part))) for part in layout.parts]
+
+
+def made_like(parameter: Any, layout: Layout, node: Json, path: str, restorer: Restorer) -> Thunk:
+    """Plans a new tensor, on the restorer's device, for a leaf that lies as the parameter it belongs to: a DTensor
+    beside a DTensor."""
+    number, spec = restorer.spec(node, path)
+    restorer.created.append(path)
+    kind = TORCH_DTYPES[spec.dtype]
+    local = torch.empty(layout.local if layout.parts else local_of(parameter).shape, dtype=kind, device=restorer.device)
+    if layout.parts == everywhere(layout.whole).parts:
+        restorer.want(number, tensors.TensorSink(local))
+    else:
+        restorer.want_boxes(number, sinks(local, layout))
+    made = local if not is_dtensor(parameter) else around(local, parameter)
+    return lambda: made
+
+
+def around(local: torch.Tensor, like: Any) -> Any:
+    """A DTensor of `local` as the DTensor `like` is one of its own. No rank is asked."""
+    from torch.distributed.tensor import DTensor
+
+    spec = like._spec
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    kind: Any = DTensor
+    return kind(local, replace(spec, tensor_meta=meta), requires_grad=False)
+
+
+def layout_like(tensor: Any, path: str) -> Layout | None:
+    """How what belongs to a parameter, and has its shape, lies: as the parameter itself, where that is a DTensor or was
+    declared; else None."""
+    return layout_of(tensor, path) if is_dtensor(tensor) else attached(tensor)
