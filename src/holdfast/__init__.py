@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from holdfast.model.timing import Timing
     from holdfast.policy import every, keep, on
     from holdfast.state.declared import flat, fused, per_rank, replicated, shard
+    from holdfast.ranks.shared_files import SharedFiles
     from holdfast.state.tagged import Tagged
 
 _HOME = {
@@ -35,6 +36,7 @@ _HOME = {
     "Repository": "holdfast.api.repository",
     "Restored": "holdfast.api.restored",
     "Save": "holdfast.engine.handle",
+    "SharedFiles": "holdfast.ranks.shared_files",
     "Stats": "holdfast.api.stats",
     "Tagged": "holdfast.state.tagged",
     "Timing": "holdfast.model.timing",
@@ -61,6 +63,7 @@ __all__ = [
     "Repository",
     "Restored",
     "Save",
+    "SharedFiles",
     "Stats",
     "Tagged",
     "Timing",

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ import pytest
 import holdfast
 from holdfast import errors, every, keep
 from holdfast.model import canonical
+from holdfast.ranks.agreement import Agreement
+from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+from holdfast.ranks.timing import Settings
 from holdfast.repo import attempts
 from holdfast.repo.repository import Repo
 from holdfast.store.backends.local import LocalStore
@@ -31,7 +35,7 @@ from tiny_training import Gate, flip, flip_leaf, state
 
 Raising = Callable[[Path, pytest.MonkeyPatch], object]
 CASES: dict[str, tuple[Raising, str, str]] = {}
-GROUPS = {errors.HoldfastError, errors.OwnershipError}
+GROUPS = {errors.HoldfastError, errors.OwnershipError, errors.RanksError}
 """Only to be caught by: their subclasses are raised."""
 
 
@@ -341,6 +345,57 @@ def a_save_that_takes_too_long(place: Path, patch: pytest.MonkeyPatch) -> object
             return save.wait(timeout=0.01)
         finally:
             gate.open_gate.set()
+
+
+# -- ranks ---------------------------------------------------------------
+
+
+def meeting(board: Any, rank: int, **facts: str) -> Agreement:
+    settings = Settings(beat_s=0.01, dead_after_s=30, answer_s=1, probe_s=0.05)
+    return Agreement.open(ThreadRanks(rank, 2, board), facts, 10 if facts else 0.1, settings)
+
+
+@case(errors.RanksMissing, "handshake: rank 0 waited 0.1 s for rank 1, which has not come", "all processes")
+def a_rank_that_never_comes(place: Path, patch: pytest.MonkeyPatch) -> object:
+    return meeting(MemoryBoard(), 0)
+
+
+@case(errors.RankFailed, r"save 0: rank 1 has failed: ValueError: no such file \(told by rank 1\)", "log of rank 1")
+def another_rank_that_fails(place: Path, patch: pytest.MonkeyPatch) -> object:
+    board = MemoryBoard()
+
+    def other() -> None:
+        with pytest.raises(ValueError), meeting(board, 1, run="main") as ranks, ranks.topic("save"):
+            raise ValueError("no such file")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with meeting(board, 0, run="main") as ranks, ranks.topic("save") as topic:
+        thread.join()
+        return topic.collect(10)
+
+
+@case(errors.RanksDisagree, "run is 'main' on rank 0 .* and 'other' on rank 1", "same arguments")
+def two_ranks_of_two_runs(place: Path, patch: pytest.MonkeyPatch) -> object:
+    board = MemoryBoard()
+
+    def other() -> None:
+        with pytest.raises(errors.RanksDisagree, match="run is 'main' on rank 0"):
+            meeting(board, 1, run="other")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        return meeting(board, 0, run="main")
+    finally:
+        thread.join()
+
+
+@case(errors.RankStoreLost, "handshake: the directory .* fails: .*(exists|directory)", "look at the directory")
+def a_meeting_place_that_is_none(place: Path, patch: pytest.MonkeyPatch) -> object:
+    place.write_bytes(b"")
+    settings = Settings(answer_s=0.1)
+    return Agreement.open(holdfast.SharedFiles(place, rank=0, world_size=2), {}, 0.1, settings)
 
 
 # -- stores ---------------------------------------------------------------

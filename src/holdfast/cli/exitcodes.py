@@ -23,6 +23,7 @@ EXIT_CODES: Final[dict[int, str]] = {
     20: "certify: the resume is not exact",
     21: "certify: the training does not repeat itself",
     22: "the training script failed, or cannot be certified",
+    23: "the processes of the job did not come to one answer",
     130: "interrupted",
 }
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from holdfast.errors import RanksNotSupported
-from holdfast.ranks.contract import Ranks
+from holdfast.ranks.contract import Board, Ranks
+from holdfast.ranks.memory import MemoryBoard
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,9 @@ class Solo:
     rank: int = 0
     world_size: int = 1
     is_coordinator: bool = True
+
+    def board(self) -> Board:
+        return MemoryBoard()
 
 
 def solo(environment: Mapping[str, str] | None = None, modules: Mapping[str, ModuleType] | None = None) -> Ranks:

@@ -1,0 +1,75 @@
+"""Calls into a place that may never answer, in a thread of their own: who waits for one gives up in time.
+
+A store whose process is stopped, or a network file system whose server is gone, holds the caller inside the operating
+system, where no timeout of ours reaches. The thread stays there; further calls are refused in time until it is back.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from holdfast.errors import HoldfastError, RankStoreLost
+
+Result = TypeVar("Result")
+
+
+class _Call(Generic[Result]):
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self.work = work
+        self.ended = threading.Event()
+        self.given_up = False
+        self.result: Result | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        if self.given_up:
+            return
+        try:
+            self.result = self.work()
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            self.error = error
+        self.ended.set()
+
+
+class Line:
+    """One thread that makes calls one after another. `lost` makes the error of a fault that the place reported."""
+
+    def __init__(self, name: str, lost: Callable[[Exception], HoldfastError]) -> None:
+        self.name = name
+        self._lost = lost
+        self._calls: queue.SimpleQueue[_Call[object]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def call(self, work: Callable[[], Result], timeout: float) -> Result:
+        """What `work` returns. RankStoreLost after `timeout` seconds, or for what it raises."""
+        call = _Call(work)
+        self._start()
+        self._calls.put(call)  # type: ignore[arg-type]
+        began = time.monotonic()
+        if not call.ended.wait(max(0.0, timeout)):
+            call.given_up = True
+            raise RankStoreLost(
+                f"{self.name}, where the ranks meet, has not answered for {time.monotonic() - began:.3g} s",
+                subject=self.name,
+                hint="look whether it is alive: is its process stopped, is the network or the file system gone?",
+            )
+        if isinstance(call.error, Exception) and not isinstance(call.error, HoldfastError):
+            raise self._lost(call.error) from call.error
+        if call.error is not None:
+            raise call.error
+        return call.result  # type: ignore[return-value]
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="holdfast-ranks-board", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            self._calls.get().run()

@@ -1,0 +1,115 @@
+"""Saving at a step that one rank wishes for, where the wish is not the same function of the step on all ranks.
+
+The coordinator proposes a step that no rank should have reached. Each rank answers in the background: yes while it has
+not reached the step, no afterwards. Who has said yes waits at that step until it is known whether all have; who has not
+goes on. If one said no, a later step is proposed. Between proposals the training thread only compares two numbers.
+
+This file decides and does no I/O; `pulse` moves what is decided.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+_FURTHEST: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Every rank saves at the first step that is `step` or later. `by` is the rank that wished for it."""
+
+    number: int
+    step: int
+    reason: str
+    by: int
+
+
+class Proposals:
+    """What one rank knows of proposals, and of its own step. `latency_s`: how long an answer takes, about."""
+
+    def __init__(self, rank: int, world_size: int, latency_s: float) -> None:
+        self._rank = rank
+        self._alone = world_size == 1
+        self._latency_s = latency_s
+        self._lock = threading.Lock()
+        self._step = -1
+        self._reached_at: float | None = None
+        self._step_s = 0.0
+        self._armed: Proposal | None = None
+        self._seen = 0
+        self._wishes: list[tuple[int, str]] = []
+        self._open: Proposal | None = None
+        self._lead = 1
+
+    # -- the training thread
+
+    def reached(self, step: int, now: float) -> Proposal | None:
+        """This rank has completed `step`. The proposal whose outcome it has to wait for here, if there is one."""
+        with self._lock:
+            if self._reached_at is not None and step > self._step:
+                spent = (now - self._reached_at) / (step - self._step)
+                self._step_s = spent if self._step_s == 0 else 0.5 * (self._step_s + spent)
+            self._step, self._reached_at = step, now
+            if self._alone and self._wishes:
+                by, reason = self._wishes[0]
+                self._wishes.clear()
+                self._seen += 1
+                return Proposal(self._seen, step, reason, by)
+            armed = self._armed
+            if armed is None or step < armed.step:
+                return None
+            self._armed = None
+            return armed
+
+    # -- every rank, in the background
+
+    def answer(self, proposal: Proposal) -> bool | None:
+        """Whether this rank can save there; None if it has answered already."""
+        with self._lock:
+            if proposal.number <= self._seen:
+                return None
+            self._seen = proposal.number
+            if self._step >= proposal.step:
+                return False
+            self._armed = proposal
+            return True
+
+    def withdrawn(self, number: int) -> None:
+        """It has come to nothing: nobody has to wait there any more."""
+        with self._lock:
+            if self._armed is not None and self._armed.number == number:
+                self._armed = None
+
+    # -- the coordinator, in the background
+
+    def wish(self, by: int, reason: str) -> None:
+        with self._lock:
+            self._wishes.append((by, reason))
+
+    def next(self) -> Proposal | None:
+        """What is to be proposed now: one at a time, for all wishes since the one before."""
+        with self._lock:
+            if self._alone or self._open is not None or not self._wishes:
+                return None
+            by, reason = self._wishes[0]
+            ahead = math.ceil(self._latency_s / self._step_s) if self._step_s > 0 else 1
+            lead = min(_FURTHEST, max(self._lead, ahead))
+            self._open = Proposal(self._seen + 1, max(self._step, 0) + lead, reason, by)
+            return self._open
+
+    def open(self) -> Proposal | None:
+        with self._lock:
+            return self._open
+
+    def decided(self, agreed: bool) -> None:
+        """The one that is open has been announced. Where it was refused, the wish stands, for further ahead."""
+        with self._lock:
+            self._open = None
+            if agreed:
+                self._wishes.clear()
+                self._lead = 1
+            else:
+                self._lead = min(_FURTHEST, self._lead * 2)

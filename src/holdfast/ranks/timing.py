@@ -1,0 +1,51 @@
+"""Time as the ranks use it: each its own monotonic clock, never compared with another's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point in time that several waits may share. It goes on while this process is stopped."""
+
+    seconds: float
+    clock: Clock = field(default_factory=Clock)
+    at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", self.clock.now() + self.seconds)
+
+    @property
+    def remaining_s(self) -> float:
+        """Never below 0."""
+        return max(0.0, self.at - self.clock.now())
+
+    @property
+    def passed(self) -> bool:
+        return self.clock.now() >= self.at
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How often ranks give a sign of life, and when they are given up. Seconds."""
+
+    beat_s: float = 1.0
+    dead_after_s: float = 60.0
+    """No sign of life for so long: stopped or dead. A process that computes without a pause gives none either."""
+    answer_s: float = 10.0
+    """The board has to answer one question in this time."""
+    probe_s: float = 2.0
+    """How often ranks that are there already are asked for what has to be equal, while others are still to come."""
+    clock: Clock = field(default_factory=Clock)
+
+    def deadline(self, seconds: float) -> Deadline:
+        return Deadline(seconds, self.clock)

@@ -1,0 +1,98 @@
+"""Every board that is shipped keeps the contract of boards, and ranks agree on it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from holdfast.ranks.memory import MemoryBoard
+from holdfast.ranks.shared_files import FilesBoard
+from holdfast.ranks.solo import Solo
+from holdfast.ranks.torch_store import TorchBoard
+from holdfast.testing.ranks_suite import RanksSuite
+
+
+class TestMemory(RanksSuite):
+    @pytest.fixture
+    def boards(self):
+        board = MemoryBoard()
+        return board, board
+
+
+class TestSolo(RanksSuite):
+    @pytest.fixture
+    def boards(self):
+        board = Solo().board()
+        return board, board
+
+
+class TestSharedFiles(RanksSuite):
+    @pytest.fixture
+    def boards(self):
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryDirectory(dir=memory, prefix="holdfast-test-") as place:
+            yield FilesBoard(Path(place) / "ranks"), FilesBoard(Path(place) / "ranks")
+
+
+@pytest.fixture
+def store() -> Iterator[object]:
+    distributed = pytest.importorskip("torch.distributed")
+    yield distributed.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+
+
+class TestTcpStore(RanksSuite):
+    @pytest.fixture
+    def boards(self, store):
+        return TorchBoard.of(store), TorchBoard.of(store)
+
+
+class TestPrefixedTcpStore(RanksSuite):
+    @pytest.fixture
+    def boards(self, store):
+        from torch.distributed import PrefixStore
+
+        prefixed = PrefixStore("/worker/attempt_0", PrefixStore("default_pg", store))
+        return TorchBoard.of(prefixed), TorchBoard.of(prefixed)
+
+
+class TestTcpStoreThatCannotBeCloned(RanksSuite):
+    """As before torch 2.8."""
+
+    @pytest.fixture
+    def boards(self, store):
+        class Old:
+            def __init__(self, host, port, *arguments, **options):
+                from torch.distributed import TCPStore
+
+                self.host, self.port = host, port
+                if arguments:
+                    self.store = TCPStore(host, port, *arguments, **options)
+
+            def __getattr__(self, name):
+                if name in ("clone", "underlying_store"):
+                    raise AttributeError(name)
+                return getattr(self.store, name)
+
+        old = Old(store.host, store.port)
+        return TorchBoard.of(old), TorchBoard.of(old)
+
+
+class TestHashStore(RanksSuite):
+    @pytest.fixture
+    def boards(self):
+        distributed = pytest.importorskip("torch.distributed")
+        store = distributed.HashStore()
+        return TorchBoard.of(store), TorchBoard.of(store)
+
+
+class TestFileStore(RanksSuite):
+    @pytest.fixture
+    def boards(self, tmp_path):
+        distributed = pytest.importorskip("torch.distributed")
+        stores = [distributed.FileStore(str(tmp_path / "store"), 2) for _ in range(2)]
+        return TorchBoard.of(stores[0]), TorchBoard.of(stores[1])
