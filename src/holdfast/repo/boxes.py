@@ -15,9 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.errors import CorruptionError
-from holdfast.image.header import build_header, parse_header
-from holdfast.model import canonical
 from holdfast.model.names import CheckpointId
+from holdfast.repo.columns import decode_columns, decode_json, encode_columns, encode_json
 from holdfast.repo.index import MAX_DIMENSIONS, lengths, read_dtypes
 from holdfast.repo.layout import BOXES
 from holdfast.repo.objects import FORMAT, Fields, check_format
@@ -36,7 +35,6 @@ COLUMNS: Final = (
     ("dtype", "U16", "<u2"),
     ("head", "U8", "|u1"),
 )
-_ALIGN: Final = 64
 _LIMIT: Final = 2**62
 
 
@@ -97,23 +95,17 @@ def encode_boxes(table: BoxTable, id: CheckpointId, save_id: str) -> bytes:
         "rank": table.rank,
         "row": table.row,
         "dtype": table.code,
-        "head": np.frombuffer(canonical.dumps(head), np.uint8),
+        "head": encode_json(head),
     }
-    parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in COLUMNS]
-    entries = [(name, code, (part.size,)) for (name, code, _), part in zip(COLUMNS, parts, strict=True)]
-    header = build_header(entries, {"holdfast.save_id": save_id}, align=_ALIGN)
-    return b"".join([header, *(part.tobytes() for part in parts)])
+    return encode_columns(columns, COLUMNS, save_id=save_id)
 
 
 def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, leaves: int) -> BoxTable:
     """The table in `data`, which has been digested already, every number in it checked: it speaks of at most `ranks`
     ranks and `leaves` leaves. CorruptionError otherwise."""
     name = f"{id.directory}/{BOXES}"
-    columns = _columns(data, name)
-    try:
-        values = canonical.loads(columns["head"].tobytes())
-    except CorruptionError as error:
-        raise CorruptionError(f"{name}: the column 'head': {error.message}", subject=name) from None
+    columns = decode_columns(data, COLUMNS, name=name, what="a table of parts")
+    values = decode_json(columns, "head", name)
     if not isinstance(values, dict):
         raise CorruptionError(f"{name}: the column 'head' is no object", subject=name)
     head = Fields(values, name)
@@ -170,19 +162,6 @@ def _check_inside(table: BoxTable, head: Fields) -> None:
     axis = np.arange(len(table.shape)) - np.repeat(table.bounds[:-1], ndim)
     if (table.origin + table.shape > table.whole[np.repeat(begins, ndim) + axis]).any():
         raise head.refuse("a part reaches beyond its leaf")
-
-
-def _columns(data: bytes, name: str) -> dict[str, Array]:
-    header = parse_header(data, name=name)
-    if header.keys() != {column for column, _, _ in COLUMNS}:
-        raise CorruptionError(f"{name} does not have the columns of a table of boxes", subject=name)
-    columns = {}
-    for column, code, kind in COLUMNS:
-        entry = header[column]
-        if entry.code != code or len(entry.shape) != 1:
-            raise CorruptionError(f"{name}: the column {column!r} is no row of {code}", subject=name)
-        columns[column] = np.frombuffer(data, dtype=kind, count=entry.shape[0], offset=entry.start)
-    return columns
 
 
 def _bounded(column: Array, head: Fields) -> Array:

@@ -13,12 +13,11 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.errors import CorruptionError, StateError
-from holdfast.image.header import build_header, parse_header
-from holdfast.model import canonical
 from holdfast.model.checkpoint import Index, Json, PackEntry
 from holdfast.model.dtypes import dtype
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
+from holdfast.repo.columns import decode_columns, decode_json, encode_columns, encode_json
 from holdfast.repo.layout import check_file, index_file
 from holdfast.repo.manifest import MAX_CHUNK
 from holdfast.repo.objects import FORMAT, Fields, check_format
@@ -35,7 +34,6 @@ MAX_DTYPES: Final = 4096
 MAX_DIMENSIONS: Final = 64
 _LIMIT: Final = 2**62
 """Bytes that one checkpoint may have: sums of two such numbers still fit into 64 bits."""
-_ALIGN: Final = 64
 _NUMPY_DTYPE: Final = re.compile(r"numpy:[<>|][a-zA-Z][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?", re.ASCII)
 
 COLUMNS: Final = (
@@ -75,17 +73,14 @@ def encode_index(index: Index, id: CheckpointId, rows: Rows | None = None) -> by
         "pack": index.pack,
         "dtype": rows.code,
         "digests": np.ascontiguousarray(index.digests, dtype=np.uint8).reshape(-1),
-        "head": _bytes(canonical.dumps(_head(index, id, rows))),
-        "private": _bytes(canonical.dumps(index.private)),
+        "head": encode_json(_head(index, id, rows)),
+        "private": encode_json(index.private),
     }
     kinds: tuple[tuple[str, str, str], ...] = COLUMNS
     if rows.origin is not None and rows.whole is not None:
         columns |= {"origin": rows.origin, "whole": rows.whole}
         kinds = (*PARTS, *COLUMNS)
-    parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in kinds]
-    entries = [(name, code, (part.size,)) for (name, code, _), part in zip(kinds, parts, strict=True)]
-    header = build_header(entries, {"holdfast.save_id": index.save_id}, align=_ALIGN)
-    return b"".join([header, *(part.tobytes() for part in parts)])
+    return encode_columns(columns, kinds, save_id=index.save_id)
 
 
 def _head(index: Index, id: CheckpointId, rows: Rows) -> Json:
@@ -202,7 +197,7 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
     columns = _columns(data, name)
     head = _read_head(columns, name, rank)
     packs = _packs(head)
-    private = _json(columns, "private", name)
+    private = decode_json(columns, "private", name)
     shared = head.whole("shared")
     count = columns["leaf"].size
     for column in ("length", "offset", "pack", "dtype", "shape.ends", "digests.ends"):
@@ -251,28 +246,11 @@ def decode_packs(data: bytes, *, id: CheckpointId, rank: int) -> tuple[str, tupl
 
 
 def _columns(data: bytes, name: str) -> dict[str, Array]:
-    header = parse_header(data, name=name)
-    kinds = COLUMNS if PARTS[0][0] not in header else (*PARTS, *COLUMNS)
-    if header.keys() != {column for column, _, _ in kinds}:
-        raise CorruptionError(f"{name} does not have the columns of an index", subject=name)
-    columns = {}
-    for column, code, kind in kinds:
-        entry = header[column]
-        if entry.code != code or len(entry.shape) != 1:
-            raise CorruptionError(f"{name}: the column {column!r} is no row of {code}", subject=name)
-        columns[column] = np.frombuffer(data, dtype=kind, count=entry.shape[0], offset=entry.start)
-    return columns
-
-
-def _json(columns: dict[str, Array], column: str, name: str) -> Json:
-    try:
-        return canonical.loads(columns[column].tobytes())
-    except CorruptionError as error:
-        raise CorruptionError(f"{name}: the column {column!r}: {error.message}", subject=name) from None
+    return decode_columns(data, COLUMNS, more=PARTS, name=name, what="an index")
 
 
 def _read_head(columns: dict[str, Array], name: str, rank: int) -> Fields:
-    values = _json(columns, "head", name)
+    values = decode_json(columns, "head", name)
     if not isinstance(values, dict):
         raise CorruptionError(f"{name}: the column 'head' is no object", subject=name)
     head = Fields(values, name)
@@ -428,7 +406,3 @@ def _chunks(columns: dict[str, Array], head: Fields, length: Array, chunk_bytes:
     if not np.array_equal(np.diff(bounds), -(-length // chunk_bytes)):
         raise head.refuse("a leaf does not have one digest for each of its chunks")
     return bounds, flat.reshape(-1, 16)
-
-
-def _bytes(data: bytes) -> Array:
-    return np.frombuffer(data, dtype=np.uint8)
