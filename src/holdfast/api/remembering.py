@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from holdfast.engine.fenced import Fencing
 from holdfast.engine.job import About
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.remembering import MemorySaver
@@ -44,8 +45,7 @@ class Remembering:
         """Steps that were due and not taken, for the one before was not sealed."""
         self.delayed = 0
         """Steps that waited for the one before to be sealed."""
-        self.held_s = 0.0
-        """How long states that went into memory alone have held training."""
+        self._held_s = 0.0
         self._moments: dict[int, float] = {}
         self._run = run
         self._on_busy = on_busy
@@ -56,6 +56,10 @@ class Remembering:
         self._last_step: int | None = None
         self._last_s: float | None = None
         self._started_s = 0.0
+
+    def capture_beside(self, fencing: Fencing) -> None:
+        """From now on what optimizers own is copied beside training, as in saves to the store."""
+        self._saver.fencing = fencing
 
     def begin(self, attempt: Attempt, flattened: Flattened, step: int, since_s: float) -> None:
         """The run is claimed, and training goes on from `step`; `since_s`: since when its line has not been saved."""
@@ -70,16 +74,34 @@ class Remembering:
         return self._saver.sealed
 
     @property
+    def fence_s(self) -> float:
+        """How long updates have waited for copies of states that went into memory alone."""
+        return self._saver.fence_s
+
+    @property
+    def held_s(self) -> float:
+        """How long states that went into memory alone have held training, their fences included."""
+        return self._held_s + self.fence_s
+
+    @property
+    def torn(self) -> int | None:
+        """The step of the state that was torn, until another one is taken in its place."""
+        torn = self._saver.torn
+        return torn if torn == self._last_step else None
+
+    @property
     def newest_s(self) -> float | None:
         """Of when the newest state is that is whole in memory, by the monotonic clock."""
         footer = self.tier.sealed if self.tier.on else None
         return None if footer is None else self._moments.get(footer.id.step, footer.sealed_us / 1e6)
 
-    def saved(self, step: int) -> None:
-        """A save to the store is taken, which is sealed here as well."""
+    def saved(self, step: int) -> bool:
+        """A save to the store is taken, which is sealed here as well; whether it takes the place of a torn state."""
+        torn = self.torn is not None
         self._last_step, self._last_s = step, time.monotonic()
         self._moment(step, self._last_s)
         self.tier.saved_s = self._last_s
+        return torn
 
     def decide(self, moment: Moment) -> Decision:
         if not self.tier.on or self._attempt is None:
@@ -90,19 +112,25 @@ class Remembering:
             last_saved_step=self._last_step,
             last_saved_s=self._last_s,
         )
-        return self.policy.decide(moment, history)
+        decision, torn = self.policy.decide(moment, history), self.torn
+        if not decision.save and torn is not None and moment.step > torn:
+            return Decision(True, f"in place of the torn state of step {torn}")
+        return decision
 
-    def take(self, flattened: Flattened, step: int, about: About) -> None:
-        """Takes the state of a completed step. It fails no training: what goes wrong is told."""
+    def take(self, flattened: Flattened, step: int, about: About, *, eager: bool = False) -> None:
+        """Takes the state of a completed step. It fails no training: what goes wrong is told. `eager`: with nothing
+        left to be copied beside training."""
         assert self._attempt is not None
-        if self._on_busy == "skip" and self._saver.busy:
+        torn = self.torn is not None
+        if self._on_busy == "skip" and self._saver.busy and not torn:  # a torn one is about to be let go
             self._skip(step, BUSY)
             return
         self._last_s = time.monotonic()
         self._moment(step, self._last_s)
         self.delayed += self._saver.busy
         try:
-            if self._saver.save(flattened, CheckpointId(self._attempt.run, self._attempt.number, step), about):
+            id = CheckpointId(self._attempt.run, self._attempt.number, step)
+            if self._saver.save(flattened, id, about, eager=eager or torn):
                 self._last_step = step
         except DeadlineExceeded as error:
             self._skip(step, error.message)
@@ -110,7 +138,7 @@ class Remembering:
             why = getattr(error, "message", None) or repr(error)
             self._emitter.emit(Warned(f"step {step} is not kept in memory: {why}", self._run))
         finally:
-            self.held_s += time.monotonic() - self._last_s
+            self._held_s += time.monotonic() - self._last_s
 
     def close(self, durable: CheckpointId | None) -> None:
         """Gives the slots back; an image of a step that is not durable stays for the next process."""

@@ -311,7 +311,7 @@ class Training:
         decision = memory.decide(moment)
         if decision.save:
             about = self._snapshots.about(parent=self._parent(), metrics=self._metrics, reason=decision.reason)
-            memory.take(self._snapshots.now(), self.step, about)
+            memory.take(self._snapshots.now(), self.step, about, eager=moment.ending)
 
     def _take_requested(self, handle: Save, wait: bool) -> None:
         handle.inside_step = False

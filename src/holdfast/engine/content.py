@@ -43,10 +43,15 @@ class Filling:
             self._filled = filled
             self._changed.notify_all()
 
+    @property
+    def failure(self) -> HoldfastError | None:
+        """What broke the capture off."""
+        return self._failure
+
     def fail(self, failure: HoldfastError) -> None:
-        """The capture broke off: whoever waits gets `failure`."""
+        """The capture broke off: whoever waits gets `failure`, or what was told before it."""
         with self._changed:
-            self._failure = failure
+            self._failure = self._failure or failure
             self._changed.notify_all()
 
     def abandon(self) -> None:

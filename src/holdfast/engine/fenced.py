@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Final, cast
 
+from holdfast.crashpoints import crashpoint
 from holdfast.engine.content import Filling
 from holdfast.engine.handle import Save
 from holdfast.engine.planned import SavePlan
@@ -22,11 +23,14 @@ from holdfast.state.ownership import Choice, Gate, LateBound, Record, fall
 Warn = Callable[[str], None]
 WARNINGS = 5
 """Leaves that are warned of one by one; the events name all."""
+CLOSE_S: Final = 30.0
+"""How long the end of training waits for a copy beside it: an image in memory is what the next process begins with."""
 HINT = 'call ckpt.fence() before code that writes parameters or optimizer state itself, or pass capture="eager"'
 
 
 class Fencing:
-    """Captures the saves of one run behind a fence, one at a time."""
+    """Captures the states of one run behind a fence, one at a time, whether they go to the store or into memory
+    alone: what is learned from the one kind holds for the other."""
 
     def __init__(self, gate: Gate | None, emitter: Emitter, warn: Warn) -> None:
         self._gate = gate
@@ -36,6 +40,8 @@ class Fencing:
         self._pace = Pace()
         self._places: weakref.WeakKeyDictionary[Capturer, Places] = weakref.WeakKeyDictionary()
         self._current: Fence | None = None
+        self._watch: _Watch | None = None
+        """Of the current one."""
         self._window_told = False
         self._unsaid: list[str] = []
         self.lock = threading.Lock()
@@ -46,6 +52,8 @@ class Fencing:
         """A save is to be taken, fenced or not: the one before lets go of the image. DeadlineExceeded if it cannot."""
         if self._gate is not None:
             self._gate.begin_save()
+        if self._watch is not None:
+            self._watch.counts = False  # what is waited for here is the part of the save that begins
         self.lift()
         self._settle()
         self._say()
@@ -60,12 +68,25 @@ class Fencing:
         if self._current is not None:
             self._current.hurry()
 
-    def close(self) -> None:
-        """Nothing writes to the image any more, nothing waits at a fence any more, the hook goes."""
-        if self._current is not None:
-            self._current.give_up()
-            fall(self._current)
+    def give_up(self) -> None:
+        """The image in flight is not wanted any more: when this returns nothing writes to it, and nothing waits for
+        it. DeadlineExceeded if the copy does not end."""
+        current, watch = self._current, self._watch
+        if current is None or watch is None:
+            return
+        current.give_up()
+        fall(current)
+        try:
             self._settle()
+        finally:
+            watch.gave_up()
+
+    def close(self) -> None:
+        """What is being copied is copied to its end. Then nothing writes to the image any more, nothing waits at a
+        fence any more, and the hook goes."""
+        if self._current is not None:
+            self._current.at_rest(CLOSE_S)
+            self.give_up()
         if self._gate is not None:
             self._gate.close()
         self._say()
@@ -80,7 +101,7 @@ class Fencing:
                 hint='capture="eager" copies before save() returns',
             )
         current.settle()
-        self._current = None
+        self._current = self._watch = None
 
     # -- one save ------------------------------------------------------------------------------------------------------
 
@@ -94,8 +115,12 @@ class Fencing:
         fence = Fence(flattened, choice, places, watch, pace=self._pace, name=f"holdfast-fence-{save.step}")
         save.hasten = fence.hurry
         places.capture_now(plan.capturer, flattened, save.save_id, choice)
-        self._current = fence
-        fence.begin()
+        self._current, self._watch = fence, watch
+        try:
+            fence.begin()
+        except BaseException:
+            self.give_up()  # no update is to wait for a copy that nobody makes
+            raise
 
     def possible(self, plan: SavePlan) -> bool:
         """Whether a state of this plan can be copied late at all; why not is said once."""
@@ -157,8 +182,13 @@ class _Watch:
         self._save = save
         self._filling = filling
         self._torn: SaveTorn | None = None
+        self._ended = False
+        self.counts = True
+        """Whether updates wait for it, and not the save after it."""
 
     def progressed(self, position: int) -> None:
+        if not self._ended:
+            crashpoint("image being copied beside training")
         self._filling.advance(position)
 
     def torn(self, leaf: int, why: str) -> None:
@@ -176,9 +206,17 @@ class _Watch:
         self._fencing.compared(self._choice)
 
     def passed(self, seconds: float) -> None:
-        self._save.fence_s += seconds
+        if self.counts:
+            self._save.fence_s += seconds
+
+    def gave_up(self) -> None:
+        """Nobody copies any more: who waits for what was to come gets a failure."""
+        if not self._ended:
+            message = f"the capture of {self._save.id} beside training was given up"
+            self._filling.fail(SaveFailed(message, subject=str(self._save.id)))
 
     def ended(self, failure: BaseException | None) -> None:
+        self._ended = True
         if failure is not None:
             message = f"the capture of {self._save.id} beside training broke off: {failure!r}"
             self._filling.fail(SaveFailed(message, subject=str(self._save.id)))

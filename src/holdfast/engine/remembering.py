@@ -1,4 +1,4 @@
-"""States that go into memory alone: copied here, digested and sealed beside training."""
+"""States that go into memory alone: copied here or behind a fence, digested and sealed beside training."""
 
 from __future__ import annotations
 
@@ -6,35 +6,45 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.chunks import Digester
+from holdfast.engine.content import Filling
 from holdfast.engine.describing import index_of
+from holdfast.engine.fenced import Fencing
+from holdfast.engine.handle import Save
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.planned import SavePlan
 from holdfast.engine.politeness import stand_back
+from holdfast.errors import HoldfastError, SaveTorn
 from holdfast.events import Emitter, Remembered, Warned
 from holdfast.model.names import CheckpointId
 from holdfast.repo.repository import Repo, now_text
 from holdfast.state.contract import Flattened
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from holdfast.engine.job import About
+
+DIGESTED_BYTES: Final = 4 << 20
+"""What is digested at a time behind a copy that is still under way."""
 
 
 @dataclass(slots=True)
 class _Taken:
     """One state under way."""
 
+    save: Save
     plan: SavePlan
     flattened: Flattened
-    id: CheckpointId
-    save_id: str
     about: About
+    filling: Filling
     created: str
     began: float
-    stall_s: float = 0.0
 
 
 class MemorySaver:
@@ -46,6 +56,11 @@ class MemorySaver:
         self._emitter = emitter
         self._rank = rank
         self._thread: threading.Thread | None = None
+        self._last: tuple[Save, Filling] | None = None
+        self._fence_s = 0.0
+        """Of those before the last."""
+        self.fencing: Fencing | None = None
+        """Set where what optimizers own is copied beside training: the one that saves to the store go by too."""
         self.sealed = 0
         """States that went into memory alone and are whole there."""
 
@@ -54,44 +69,71 @@ class MemorySaver:
         """Whether a state taken before, for memory or for the store, has not been sealed yet."""
         return self._tier.busy
 
-    def save(self, flattened: Flattened, id: CheckpointId, about: About) -> bool:
-        """Copies the state and returns; False where there is no memory tier. Waits for the one before to be sealed:
-        DeadlineExceeded if that takes too long."""
-        began = time.perf_counter()
+    @property
+    def torn(self) -> int | None:
+        """The step of the state taken last, where its image is torn: known before the update that it met."""
+        last = self._last
+        return last[0].step if last is not None and isinstance(last[1].failure, SaveTorn) else None
+
+    @property
+    def fence_s(self) -> float:
+        """How long updates have waited for copies of states that went into memory alone."""
+        return self._fence_s + (self._last[0].fence_s if self._last is not None else 0.0)
+
+    def save(self, flattened: Flattened, id: CheckpointId, about: About, *, eager: bool = False) -> bool:
+        """Copies the state, or what of it cannot wait, and returns; False where there is no memory tier. Waits for the
+        one before to be copied and sealed: DeadlineExceeded if that takes too long. `eager`: all of it is copied here.
+        """
+        began, fencing = time.perf_counter(), self.fencing
+        if fencing is not None:
+            fencing.begin_save()
         plan = self._tier.begin(flattened, writing=False)
         if plan is None:
             return False
-        taken = _Taken(plan, flattened, id, uuid.uuid4().hex, about, now_text(), began)
+        save = Save(id, uuid.uuid4().hex, reason=about.reason)
+        taken = _Taken(save, plan, flattened, about, Filling(), now_text(), began)
         try:
-            plan.capturer.capture(flattened, taken.save_id)
-            crashpoint("memory image captured, not sealed")
-            taken.stall_s = time.perf_counter() - began
+            self._capture(taken, eager=eager)
+            save.stall_s = time.perf_counter() - began
             name = f"holdfast-memory-{id.step}"
             thread = threading.Thread(target=self._background, args=(taken,), name=name, daemon=True)
             thread.start()
             self._thread = thread  # one that could not be started cannot be joined
         except BaseException:
+            if fencing is not None:
+                fencing.give_up()
             self._tier.ended(plan)
             raise
+        self._fence_s, self._last = self.fence_s, (save, taken.filling)
         return True
 
     def join(self, timeout: float | None) -> bool:
-        """Waits for what is being sealed; False if it is not after `timeout` seconds."""
+        """Waits for what is being copied and sealed; False if it is not after `timeout` seconds."""
+        if self.fencing is not None:
+            self.fencing.hurry()
         if self._thread is not None:
             self._thread.join(timeout)
         return self._thread is None or not self._thread.is_alive()
 
+    def _capture(self, taken: _Taken, *, eager: bool) -> None:
+        plan = taken.plan
+        if not eager and self.fencing is not None and self.fencing.possible(plan):
+            self.fencing.capture(taken.flattened, plan, taken.save, taken.filling)
+            return
+        plan.capturer.capture(taken.flattened, taken.save.save_id)
+        taken.filling.advance(plan.layout.nbytes)
+
     def _background(self, taken: _Taken) -> None:
-        plan, id, content = taken.plan, taken.id, ""
+        plan, id, content = taken.plan, taken.save.id, ""
         try:
             stand_back()
-            digester = Digester(plan.chunks, plan.arena.buffer.data)
-            digester.advance(plan.layout.nbytes)
+            digests = _digested(plan, taken.filling)
+            crashpoint("memory image captured, not sealed")
             index = index_of(
                 plan,
                 taken.flattened,
-                digester.digests(),
-                taken.save_id,
+                digests,
+                taken.save.save_id,
                 rank=self._rank,
                 chunk_bytes=self._repo.chunk_bytes,
             )
@@ -100,9 +142,20 @@ class MemorySaver:
                 self.sealed += 1
                 nbytes = sum(pack.length for pack in plan.layout.packs)
                 took = time.perf_counter() - taken.began
-                self._emitter.emit(Remembered(id, nbytes, taken.stall_s, took, content))
+                self._emitter.emit(Remembered(id, nbytes, taken.save.stall_s, took, content))
         except Exception as error:  # noqa: BLE001 - a thread's exception would reach nobody; training goes on without it
-            self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {error!r}", str(id)))
+            why = error.message if isinstance(error, HoldfastError) else repr(error)
+            self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {why}", str(id)))
         finally:
             if not content:  # what is sealed may be the training thread's again by now, for the next state
                 self._tier.ended(plan)
+
+
+def _digested(plan: SavePlan, filling: Filling) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The digests of an image that fills up meanwhile. What broke its capture off; DeadlineExceeded if it stands
+    still."""
+    digester, nbytes = Digester(plan.chunks, plan.arena.buffer.data), plan.layout.nbytes
+    for end in (*range(DIGESTED_BYTES, nbytes, DIGESTED_BYTES), nbytes):
+        filling.wait(end)
+        digester.advance(end)
+    return digester.digests()

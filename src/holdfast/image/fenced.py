@@ -20,6 +20,9 @@ from holdfast.state.ownership import Choice, LateBound, LateCopies, Span, Told, 
 
 DEADLINE_S: Final = 120.0
 """How long an update waits for a copy. Beyond that the save is given up and training goes on."""
+MOST_SPARE_S: Final = 60.0
+"""The longest that copies are spread over: after an evaluation of an hour the next state is not to come in half an
+hour."""
 
 
 class Observer(Protocol):
@@ -58,7 +61,7 @@ class Pace:
     spare_s: float = 0.0
 
     def learn(self, seconds: float) -> None:
-        self.spare_s = self.share * seconds
+        self.spare_s = min(self.share * seconds, MOST_SPARE_S)
 
     def delay(self, begun_s: float, done: float) -> float:
         """Seconds to pause when the fraction `done` is copied."""

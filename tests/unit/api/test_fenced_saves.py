@@ -342,7 +342,7 @@ def test_a_step_recorded_into_a_cuda_graph_is_eager_and_it_says_so(place: Path) 
             stepping(model, optimizer)(step)
 
     train(place, {"model": model, "optimizer": optimizer}, body, told=told)
-    assert told.late[4] and not told.late[5] and not told.late[7], "what was recorded once is replayed without hooks"
+    assert told.late[4] and not told.late.get(5) and not told.late[7], "what was recorded once is replayed without hooks"
     assert any(isinstance(event, Warned) and "CUDA graph" in event.message for event in told.events)
 
 
