@@ -108,7 +108,7 @@ class SaveSkipped(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveDelayed(Event):
-    """A save that was due has held training for `seconds` until the save before was written."""
+    """A save that was due has held training for `seconds` until one before it was written."""
 
     run: str
     step: int

@@ -35,6 +35,13 @@ def test_a_successor_of_a_killed_process_relies_on_nothing_that_is_not_durable(a
     assert result.states > 20
 
 
+@pytest.mark.parametrize("after", [60, 75, 90, 105, 120])
+def test_a_process_that_is_killed_with_two_saves_in_flight(after: int) -> None:
+    result = run_unit(Unit("two in flight", SEED, each=9, after=after, part=2), restart_one_in=25)
+    assert result.violations == []
+    assert result.states > 20
+
+
 @pytest.mark.parametrize("crash", [1, 2, 3])
 def test_a_crash_of_the_job_that_was_restarted_after_a_crash(crash: int) -> None:
     result = run_unit(Unit("retention", SEED, each=9, crash=crash, part=2), restart_one_in=25)
@@ -52,8 +59,9 @@ def test_there_are_enough_seeded_bugs_and_each_has_a_name_of_its_own() -> None:
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 20
 
 
-def test_a_recording_is_the_same_each_time() -> None:
-    scenario = SCENARIOS["take-over during a save"]
+@pytest.mark.parametrize("name", ["take-over during a save", "two in flight"])
+def test_a_recording_is_the_same_each_time(name: str) -> None:
+    scenario = SCENARIOS[name]
     assert _calls(scenario.record(SEED).log) == _calls(scenario.record(SEED).log)
 
 

@@ -274,9 +274,9 @@ def test_a_forked_child_of_the_training_disturbs_nothing(where: Path) -> None:
 
 def test_a_disk_save_that_fails_leaves_its_state_in_memory(where: Path) -> None:
     def full() -> None:
-        from holdfast.engine import save
+        from holdfast.engine import writing
 
-        save.SMALL_OBJECTS_BYTES = 1 << 62
+        writing.SMALL_OBJECTS_BYTES = 1 << 62
 
     life = live(where, kill=13, before=full)
     assert life.told("SaveFailedEvent")

@@ -49,6 +49,7 @@ def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> No
         on_error="raise",
         takeover=True,
         memory_budget=1 << 30,
+        in_flight=2,
         sinks=[Printing()],
     ) as ckpt:
         assert_type(ckpt, holdfast.Checkpointer)

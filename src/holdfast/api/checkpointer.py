@@ -50,13 +50,16 @@ class Checkpointer:
     - `keep`: what: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=)`, combined with `|`. By default
       `keep.latest(3)`.
     - `resume_from`: "latest", a step, a tag, or None to start afresh.
-    - `on_busy`: whether a save that is due while one is in flight waits ("wait") or is skipped ("skip").
+    - `in_flight`: how many saves may be written beside training at a time, each with an image of the state's size in
+      host memory. They are written and committed one after the other, in order; with more than one, training goes on
+      while a slow save is still being written. Where memory does not hold all, fewer are in flight, and it is said.
+    - `on_busy`: whether a save that is due while `in_flight` are waits for the oldest ("wait") or is skipped ("skip").
     - `on_error`: whether a failed save warns, and makes the exit status tell ("warn"), or also raises at the next call
       ("raise").
     - `takeover`: claim the run even if its owner lives.
     - `memory`: when the state is also kept in memory that outlives the process (`every(steps=1)`), so that a crash
-      loses a step and not all since the last save. It takes twice the state's size of /dev/shm, and a restart on this
-      machine goes on from it by itself. None: never.
+      loses a step and not all since the last save. It takes `in_flight` + 1 times the state's size of /dev/shm, from
+      which saves are written too, and a restart on this machine goes on from it by itself. None: never.
     - `memory_budget`: bytes of host memory that saving may use.
     - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
       the next forward and backward run, and the optimizer's step waits for the copy.
@@ -79,6 +82,7 @@ class Checkpointer:
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
         resume_from: ResumeFrom = "latest",
+        in_flight: int = 1,
         on_busy: OnBusy = "wait",
         on_error: OnError = "warn",
         takeover: bool = False,
@@ -102,6 +106,7 @@ class Checkpointer:
         names = Familiar(save_top_k, monitor, mode, save_last, max_to_keep)
         save, keep = names.policies(save, keep)
         policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
+        at_a_time = count(in_flight, "in_flight=", least=1)
         behind_fence = fenced(capture)
         remembered = memory_policy(memory)
         run_key(run)
@@ -123,6 +128,7 @@ class Checkpointer:
             on_error=on_error,
             memory_budget=memory_budget,
             emitter=emitter,
+            in_flight=at_a_time,
             memory=remembered,
         )
         claiming = Claiming(
@@ -271,8 +277,8 @@ class Checkpointer:
             training.stopping = True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for the save in flight and for retention after it; raises what made the save fail, and DeadlineExceeded
-        after `timeout` seconds (without one, once nothing has moved for ten minutes)."""
+        """Waits for the saves in flight and for retention after them; raises what made the last one fail, and
+        DeadlineExceeded after `timeout` seconds (without one, once nothing has moved for ten minutes)."""
         training = self._armed()
         if training is None:
             return

@@ -36,10 +36,11 @@ class Remembering:
         *,
         on_busy: Literal["wait", "skip"],
         budget: int | None,
+        in_flight: int = 1,
         emitter: Emitter,
         warn: Callable[[str], None],
     ) -> None:
-        self.tier = MemoryTier(repo, run, budget=budget, emitter=emitter, warn=warn)
+        self.tier = MemoryTier(repo, run, budget=budget, in_flight=in_flight, emitter=emitter, warn=warn)
         self.policy = policy
         self.skipped = 0
         """Steps that were due and not taken, for the one before was not sealed."""

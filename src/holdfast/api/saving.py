@@ -1,4 +1,4 @@
-"""Taking saves: one in flight, failures made known, retention after each commit, metrics that come late."""
+"""Taking saves: several in flight, failures made known, retention after each commit, metrics that come late."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from holdfast.api.spent import Spent
 from holdfast.api.stats import Stats
 from holdfast.api.tally import Tally
 from holdfast.api.tidying import Tidying
+from holdfast.api.unlogged import Unlogged
 from holdfast.engine import handle as handles
 from holdfast.engine.fenced import Fencing
 from holdfast.engine.handle import Save
@@ -22,7 +23,6 @@ from holdfast.engine.save import Saver
 from holdfast.errors import (
     DeadlineExceeded,
     HoldfastError,
-    MetricNotLogged,
     OwnershipError,
     SaveFailed,
     SaveTorn,
@@ -47,8 +47,6 @@ Capture = Literal["eager", "fenced"]
 
 BUSY_DEADLINE_S = 600.0
 """How long the training thread waits for the save before, when `on_busy` is "wait"."""
-PATIENCE_STEPS = 1000
-"""Steps after which a metric that policies go by and nothing has logged is told of, if no epoch has ended before."""
 NOTE_DEADLINE_S = 60.0
 """How long the training thread waits for a note that it has to write itself."""
 
@@ -67,6 +65,7 @@ class Saving:
         on_error: OnError,
         memory_budget: int | None,
         emitter: Emitter,
+        in_flight: int = 1,
         memory: SavePolicy | None = None,
     ) -> None:
         self.repo = repo
@@ -80,12 +79,20 @@ class Saving:
         """States that are kept in memory, with a cadence of its own."""
         if memory is not None:
             self.memory = Remembering(
-                repo, run, memory, on_busy=on_busy, budget=memory_budget, emitter=emitter, warn=self.warn
+                repo,
+                run,
+                memory,
+                on_busy=on_busy,
+                budget=memory_budget,
+                in_flight=in_flight,
+                emitter=emitter,
+                warn=self.warn,
             )
         self.saver = Saver(
             repo,
             run,
             emitter=emitter,
+            in_flight=in_flight,
             memory_budget=memory_budget,
             timed=True,
             on_end=self._ended,
@@ -98,16 +105,11 @@ class Saving:
         self._failure: HoldfastError | None = None
         self._exit_status = ExitStatus(f"run {run}")
         self._late = Late(repo, warn=self.warn)
-        self._metrics_seen: set[str] = set()
-        self._asked = False
-        self._asked_step = 0
-        self._told_unlogged = False
+        self._unlogged = Unlogged(policy, self.warn)
         self._before: list[tuple[Save, dict[str, float]]] = []
         """The saves before on this line of training, oldest first, with the metrics that the policy asks by."""
         self.spent = Spent()
         self.tally = Tally()
-        self._torn: Save | None = None
-        """A save whose image was torn, until an eager one is taken in its place."""
         self._first_step = 0
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
@@ -122,8 +124,6 @@ class Saving:
         if found is None:
             self.warn('capture="fenced" finds no optimizer to wait for, since torch is not loaded: saves are eager')
         self.saver.fencing = Fencing(found, self._emitter, self.warn)
-        if self.memory is not None:
-            self.memory.capture_beside(self.saver.fencing)
 
     def begin(
         self, attempt: Attempt, first_step: int, restored: CheckpointId | None, *, since_s: float | None = None
@@ -141,10 +141,7 @@ class Saving:
             self._remember_line(attempt)
 
     def decide(self, moment: Moment) -> Decision:
-        self._asked, self._asked_step = True, moment.step
-        self._metrics_seen.update(moment.metrics)
-        if not self._told_unlogged and (moment.epoch_ended or moment.step >= self._first_step + PATIENCE_STEPS):
-            self._told_unlogged = self.warn_of_unlogged_metrics()  # a job that is killed never comes to its end
+        self._unlogged.asked(moment, self._first_step, self._judging)
         history = SaveHistory(
             started_s=self._started_s,
             first_step=self._first_step,
@@ -155,8 +152,7 @@ class Saving:
             stalled_s=self.spent.stalled_s,
             persist_s=self.spent.persist_s,
         )
-        decision = self.policy.decide(moment, history)
-        torn = self._torn
+        decision, torn = self.policy.decide(moment, history), self._torn
         if not decision.save and torn is not None and moment.step > torn.step:
             return Decision(True, f"in place of the torn save of step {torn.step}")
         return decision
@@ -173,17 +169,17 @@ class Saving:
         eager: bool = False,
         due_s: float | None = None,
     ) -> Save | None:
-        """Takes a save, or None if it was skipped because one is in flight (never where it `must` be taken).
+        """Takes a save, or None if it was skipped because as many as may be are in flight (never where it `must` be
+        taken).
         `eager`: with nothing left to be copied beside training. `due_s`: since when training has been held for it.
 
         What it raises follows `on_error`; ownership, and what cannot be represented, always raise.
         """
         began = time.monotonic()
         due_s = began if due_s is None else due_s
-        skip = self._on_busy == "skip" and not must and self.saver.writing
         waited_s = 0.0
-        if self.saver.busy:
-            free = self._free_for(step, skip=skip)
+        if not self.saver.free:
+            free = self._free_for(step, skip=self._on_busy == "skip" and not must)
             waited_s = time.monotonic() - began
             if not free:
                 self.tally.skip(time.monotonic() - due_s)
@@ -192,15 +188,15 @@ class Saving:
             self._emitter.emit(SaveDelayed(self.run, step, waited_s))
         self._last_saved_s = time.monotonic()
         if self.memory is not None:
-            eager = self.memory.saved(step) or eager
+            self.memory.saved(step)
         save = handle or self.saver.plan_save(step, reason=about.reason)
         save.clock.put("look_s", began - due_s)
         save.clock.put("wait_s", waited_s)
         self.tally.take(save, due_s)
         try:
-            torn, self._torn = self._torn, None
-            self.saver.save(flattened, step, wait=wait, about=about, handle=save, eager=eager or torn is not None)
-        except (OwnershipError, SaveFailed, StateError) as error:
+            eager = eager or self._torn is not None
+            self.saver.save(flattened, step, wait=wait, about=about, handle=save, eager=eager)
+        except (OwnershipError, StateError) as error:
             save.end(error)
             raise
         except HoldfastError as error:
@@ -212,6 +208,11 @@ class Saving:
         self.spent.add(save, time.monotonic() - due_s)
         return save
 
+    @property
+    def _torn(self) -> Save | None:
+        """A save whose image was torn, until an eager one is taken in its place."""
+        return self.last if self.last is not None and isinstance(self.last.error, SaveTorn) else None
+
     def stats(self) -> Stats:
         """What saving has done and cost so far. No I/O."""
         return self.tally.stats(self.spent.stalled_s, self.memory)
@@ -219,23 +220,27 @@ class Saving:
     def skipped(self, step: int) -> SaveFailed:
         """Why a save that was asked for was not taken."""
         return SaveFailed(
-            f"step {step} was not saved: the save before was still being written",
+            f"step {step} was not saved: {self._busy_with()} still being written",
             subject=self.run,
             hint='on_busy="wait" waits for it',
         )
 
+    def _busy_with(self) -> str:
+        number = len(self.saver.in_flight)
+        return "the save before is" if number <= 1 else f"the {number} saves before are"
+
     def _free_for(self, step: int, *, skip: bool) -> bool:
-        """Waits for the save in flight, or gives this one up."""
+        """Waits until one of the saves in flight has ended, or gives this one up."""
         if skip:
-            self._emitter.emit(SaveSkipped(self.run, step, "the save before is still being written"))
+            self._emitter.emit(SaveSkipped(self.run, step, f"{self._busy_with()} still being written"))
             return False
-        if self.saver.join(BUSY_DEADLINE_S):
+        if self.saver.await_free(BUSY_DEADLINE_S):
             return True
-        before = self.last
+        before = next(iter(self.saver.in_flight), self.last)
         self._fail(
             DeadlineExceeded(
-                f"no save of step {step}: the one before has been {before.phase if before else 'at work'} for "
-                f"{BUSY_DEADLINE_S:g} s",
+                f"no save of step {step}: the one of step {before.step if before else 0} has been "
+                f"{before.phase if before else 'at work'} for {BUSY_DEADLINE_S:g} s",
                 subject=str(before.id) if before else self.run,
                 hint=f"look at {self.repo.url}: does it still answer?",
             )
@@ -243,16 +248,18 @@ class Saving:
         return False
 
     def wait(self, timeout: float | None) -> None:
-        """Waits for the save in flight and for what follows it: notes, and retention. DeadlineExceeded after `timeout`
-        seconds; without one, once the save has not got on, or what follows has not ended, for ten minutes (I8)."""
+        """Waits for all saves in flight and for what follows them: notes, and retention. DeadlineExceeded after
+        `timeout` seconds; without one, once the save that is being written has not got on, or what follows has not
+        ended, for ten minutes (I8)."""
         until = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float:
             return handles.STANDSTILL_S if until is None else max(until - time.monotonic(), 0.0)
 
-        save = self.saver.current
-        if save is not None and self.saver.writing and not save.join(timeout):
-            raise save.stuck(timeout)
+        self.saver.hurry()
+        for save in self.saver.in_flight:
+            if not save.join(None if timeout is None else left()):
+                raise save.stuck(timeout)
         for what, join in (("the last save of", self.saver.join), ("retention of", self.tidying.join)):
             patience = left()
             if not join(patience):
@@ -272,7 +279,7 @@ class Saving:
 
     def note(self, save: Save, metrics: Mapping[str, float]) -> None:
         """Metrics of a checkpoint that is taken already: noted once it is committed."""
-        self._metrics_seen.update(metrics)
+        self._unlogged.seen(metrics)
         self._late.note(save, metrics)
         self._remember(save, metrics)
         self._write_late(NOTE_DEADLINE_S)
@@ -283,30 +290,22 @@ class Saving:
         self._write_late(NOTE_DEADLINE_S)
 
     def seen(self, metrics: Mapping[str, float]) -> None:
-        self._metrics_seen.update(metrics)
+        self._unlogged.seen(metrics)
 
     @property
     def logged(self) -> frozenset[str]:
         """Names of the metrics that this process has logged."""
-        return frozenset(self._metrics_seen)
+        return self._unlogged.logged
 
-    def warn_of_unlogged_metrics(self) -> bool:
-        """Says which metrics the policies go by and nothing has logged; whether there was anything to say."""
-        unasked = sorted(self.policy.metrics() - self._metrics_seen) if self._asked else []
-        if unasked:
-            self._warn_unlogged(unasked, f"{self.policy!r} asks by", "that part of it saves nothing")
+    def warn_of_unlogged_metrics(self) -> None:
+        """Says which metrics the policies go by and nothing has logged."""
+        self._unlogged.tell(self._judging)
+
+    @property
+    def _judging(self) -> KeepPolicy | None:
+        """What judges the saves of this process, once there is one."""
         saved = self.last is not None and self.last.reason != "restored"
-        missing = sorted(self.tidying.keep.metrics() - self._metrics_seen) if saved else []
-        if missing:
-            self._warn_unlogged(missing, f"{self.tidying.keep!r} judges by", "until then all are kept")
-        return bool(unasked or missing)
-
-    def _warn_unlogged(self, missing: Sequence[str], who: str, so: str) -> None:
-        names, there = ", ".join(map(repr, missing)), ", ".join(map(repr, sorted(self._metrics_seen))) or "none"
-        message = (
-            f"{who} {names}, which nothing has logged up to step {self._asked_step} (metrics logged: {there}); {so}"
-        )
-        self.warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
+        return self.tidying.keep if saved else None
 
     def give_back(self, timeout: float) -> None:
         """Writes what is left to be noted and gives run and memory back, within `timeout` seconds. Raises what the
@@ -324,7 +323,7 @@ class Saving:
 
     def hangs(self, error: DeadlineExceeded) -> None:
         """What is in flight is given up: the exit status tells, unless it commits all the same."""
-        if self.saver.writing:
+        if self.saver.in_flight:
             self._exit_status.fail(error.message)
 
     def _write_late(self, timeout: float) -> None:
@@ -357,8 +356,6 @@ class Saving:
     def _ended(self, save: Save) -> None:
         """In the writing thread, after each save."""
         if save.error is not None:
-            if isinstance(save.error, SaveTorn):
-                self._torn = save
             self._fail(save.error)
             self._late.write()
             return

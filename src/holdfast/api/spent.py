@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Final
 
@@ -39,9 +40,13 @@ class Spent:
 
     @property
     def persist_s(self) -> float:
-        """From begin to commit, of the last save that has committed."""
+        """What writing a save takes: from begin to commit of the last that has committed, or so far of the one that is
+        being written, where that is more."""
+        now, so_far = time.monotonic(), 0.0
         for save, _ in reversed(self._recent):
             if save.committed:
                 self._persist_s = save.seconds
                 break
-        return self._persist_s
+            if not save.done and save.begun_s is not None:
+                so_far = max(so_far, now - save.begun_s)
+        return max(self._persist_s, so_far)

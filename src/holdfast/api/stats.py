@@ -17,6 +17,7 @@ ROWS: Final = (
     ("  copy", "capture_s"),
     ("  fence", "fence_s"),
     ("  until committed", "join_s"),
+    ("behind other saves", "queue_s"),
     ("until durable", "seconds"),
     ("  begin", "begin_s"),
     ("  seal in memory", "seal_s"),
@@ -38,13 +39,13 @@ class Stats:
     """
 
     taken: int = 0
-    """Saves that were begun; those that have neither committed nor failed are in flight."""
+    """Saves that were begun: `committed`, `failed`, or still `in_flight`."""
     committed: int = 0
     failed: int = 0
     skipped: int = 0
-    """Saves that were due and not taken, for the one before was still being written."""
+    """Saves that were due and not taken, for as many as may be in flight were still being written."""
     delayed: int = 0
-    """Saves that had to wait for the one before, `delayed_s` seconds together."""
+    """Saves that had to wait until one before was written, `delayed_s` seconds together."""
     delayed_s: float = 0.0
     kept_in_memory: int = 0
     """States that were sealed in memory between saves."""
@@ -52,8 +53,6 @@ class Stats:
     """States that were due in memory and not taken, for the one before was not sealed."""
     delayed_in_memory: int = 0
     """States that had to wait for the one before to be sealed."""
-    fence_in_memory_s: float = 0.0
-    """How long updates waited for copies of states in memory, where these are fenced."""
     held_s: float = 0.0
     """How long training was held altogether: by saves, states in memory, and waiting."""
     elapsed_s: float = 0.0
@@ -66,6 +65,11 @@ class Stats:
     """Of the newest committed state; None where there is none."""
     memory_age_s: float | None = None
     """Of the newest state that is whole in memory; None where there is none."""
+
+    @property
+    def in_flight(self) -> int:
+        """Saves that have neither committed nor failed yet."""
+        return self.taken - self.committed - self.failed
 
     @property
     def held_share(self) -> float:
@@ -86,15 +90,13 @@ class Stats:
         return "\n".join(lines)
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        in_flight = self.taken - self.committed - self.failed
         waited = f"{self.delayed} delayed by {seconds(self.delayed_s)}" if self.delayed else ""
-        ends = (f"{self.committed} committed", _some(in_flight, "in flight"), _some(self.failed, "FAILED"))
+        ends = (f"{self.committed} committed", _some(self.in_flight, "in flight"), _some(self.failed, "FAILED"))
         yield "saves", ", ".join(filter(None, (*ends, _some(self.skipped, "skipped"), waited)))
         if self.kept_in_memory or self.skipped_in_memory:
             kept = f"{count(self.kept_in_memory, 'state')} kept"
             less = (_some(self.skipped_in_memory, "skipped"), _some(self.delayed_in_memory, "delayed"))
-            fence = f"fence {seconds(self.fence_in_memory_s)}" if self.fence_in_memory_s else ""
-            yield "memory", ", ".join(filter(None, (kept, *less, fence)))
+            yield "memory", ", ".join(filter(None, (kept, *less)))
         yield "training held", f"{seconds(self.held_s)}, {self.held_share:.2%} of {seconds(self.elapsed_s)}"
         ages = (("on disk", self.disk_age_s), ("in memory", self.memory_age_s))
         known = [f"{where} {seconds(age)} old" for where, age in ages if age is not None]

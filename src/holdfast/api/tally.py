@@ -50,12 +50,12 @@ class Tally:
         self._in_flight.append((save, due_s))
 
     def skip(self, held_s: float) -> None:
-        """A save that was due was not taken, for the one before was still being written."""
+        """A save that was due was not taken, for as many as may be in flight were still being written."""
         self._skipped += 1
         self._held_s += held_s
 
     def delay(self, seconds: float) -> None:
-        """A save that was due has waited for the one before."""
+        """A save that was due has waited until one before was written."""
         self._delayed += 1
         self._delayed_s += seconds
 
@@ -75,7 +75,6 @@ class Tally:
             kept_in_memory=memory.kept if memory is not None else 0,
             skipped_in_memory=memory.skipped if memory is not None else 0,
             delayed_in_memory=memory.delayed if memory is not None else 0,
-            fence_in_memory_s=memory.fence_s if memory is not None else 0.0,
             held_s=held_s + self._held_s + (memory.held_s if memory is not None else 0.0),
             elapsed_s=until - self._began_s if self._began_s is not None else 0.0,
             last=self._timings[-1] if self._timings else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from holdfast.errors import SaveFailed
@@ -17,25 +18,53 @@ STEPS_IN_WINDOW: Final = 4
 """Being filled, filled, being digested, being written."""
 
 
+class NotWhole(Exception):
+    """A whole image does not fit beside the others: how much is missing, in words."""
+
+
 class ArenaHolder:
     """Holds one arena for one run and rank, and exchanges it when the state no longer fits.
 
     `lasting`: it serves many saves, so it holds the whole image where budget and machine allow, is touched beforehand
     and lies in shared memory where there is room. A single large save takes a window and no more: it waits for the
     store anyway.
+
+    `slot`: of shared memory; other holders have others. `beside`: the bytes that these take now, of the same budget.
     """
 
-    def __init__(self, repository: str, run: str, rank: int, *, budget: int | None, lasting: bool) -> None:
+    def __init__(
+        self,
+        repository: str,
+        run: str,
+        rank: int,
+        *,
+        budget: int | None,
+        lasting: bool,
+        slot: int = 0,
+        beside: Callable[[], int] | None = None,
+    ) -> None:
         self._repository = repository
         self._run = run
         self._rank = rank
         self._budget = budget
         self._lasting = lasting
+        self._slot = slot
+        self._beside = beside or (lambda: 0)
         self._arena: Arena | None = None
+        self.whole = False
+        """Whether nothing less than a whole image will do."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes now."""
+        if self._arena is None:
+            return 0
+        return self._arena.nbytes if self._arena.window is None else self._arena.window
 
     def acquire(self, nbytes: int, *, step: int = 0) -> Arena:
         """An arena of at least `nbytes`, or a window of it that holds four steps of `step` bytes. SaveFailed if not
-        even that fits into the budget and the machine's free memory. The one given before is no longer valid."""
+        even that fits into the budget and the machine's free memory; NotWhole where it has to be `whole`, and is not.
+        The one given before is no longer valid."""
         if self._arena is not None and self._arena.buffer.nbytes >= nbytes and _holds(self._arena, step):
             return self._arena
         self.release()
@@ -47,10 +76,13 @@ class ArenaHolder:
                 repository=self._repository,
                 run=self._run,
                 rank=self._rank,
+                slot=self._slot,
                 prewarm=self._lasting,
                 shared=self._lasting,
             )
             return self._arena
+        if self.whole:
+            raise NotWhole(f"one more image takes {_mib(nbytes)}, and {whose}")
         if room is not None:
             window = min(window, room // WINDOW_UNIT * WINDOW_UNIT)
         self._arena = self._window(nbytes, window, step, whose)
@@ -89,8 +121,10 @@ class ArenaHolder:
         """Bytes that an image may take, None where nobody knows, and what bounds them, in words."""
         free = memory_headroom()
         room = None if free is None else max(free - SPARE_BYTES, 0)
-        if self._budget is not None and (room is None or self._budget <= room):
-            return self._budget, f"the budget is {_mib(self._budget)}"
+        beside = self._beside()
+        if self._budget is not None and (room is None or self._budget - beside <= room):
+            taken = f", of which {_mib(beside)} are taken" if beside else ""
+            return max(self._budget - beside, 0), f"the budget is {_mib(self._budget)}{taken}"
         return room, "" if room is None else f"{_mib(free or 0)} are free here"
 
 

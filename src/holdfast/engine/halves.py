@@ -1,4 +1,4 @@
-"""The two slots of the memory tier: which holds what, which is being filled, and which is to be filled next."""
+"""The slots of the memory tier: which holds what, which is being filled, and which is to be filled next."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class SlotArenas:
         self._slot.let_go()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Half:
-    """One slot. `footer`: what it holds sealed, and `number` the block that says so. `filling`: between the first byte
+    """One slot and its image: of two, one is filled while the other is whole; with several saves in flight there are
+    more. `footer`: what it holds sealed, and `number` the block that says so. `filling`: between the first byte
     of a capture and its seal. `writing`: a save to the store reads it."""
 
     slot: LastingSlot
@@ -90,22 +91,25 @@ class Half:
 
 
 class Halves:
-    """Hands out the half to be filled next: the one with the older seal, or none, that nobody is busy with."""
+    """Hands out the half to be filled next: the one with the oldest seal, or none, that nobody is busy with."""
 
     def __init__(self, halves: Sequence[Half]) -> None:
         self.all = tuple(halves)
         self._changed = threading.Condition()
 
     def busy(self) -> bool:
-        """Whether a capture has not been sealed yet: until then the other half is the only whole one."""
+        """Whether a capture has not been sealed yet: until then whole images are in the other halves alone."""
         with self._changed:
             return any(half.filling for half in self.all)
 
     def begin(self, *, writing: bool, timeout: float = FILLING_DEADLINE_S) -> Half:
-        """The half to be filled next, marked so. DeadlineExceeded if the capture before is not sealed in time."""
+        """The half to be filled next, marked so. DeadlineExceeded if the capture before is not sealed in time, or all
+        are being written from for so long."""
         with self._changed:
             if not self._changed.wait_for(lambda: not any(half.filling for half in self.all), timeout):
                 raise DeadlineExceeded(f"the state taken into memory before was not sealed within {timeout:g} s")
+            if not self._changed.wait_for(lambda: not all(half.writing for half in self.all), timeout):
+                raise DeadlineExceeded(f"no image in memory had been written to the store within {timeout:g} s")
             free = [half for half in self.all if not half.writing]
             half = min(free, key=lambda one: one.footer.sequence if one.footer is not None else 0)
             half.filling, half.writing = True, writing
@@ -127,6 +131,18 @@ class Halves:
         with self._changed:
             half.filling = half.writing = False
             self._changed.notify_all()
+
+    def keep(self, halves: Sequence[Half]) -> list[Half]:
+        """From here on there are these alone; the others, which nobody is busy with."""
+        with self._changed:
+            others = [half for half in self.all if half not in halves]
+            self.all = tuple(halves)
+            return others
+
+    def at_rest(self) -> bool:
+        """Whether nobody fills one, nor writes from one."""
+        with self._changed:
+            return not any(half.filling or half.writing for half in self.all)
 
     def of(self, plan: SavePlan) -> Half | None:
         """Whose memory this plan fills."""

@@ -15,14 +15,15 @@ from holdfast.model.timing import Timing
 State = Literal["planned", "capturing", "writing", "committed", "failed"]
 
 STANDSTILL_S: Final = 600.0
-"""A save that nothing has moved for so long hangs in its store: who waits for it without a timeout is told."""
+"""A save that nothing has moved for so long, nor those before it, hangs in its store: who waits for it without a
+timeout is told."""
 
 
 class Save:
     """One save, from the decision to its end. May be asked from any thread.
 
     `stall_s` is how long the training thread was held by the capture, `fence_s` how long an update then waited for a
-    fenced one; `bytes` what the image holds.
+    fenced one; `seconds` how long it took to be written; `bytes` what the image holds.
     """
 
     def __init__(self, id: CheckpointId, save_id: str, *, reason: str = "") -> None:
@@ -32,10 +33,13 @@ class Save:
         self.state: State = "planned"
         self._phase = "waiting for its turn"
         self._moved_s = time.monotonic()
+        self._behind: Save | None = None
         self.bytes = 0
         self.stall_s = 0.0
         self.fence_s = 0.0
         self.seconds = 0.0
+        self.begun_s: float | None = None
+        """When it began to be written, by the monotonic clock."""
         self.clock = Clock()
         """For the engine, which tells it where the time goes."""
         self.error: HoldfastError | None = None
@@ -48,7 +52,8 @@ class Save:
     @property
     def phase(self) -> str:
         """What it is doing, in words."""
-        return self._phase
+        behind = self._behind
+        return self._phase if behind is None else f"waiting for step {behind.step} to be written"
 
     @phase.setter
     def phase(self, phase: str) -> None:
@@ -58,6 +63,24 @@ class Save:
     def moves(self) -> None:
         """It is under way, and has just got on; for the engine."""
         self._moved_s = time.monotonic()
+
+    def wait_behind(self, before: Save | None) -> None:
+        """It is written once `before` has ended; for the engine."""
+        self._behind = before
+
+    def begin(self) -> None:
+        """Its turn has come: from now on it is being written; for the engine."""
+        self._behind = None
+        self.moves()
+        self.begun_s = self._moved_s
+
+    @property
+    def moved_s(self) -> float:
+        """When it last got on, or what it waits for did, by the monotonic clock."""
+        moved, before = self._moved_s, self._behind
+        while before is not None:
+            moved, before = max(moved, before._moved_s), before._behind
+        return moved
 
     @property
     def timing(self) -> Timing:
@@ -102,8 +125,8 @@ class Save:
         self.hasten()
         if timeout is not None:
             return self._ended.wait(timeout)
-        while not self._ended.wait(max(0.0, self._moved_s + STANDSTILL_S - time.monotonic())):
-            if time.monotonic() - self._moved_s >= STANDSTILL_S:
+        while not self._ended.wait(max(0.0, self.moved_s + STANDSTILL_S - time.monotonic())):
+            if time.monotonic() - self.moved_s >= STANDSTILL_S:
                 return False
         return True
 
@@ -118,6 +141,8 @@ class Save:
 
     def end(self, error: HoldfastError | None = None) -> None:
         """Marks the save as ended; for the engine."""
+        self._behind = None
+        self.moves()
         self.error = error
         self.state = "failed" if error else "committed"
         self._ended.set()

@@ -1,14 +1,17 @@
 """The memory tier: the newest states of a run, whole and sealed, in shared memory that outlives the process.
 
-Two slots, so that a whole image is always there: one is filled while the other stays sealed. What goes to the store is
-sealed here as well, before it is written. A process that starts finds what the one before left, and goes on from it if
-nothing else has been gone on from since (`repo/adoption`).
+Two slots, so that a whole image is always there: one is filled while the other stays sealed; and one more for each
+further save that may be in flight. What goes to the store is sealed here as well, before it is written. A process that
+starts finds what the one before left, and goes on from it if nothing else has been gone on from since
+(`repo/adoption`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from holdfast.codec.digest import digest
@@ -20,7 +23,7 @@ from holdfast.engine.planned import SavePlan
 from holdfast.engine.room import free_room, shortage
 from holdfast.errors import CorruptionError, StoreError
 from holdfast.events import Emitter, Warned
-from holdfast.image.lasting import LastingSlot, take
+from holdfast.image.lasting import take_slots
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Index, IndexEntry
 from holdfast.model.names import CheckpointId, run_key
@@ -36,7 +39,8 @@ from holdfast.state.contract import Flattened
 if TYPE_CHECKING:
     from holdfast.engine.job import About
 
-SLOTS: Final = (0, 1)
+LEAST: Final = 2
+"""Slots without which there is no memory tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,11 @@ class MemoryTier:
         *,
         rank: int = 0,
         budget: int | None = None,
+        in_flight: int = 1,
         emitter: Emitter,
         warn: Callable[[str], None] | None = None,
     ) -> None:
+        """`in_flight`: how many images may be written to the store at a time; one more is there to be filled."""
         self.off = ""
         self.saved_s = 0.0
         """When a save to the store was last begun, or training was; by this boot's monotonic clock."""
@@ -71,6 +77,12 @@ class MemoryTier:
         self._run = run_key(run)
         self._rank = rank
         self._budget = budget
+        self._slots = max(LEAST, in_flight + 1)
+        self._told_in_flight = self._slots - 1
+        self._why_fewer = ""
+        self._letting_go = threading.Lock()
+        self._to_let_go: Callable[[], None] | None = None
+        """Set where it could not be done yet, because a writer reads an image."""
         self._emitter = emitter
         self._warn = warn or (lambda message: emitter.emit(Warned(message, run)))
         self._halves: Halves | None = None
@@ -94,17 +106,27 @@ class MemoryTier:
         """The newest image that is whole."""
         return self._halves.newest() if self._halves is not None and self._holder is not None else None
 
+    @property
+    def in_flight(self) -> int:
+        """How many images may be written to the store at a time: one is always left to be filled."""
+        halves = self._halves
+        return min(max(len(halves.all), LEAST) if halves is not None else self._slots, self._slots) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """What the images take now."""
+        halves = self._halves
+        return sum(half.slot.arena.nbytes for half in halves.all if half.slot.arena is not None) if halves else 0
+
     # -- before the claim ----------------------------------------------------------------------------------------------
 
     def hold(self) -> bool:
-        """Takes both slots, if they can be had now: an owner that is dying still has them. Whether they were taken by
-        this call."""
+        """Takes the slots, if they can be had now: an owner that is dying still has them. Whether they were taken by
+        this call. Those of a process that had more are among them where they hold a whole image."""
         if self._halves is not None or self.off:
             return False
-        held: list[LastingSlot] = []
         try:
-            for number in SLOTS:
-                held.append(take(self._repo.id, self._run, self._rank, number))
+            held = take_slots(self._repo.id, self._run, self._rank, self._slots)
         except BlockingIOError as error:
             self._why_not_held = error.strerror or str(error)
         except OSError as error:
@@ -113,8 +135,6 @@ class MemoryTier:
             make = [Half.of(slot, self._repo.chunk_bytes, self._emitter, rank=self._rank) for slot in held]
             self._halves = Halves(make)
             return True
-        for slot in held:
-            slot.leave()
         return False
 
     def prepare(self, flattened: Flattened) -> None:
@@ -125,10 +145,15 @@ class MemoryTier:
         try:
             for half in self._halves.all:
                 half.arenas.may_make = half is not self._adopted and (self._holder is not None or not half.slot.seals())
-                if self._holder is not None or half.arenas.may_make:
-                    self._prepare(half, flattened)
-                else:
+                if self._holder is None and not half.arenas.may_make:
                     half.slot.map_whole()  # to be read by the restore, and used again after it
+                    continue
+                try:
+                    self._prepare(half, flattened)
+                except OSError as error:
+                    if half is self._adopted or not self._do_without(half, error):
+                        raise
+            self._tell_fewer()
         except OSError as error:
             if self._holder is None and any(half.slot.seals() for half in self._halves.all):
                 return  # first to be gone on from; that no more are kept is told once the run is claimed
@@ -144,11 +169,28 @@ class MemoryTier:
             except FileExistsError:
                 return  # what lies there is of another size, and still needed: made anew when its turn comes
             except OSError as error:
-                if not free_room(own, self._emitter, error):
+                # Nobody else's image goes for more than the tier needs.
+                spare = sum(one.slot.arena is not None for one in self._halves.all if one is not half) >= LEAST
+                if spare or not free_room(own, self._emitter, error):
                     raise
-        total = sum(one.slot.arena.nbytes for one in self._halves.all if one.slot.arena is not None)
+        total, images = self.nbytes, sum(one.slot.arena is not None for one in self._halves.all)
         if self._budget is not None and total > self._budget:
-            raise OSError(0, f"two images take {total >> 20} MiB, and the budget is {self._budget >> 20} MiB")
+            raise OSError(0, f"{images} images take {total >> 20} MiB, and the budget is {self._budget >> 20} MiB")
+
+    def _do_without(self, half: Half, error: OSError) -> bool:
+        """Lets go of a slot that there is no room for, and so of a save in flight; whether enough are left."""
+        halves = self._halves
+        if halves is None or len(halves.all) <= LEAST:
+            return False
+        self._let_go_of(halves.keep([one for one in halves.all if one is not half]), lambda one: False)
+        self._why_fewer = error.strerror or str(error)
+        return True
+
+    def _tell_fewer(self) -> None:
+        if self.in_flight < self._told_in_flight and self._why_fewer:
+            self._told_in_flight = self.in_flight
+            told = f"{self.in_flight} of {self._slots - 1} saves may be in flight at once: one more image in memory"
+            self._emitter.emit(Warned(f"{told} does not fit ({self._why_fewer})", self._run))
 
     def candidates(self, report: Callable[[str], None]) -> list[Candidate]:
         """The sealed images that the run may go on from, newest first. `report` is told why another may not."""
@@ -204,10 +246,18 @@ class MemoryTier:
                     self._reseal(half, footer.held_by(self._holder))
                 else:
                     half.slot.unseal()
+            self._trim()
         except OSError as error:
             self.turn_off(f"shared memory cannot be used: {error.strerror or error}")
             return
         self.prepare(flattened)
+
+    def _trim(self) -> None:
+        """Goes on with as many slots as this process needs, that of the adopted image among them."""
+        halves = self._halves
+        assert halves is not None
+        kept = sorted(halves.all, key=lambda half: half is not self._adopted)[: self._slots]
+        self._let_go_of(halves.keep(kept), lambda half: False)
 
     def _reseal(self, half: Half, footer: Footer) -> None:
         assert self._halves is not None
@@ -220,17 +270,21 @@ class MemoryTier:
         be written to the store as well, until `ended`. DeadlineExceeded if the one before was not sealed in time."""
         if self._halves is None or self.off or self._holder is None:
             return None
-        half = self._halves.begin(writing=writing)
-        half.arenas.may_make = True
-        try:
-            return half.open(flattened)
-        except OSError as error:
-            self._halves.ended(half)
-            self.turn_off(shortage(error))
-            return None
-        except BaseException:
-            self._halves.ended(half)
-            raise
+        while True:
+            half = self._halves.begin(writing=writing)
+            half.arenas.may_make = True
+            try:
+                plan = half.open(flattened)
+                self._tell_fewer()
+                return plan
+            except OSError as error:
+                self._halves.ended(half)
+                if not self._do_without(half, error):
+                    self.turn_off(shortage(error))
+                    return None
+            except BaseException:
+                self._halves.ended(half)
+                raise
 
     def seal(
         self, plan: SavePlan, id: CheckpointId, index: Index, flattened: Flattened, about: About, *, created: str
@@ -277,6 +331,8 @@ class MemoryTier:
         half = self._halves.of(plan) if self._halves is not None else None
         if half is not None and self._halves is not None:
             self._halves.ended(half)
+        if self._to_let_go is not None:
+            self._to_let_go()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -305,10 +361,21 @@ class MemoryTier:
         self._let_go(stays)
 
     def _let_go(self, stays: Callable[[Half], bool], *, hold: bool = False) -> None:
-        """`hold`: what stays stays this process's."""
-        halves: Sequence[Half] = self._halves.all if self._halves is not None else ()
-        if any(half.filling or half.writing for half in halves):
-            return  # a writer that hangs still reads it; the slots go with the process
+        """`hold`: what stays stays this process's. Once nobody reads or fills an image any more: with a writer that
+        hangs the slots go with the process."""
+        with self._letting_go:
+            halves = self._halves
+            if halves is None:
+                return
+            if not halves.at_rest():
+                self._to_let_go = partial(self._let_go, stays, hold=hold)
+                return
+            held = self._let_go_of(halves.all, stays, hold=hold)
+            self._halves = Halves(held) if held else None
+            self._to_let_go = None
+
+    def _let_go_of(self, halves: Sequence[Half], stays: Callable[[Half], bool], *, hold: bool = False) -> list[Half]:
+        """Which of them are still held."""
         held: list[Half] = []
         for half in halves:
             try:
@@ -322,4 +389,4 @@ class MemoryTier:
                     half.slot.leave()
             except OSError as error:
                 self._emitter.emit(Warned(f"an image stays in shared memory: {error.strerror or error}", self._run))
-        self._halves = Halves(held) if held else None
+        return held

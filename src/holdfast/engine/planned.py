@@ -51,10 +51,14 @@ class Planner:
         self._rank = rank
         self._plan: SavePlan | None = None
 
+    def fits(self, flattened: Flattened) -> bool:
+        """Whether there is a plan for this state already."""
+        return self._plan is not None and self._plan.fingerprint == flattened.fingerprint
+
     @collector_paused
     def plan(self, flattened: Flattened) -> SavePlan:
-        """The plan for this state. SaveFailed where there is no memory for it (I9)."""
-        if self._plan is not None and self._plan.fingerprint == flattened.fingerprint:
+        """The plan for this state. SaveFailed where there is no memory for it (I9), and as `acquire`."""
+        if self._plan is not None and self.fits(flattened):
             return self._plan
         self._plan = None
         layout = plan_layout(flattened.specs, rank=self._rank)

@@ -177,6 +177,32 @@ def take(repository: str, run: str, rank: int, number: int) -> LastingSlot:
     return take_slot(slot)
 
 
+def take_slots(repository: str, run: str, rank: int, count: int) -> list[LastingSlot]:
+    """Holds the first `count` slots, and those beyond them where a process that had more has left a whole image; what
+    it has not finished goes. All of them or none: as `take`."""
+    held: list[LastingSlot] = []
+    try:
+        for number in range(count):
+            held.append(take(repository, run, rank, number))
+        for number in _occupied(f"{repository}/{run_key(run)}", rank):
+            if number >= count:
+                held.append(take(repository, run, rank, number))
+                if not held[-1].seals():
+                    held[-1].discard()
+                    held.pop().leave()
+    except BaseException:
+        for slot in held:
+            slot.leave()
+        raise
+    return held
+
+
+def _occupied(parent: str, rank: int) -> list[int]:
+    """The numbers of a rank's slots that have a file."""
+    found = (slot.name.split("-") for slot in slots.occupied(slots.SHARED_MEMORY) if slot.parent == parent)
+    return sorted(int(number) for owner, number in found if int(owner) == rank)
+
+
 def take_slot(slot: Slot) -> LastingSlot:
     """As `take`."""
     arenas.table().take(slot)

@@ -13,6 +13,7 @@ Part = Literal[
     "prepare_s",
     "capture_s",
     "join_s",
+    "queue_s",
     "begin_s",
     "seal_s",
     "digest_s",
@@ -34,7 +35,7 @@ class Timing:
     look_s: float = 0.0
     """Finding what the state holds, and what there is to say about it."""
     wait_s: float = 0.0
-    """Waiting for the save before."""
+    """Waiting until another save may be in flight."""
     prepare_s: float = 0.0
     """The check who owns the run, and the plan and the memory of the image."""
     capture_s: float = 0.0
@@ -44,6 +45,8 @@ class Timing:
     """An update that waited for what a fenced save had not copied yet."""
     join_s: float = 0.0
     """Waiting for the commit, where that was asked for."""
+    queue_s: float = 0.0
+    """Until the saves before were written, where several are in flight. It is not part of `seconds`."""
     begin_s: float = 0.0
     """The question for space, and `begin.json` until it is durable."""
     seal_s: float = 0.0

@@ -2,7 +2,8 @@
 
 What a save costs is learned from the saves before: the longest hold-up of the last few is what the next is expected to
 cost. Two rules keep the share: of the time since the last save, and of all the time since the start, so that neither a
-burst nor a slow drift goes beyond it. A save is also not begun before the one before could be written: it would wait.
+burst nor a slow drift goes beyond it. Nor are saves taken faster than they can be written, however many may be in
+flight: what is taken beyond that would wait in the end.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class SaveHistory:
     stalled_s: float = 0.0
     """The same of all its saves together."""
     persist_s: float = 0.0
-    """Seconds from the begin of its last committed save to the commit."""
+    """Seconds that writing a save takes: from begin to commit of the last that has committed, or so far of the one that
+    is being written, where that is more. With several in flight they are written one after the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from holdfast.codec.digest import chunk_starts, digest_chunks
 from holdfast.engine.handle import Save
 from holdfast.engine.job import About
 from holdfast.engine.save import Saver
-from holdfast.errors import SaveFailed
+from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.image.layout import plan_layout
 from holdfast.model.checkpoint import Index, Manifest, PackEntry
 from holdfast.model.names import CheckpointId
@@ -196,6 +197,36 @@ class Job:
         finally:
             saver.close()
 
+    def save_in_flight(self, *steps: int) -> None:
+        """The same with all of them in flight at once: none is written before all are captured, so that a recording is
+        the same each time."""
+        attempt = self.attempt
+        assert attempt is not None
+        captured = threading.Event()
+        taken: list[Save] = []
+
+        def tell(save: Save) -> None:
+            if save.committed:
+                self.mark("acknowledged", save.id)
+
+        saver = _Waiting(self.repo, attempt.run, in_flight=len(steps), on_end=tell, captured=captured)
+        saver.attempt = attempt
+        try:
+            for step in steps:
+                id = CheckpointId(attempt.run, attempt.number, step)
+                state = state_at(self.program.seed, attempt.number, step, elements=self.program.elements)
+                self.mark("begun", id, saved(state))
+                taken.append(Save(id, self.program.source.randbytes(16).hex()))
+                saver.save(flatten(state), step, wait=False, about=About(progress={"step": step}), handle=taken[-1])
+            captured.set()
+            saver.join(None)
+            for handle in taken:
+                if handle.error is not None:
+                    raise Killed if isinstance(handle.error.__cause__, Killed) else handle.error
+        finally:
+            captured.set()
+            saver.close()
+
     def mark_closed(self) -> None:
         """After a claim over dead owners: saves of earlier attempts that had not committed by now never will."""
         assert self.attempt is not None
@@ -258,6 +289,18 @@ class Job:
         if abort(self.repo, self.id, self.save_id):
             self.mark("closed", self.id)
             free(self.repo, self.id)
+
+
+class _Waiting(Saver):
+    """Writes nothing before all states are captured."""
+
+    def __init__(self, *given: Any, captured: threading.Event, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._captured = captured
+
+    def _written(self, job: Any) -> HoldfastError | None:
+        self._captured.wait()
+        return super()._written(job)
 
 
 def save_stages(

@@ -82,6 +82,15 @@ def several_saves(program: Program) -> None:
     job.release()
 
 
+def two_in_flight(program: Program) -> None:
+    """The engine's own saves, the second captured before the first is written."""
+    job = program.start()
+    job.claim()
+    job.save(10)
+    job.save_in_flight(20, 30)
+    job.release()
+
+
 def successor(program: Program) -> None:
     """An attempt after one that left a save at each stage: begun, packs there, index there."""
     left: list[CheckpointId] = []
@@ -323,6 +332,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("several saves", several_saves, elements=2500),
         Scenario("direct writes", several_saves, elements=3000, direct_above=4096),
         Scenario("saved by the engine", saved_by_engine, elements=3000, direct_above=4096),
+        Scenario("two in flight", two_in_flight, elements=1500),
         Scenario("successor of unfinished saves", successor),
         Scenario("take-over during a save", take_over),
         Scenario("failed flush", failed_save, faults=_flushes_fail),

@@ -100,13 +100,13 @@ def test_what_is_skipped_is_counted(gate: Gate, place: Path) -> None:
 def test_what_has_to_wait_for_the_save_before_is_counted_and_told(
     gate: Gate, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Saver.join
+    whole = Saver.await_free
 
     def let_go(saver: Saver, timeout: float | None) -> bool:
         gate.open_gate.set()
         return whole(saver, timeout)
 
-    monkeypatch.setattr(Saver, "join", let_go)
+    monkeypatch.setattr(Saver, "await_free", let_go)
     sink, one = Recorded(), state()
     with holdfast.Checkpointer(gate, one, save=every(steps=1), keep=ALL, sinks=[sink]) as ckpt:
         gate.open_gate.clear()

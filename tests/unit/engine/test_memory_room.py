@@ -176,3 +176,79 @@ def test_a_cadence_in_minutes_and_two_together(tmp_path, root):
             state["w"] += 1
     assert [event.id.step for event in told.of("Remembered")] == [2, 4]
     assert all(event.bytes > 8000 and event.stall_s < event.seconds for event in told.of("Remembered"))
+
+
+def few(told):
+    return [event.message for event in told.of("Warned") if "may be in flight" in event.message]
+
+
+@pytest.mark.parametrize(("images_", "most"), [(4.5, 3), (3.5, 2), (2.5, 1)])
+def test_with_less_room_fewer_saves_are_in_flight_and_it_is_said_once(tmp_path, root, monkeypatch, images_, most):
+    a_small_file_system(monkeypatch, root, int(images_ * MIB))
+    told = Told()
+    state = {"w": np.zeros(MIB // 4 - 40_000, np.float32)}
+    with holdfast.Checkpointer(tmp_path / "ckpts", state, in_flight=3, memory=every(steps=1), sinks=[told]) as ckpt:
+        for _ in ckpt.steps(4):
+            state["w"] += 1
+        tier = ckpt._training.saving.memory.tier
+        assert (tier.off, tier.in_flight) == ("", most)
+        assert len(files(root)) == most + 1
+    assert [message.partition(" saves")[0] for message in few(told)] == ([f"{most} of 3"] if most < 3 else [])
+    assert set(holdfast.load(tmp_path / "ckpts").state["w"].tolist()) == {4.0}
+    assert files(root) == []
+
+
+def test_the_budget_is_for_all_images_in_memory(tmp_path, root):
+    told = Told()
+    assert train(tmp_path / "ckpts", told, in_flight=3, memory_budget=7 * MIB // 2) == ""
+    (message,) = few(told)
+    assert message.startswith("2 of 3 saves may be in flight at once: one more image in memory does not fit (4 images")
+
+
+def test_a_state_that_outgrows_the_room_is_kept_with_fewer_images_first(tmp_path, root, monkeypatch):
+    a_small_file_system(monkeypatch, root, 10 * MIB)
+    told = Told()
+    state = {"w": np.zeros(MIB // 4, np.float32)}
+    with holdfast.Checkpointer(tmp_path / "ckpts", state, in_flight=3, memory=every(steps=1), sinks=[told]) as ckpt:
+        for step in ckpt.steps(8):
+            if step == 3:
+                state["w"] = np.zeros(MIB, np.float32)
+            state["w"] += 1
+        tier = ckpt._training.saving.memory.tier
+        assert (tier.off, tier.in_flight) == ("", 1)
+    assert [message.partition(" saves")[0] for message in few(told)] == ["2 of 3", "1 of 3"], "each as it is found out"
+    assert not told.off()
+    assert set(holdfast.load(tmp_path / "ckpts").state["w"].tolist()) == {5.0}
+
+
+def test_more_saves_in_flight_take_no_image_of_another_run(tmp_path, root, monkeypatch):
+    assert live(tmp_path / "old", kill=2, elements=MIB // 8).killed
+    taken = sum(found.bytes for found in images())
+    a_small_file_system(monkeypatch, root, taken + 5 * MIB // 2)
+    told = Told()
+    assert train(tmp_path / "ckpts", told, in_flight=3) == ""
+    assert len([found for found in images() if found.footer.where == str(tmp_path / "old")]) == 2
+    assert len(few(told)) == 1
+
+
+def test_memory_that_is_turned_off_while_it_is_written_from_is_given_back_after_it(tmp_path, root, monkeypatch):
+    from held_store import held
+
+    store, told = held(tmp_path / "ckpts", 1), Told()
+    state = {"w": np.zeros(MIB // 4, np.float32)}
+    with pytest.warns(RuntimeWarning, match="not kept in memory"):
+        with holdfast.Checkpointer(store, state, memory=every(steps=1), sinks=[told]) as ckpt:
+            ckpt.step_done()
+            save = ckpt.save()
+            store.await_pack(1)
+            a_small_file_system(monkeypatch, root, 3 * MIB)
+            state["w"] = np.zeros(MIB, np.float32)
+            ckpt.step_done()
+            tier = ckpt._training.saving.memory.tier
+            assert told.off() and tier.nbytes >= MIB, "the image is still being written from"
+            store.let_go()
+            save.wait()
+            ckpt.wait()
+            assert tier.nbytes == 0
+            assert len(files(root)) == 1, "a sealed one stays until the end"
+    assert files(root) == []

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from holdfast.engine import save as engine_save
+from holdfast.engine import writing as engine_writing
 from holdfast.engine.job import About
 from holdfast.engine.save import Saver
 from holdfast.errors import SaveFailed, StoreError
@@ -103,7 +103,7 @@ def test_a_save_that_failed_tells_how_far_it_came(saver: Saver, monkeypatch: pyt
     def fails(*_: object, **__: object) -> None:
         raise StoreError("no index today")
 
-    monkeypatch.setattr(engine_save, "put_index", fails)
+    monkeypatch.setattr(engine_writing, "put_index", fails)
     handle = saver.save(flatten(STATE), 1, wait=False, about=About())
     with pytest.raises(SaveFailed):
         handle.wait(60)

@@ -10,7 +10,7 @@ from unittest import mock
 
 from holdfast.api.saving import Saving
 from holdfast.engine import save as engine_save
-from holdfast.engine.save import Saver
+from holdfast.engine.writing import SaveWriter
 from holdfast.errors import HoldfastError
 from holdfast.guard.exitstatus import ExitStatus
 from holdfast.policy.keeping import KeepPolicy, Verdict
@@ -85,11 +85,11 @@ def _told_at_once(self: Saving, error: HoldfastError) -> None:
         self._failure = error
 
 
-def _reported_all_the_same(self: Saver, job: Any, error: BaseException) -> None:
+def _reported_all_the_same(self: SaveWriter, job: Any, error: BaseException) -> None:
     """A save that broke off counts as committed."""
 
 
-def _in_doubt_is_done(self: Saver, job: Any, error: BaseException) -> bool:
+def _in_doubt_is_done(self: SaveWriter, job: Any, error: BaseException) -> bool:
     return str(job.save.phase) != "committing"
 
 
@@ -166,7 +166,7 @@ BUGS: tuple[Bug, ...] = (
         ("EIO",),
         ("pwrite", "fsync", "link"),
         SAVING,
-        patch=_replace(Saver, "_failed", _reported_all_the_same),
+        patch=_replace(SaveWriter, "_failed", _reported_all_the_same),
     ),
     Bug(
         "a commit in doubt is reported as done",
@@ -174,7 +174,7 @@ BUGS: tuple[Bug, ...] = (
         ("EIO",),
         ("fsync", "fsync_directory", "link"),
         SAVING,
-        patch=_replace(Saver, "_closed", _in_doubt_is_done),
+        patch=_replace(SaveWriter, "_closed", _in_doubt_is_done),
     ),
     Bug(
         "failures are not told by the exit status",

@@ -25,7 +25,7 @@ import numpy as np
 from holdfast.api.checkpointer import Checkpointer
 from holdfast.api.oneoff import load
 from holdfast.crashpoints import armed
-from holdfast.engine import save as engine_save
+from holdfast.engine import writing as engine_writing
 from holdfast.errors import CheckpointNotFound, HoldfastError, SaveFailed
 from holdfast.guard import exitstatus
 from holdfast.model.names import CheckpointId
@@ -124,7 +124,7 @@ def train(disk: _Disk, filled: Filled, act: Callable[[], None], undo: Callable[[
     fills = _Fills(act, filled.stage)
     problems = filled.violations
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(engine_save, "SMALL_OBJECTS_BYTES", _SLACK))
+        stack.enter_context(mock.patch.object(engine_writing, "SMALL_OBJECTS_BYTES", _SLACK))
         if filled.stage != "before":
             stack.enter_context(armed(filled.stage, fills.reached))
         rounds = _rounds_by_writer(stack)
@@ -263,7 +263,7 @@ def retention_makes_room(disk: _Disk) -> Filled:
     """Three old checkpoints, a policy that keeps one, and no room for another: retention runs, and the save goes on."""
     filled = Filled("", "retention makes room")
     place = disk.root / "checkpoints"
-    with warnings.catch_warnings(), mock.patch.object(engine_save, "SMALL_OBJECTS_BYTES", _SLACK):
+    with warnings.catch_warnings(), mock.patch.object(engine_writing, "SMALL_OBJECTS_BYTES", _SLACK):
         warnings.simplefilter("ignore")
         state = {"w": np.zeros(STATE_BYTES // 4, np.float32), "n": 0}
         with Checkpointer(place, state, save=every(steps=1), keep=keep.all()) as before:
