@@ -124,6 +124,8 @@ class Saving:
         if found is None:
             self.warn('capture="fenced" finds no optimizer to wait for, since torch is not loaded: saves are eager')
         self.saver.fencing = Fencing(found, self._emitter, self.warn)
+        if self.memory is not None:
+            self.memory.capture_beside(self.saver.fencing)
 
     def begin(
         self, attempt: Attempt, first_step: int, restored: CheckpointId | None, *, since_s: float | None = None
@@ -188,7 +190,7 @@ class Saving:
             self._emitter.emit(SaveDelayed(self.run, step, waited_s))
         self._last_saved_s = time.monotonic()
         if self.memory is not None:
-            self.memory.saved(step)
+            eager = self.memory.saved(step) or eager
         save = handle or self.saver.plan_save(step, reason=about.reason)
         save.clock.put("look_s", began - due_s)
         save.clock.put("wait_s", waited_s)

@@ -53,6 +53,8 @@ class Stats:
     """States that were due in memory and not taken, for the one before was not sealed."""
     delayed_in_memory: int = 0
     """States that had to wait for the one before to be sealed."""
+    fence_in_memory_s: float = 0.0
+    """How long updates waited for copies of states in memory, where these are fenced."""
     held_s: float = 0.0
     """How long training was held altogether: by saves, states in memory, and waiting."""
     elapsed_s: float = 0.0
@@ -96,7 +98,8 @@ class Stats:
         if self.kept_in_memory or self.skipped_in_memory:
             kept = f"{count(self.kept_in_memory, 'state')} kept"
             less = (_some(self.skipped_in_memory, "skipped"), _some(self.delayed_in_memory, "delayed"))
-            yield "memory", ", ".join(filter(None, (kept, *less)))
+            fence = f"fence {seconds(self.fence_in_memory_s)}" if self.fence_in_memory_s else ""
+            yield "memory", ", ".join(filter(None, (kept, *less, fence)))
         yield "training held", f"{seconds(self.held_s)}, {self.held_share:.2%} of {seconds(self.elapsed_s)}"
         ages = (("on disk", self.disk_age_s), ("in memory", self.memory_age_s))
         known = [f"{where} {seconds(age)} old" for where, age in ages if age is not None]
