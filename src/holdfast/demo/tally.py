@@ -49,7 +49,8 @@ def killings(account: Account) -> list[Killing]:
                     life.point,
                     account.lost_by(number),
                     kept,
-                    max(newest - begins[0], 0) if begins else 0,
+                    # One that had gone on from nothing yet left what was there to the one after it.
+                    max(newest - begins[0], 0) if begins and life.began is not None else 0,
                     bool(begins) and begins[0] == life.saved,
                     life.saving,
                 )

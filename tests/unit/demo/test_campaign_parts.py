@@ -127,6 +127,9 @@ def test_a_restart_behind_what_was_sealed_is_found_out() -> None:
     assert [one["life"] for one in found["otherwise"]] == [0]
     (first, _) = tally.killings(account(replace(FIRST, saved=7), behind, LAST))
     assert first.written
+    nothing = Life(None, 0, -9, False, 1.0, durable=5)
+    (first, second) = tally.killings(account(FIRST, nothing, replace(LAST, began=7)))
+    assert first.behind == 1 and second.behind == 0
 
 
 def test_a_restart_from_another_content_is_found_out() -> None:
