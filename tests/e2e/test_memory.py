@@ -177,7 +177,11 @@ def test_a_chosen_step_ignores_memory(where: Path) -> None:
 
 @pytest.mark.parametrize("part", ["image", "index", "manifest", "seal"])
 def test_a_tampered_image_is_passed_over(where: Path, root: Path, part: str) -> None:
-    live(where, kill=17)
+    def on_step(ckpt, step, state):
+        if step == 11:
+            assert ckpt._training.saving.saver.join(30), "while it is written, step 10 has a slot to itself"
+
+    live(where, kill=17, on_step=on_step)
     path, footer = newest(root)
     places = {
         "image": footer.image // 2,
