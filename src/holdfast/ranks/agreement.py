@@ -116,6 +116,11 @@ class Agreement:
         finally:
             topic.end()
 
+    @property
+    def promised(self) -> Proposal | None:
+        """The save that this rank has agreed to, while it has not reached its step."""
+        return self._proposals.armed
+
     def close(self, reason: str = _CLOSED) -> None:
         """This rank takes part no longer: whoever waits for it raises RankFailed, with `reason`. Raises nothing."""
         self._pulse.stop(reason)

@@ -64,6 +64,12 @@ class Proposals:
             self._armed = None
             return armed
 
+    @property
+    def armed(self) -> Proposal | None:
+        """Where this rank will wait."""
+        with self._lock:
+            return self._armed
+
     # -- every rank, in the background
 
     def answer(self, proposal: Proposal) -> bool | None:
