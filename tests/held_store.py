@@ -59,5 +59,5 @@ class Held:
         return getattr(self._inner, name)
 
 
-def held(where: object, *hold: int) -> Held:
-    return Held(open_store(where), *hold)  # type: ignore[arg-type]
+def held(where: Any, *hold: int) -> Held:
+    return Held(open_store(where), *hold)

@@ -30,7 +30,8 @@ class Save:
         self.id = id
         self.save_id = save_id
         self.reason = reason
-        self.state: State = "planned"
+        self._state: State = "planned"
+        self._changing = threading.Lock()
         self._phase = "waiting for its turn"
         self._moved_s = time.monotonic()
         self._behind: Save | None = None
@@ -48,6 +49,17 @@ class Save:
         self._ended = threading.Event()
         self.hasten: Callable[[], None] = _nothing
         """Called when somebody begins to wait for it; for the engine."""
+
+    @property
+    def state(self) -> State:
+        """How far it is. A thread that is late to say so does not undo the end."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        with self._changing:
+            if not self.done:
+                self._state = state
 
     @property
     def phase(self) -> str:
@@ -143,9 +155,10 @@ class Save:
         """Marks the save as ended; for the engine."""
         self._behind = None
         self.moves()
-        self.error = error
-        self.state = "failed" if error else "committed"
-        self._ended.set()
+        with self._changing:
+            self.error = error
+            self._state = "failed" if error else "committed"
+            self._ended.set()
 
     def __repr__(self) -> str:
         return f"Save({self.id}, {self.state})"

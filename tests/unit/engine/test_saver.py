@@ -11,10 +11,13 @@ import pytest
 
 import holdfast
 from holdfast.engine import writing as engine_writing
+from holdfast.engine.handle import Save
 from holdfast.engine.job import About
 from holdfast.engine.save import Saver
 from holdfast.errors import SaveFailed, StoreError, StoreFull
+from holdfast.image.capture import Capturer
 from holdfast.model.checkpoint import Manifest
+from holdfast.model.names import CheckpointId
 from holdfast.repo.attempts import claim
 from holdfast.repo.repository import Repo
 from holdfast.state.flattener import flatten
@@ -79,3 +82,29 @@ def test_i7_room_is_not_made_by_the_manifest_of_the_very_save_that_needs_it(
             checkpointer.save().join()
             checkpointer.wait()
     assert seen and all(seen)
+
+
+@pytest.mark.parametrize("error", [None, SaveFailed("no")])
+def test_a_thread_that_is_late_to_say_how_far_a_save_is_does_not_undo_its_end(error: SaveFailed | None) -> None:
+    handle = Save(CheckpointId("main", 1, 1), "0" * 32)
+    handle.state = "capturing"
+    handle.end(error)
+    handle.state = "writing"
+    assert (handle.state, handle.committed) == (("failed", False) if error else ("committed", True))
+
+
+def test_a_save_that_is_waited_for_is_committed_when_its_writer_was_faster_than_the_capture(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer may be done before the capturing thread comes to say that the image is whole."""
+    whole, taken = Capturer.capture, []
+
+    def slow_to_return(self: Capturer, *given: object, **named: object) -> None:
+        whole(self, *given, **named)
+        assert taken[0].join(60)
+
+    monkeypatch.setattr(Capturer, "capture", slow_to_return)
+    taken.append(saver.plan_save(1))
+    handle = saver.save(flatten({"w": np.zeros(4)}), 1, wait=True, about=About(), handle=taken[0])
+    assert handle.committed
+    saver.attempt.release()
