@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.errors import UsageError
 from holdfast.plan.cells import Cells, cells, replicas
-from holdfast.plan.columns import Column, Matrix, Ranks, begins
+from holdfast.plan.columns import Column, Matrix, Ranks, begins, lines_of
 from holdfast.plan.dealing import deal
 from holdfast.plan.holdings import Holdings, check
 from holdfast.plan.reads import cut
@@ -40,7 +40,7 @@ class Assignment:
 
     def of(self, rank: int) -> slice:
         """The lines of one rank."""
-        return slice(*np.searchsorted(self.rank, (rank, rank + 1)).tolist())
+        return lines_of(self.rank, rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -46,7 +46,9 @@ def cells(held: Holdings) -> Cells:
     # Two numbers name a box of items: its first and its last one.
     first = begins(np.maximum(size, 1))[leaf] + dot(offsets, pace)
     last = first + dot(shape - 1, pace)
-    order = np.lexsort((last, first))  # stable: ranks stay in order
+    order = np.argsort(first, kind="stable")  # ranks stay in order
+    if ((first[order[1:]] == first[order[:-1]]) & (last[order[1:]] != last[order[:-1]])).any():
+        order = np.lexsort((last, first))  # boxes that begin alike and end elsewhere: there is something wrong
     first, last = first[order], last[order]
     begun = np.concatenate([np.ones(1, bool), (first[1:] != first[:-1]) | (last[1:] != last[:-1])])[: len(order)]
     found = Cells(lines[order], np.append(np.flatnonzero(begun), len(order)))

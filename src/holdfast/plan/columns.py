@@ -57,6 +57,12 @@ def paces(shape: Matrix) -> Matrix:
     return found
 
 
+def lines_of(rank: Ranks, one: int) -> slice:
+    """Where in a column of ranks, which rises, one rank's lines are."""
+    # Asked in the column's own type: else all of it would be converted for each question.
+    return slice(*np.searchsorted(rank, np.array((one, one + 1), rank.dtype)).tolist())
+
+
 def renumbered(code: Column, size: int) -> Column:
     """Numbers below `size`, numbered anew without gaps, in the same order."""
     if not len(code):

@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.errors import ShardMismatch
 from holdfast.model.box import Box
-from holdfast.plan.columns import LIMIT, Column, Flags, Matrix, Ranks, begins, every, volumes
+from holdfast.plan.columns import LIMIT, Column, Flags, Matrix, Ranks, begins, every, lines_of, volumes
 from holdfast.plan.naming import leaf_name, rank_names
 
 
@@ -50,7 +50,7 @@ class Holdings:
 
     def of(self, rank: int) -> slice:
         """The lines of one rank."""
-        return slice(*np.searchsorted(self.rank, (rank, rank + 1)).tolist())
+        return lines_of(self.rank, rank)
 
     def path(self, at: int) -> str:
         """What errors call the leaf of line `at`."""

@@ -1,0 +1,177 @@
+"""P11: planning who writes what for a million shards over 1,000 to 16,000 ranks.
+
+    python benchmarks/p11_planning.py
+
+A first plan is all that the coordinator decides when a structure is new: what the ranks say is put together and
+checked, every distinct box is given to one rank, and it is proved that every item is written exactly once. Tensors are
+4096 x 1024, in three layouts: rows over all ranks; rows and columns over a mesh with 8 columns; the same with every box
+on two ranks. A cached plan is the look-up of it and of one rank's own lines. Growth is the slope of a least-squares
+line through the logarithms of sizes and times, over five sizes, for the leaves (at 1,000 ranks) and for the ranks.
+Planning a restore onto half as many ranks is timed beside.
+
+Every plan that is timed is looked at: its bytes are those of the state, and the largest share is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from harness import Contender, Result, arguments, compare, median_interval, note, report, workplace
+
+from holdfast.plan.assign import Assignment, assign, written
+from holdfast.plan.coverage import check_coverage
+from holdfast.plan.holdings import Holdings, Shards, gather
+from holdfast.plan.reshard import reshard
+
+WHOLE = (4096, 1024)
+ITEM_BYTES = 4
+ENTRIES = 1_000_000
+RANKS = (1000, 2000, 4000, 8000, 16_000)
+LEAVES = (62, 125, 250, 500, 1000)
+FIRST_MS = 5000.0
+CACHED_MS = 1.0
+EXPONENT = 1.05
+JUDGED = "rows and columns"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    name: str
+    columns: int
+    copies: int
+
+    def said(self, ranks: int, leaves: int) -> list[Shards]:
+        """What each rank says of itself, which it works out beside all others and is not timed."""
+        rows = ranks // self.columns // self.copies
+        down, across = (
+            np.arange(count + 1) * length // count for count, length in zip((rows, self.columns), WHOLE, strict=True)
+        )
+        leaf, zero = np.arange(leaves), np.zeros(leaves, np.int64)
+        whole, ndim = np.tile(np.array([WHOLE]), (leaves, 1)), np.full(leaves, 2)
+        found = []
+        for rank in range(ranks):
+            row, column = rank // self.columns % rows, rank % self.columns
+            offsets = np.array([[down[row], across[column]]])
+            shape = np.array([[down[row + 1], across[column + 1]]]) - offsets
+            some = (np.tile(offsets, (leaves, 1)), np.tile(shape, (leaves, 1)), whole, ndim, zero, zero)
+            found.append(Shards(leaf, *some, dtypes=["float32"], sizes=[ITEM_BYTES]))
+        return found
+
+
+MESHES = (Mesh("rows", 1, 1), Mesh(JUDGED, 8, 1), Mesh("rows and columns, twice", 8, 2))
+
+
+def plan(said: Sequence[Shards], leaves: int) -> tuple[Holdings, Assignment, Holdings]:
+    held = gather(said, leaves=leaves)
+    made = assign(held, world_size=len(said))
+    boxes = written(held, made)
+    check_coverage(boxes)
+    return held, made, boxes
+
+
+class Sizes:
+    """One contender for each size of each layout."""
+
+    def __init__(self) -> None:
+        self.contenders: list[Contender] = []
+        self.shares: dict[str, float] = {}
+        self.entries: dict[str, int] = {}
+
+    def add(self, mesh: Mesh, ranks: int, leaves: int) -> str:
+        name = f"first plan, {mesh.name}: {leaves} leaves, {ranks} ranks"
+        if name in self.entries:
+            return name
+        said = mesh.said(ranks, leaves)
+
+        def measure() -> float:
+            begun = time.perf_counter()
+            _, made, boxes = plan(said, leaves)
+            seconds = time.perf_counter() - begun
+            nbytes = boxes.nbytes()
+            assert int(nbytes.sum()) == leaves * int(np.prod(WHOLE)) * ITEM_BYTES
+            loads = np.zeros(ranks, np.int64)
+            np.add.at(loads, made.rank, nbytes)
+            self.shares[name] = round(float(loads.max() / loads.mean()), 3)
+            return seconds
+
+        self.contenders.append(Contender(name, measure))
+        self.entries[name] = ranks * leaves
+        return name
+
+
+def cached(mesh: Mesh, ranks: int, leaves: int) -> Contender:
+    """Mean time of one rank's look-up over all ranks."""
+    held, made, boxes = plan(mesh.said(ranks, leaves), leaves)
+    plans = {"fingerprint": (held, made, boxes)}
+
+    def measure() -> float:
+        begun, lines = time.perf_counter(), 0
+        for rank in range(ranks):
+            _, mine, rows = plans["fingerprint"]
+            some = mine.of(rank)
+            lines += len(mine.holding[some])
+            rows.offsets[some], rows.shape[some], held.row[mine.holding[some]]
+        seconds = time.perf_counter() - begun
+        assert lines == len(made)
+        return seconds / ranks
+
+    return Contender(f"cached plan of one rank, {mesh.name}", measure)
+
+
+def restoring(mesh: Mesh, ranks: int, leaves: int) -> Contender:
+    """From `ranks` to half as many."""
+    _, _, saved = plan(mesh.said(ranks, leaves), leaves)
+    wanted = gather(mesh.said(ranks // 2, leaves), leaves=leaves)
+
+    def measure() -> float:
+        begun = time.perf_counter()
+        found = reshard(saved, wanted)
+        seconds = time.perf_counter() - begun
+        assert int(np.prod(found.shape, axis=1).sum()) * ITEM_BYTES == int(wanted.nbytes().sum())
+        return seconds
+
+    return Contender(f"plan of a restore onto half the ranks, {mesh.name}", measure)
+
+
+def exponent(result: Result, names: Sequence[str], sizes: Sequence[int]) -> tuple[float, float, float]:
+    """The slope of each round's own line: median and its interval."""
+    seconds = np.array([result.seconds[name] for name in names])
+    slopes = np.polyfit(np.log(sizes), np.log(seconds), 1)[0]
+    return median_interval(slopes.tolist())
+
+
+def milliseconds(result: Result, name: str) -> tuple[float, float, float]:
+    return median_interval([one * 1e3 for one in result.seconds[name]])
+
+
+def main() -> None:
+    options = arguments(
+        __doc__ or "", leaves=LEAVES[-1], gib=LEAVES[-1] * np.prod(WHOLE) * ITEM_BYTES / 2**30, rounds=7
+    )
+    sizes = Sizes()
+    full = [sizes.add(mesh, ranks, ENTRIES // ranks) for mesh in MESHES for ranks in (RANKS[0], RANKS[2], RANKS[-1])]
+    judged = next(mesh for mesh in MESHES if mesh.name == JUDGED)
+    in_leaves = [sizes.add(judged, RANKS[0], leaves) for leaves in LEAVES]
+    in_ranks = [sizes.add(judged, ranks, LEAVES[0]) for ranks in RANKS]
+    other: list[Callable[[Mesh, int, int], Contender]] = [cached, restoring]
+    more = [make(judged, RANKS[-1], ENTRIES // RANKS[-1]) for make in other]
+    with workplace(options) as place:
+        contenders = [*sizes.contenders, *more]
+        seconds = compare(contenders, rounds=options.rounds, own=full[0], note=note)
+        result = Result("p11_planning", seconds, int(options.gib * 2**30))
+        result.facts = {"shard entries": sizes.entries, "largest share over the mean": sizes.shares}
+        for name in full:
+            result.judge_value(f"{name} <= 5 s", milliseconds(result, name), at_most=FIRST_MS, unit="ms")
+        name = more[0].name
+        result.judge_value(f"{name} <= 1 ms", milliseconds(result, name), at_most=CACHED_MS, unit="ms")
+        for what, names, counts in (("leaves", in_leaves, LEAVES), ("ranks", in_ranks, RANKS)):
+            found = exponent(result, names, counts)
+            result.judge_value(f"growth of the first plan in {what} <= {EXPONENT}", found, at_most=EXPONENT)
+        report(result, options, place)
+
+
+if __name__ == "__main__":
+    main()
