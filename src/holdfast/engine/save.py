@@ -97,7 +97,7 @@ class Saver:
     @property
     def free(self) -> bool:
         """Whether another save may be taken now."""
-        return len(self._queue.in_flight) < self._most()
+        return self._queue.images < self._most()
 
     def prewarm(self, flattened: Flattened) -> float:
         """Plans and takes the memory that saves of this state need; returns the seconds it took."""
@@ -151,7 +151,7 @@ class Saver:
             save.state = "capturing"
             if not overlapped:
                 self._capture(job, overlapped=False, eager=eager)
-            self._queue.start(save, lambda turn: self._background(job, turn))
+            self._queue.start(save, lambda turn: self._background(job, turn), stands_back=job.digest_while_writing)
         except BaseException:
             self._give_back(job)  # no thread ever will
             self._queue.leave(save)
@@ -312,3 +312,4 @@ class Saver:
         if self.memory is not None:
             self.memory.ended(job.plan)
         self._lanes.give_back(job.plan)
+        self._queue.give_back(job.save)

@@ -416,6 +416,27 @@ def test_i8_only_what_stands_still_is_said_to_hang(place: Path, monkeypatch: pyt
     assert store.committed == [1, 2]
 
 
+def test_a_save_that_hangs_and_was_given_up_still_has_its_image(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, one, told = held(place, 1), state(), Told()
+    ckpt = built(store, one, 2, on_busy="skip", sinks=[told])
+    with monkeypatch.context() as patched:
+        patched.setattr("holdfast.engine.handle.STANDSTILL_S", 0.05)
+        with pytest.warns(RuntimeWarning, match="has not got on"), pytest.raises(DeadlineExceeded):
+            step_on(ckpt, one, wait=True)
+    saver = saver_of(ckpt)
+    assert (saver.in_flight, saver._queue.images, saver.free) == ([], 1, True)
+    second = step_on(ckpt, one)
+    assert not saver.free
+    one["w"] += 1
+    one["n"] += 1
+    ckpt.step_done()
+    assert ckpt.save() is second and [event.step for event in told.of(SaveSkipped)] == [3]
+    store.let_go()
+    second.wait(60)
+    ckpt.close()
+    assert holds(place, 2)
+
+
 def test_a_waited_for_save_is_written_by_a_thread_that_does_not_stand_back(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
