@@ -57,6 +57,7 @@ bench: setup
 	$(BIN)/python benchmarks/p7_small.py --rounds 9
 	$(BIN)/python benchmarks/p8_memory.py --gib 1
 	$(BIN)/python benchmarks/p9_restart.py --gib 1
+	$(BIN)/python benchmarks/p11_planning.py
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
 

@@ -63,6 +63,7 @@ def rows() -> list[Row]:
         *_lazy(),
         *(row for size in UNSIZED for row in _memory(f"p8_memory{size}")),
         *(_restart(f"p9_restart{size}") for size in SIZES),
+        _planning(),
     ]
 
 
@@ -218,6 +219,17 @@ def _memory(id: str) -> list[Row]:
             ),
         )
     ]
+
+
+def _planning() -> Row:
+    first = "first plan, rows and columns: {} leaves, {} ranks"
+    return Row(
+        "p11_planning",
+        "planning who writes which of 1,000,000 shards, proved to be complete, for 1,000 ranks",
+        first.format(1000, 1000),
+        ((first.format(62, 16_000), "for 16,000 ranks"),),
+        ("cached plan of one rank, rows and columns", "planned before"),
+    )
 
 
 def load(results: Path = RESULTS) -> dict[str, Document]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
@@ -221,7 +222,7 @@ def written(held: Holdings, made: Assignment) -> Holdings:
     )
 
 
-def layers(paths: list[str]) -> Column:
+def layers(paths: Sequence[str]) -> Column:
     """The layer of each leaf, numbered: a path up to and with its first segment that is a number (also between dots,
     as modules name their parts), or all of it but the last segment where there is none."""
     numbers: dict[str, int] = {}
