@@ -28,7 +28,7 @@ class Before:
     def keys(self, board: Board, timeout: float) -> list[str]:
         """The keys that it may have left. Raises RankStoreLost."""
         session = Session(self.session, 0, self.world_size, board, Settings())
-        keys = [session.key(name) for name in ("open", "wish", "proposal")]
+        keys = [session.key(name) for name in ("open", "wish", "proposal", "roll")]
         keys += [key for rank in range(self.world_size) for key in (session.key("ack", rank), session.beat_key(rank))]
         raw = board.get(session.beat_key(0), timeout=timeout)
         for kind, numbers in topics_of(raw or b"").items():

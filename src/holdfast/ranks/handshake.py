@@ -125,6 +125,10 @@ class Handshake:
 class Joining(Handshake):
     """A rank that is not the coordinator."""
 
+    def __init__(self, board: Board, hello: Hello, settings: Settings) -> None:
+        super().__init__(board, hello, settings)
+        self._silent = [0]
+
     def _look(self, timeout: float) -> bool | None:
         keys = [OFFER, self._door("hello", self.hello.rank), self._door("hello", 0)]
         raw_offer, raw_mine, raw_first = self.board.get_many(keys, timeout=timeout)
@@ -140,6 +144,23 @@ class Joining(Handshake):
         if offer is not None:
             self._answer(offer)
         return None
+
+    def _over(self, deadline: Deadline) -> RanksError | None:
+        if deadline.passed and self.acknowledged:
+            ranks = range(1, self.hello.world_size)
+            keys = [self.session.key("ack", rank) for rank in ranks]
+            acks = self.board.get_many(keys, timeout=self.session.patience_s(deadline))
+            self._silent = [rank for rank, ack in zip(ranks, acks, strict=True) if ack is None] or [0]
+        return super()._over(deadline)
+
+    def missing(self) -> list[int]:
+        return self._silent
+
+    def told_of(self, rank: int) -> str:
+        """Where a session was offered, all others have to answer it, and then the coordinator."""
+        if not self.acknowledged:
+            return super().told_of(rank)
+        return f"rank {rank}, which has not {'answered' if rank else 'opened'} the session that was offered"
 
     def _answer(self, offer: Offer) -> None:
         if offer.nonces.get(self.hello.rank) == self.hello.nonce:

@@ -44,6 +44,7 @@ class Pulse:
         """Raises RankStoreLost if the first sign of life cannot be given."""
         if self._session.world_size == 1:
             return
+        self._session.roll.turned()
         self._session.ask(self._beat, "start")
         self._thread = threading.Thread(target=self._run, name="holdfast-ranks-pulse", daemon=True)
         self._thread.start()
@@ -66,6 +67,7 @@ class Pulse:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._session.settings.beat_s):
+            self._session.roll.turned()
             try:
                 self._beat(self._session.settings.answer_s)
                 self._watch()
@@ -76,7 +78,9 @@ class Pulse:
 
     def _beat(self, timeout: float) -> None:
         self._count += 1
-        raw = beat(self._count, self._session.story, self._left, self._live())
+        roll = self._session.roll
+        story, live = self._session.story, self._live()
+        raw = beat(self._count, story, self._left, live, word=roll.heard, given_up=roll.given_up)
         self._session.board.put(self._session.beat_key(self._session.rank), raw, timeout=timeout)
 
     def _watch(self) -> None:
@@ -103,7 +107,9 @@ class Pulse:
             if proposal is not None:
                 self._publish(proposal)
         else:
-            raw = self._session.board.get(self._session.key("proposal"), timeout=self._session.settings.answer_s)
+            keys = [self._session.key("proposal"), self._session.roll.key]
+            raw, word = self._session.board.get_many(keys, timeout=self._session.settings.answer_s)
+            self._session.roll.listen(word)
             if raw is not None:
                 values = json.loads(raw)
                 self._answer(Proposal(values["number"], values["step"], values["reason"], values["by"]))

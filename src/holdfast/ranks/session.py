@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 from holdfast.errors import RankFailed, RanksError, RanksMissing, RankStoreLost
 from holdfast.ranks.contract import Board
 from holdfast.ranks.message import Message, decode
+from holdfast.ranks.roll import Roll
 from holdfast.ranks.timing import Deadline, Settings
 from holdfast.ranks.watch import Watch
 
@@ -33,6 +34,7 @@ class Session:
         self.board = board
         self.settings = settings
         self.watch = Watch(board, self.beat_key, settings)
+        self.roll = Roll(board, self.key, self.watch, settings)
         self.phase = ""
         """What this rank does, as it last reported."""
         self._waiting: list[str] = []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Final, TypeVar
 
-from holdfast.errors import RankFailed, RanksError, UsageError
+from holdfast.errors import RankFailed, RanksError, RanksMissing, RankStoreLost, UsageError
 from holdfast.ranks.contract import Verdict
 from holdfast.ranks.message import Message, decode, failure
 from holdfast.ranks.session import Session
@@ -45,6 +45,7 @@ class Topic:
         self._ended = ended
         self._lowest = 0
         self._found: dict[int, Message] = {}
+        self._unheard: list[int] = []
 
     @property
     def register(self) -> str:
@@ -58,7 +59,11 @@ class Topic:
         """Tells the coordinator. One round trip, waits for nobody. Raises RankStoreLost."""
         message = Message(self._session.id, self.name, self._session.rank, facts={"low": self._low()}, data=data)
         key, raw = self.post_key(self._session.rank), message.encode()
-        self._session.ask(lambda timeout: self._session.board.put(key, raw, timeout=timeout), self.phase)
+        try:
+            self._session.ask(lambda timeout: self._session.board.put(key, raw, timeout=timeout), self.phase)
+        except RankStoreLost:
+            self._session.roll.give_up(self.name)
+            raise
         self.posted = True
 
     def collect(self, deadline: Deadline | float, phase: str = "") -> list[bytes]:
@@ -78,10 +83,11 @@ class Topic:
         return self._session.ask(self._look_at_posts, self.phase)
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self._session.world_size) if rank not in self._found]
+        return [rank for rank in range(self._session.world_size) if rank not in self._found] or self._unheard
 
     def _look_at_posts(self, timeout: float) -> list[bytes] | None:
-        session, missing = self._session, self._missing()
+        session = self._session
+        missing = [rank for rank in range(session.world_size) if rank not in self._found]
         keys = [self.register, *map(self.post_key, missing)]
         outcome, *raws = session.board.get_many(keys, timeout=timeout)
         if outcome is not None:
@@ -89,10 +95,27 @@ class Topic:
         for rank, raw in zip(missing, raws, strict=True):
             if raw is not None:
                 self._found[rank] = decode(raw, session.id, self.name, rank)
-        if self._missing():
+        if len(self._found) < session.world_size:
             return None
+        self._unheard = session.roll.silent(list(range(1, session.world_size)), timeout)
+        if self._unheard:
+            return None
+        self._refuse_if_given_up()
         self._lowest = min(int(message.facts["low"]) for message in self._found.values())
         return [self._found[rank].data for rank in range(session.world_size)]
+
+    def _refuse_if_given_up(self) -> None:
+        session, ranks = self._session, self._session.watch.given_up(self.name)
+        if ranks:
+            error = RanksMissing(
+                f"{self.phase}: while rank {session.rank} was stopped, or {session.board.name} did not answer, "
+                f"{session.watch.describe(ranks)} gave up",
+                subject=self.phase,
+                hint=f"look what stopped rank {session.rank} or the place where the ranks meet",
+                ranks=tuple(ranks),
+                phase=self.phase,
+            )
+            self._understood(self._settle(failure(session.id, self.name, session.rank, error)))
 
     def announce(self, data: bytes) -> None:
         """On the coordinator: what came of it, for all ranks.
@@ -211,7 +234,11 @@ class Topic:
         def over() -> RanksError | None:
             return session.over(missing(), until, phase)
 
-        return session.wait(look, over, give_up, missing=missing, deadline=until, phase=phase)
+        try:
+            return session.wait(look, over, give_up, missing=missing, deadline=until, phase=phase)
+        except RankStoreLost:
+            session.roll.give_up(self.name)
+            raise
 
     def _settle(self, message: Message) -> Message:
         settle = self._session.settle

@@ -27,6 +27,8 @@ class _Seen:
     phase: str = ""
     phase_since: float = 0.0
     left: str | None = None
+    word: str = ""
+    given_up: frozenset[str] = frozenset()
 
 
 class Watch:
@@ -57,7 +59,7 @@ class Watch:
         if raw is None or raw == seen.raw:
             return
         seen.raw, seen.silent_since = raw, now
-        phase, seen.left = _told(raw)
+        phase, seen.left, seen.word, seen.given_up = _told(raw)
         if phase != seen.phase:
             seen.phase, seen.phase_since = phase, now
 
@@ -80,6 +82,16 @@ class Watch:
         with self._lock:
             return {rank: seen.left for rank in ranks if (seen := self._seen.get(rank)) and seen.left is not None}
 
+    def word(self, rank: int) -> str:
+        """The word of the roll that the rank has repeated last."""
+        with self._lock:
+            return self._seen[rank].word if rank in self._seen else ""
+
+    def given_up(self, topic: str) -> list[int]:
+        """The ranks that have given up `topic` while the board did not answer them."""
+        with self._lock:
+            return [rank for rank, seen in self._seen.items() if topic in seen.given_up]
+
     def describe(self, ranks: Sequence[int]) -> str:
         """`rank 2 (last reported "writing", 12 s ago; no sign of life for 8 s)`, for each."""
         with self._lock:
@@ -101,17 +113,28 @@ class Watch:
         return f"rank {rank} ({said}{quiet})"
 
 
-def beat(count: int, phase: str, left: str | None, topics: dict[str, list[int]]) -> bytes:
-    """One sign of life. `topics`: the numbers of each kind's topics that may still be on the board, first and last."""
-    return json.dumps({"beat": count, "phase": phase, "left": left, "topics": topics}).encode()
+def beat(
+    count: int,
+    phase: str,
+    left: str | None,
+    topics: dict[str, list[int]],
+    *,
+    word: str = "",
+    given_up: Sequence[str] = (),
+) -> bytes:
+    """One sign of life. `topics`: the numbers of each kind's topics that may still be on the board, first and last;
+    `word`, `given_up`: see `roll`."""
+    told = {"beat": count, "phase": phase, "left": left, "topics": topics, "word": word, "given_up": list(given_up)}
+    return json.dumps(told).encode()
 
 
-def _told(raw: bytes) -> tuple[str, str | None]:
+def _told(raw: bytes) -> tuple[str, str | None, str, frozenset[str]]:
     try:
         values = json.loads(raw)
-        return str(values["phase"]), None if values["left"] is None else str(values["left"])
+        left = None if values["left"] is None else str(values["left"])
+        return str(values["phase"]), left, str(values["word"]), frozenset(map(str, values["given_up"]))
     except (ValueError, KeyError, TypeError):
-        return "something unreadable", None
+        return "something unreadable", None, "", frozenset()
 
 
 def topics_of(raw: bytes) -> dict[str, range]:

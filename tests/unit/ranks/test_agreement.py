@@ -1,0 +1,294 @@
+"""Topics on one board: no rank succeeds with another session's or topic's data, and the board does not fill up."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from holdfast.errors import RankFailed, RanksDisagree, RanksError, RanksMissing, RankStoreLost, UsageError
+from holdfast.ranks.agreement import Agreement
+from holdfast.ranks.bounded import Line
+from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+from holdfast.ranks.solo import Solo
+from holdfast.ranks.timing import Clock, Deadline, Settings
+from holdfast.ranks.watch import Watch, beat
+
+QUICK = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=5.0, probe_s=0.05)
+PATIENT_S = 30.0
+
+
+def job(board, world_size, take_part, facts=None):
+    """What `take_part` returns on each of the ranks, which are threads."""
+
+    def run(rank):
+        with Agreement.open(
+            ThreadRanks(rank, world_size, board), facts or {"run": "main"}, PATIENT_S, QUICK
+        ) as agreement:
+            return take_part(agreement)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, range(world_size)))
+
+
+def test_alone_everything_is_agreed_at_once_and_nothing_is_left() -> None:
+    before = threading.active_count()
+    with Agreement.open(Solo(), {"run": "main"}, 0.0) as agreement:
+        assert threading.active_count() == before
+        board = agreement.session.board
+        for step in range(5):
+            with agreement.topic("save", step) as topic:
+                assert topic.gather(b"data", 0.0) == [b"data"]
+            with agreement.topic("vote") as topic:
+                assert not topic.vote(False, "no", 0.0) and topic.check() is None
+        assert board.keys() == []
+        agreement.want("a signal")
+        proposal = agreement.at(7, 0.0)
+        assert proposal is not None and (proposal.step, proposal.reason) == (7, "a signal")
+        assert agreement.at(8, 0.0) is None
+
+
+def test_the_board_holds_no_more_keys_after_many_topics() -> None:
+    board = MemoryBoard()
+
+    def take_part(agreement):
+        for _ in range(200):
+            with agreement.topic("save") as topic:
+                topic.gather(b"", PATIENT_S)
+            with agreement.topic("word") as topic:
+                topic.announce(b"") if agreement.is_coordinator else topic.hear(PATIENT_S)
+
+    job(board, 3, take_part)
+    assert len(board.keys()) < 64 * 4 + 30
+    job(board, 3, lambda agreement: None)
+    assert len(board.keys()) < 20
+
+
+def test_numbers_rise() -> None:
+    with Agreement.open(Solo(), {}, 0.0) as agreement:
+        agreement.topic("save", 5)
+        with pytest.raises(UsageError, match="save 5 comes after save 5"):
+            agreement.topic("save", 5)
+        assert agreement.topic("save").number == 6
+
+
+def test_an_error_in_a_topic_fails_it_for_all_and_is_raised_unchanged() -> None:
+    def take_part(agreement):
+        if agreement.rank == 1:
+            with pytest.raises(ZeroDivisionError), agreement.topic("save"):
+                1 / 0  # noqa: B018
+            return None
+        with pytest.raises(RankFailed, match="save 0: rank 1 has failed: ZeroDivisionError") as caught:
+            with agreement.topic("save") as topic:
+                topic.gather(b"", PATIENT_S)
+        return caught.value.ranks
+
+    assert job(MemoryBoard(), 3, take_part) == [(1,), None, (1,)]
+
+
+def test_who_is_missing_is_named_with_what_it_last_reported() -> None:
+    ended = threading.Event()
+
+    def take_part(agreement):
+        agreement.report("reading the index")
+        with agreement.topic("begun") as topic:
+            topic.gather(b"", PATIENT_S)
+        if agreement.rank == 2:
+            agreement.report("writing the pack")
+            return ended.wait(PATIENT_S)
+        with pytest.raises(RanksMissing) as caught, agreement.topic("save") as topic:
+            try:
+                topic.gather(b"", 0.5, "receipts of step 7")
+            finally:
+                if agreement.rank == 0:
+                    ended.set()
+        assert (caught.value.ranks, caught.value.phase) == ((2,), "receipts of step 7")
+        return caught.value.message
+
+    messages = job(MemoryBoard(), 3, take_part)[:2]
+    for message in messages:
+        assert "rank 2 (last reported 'writing the pack'" in message and "receipts of step 7" in message
+
+
+def test_an_announcement_cannot_follow_a_failure() -> None:
+    def take_part(agreement):
+        topic = agreement.topic("save")
+        if agreement.rank == 1:
+            assert topic.fail("too late")
+        with pytest.raises(RankFailed):
+            topic.hear(PATIENT_S)
+        with pytest.raises(RankFailed):
+            topic.check()
+        if agreement.is_coordinator:
+            with pytest.raises(RankFailed):
+                topic.announce(b"all is well")
+        return True
+
+    assert job(MemoryBoard(), 2, take_part) == [True, True]
+
+
+def test_only_the_coordinator_announces() -> None:
+    def take_part(agreement):
+        with agreement.topic("save") as topic:
+            if agreement.rank == 1:
+                with pytest.raises(UsageError, match="only the coordinator can announce, and this is rank 1"):
+                    topic.announce(b"")
+            return topic.gather(b"", PATIENT_S)
+
+    assert job(MemoryBoard(), 2, take_part) == [[b"", b""]] * 2
+
+
+def test_what_is_no_message_of_the_topic_is_refused() -> None:
+    board = MemoryBoard()
+
+    def take_part(agreement):
+        topic = agreement.topic("save")
+        if agreement.rank == 1:
+            with agreement.topic("other") as other:
+                other.post(b"")
+                stolen = board.get(other.post_key(1), timeout=1)
+            board.put(topic.post_key(1), stolen, timeout=1)
+            return None
+        with pytest.raises(RanksDisagree, match="'other/0'"):
+            topic.collect(PATIENT_S)
+
+    job(board, 2, take_part)
+
+
+def test_a_call_that_never_returns_is_given_up() -> None:
+    forever, line = threading.Event(), Line("a place", RankStoreLost)
+    for _ in range(2):
+        with pytest.raises(RankStoreLost, match="a place, where the ranks meet, has not answered"):
+            line.call(lambda: forever.wait(PATIENT_S), 0.05)
+    forever.set()
+    assert line.call(lambda: 7, PATIENT_S) == 7
+
+
+class Told:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(lambda: self.now_s, lambda seconds: None)
+
+
+def test_silence_counts_only_while_it_is_watched() -> None:
+    told, board = Told(), MemoryBoard()
+    watch = Watch(board, lambda rank: f"beat/{rank}", Settings(1.0, 10.0, 1.0, 1.0, told.clock))
+    board.put("beat/1", beat(1, "writing", None, {}), timeout=1)
+
+    def look(at: float) -> list[int]:
+        told.now_s = at
+        watch.look([1], 1.0)
+        return watch.dead([1])
+
+    assert [look(at) for at in (0.0, 4.0, 8.0, 9.9)] == [[]] * 4
+    assert look(100.0) == []  # the observer was itself stopped meanwhile
+    assert [look(at) for at in (104.0, 108.0, 110.0)] == [[], [], [1]]
+    assert "last reported 'writing', 110.0 s ago; no sign of life for 10.0 s" in watch.describe([1])
+    board.put("beat/1", beat(2, "writing", "it was asked to", {}), timeout=1)
+    assert look(112.0) == [] and watch.left([1]) == {1: "it was asked to"}
+
+
+def test_a_deadline_is_shared() -> None:
+    told = Told()
+    deadline = Deadline(5.0, told.clock)
+    told.now_s = 4.0
+    assert (deadline.remaining_s, deadline.passed) == (1.0, False)
+    told.now_s = 6.0
+    assert (deadline.remaining_s, deadline.passed) == (0.0, True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_failures_and_restarts_never_mix_sessions_or_topics(seed: int) -> None:
+    """Incarnations of 2 to 5 ranks on one board; ranks fail or leave anywhere. What is heard names who wrote it."""
+    source, board = random.Random(seed), MemoryBoard()
+    settings = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=5.0, probe_s=0.05)
+    complete = 0
+    for _ in range(4):
+        world_size = source.randint(2, 5)
+        seeds = [source.random() for _ in range(world_size)]
+        with ThreadPoolExecutor(world_size) as pool:
+            ends = list(pool.map(partial(incarnation, board, seeds, settings), range(world_size)))
+        sessions = {session for session, _ in ends if session}
+        assert len(sessions) <= 1
+        for number in range(8):
+            outcomes = {outcomes[number] for _, outcomes in ends if number in outcomes}
+            assert len(outcomes) <= 1, outcomes  # one failed and another not, or two that heard different things
+            complete += outcomes == {"complete"}
+    assert complete
+
+
+def incarnation(board, seeds, settings, rank):
+    """The session that this rank was in, and what came of each topic that it waited for to the end."""
+    source, outcomes, session = random.Random(seeds[rank]), {}, None
+    ranks = ThreadRanks(rank, len(seeds), board)
+    try:
+        if source.random() < 0.08:
+            return None, outcomes
+        with Agreement.open(ranks, {"run": "main"}, 0.6, settings) as agreement:
+            session = agreement.session.id
+            for number in range(8):
+                fate = source.random()
+                if fate < 0.05:
+                    raise ConnectionResetError("killed")
+                try:
+                    with agreement.topic("save") as topic:
+                        if fate < 0.12:
+                            topic.fail("a fault")
+                        heard = topic.gather(f"{session} {number} {rank}".encode(), 10.0)
+                    assert heard == [f"{session} {number} {each}".encode() for each in range(len(seeds))]
+                    outcomes[number] = "complete"
+                except RanksError:
+                    outcomes[number] = "failed"
+    except (ConnectionResetError, RanksError):
+        pass
+    return session, outcomes
+
+
+def test_posts_of_ranks_that_gave_up_unheard_are_not_believed_after_a_gap() -> None:
+    """What a coordinator finds that was itself stopped, with the board: all have posted, and none waits any more."""
+    settings = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=0.2, probe_s=0.05)
+    board, asleep, gave_up, judged = MemoryBoard(), threading.Event(), threading.Event(), threading.Event()
+
+    class Frozen(MemoryBoard):
+        """The other rank's way to the board, which does not answer while the coordinator sleeps."""
+
+        def __getattribute__(self, name):
+            if name in ("get", "get_many", "put", "put_if_absent", "delete"):
+                if asleep.is_set():
+                    raise RankStoreLost("the board does not answer")
+                return getattr(board, name)
+            return super().__getattribute__(name)
+
+    def run(rank):
+        shared = Frozen() if rank else board
+        with Agreement.open(ThreadRanks(rank, 2, shared), {"run": "main"}, PATIENT_S, settings) as agreement:
+            with agreement.topic("first") as topic:
+                topic.gather(b"", PATIENT_S)
+            topic = agreement.topic("save")
+            if rank:
+                topic.post(b"")
+                asleep.set()
+                with pytest.raises(RankStoreLost):
+                    topic.hear(0.1)
+                gave_up.set()
+                asleep.clear()
+                assert judged.wait(PATIENT_S)
+                return (1,)
+            topic.post(b"")
+            assert gave_up.wait(PATIENT_S)
+            agreement.session.roll._turned_at -= 10.0  # its own clock tells of the gap
+            with pytest.raises(RanksMissing, match="gave up") as caught:
+                topic.collect(PATIENT_S)
+            judged.set()
+            return caught.value.ranks
+
+    with ThreadPoolExecutor(2) as pool:
+        left = pool.submit(run, 1)
+        assert run(0) == (1,)
+        assert left.result() == (1,)
