@@ -19,6 +19,7 @@ from holdfast.events import Event
 from holdfast.model.names import CheckpointId
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import SavePolicy
+from holdfast.state.declared import PerRank, Replicated, Shard
 
 
 def policies() -> None:
@@ -149,6 +150,18 @@ def repositories(place: Path) -> None:
     assert_type(repository.tags(), dict[str, CheckpointId])
     assert_type(repository.tag("baseline", step=3), CheckpointId)
     assert_type(repository.untag("baseline"), CheckpointId)
+
+
+def placements(tensor: object, declared: Shard) -> None:
+    assert_type(holdfast.shard(tensor, whole=(8, 4), offsets=(4, 0)), Shard)
+    assert_type(holdfast.shard(tensor, dim=0, rank=1, of=2), Shard)
+    assert_type(holdfast.shard(tensor, whole=(8, 4), boxes=[(slice(4), (0, 0)), ((slice(4, 8),), (4, 0))]), Shard)
+    assert_type(holdfast.fused(tensor, sizes=[8, 4, 4], rank=0, of=2), Shard)
+    assert_type(holdfast.flat(tensor, whole=(8, 4), begin=16), Shard)
+    assert_type(holdfast.replicated(tensor), Replicated)
+    assert_type(holdfast.per_rank(tensor), PerRank)
+    holdfast.declare(declared)
+    holdfast.declare(holdfast.replicated(tensor))
 
 
 def the_rest(error: holdfast.HoldfastError, leaving: holdfast.Preempted, value: holdfast.Tagged) -> None:
