@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.errors import UsageError
 from holdfast.plan.cells import Cells, cells, replicas
-from holdfast.plan.columns import Column, Matrix, Ranks, begins, lines_of
+from holdfast.plan.columns import Column, Matrix, Ranks, begins, lines_of, rising
 from holdfast.plan.dealing import deal
 from holdfast.plan.holdings import Holdings, check
 from holdfast.plan.reads import cut
@@ -203,7 +203,7 @@ def _assignment(held: Holdings, found: Cells, parts: Parts, nbytes: Column) -> A
     rank = held.rank[holding]
     # Cells are in order of leaf and place, parts in order within them.
     code = rank.astype(np.int64) * len(found) + parts.item
-    order = np.lexsort((parts.low, code)) if len(part) else np.argsort(code)
+    order = np.lexsort((parts.low, code)) if len(part) else rising(code)
     return Assignment(holding[order], offsets[order], shape[order], rank[order])
 
 

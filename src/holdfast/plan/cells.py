@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.errors import ShardMismatch
-from holdfast.plan.columns import Column, begins, dot, every, paces, volumes
+from holdfast.plan.columns import Column, begins, dot, every, paces, rising, volumes
 from holdfast.plan.holdings import Holdings
 from holdfast.plan.reads import cut
 
@@ -46,7 +46,7 @@ def cells(held: Holdings) -> Cells:
     # Two numbers name a box of items: its first and its last one.
     first = begins(np.maximum(size, 1))[leaf] + dot(offsets, pace)
     last = first + dot(shape - 1, pace)
-    order = np.argsort(first, kind="stable")  # ranks stay in order
+    order = rising(first)  # ranks stay in order
     if ((first[order[1:]] == first[order[:-1]]) & (last[order[1:]] != last[order[:-1]])).any():
         order = np.lexsort((last, first))  # boxes that begin alike and end elsewhere: there is something wrong
     first, last = first[order], last[order]

@@ -63,6 +63,18 @@ def lines_of(rank: Ranks, one: int) -> slice:
     return slice(*np.searchsorted(rank, np.array((one, one + 1), rank.dtype)).tolist())
 
 
+def rising(key: Column) -> Column:
+    """The order in which numbers from 0 on rise; equal ones stay in theirs."""
+    bits = len(key).bit_length()
+    if int(key.max(initial=0)).bit_length() + bits > 62:
+        return np.argsort(key, kind="stable")
+    # Numbers with their places in the last bits: a plain sort, several times as fast as one that carries an index.
+    marks = (key << bits) | np.arange(len(key))
+    marks.sort()
+    marks &= (1 << bits) - 1
+    return marks
+
+
 def renumbered(code: Column, size: int) -> Column:
     """Numbers below `size`, numbered anew without gaps, in the same order."""
     if not len(code):
