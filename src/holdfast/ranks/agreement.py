@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Final
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.ranks.before import Past
+from holdfast.ranks.before import Before, Past
 from holdfast.ranks.contract import Ranks
 from holdfast.ranks.handshake import Convening, Joining
 from holdfast.ranks.hello import Hello
@@ -55,7 +55,9 @@ class Agreement:
             session, before = Session(hello.nonce, 0, 1, board, settings), []
         elif ranks.is_coordinator:
             before = _PAST.before(board)
-            session = Convening(board, hello, settings).run(until)
+            convening = Convening(board, hello, settings)
+            session = convening.run(until)
+            before += [Before(id, ranks.world_size) for id in convening.abandoned]
             _PAST.opened(session)
         else:
             session, before = Joining(board, hello, settings).run(until), []

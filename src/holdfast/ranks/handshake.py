@@ -191,6 +191,8 @@ class Convening(Handshake):
         self._offered: dict[int, str] = {}
         self._offered_at = settings.clock.now()
         self._acked: set[int] = {0}
+        self.abandoned: list[str] = []
+        """Sessions that were offered, and then others in their place."""
 
     def missing(self) -> list[int]:
         """Those that have not answered this very process."""
@@ -246,6 +248,8 @@ class Convening(Handshake):
             self._compare(stray)
 
     def _offer(self, nonces: dict[int, str]) -> None:
+        if self._offered:
+            self.abandoned.append(self.session.id)
         self._offered, self._offered_at = nonces, self.settings.clock.now()
         self._acked = {0}
         self.acknowledged = True
