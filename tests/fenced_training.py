@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -167,3 +168,40 @@ def stepping(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, width: 
 def owned(told: Told) -> set[str]:
     """Leaves that were late in some save."""
     return set(itertools.chain.from_iterable(told.late.values()))
+
+
+class HeldCopy:
+    """Keeps the copying thread from its work until the test lets go."""
+
+    def __init__(self) -> None:
+        self._go = threading.Event()
+        self._go.set()
+        self.reached = threading.Event()
+        """A copy has come to where it is held."""
+
+    def hold(self) -> None:
+        self.reached.clear()
+        self._go.clear()
+
+    def let_go(self) -> None:
+        self._go.set()
+
+    def wait(self) -> None:
+        if not self._go.is_set():
+            self.reached.set()
+        assert self._go.wait(60)
+
+
+@contextmanager
+def holding() -> Iterator[HeldCopy]:
+    held = HeldCopy()
+    copy_one = late.HostCopies.copy
+
+    def patched(self: late.HostCopies, number: int) -> None:
+        if threading.current_thread().name.startswith("holdfast-fence"):
+            held.wait()
+        copy_one(self, number)
+
+    with mock.patch.object(late.HostCopies, "copy", patched):
+        yield held
+        held.let_go()

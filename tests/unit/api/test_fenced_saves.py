@@ -20,10 +20,12 @@ from torch.optim import optimizer as torch_optimizer
 
 import holdfast
 from fenced_training import (
+    HeldCopy,
     Model,
     Told,
     assert_images_are_right,
     committed,
+    holding,
     loss_of,
     owned,
     snapshot,
@@ -342,7 +344,9 @@ def test_a_step_recorded_into_a_cuda_graph_is_eager_and_it_says_so(place: Path) 
             stepping(model, optimizer)(step)
 
     train(place, {"model": model, "optimizer": optimizer}, body, told=told)
-    assert told.late[4] and not told.late.get(5) and not told.late[7], "what was recorded once is replayed without hooks"
+    assert told.late[4] and not told.late.get(5) and not told.late[7], (
+        "what was recorded once is replayed without hooks"
+    )
     assert any(isinstance(event, Warned) and "CUDA graph" in event.message for event in told.events)
 
 
@@ -368,37 +372,10 @@ def test_an_optimizer_without_hooks_is_eager_and_it_says_so_once(place: Path) ->
 # -- writers other than the step ---------------------------------------------------------------------------------------
 
 
-class HeldCopy:
-    """Keeps the copying thread from its work until the test lets go."""
-
-    def __init__(self) -> None:
-        self._go = threading.Event()
-        self._go.set()
-        self.first_only = False
-
-    def hold(self) -> None:
-        self._go.clear()
-
-    def let_go(self) -> None:
-        self._go.set()
-
-    def wait(self) -> None:
-        assert self._go.wait(60)
-
-
 @pytest.fixture
 def held_copy() -> Iterator[HeldCopy]:
-    held = HeldCopy()
-    copy_one = late.HostCopies.copy
-
-    def patched(self: late.HostCopies, number: int) -> None:
-        if threading.current_thread().name.startswith("holdfast-fence"):
-            held.wait()
-        copy_one(self, number)
-
-    with mock.patch.object(late.HostCopies, "copy", patched):
+    with holding() as held:
         yield held
-        held.let_go()
 
 
 def test_a_writer_past_every_count_is_found_in_the_probation(place: Path) -> None:

@@ -339,3 +339,5 @@ def test_the_pace_is_learned_from_how_long_the_save_before_had() -> None:
     assert pace.delay(begun_s=0.0, done=0.5) < 0, "nothing known: as fast as it goes"
     pace.learn(10.0)
     assert pace.spare_s == 5.0
+    pace.learn(7200.0)
+    assert pace.spare_s == fenced.MOST_SPARE_S, "not an hour, after an evaluation of two"

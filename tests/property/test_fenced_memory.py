@@ -1,0 +1,56 @@
+"""Images in memory that were copied behind a fence, against eager ones, over random trainings: equal in every bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from fenced_training import Told, owned, train
+from holdfast import every
+from holdfast.engine.memory import MemoryTier
+from holdfast.events import Remembered
+from memory_training import shared_memory
+from property.test_fenced_images import STEPS, Training, in_a_new_place, trainings
+
+Leaves = dict[str, bytes]
+
+
+def images(place: Path, drawn: dict[str, Any], capture: str) -> tuple[dict[int, Leaves], Told]:
+    """Step -> the bytes of every leaf in the image that was sealed for it."""
+    found: dict[int, Leaves] = {}
+    seal = MemoryTier.seal
+
+    def seen(self: MemoryTier, plan: Any, id: Any, index: Any, flattened: Any, *more: Any, **named: Any) -> str:
+        layout, image = plan.layout, np.frombuffer(plan.arena.buffer.data, np.uint8)
+        extents = zip(flattened.specs, layout.start.tolist(), layout.length.tolist(), strict=True)
+        found[id.step] = {spec.path: image[start : start + length].tobytes() for spec, start, length in extents}
+        return seal(self, plan, id, index, flattened, *more, **named)
+
+    training, told = Training(drawn), Told()
+    with shared_memory(), mock.patch.object(MemoryTier, "seal", seen):
+        options = {"save": every(steps=1000), "memory": every(steps=1), "capture": capture}
+        train(place, training.state, training.step, steps=STEPS, told=told, **options)
+    digests = [event.id.step for event in told.events if isinstance(event, Remembered)]
+    assert digests == sorted(found) == list(range(1, STEPS + 1))
+    return found, told
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(trainings)
+@pytest.mark.filterwarnings("ignore")
+def test_an_image_in_memory_is_the_same_fenced_or_eager(drawn: dict[str, Any]) -> None:
+    def check(place: Path) -> None:
+        eager, _ = images(place / "eager", drawn, "eager")
+        fenced, told = images(place / "fenced", drawn, "fenced")
+        assert not told.demoted
+        for step, leaves in eager.items():
+            assert leaves.keys() == fenced[step].keys()
+            differing = [path for path, bits in leaves.items() if fenced[step][path] != bits]
+            assert not differing, f"step {step}, late {sorted(owned(told))[:5]}"
+
+    in_a_new_place(check)
