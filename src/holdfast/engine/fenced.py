@@ -43,6 +43,9 @@ class Fencing:
         self._watch: _Watch | None = None
         """Of the current one."""
         self._window_told = False
+        self._fenceable: Sequence[int] = ()
+        self._order: Sequence[int] = ()
+        self._fit: Sequence[tuple[int, str, int]] = ()
         self._unsaid: list[str] = []
         self.lock = threading.Lock()
 
@@ -137,15 +140,17 @@ class Fencing:
 
     def _choose(self, flattened: Flattened, places: Places) -> Choice:
         assert self._gate is not None
-        fenceable = set(self._gate.fenceable(flattened.sources))
-        specs, sources = flattened.specs, flattened.sources
-        fit = (
-            (leaf, specs[leaf].path, places.length[leaf])
-            for leaf in places.order
-            if leaf in fenceable and cast(LateBound, places.at[leaf][0]).can_wait(sources[leaf])
-        )
+        fenceable = self._gate.fenceable(flattened.sources)
+        if fenceable is not self._fenceable or places.order != self._order:
+            self._fenceable, self._order = fenceable, places.order
+            wanted, specs, sources = set(fenceable), flattened.specs, flattened.sources
+            self._fit = [
+                (leaf, specs[leaf].path, places.length[leaf])
+                for leaf in places.order
+                if leaf in wanted and cast(LateBound, places.at[leaf][0]).can_wait(sources[leaf])
+            ]
         with self.lock:
-            return self._record.choose(flattened.fingerprint, fit)
+            return self._record.choose(flattened.fingerprint, self._fit)
 
     def demote(self, path: str, why: str) -> None:
         with self.lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from holdfast.events import Emitter, Remembered, Warned
 from holdfast.model.names import CheckpointId
 from holdfast.repo.repository import Repo, now_text
 from holdfast.state.contract import Flattened
+from holdfast.state.parked import Work, behind
 
 if TYPE_CHECKING:
     from typing import Any
@@ -55,7 +55,7 @@ class MemorySaver:
         self._tier = tier
         self._emitter = emitter
         self._rank = rank
-        self._thread: threading.Thread | None = None
+        self._work: Work | None = None
         self._last: tuple[Save, Filling] | None = None
         self._fence_s = 0.0
         """Of those before the last."""
@@ -96,9 +96,7 @@ class MemorySaver:
             self._capture(taken, eager=eager)
             save.stall_s = time.perf_counter() - began
             name = f"holdfast-memory-{id.step}"
-            thread = threading.Thread(target=self._background, args=(taken,), name=name, daemon=True)
-            thread.start()
-            self._thread = thread  # one that could not be started cannot be joined
+            self._work = behind.hand(lambda: self._background(taken), name)
         except BaseException:
             if fencing is not None:
                 fencing.give_up()
@@ -111,9 +109,9 @@ class MemorySaver:
         """Waits for what is being copied and sealed; False if it is not after `timeout` seconds."""
         if self.fencing is not None:
             self.fencing.hurry()
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return self._thread is None or not self._thread.is_alive()
+        if self._work is not None:
+            self._work.join(timeout)
+        return self._work is None or not self._work.is_alive()
 
     def _capture(self, taken: _Taken, *, eager: bool) -> None:
         plan = taken.plan

@@ -19,6 +19,7 @@ from holdfast.engine.handle import Save
 from holdfast.engine.job import About, Job
 from holdfast.engine.lanes import Lanes
 from holdfast.engine.memory import MemoryTier
+from holdfast.engine.party import Alone, Party
 from holdfast.engine.planned import SavePlan
 from holdfast.engine.politeness import stand_back
 from holdfast.engine.queue import Queue, Turn
@@ -43,7 +44,7 @@ class Saver:
     `attempt` is set once the run is claimed, before the first save. `on_end` is called in the writing thread with the
     handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place
     full; if it returns True the save goes on from where it was. `lasting`: many saves are to come, so memory is taken
-    and touched once. `timed`: manifests say where the time of their saves went.
+    and touched once. `timed`: manifests say where the time of their saves went. `party`: with whom it saves.
     """
 
     def __init__(
@@ -56,17 +57,21 @@ class Saver:
         memory_budget: int | None = None,
         lasting: bool = True,
         timed: bool = False,
-        rank: int = 0,
         on_end: Callable[[Save], None] | None = None,
         make_room: Callable[[], bool] | None = None,
         memory: MemoryTier | None = None,
+        party: Party | None = None,
     ) -> None:
         self.repo = repo
         self.attempt: Attempt | None = None
         self._emitter = emitter or Emitter()
         self._on_end = on_end
         self.memory = memory
-        self._writer = SaveWriter(repo, self._emitter, rank=rank, timed=timed, make_room=make_room, memory=memory)
+        self._party: Party = party or Alone(repo)
+        rank = self._party.rank
+        self._writer = SaveWriter(
+            repo, self._emitter, party=self._party, timed=timed, make_room=make_room, memory=memory
+        )
 
         def holder(slot: int, beside: Callable[[], int]) -> ArenaHolder:
             return ArenaHolder(repo.id, run, rank, budget=memory_budget, lasting=lasting, slot=slot, beside=beside)
@@ -136,8 +141,9 @@ class Saver:
         within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
         if self.fencing is not None:
             self.fencing.begin_save()
-        plan = self._plan(flattened)
         save = handle or self.plan_save(step, reason=about.reason)
+        flattened = self._party.take(flattened, save)
+        plan = self._plan(flattened)
         save.clock.add("prepare_s", time.perf_counter() - began)
         save.bytes = sum(pack.length for pack in plan.layout.packs)
         filling = Filling(plan.arena.window)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.content import PackContent
-from holdfast.engine.describing import index_of, manifest_of
+from holdfast.engine.describing import index_of
 from holdfast.engine.job import Job
 from holdfast.engine.memory import MemoryTier
+from holdfast.engine.party import Party
 from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable
 from holdfast.events import Emitter, PackWritten, Progress, SaveFailedEvent, Warned
-from holdfast.model import canonical
 from holdfast.model.checkpoint import Index, Manifest, Receipt
 from holdfast.repo.attempts import Attempt
-from holdfast.repo.commit import abort, begin, commit
+from holdfast.repo.commit import abort
 from holdfast.repo.layout import begin_name, index_file
 from holdfast.repo.packs import put_index
 from holdfast.repo.repository import Repo
@@ -39,14 +38,14 @@ class SaveWriter:
         repo: Repo,
         emitter: Emitter,
         *,
-        rank: int,
+        party: Party,
         timed: bool,
         make_room: Callable[[], bool] | None,
         memory: MemoryTier | None,
     ) -> None:
         self._repo = repo
         self._emitter = emitter
-        self._rank = rank
+        self._party = party
         self._timed = timed
         self._make_room = make_room
         self._memory = memory
@@ -88,7 +87,8 @@ class SaveWriter:
         manifest is there: its put was answered by an error, and had arrived all the same."""
         save = job.save
         try:
-            if not job.begun:
+            self._party.failed(job, error)
+            if not job.begun or not self._party.coordinates:
                 return True
             if not self._abort(job, error):
                 if isinstance(error, StoreUnreliable):
@@ -124,8 +124,8 @@ class SaveWriter:
             self._check_space(job)
             save.phase = "beginning"
             if not job.begun:
-                job.names = [*(pack.name for pack in layout.packs), index_file(self._rank)]
-                begin(attempt, save.step, save.save_id, job.names)
+                job.names = [*(pack.name for pack in layout.packs), index_file(self._party.rank)]
+                self._party.begin(job, attempt)
                 job.begun = True
         if job.digest_while_writing:
             self.seal(job)  # at once, where training goes on meanwhile: a crash from here on loses no step
@@ -143,11 +143,11 @@ class SaveWriter:
         self.seal(job)
         save.phase = COMMITTING
         with clock.during("commit_s"):
-            tree, about = canonical.spell(job.flattened.tree), job.timed() if self._timed else job.about
-            manifest = manifest_of(save.id, tree, job.plan, index, entry, about=about, created=job.created)
-            self.manifest = replace(manifest, tree=None)
-            commit(repo, manifest, receipts, tree=tree)
+            self._party.commit(job, index, entry, receipts, timed=self._timed, told=self._know)
         crashpoint("manifest durable, not yet reported")
+
+    def _know(self, manifest: Manifest) -> None:
+        self.manifest = manifest
 
     def _write_pack(self, job: Job, pack: int) -> Receipt:
         save, plan = job.save, job.plan.layout.packs[pack]
@@ -170,7 +170,12 @@ class SaveWriter:
     def _index(self, job: Job) -> Index:
         digests = job.digester.digests()
         return index_of(
-            job.plan, job.flattened, digests, job.save.save_id, rank=self._rank, chunk_bytes=self._repo.chunk_bytes
+            job.plan,
+            job.flattened,
+            digests,
+            job.save.save_id,
+            rank=self._party.rank,
+            chunk_bytes=self._repo.chunk_bytes,
         )
 
     def seal(self, job: Job) -> None:

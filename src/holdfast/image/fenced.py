@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, cast
 from holdfast.image.places import Places
 from holdfast.state.contract import Flattened
 from holdfast.state.ownership import Choice, LateBound, LateCopies, Span, Told, fall, stand
+from holdfast.state.parked import Work, beside
 
 DEADLINE_S: Final = 120.0
 """How long an update waits for a copy. Beyond that the save is given up and training goes on."""
@@ -120,8 +121,8 @@ class Fence:
         self._compared = False
         self._to_count = False
         self._verdicts: list[tuple[list[int], Callable[[], Sequence[bool]]]] = []
-        work = self._run if choice.late else self._rehearse
-        self._thread = threading.Thread(target=work, name=name, daemon=True)
+        self._name = name
+        self._work: Work | None = None
 
     def begin(self) -> None:
         if any(cast(LateBound, self._places.at[leaf][0]).on_device for leaf in self._held):
@@ -130,7 +131,7 @@ class Fence:
         if not self._choice.late:
             self._end(None)
         if self._choice.late or (self._choice.watched and self._late is None):
-            self._thread.start()
+            self._work = beside.hand(self._run if self._choice.late else self._rehearse, self._name)
 
     # -- the thread that copies ----------------------------------------------------------------------------------------
 
@@ -266,9 +267,10 @@ class Fence:
     def at_rest(self, timeout: float) -> bool:
         """Whether nothing writes to the image any more, after at most `timeout` seconds."""
         self._hurry.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
+        if self._work is None:
+            return True
+        self._work.join(timeout)
+        return not self._work.is_alive()
 
     def _let_copies_end(self) -> None:
         ways = [copies for copies, _ in self._ways] if self._late else []

@@ -75,4 +75,6 @@ class Parked:
 
 
 beside = Parked()
-"""For short work that somebody waits for."""
+"""For work at the priority of training: what somebody waits for, and copies that an update waits for."""
+behind = Parked()
+"""For work that stands back behind training."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.engine import party as engine_party
 from holdfast.engine import writing as engine_writing
 from holdfast.engine.handle import Save
 from holdfast.engine.job import About
@@ -47,13 +48,13 @@ def test_i8_a_save_ends_even_when_its_failure_cannot_be_handled(saver: Saver, mo
 
 
 def test_a_commit_whose_answer_was_lost_is_found_to_have_arrived(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = engine_writing.commit
+    whole = engine_party.commit
 
     def answered_by_an_error(*given: object, **named: object) -> None:
         whole(*given, **named)
         raise StoreError("no answer")
 
-    monkeypatch.setattr(engine_writing, "commit", answered_by_an_error)
+    monkeypatch.setattr(engine_party, "commit", answered_by_an_error)
     handle = saver.save(flatten({"w": np.zeros(4)}), 2, wait=True, about=About())
     assert handle.wait(0).step == 2
     assert saver.repo.exists(handle.id)
@@ -64,7 +65,7 @@ def test_i7_room_is_not_made_by_the_manifest_of_the_very_save_that_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk may refuse to flush a manifest that can be seen: the checkpoint before is all there is then."""
-    whole, seen = engine_writing.commit, []
+    whole, seen = engine_party.commit, []
 
     def full_once(repo: Repo, manifest: Manifest, *given: object, **named: object) -> object:
         if manifest.id.step < 2:
@@ -75,7 +76,7 @@ def test_i7_room_is_not_made_by_the_manifest_of_the_very_save_that_needs_it(
             raise StoreFull("no room for the flush")
         return committed
 
-    monkeypatch.setattr(engine_writing, "commit", full_once)
+    monkeypatch.setattr(engine_party, "commit", full_once)
     with holdfast.Checkpointer(tmp_path, {"w": np.zeros(4)}, keep=holdfast.keep.latest(1)) as checkpointer:
         for _ in range(2):
             checkpointer.step_done()

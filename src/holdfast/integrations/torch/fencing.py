@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdfast.integrations.torch.meshes import local_of
 from holdfast.state.atoms import ENCODERS
 from holdfast.state.ownership import let_updates_pass
 
@@ -125,8 +126,8 @@ class TorchGate:
         if not waiting:
             return ()
         if self._known is None or not self._known.holds(waiting, sources):
-            owned = {id(tensor): tensor for optimizer in waiting for tensor in tensors_of(optimizer)}
-            for tensor in written_by_forward(modules):
+            owned = {id(tensor): tensor for optimizer in waiting for tensor in map(local_of, tensors_of(optimizer))}
+            for tensor in map(local_of, written_by_forward(modules)):
                 owned.pop(id(tensor), None)
             self._known = _Known(waiting, sources, _among(sources, owned))
         return self._known.found

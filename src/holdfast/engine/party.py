@@ -1,0 +1,77 @@
+"""Who takes part in a save, and how it comes to its commit: one process by itself, or the ranks of a job together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from holdfast.engine.describing import manifest_of
+from holdfast.engine.handle import Save
+from holdfast.engine.job import Job
+from holdfast.model import canonical
+from holdfast.model.checkpoint import Index, IndexEntry, Manifest, Receipt
+from holdfast.repo.attempts import Attempt
+from holdfast.repo.commit import begin, commit
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Flattened
+
+Told = Callable[[Manifest], None]
+
+
+class Party(Protocol):
+    """Called in this order for each save: `take` by the training thread, the others by the writing thread."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this process begins saves, commits them, and frees what is left of those that fail."""
+        ...
+
+    def take(self, flattened: Flattened, save: Save) -> Flattened:
+        """What of the state this process writes. Waits for others only where the structure is a new one."""
+        ...
+
+    def begin(self, job: Job, attempt: Attempt) -> None:
+        """Returns when objects of the save may be put. `job.names` are those of this process."""
+        ...
+
+    def commit(
+        self, job: Job, index: Index, entry: IndexEntry, receipts: Sequence[Receipt], *, timed: bool, told: Told
+    ) -> None:
+        """Everything of this process is durable, as `receipts` say. Returns when the checkpoint exists; `told` is given
+        its manifest, the tree left out, before that."""
+        ...
+
+    def failed(self, job: Job, error: BaseException) -> None:
+        """This process cannot bring the save to its end. Raises nothing."""
+        ...
+
+
+class Alone:
+    """The only process there is."""
+
+    rank = 0
+    coordinates = True
+
+    def __init__(self, repo: Repo) -> None:
+        self._repo = repo
+
+    def take(self, flattened: Flattened, save: Save) -> Flattened:
+        return flattened
+
+    def begin(self, job: Job, attempt: Attempt) -> None:
+        begin(attempt, job.save.step, job.save.save_id, job.names)
+
+    def commit(
+        self, job: Job, index: Index, entry: IndexEntry, receipts: Sequence[Receipt], *, timed: bool, told: Told
+    ) -> None:
+        tree, about = canonical.spell(job.flattened.tree), job.timed() if timed else job.about
+        manifest = manifest_of(job.save.id, tree, job.plan, index, entry, about=about, created=job.created)
+        told(replace(manifest, tree=None))
+        commit(self._repo, manifest, receipts, tree=tree)
+
+    def failed(self, job: Job, error: BaseException) -> None:
+        """Nobody waits for it."""
