@@ -75,7 +75,9 @@ def counts(accounts: Sequence[Account]) -> dict[str, Any]:
     kept = [one for one in killed if one.kept]
     points = [(one.place, one.point) for one in killed] + [("flush", flush.point) for flush in dead]
     return {
-        "kills_by_place": _ordered(Counter(one.place for one in killed) + Counter({"flush": len(dead)})),
+        "kills_by_place": _ordered(
+            Counter(one.place for one in killed) + Counter("flush" if one.inside else "after a flush" for one in dead)
+        ),
         "kills_at_named_points": {
             place: _ordered(Counter(point for at, point in points if at == place and point is not None))
             for place in sorted({at for at, point in points if point is not None})

@@ -112,6 +112,8 @@ def test_kills_are_counted_where_they_were_with_what_they_lost() -> None:
     flushes = (Flushing(0, -9, "save begun", True, False), Flushing(1, 0, None, False, True))
     found = tally.counts([account(FIRST, SECOND, LAST, flushes=flushes)])
     assert found["kills_by_place"] == {"adopt": 1, "flush": 1, "seal": 1}
+    late = tally.counts([account(FIRST, LAST, flushes=(Flushing(0, -9, None, False, True),))])
+    assert late["kills_by_place"] == {"after a flush": 1, "seal": 1}
     assert found["kills_at_named_points"] == {"flush": {"save begun": 1}, "seal": {CAPTURED: 1}}
     assert found["flushes"]["killed"] == 1 and found["flushes"]["ended_and_written"] == 1
     assert found["steps_lost"]["after_the_first_sealed_state"] == {"0": 1, "1": 1}
