@@ -4,7 +4,7 @@ of training."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from holdfast.engine.remembering import MemorySaver
 from holdfast.events import Remembered, SaveSkipped, Warned
 from holdfast.image import fenced
 from holdfast.state import ownership
+from holdfast.state.parked import Parked, Work
 from memory_training import shared_memory
 
 PROBATION = ownership.PROBATION
@@ -328,18 +329,18 @@ def test_an_update_does_not_wait_for_ever(
 
 @pytest.mark.parametrize("thread", ["holdfast-fence-5", "holdfast-memory-5"])
 def test_where_no_thread_can_be_started_nothing_waits_for_it(scene: Scene, tmp_path: Path, thread: str) -> None:
-    start = threading.Thread.start
+    hand = Parked.hand
 
-    def refusing(self: threading.Thread) -> None:
-        if self.name == thread:
+    def refusing(self: Parked, work: Callable[[], None], name: str) -> Work:
+        if name == thread:
             raise RuntimeError("can't start new thread")
-        start(self)
+        return hand(self, work, name)
 
     with spying(scene.told), scene.training(tmp_path / "p") as ckpt:
         for _ in range(4):
             scene.step(ckpt)
         assert sealed(ckpt) == 4
-        with mock.patch.object(threading.Thread, "start", refusing):
+        with mock.patch.object(Parked, "hand", refusing):
             scene.step(ckpt)
         assert any("step 5 is not kept in memory" in text and "new thread" in text for text in scene.said())
         assert not ownership._standing and not memory_of(ckpt)._saver.busy
