@@ -21,7 +21,8 @@ from holdfast.state.memory import Geometry
 from holdfast.state.nodes import LEAVES, ROOT, kind_of
 from holdfast.state.registry import Refresh
 from holdfast.state.tagged import type_name
-from holdfast.state.writer import Changed, Told, Writer
+from holdfast.state.telling import Told
+from holdfast.state.writer import Changed, Writer
 
 if TYPE_CHECKING:
     from holdfast.state.restorer import Restorer, Thunk

@@ -15,8 +15,8 @@ from holdfast.state.declared import MARKS
 from holdfast.state.keys import key_node, key_thunk, spelled
 from holdfast.state.nodes import KEYED, ROOT, are_segments, is_plain, items, kind_of, segment, sequence, walk
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
+from holdfast.state.stateful import is_stateful
 from holdfast.state.tagged import type_name
-from holdfast.state.writer import is_stateful
 
 _Entry = tuple[Any, Json, Any, str]
 """Key, the checkpoint's node (ABSENT where it has none), the present value, and the path."""

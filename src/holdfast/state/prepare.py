@@ -18,8 +18,8 @@ from holdfast.state.nodes import OWN, PRIVATE, children, items, kind_of, leaf_pa
 from holdfast.state.ownership import let_updates_pass
 from holdfast.state.restorer import Restorer, Thunk
 from holdfast.state.selection import Patterns, Renaming, Selection
+from holdfast.state.stateful import is_stateful
 from holdfast.state.tagged import type_name
-from holdfast.state.writer import is_stateful
 
 SHOWN = 10
 """How many of what does not fit an error lists."""

@@ -31,8 +31,8 @@ from holdfast.state.nodes import (
 )
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
 from holdfast.state.selection import Selection
+from holdfast.state.stateful import is_stateful
 from holdfast.state.tagged import Tagged
-from holdfast.state.writer import is_stateful
 
 _KEYED_TYPES: Final[dict[str, type]] = {
     "dict": dict,

@@ -20,8 +20,8 @@ from holdfast.state import registry
 from holdfast.state.contract import Buffer, Form, Rows, Sink
 from holdfast.state.memory import Geometry
 from holdfast.state.nodes import LEAVES, ROOT, kind_of, leaf_nodes, number_of
+from holdfast.state.owners import owners
 from holdfast.state.selection import Selection
-from holdfast.state.writer import owners
 
 Thunk = Callable[[], Any]
 _Held = tuple[int, str, Callable[[], Geometry]]

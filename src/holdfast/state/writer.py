@@ -7,7 +7,6 @@ the structure is no longer what it was.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import datetime
 import enum
@@ -18,18 +17,16 @@ from typing import Any
 
 from holdfast.errors import HoldfastError, StateError, Unserialisable
 from holdfast.model.checkpoint import Json
-from holdfast.model.leaf import LeafSpec, Placement
-from holdfast.model.paths import METADATA, join
+from holdfast.model.paths import join
 from holdfast.state import registry
 from holdfast.state.atoms import ENCODERS, encode_bytes
 from holdfast.state.containers import CONTAINERS, DICTIONARIES
-from holdfast.state.contract import Device
 from holdfast.state.declared import MARKS, PerRank, Replicated, Shard
-from holdfast.state.layouts import Layout
-from holdfast.state.leaves import Leaves
-from holdfast.state.memory import Geometry
 from holdfast.state.nodes import MAX_DEPTH, OWN, PRIVATE, ROOT, segment
+from holdfast.state.owners import owners
+from holdfast.state.stateful import is_stateful
 from holdfast.state.tagged import type_name
+from holdfast.state.telling import Telling
 
 
 class Changed(Exception):
@@ -52,17 +49,12 @@ class _Entries:
     """What a step for a dictionary as a whole has for a kind: no value is one."""
 
 
-Told = tuple[Any, int, Geometry]
-"""One row: its source, address and geometry."""
-
-
-class Writer:
+class Writer(Telling):
     """One walk over a state. `root` is what optimizers' parameters are looked up in."""
 
     def __init__(self, root: Any, private_root: Any = None, *, script: Sequence[Step] | None = None) -> None:
-        self.leaves = Leaves()
+        super().__init__()
         self.script: list[Step] = list(script) if script is not None else []
-        self.count = 0
         self.root = root
         self.extra: dict[str, Any] = {}
         """What an adapter keeps for the time of one walk."""
@@ -70,45 +62,12 @@ class Writer:
         self._replaying = script is not None
         self._cursor = 0
         self._open: set[int] = set()
-        self._private = False
         self._inline = False
-        self._first: dict[int, int] = {}
-        """Address -> position of the leaf that was met there first."""
-        self._others: dict[int, dict[Geometry, int]] = {}
-        """Address -> row of every leaf that was met there, where there are several."""
         self._owners: dict[int, tuple[Any, str]] | None = None
-        self._base = 0
-        self._placement: Placement = "whole"
-        self._nowhere: dict[int, tuple[Any, int]] = {}
-        """Identity -> a tensor of which this rank holds nothing, kept for as long as the walk takes, and its leaf."""
         self._own: list[tuple[str, Any]] = []
         """Path and value of what was found to belong to this rank alone."""
 
     # -- the walk ------------------------------------------------------------------------------------------
-
-    def begin_private(self) -> None:
-        """What follows belongs to this rank alone; its leaves are numbered from 0 again in its own tree."""
-        self._private = True
-        self._placement = "per_rank"
-        self._nowhere.clear()
-        self._base = self.count
-        self._first.clear()
-        self._others.clear()
-
-    @property
-    def private(self) -> bool:
-        """Whether what is told now belongs to this rank alone."""
-        return self._private
-
-    @contextmanager
-    def placed(self, placement: Placement) -> Iterator[None]:
-        """What is told inside is placed like this; what belongs to one rank stays so."""
-        before = self._placement
-        self._placement = before if self._private else placement
-        try:
-            yield
-        finally:
-            self._placement = before
 
     def own(self) -> list[tuple[str, Any]]:
         """What the walk has found to belong to this rank alone, path by path, and no longer has to be told."""
@@ -292,90 +251,6 @@ class Writer:
         if self._cursor != len(self.script):
             raise Changed
 
-    # -- leaves --------------------------------------------------------------------------------------------
-
-    def leaf(
-        self,
-        path: str,
-        about: Json,
-        spec: tuple[str, tuple[int, ...]],
-        source: Any,
-        *,
-        device: Device,
-        address: int,
-        geometry: Geometry,
-    ) -> Json:
-        """A leaf, or an alias of one seen before: its node, which also carries `about`."""
-        where = _checked_path(path)
-        leaves = self.leaves
-        row = self._met(source, address, geometry)
-        if row != len(leaves.specs):
-            return {"!": "alias", "n": leaves.leaf[row] - self._base, **about}
-        leaves.specs.append(LeafSpec(where, spec[0], spec[1], self._private, placement=self._placement))
-        leaves.leaf.append(self.count)
-        leaves.devices.append(device)
-        self.count += 1
-        return {"!": "leaf", "n": leaves.leaf[row] - self._base, **about}
-
-    def rows(
-        self, path: str, about: Json, dtype: str, layout: Layout, told: Sequence[Told], *, device: Device, tensor: Any
-    ) -> Json:
-        """A leaf of which this rank holds the parts of `layout`, `told` one by one; or an alias of one seen before.
-
-        Its node says dtype and whole shape too, because there is no row to say so where a rank holds nothing. `tensor`
-        is what two names of such a leaf have in common.
-        """
-        where, leaves = _checked_path(path), self.leaves
-        about = {**about, "dtype": dtype, "shape": list(layout.whole)}
-        if not told:
-            number = self._nowhere.setdefault(id(tensor), (tensor, self.count))[1]
-            if number == self.count:
-                leaves.without.append(LeafSpec(where, dtype, layout.whole))
-                self.count += 1
-                return {"!": "leaf", "n": number - self._base, **about}
-            return {"!": "alias", "n": number - self._base, **about}
-        first, new = -1, len(leaves.specs)
-        placement = layout.placement if self._placement != "per_rank" else "per_rank"
-        for part, (source, address, geometry) in zip(layout.parts, told, strict=True):
-            row = self._met(source, address, geometry)
-            first = row if first < 0 else first
-            if row == len(leaves.specs):
-                begin, whole = (part.offsets, layout.whole) if layout.placement == "box" else (None, None)
-                leaves.specs.append(
-                    LeafSpec(where, dtype, part.shape, self._private, begin, whole, placement=placement)
-                )
-                leaves.leaf.append(self.count)
-                leaves.devices.append(device)
-        if first < new:
-            return {"!": "alias", "n": leaves.leaf[first] - self._base, **about}
-        self.count += 1
-        return {"!": "leaf", "n": self.count - 1 - self._base, **about}
-
-    def _met(self, source: Any, address: int, geometry: Geometry) -> int:
-        """The row of the memory that a leaf lies in: that of what lay there before, or the next one."""
-        leaves = self.leaves
-        position, row = len(leaves.sources), len(leaves.specs)
-        leaves.sources.append(source)
-        leaves.addresses.append(address)
-        leaves.geometries.append(geometry)
-        if self._first.setdefault(address, position) != position:
-            row = self._among_others(address, geometry)
-        leaves.numbers.append(row)
-        return row
-
-    def _among_others(self, address: int, geometry: Geometry) -> int:
-        """The row that is this very memory, where some row lies at this address already."""
-        found = self._others.get(address)
-        if found is None:
-            first = self._first[address]
-            found = self._others[address] = {self.leaves.geometries[first]: self.leaves.numbers[first]}
-        return found.setdefault(geometry, len(self.leaves.specs))
-
-    def again(self, source: Any, address: int) -> None:
-        """A leaf met again, in the place it had at first."""
-        self.leaves.sources.append(source)
-        self.leaves.addresses.append(address)
-
     # -- parameters ----------------------------------------------------------------------------------------
 
     def owner(self, tensor: Any) -> str | None:
@@ -389,60 +264,6 @@ class Writer:
         return None if found is None else found[1]
 
 
-def _checked_path(path: str) -> str:
-    where = path or ROOT
-    if where == METADATA:
-        raise Unserialisable(f"a leaf cannot be called {METADATA}", subject=where, hint="rename the entry")
-    if '#k:{"!":"str"' in where:
-        raise Unserialisable(f"{where}: a key with a lone surrogate cannot name a tensor", subject=where)
-    return where
-
-
-def owners(root: Any, path: str = "") -> dict[int, tuple[Any, str]]:
-    """Identity -> (tensor, path) for every tensor that an optimizer may hold, the first path winning.
-
-    The tensors are held, so that no identity is reused while the table lives.
-    """
-    found: dict[int, tuple[Any, str]] = {}
-    stack: set[int] = set()
-
-    def visit(value: Any, where: str) -> None:
-        kind = type(value)
-        if kind in ENCODERS or id(value) in stack:
-            return
-        if kind in MARKS:
-            visit(value.value, where)
-            return
-        stack.add(id(value))
-        adapter = registry.adapter_for(kind)
-        if adapter is not None:
-            for tensor, name in adapter.owners(value, where):
-                found.setdefault(id(tensor), (tensor, name))
-        else:
-            for key, child in _members(value):
-                visit(child, join(where, key))
-        stack.discard(id(value))
-
-    visit(root, path)
-    return found
-
-
-def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, child in value.items():
-            if type(key) is str or type(key) in ENCODERS:
-                yield segment(ENCODERS[type(key)](key)), child
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from zip((segment(name) for name in value._fields), value, strict=True)
-    elif isinstance(value, list | tuple | collections.deque):
-        for number, child in enumerate(value):
-            yield str(number), child
-    elif dataclasses.is_dataclass(value) and not is_stateful(value):
-        for one in dataclasses.fields(value):
-            if hasattr(value, one.name):
-                yield segment(one.name), getattr(value, one.name)
-
-
 def _adapter_of_all(kinds: Iterable[type]) -> registry.Adapter | None:
     """The one adapter that the walk would come to for values of each of these types, if there is one."""
     found: registry.Adapter | None = None
@@ -454,16 +275,6 @@ def _adapter_of_all(kinds: Iterable[type]) -> registry.Adapter | None:
             return None
         found = adapter
     return found
-
-
-def is_stateful(value: Any) -> bool:
-    """Whether the value says its state itself, and takes it back."""
-    kind = type(value)
-    return (
-        not isinstance(value, type)
-        and callable(getattr(kind, "state_dict", None))
-        and callable(getattr(kind, "load_state_dict", None))
-    )
 
 
 def _state_of(value: Any, path: str) -> Any:

@@ -24,7 +24,8 @@ from holdfast.state.memory import Geometry
 from holdfast.state.nodes import LEAVES, ROOT, kind_of
 from holdfast.state.registry import Refresh
 from holdfast.state.restorer import Restorer, Thunk
-from holdfast.state.writer import Changed, Told, Writer
+from holdfast.state.telling import Told
+from holdfast.state.writer import Changed, Writer
 
 
 def encode_shard(value: Shard, path: str, writer: Writer) -> tuple[Json, Refresh]:
