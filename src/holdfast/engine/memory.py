@@ -381,6 +381,7 @@ class MemoryTier:
             try:
                 kept = stays(half)
                 half.planner.release()
+                half.plan = None  # the memory goes with the last view, and a writer that has just ended has some
                 if not kept:
                     half.slot.discard()
                 if kept and hold:
