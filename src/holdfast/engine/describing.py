@@ -38,6 +38,8 @@ def index_of(
         chunk_start=plan.chunks.start,
         digests=digests,
         private=flattened.private,
+        leaf=None if flattened.leaf is None else np.asarray(flattened.leaf, np.int64),
+        tree_leaves=None if flattened.leaf is None else flattened.shared,
     )
 
 

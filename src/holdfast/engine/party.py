@@ -9,6 +9,7 @@ from typing import Protocol
 from holdfast.engine.describing import manifest_of
 from holdfast.engine.handle import Save
 from holdfast.engine.job import Job
+from holdfast.errors import ShardMismatch
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Index, IndexEntry, Manifest, Receipt
 from holdfast.repo.attempts import Attempt
@@ -45,7 +46,7 @@ class Party(Protocol):
         its manifest, the tree left out, before that."""
         ...
 
-    def failed(self, job: Job, error: BaseException) -> None:
+    def failed(self, save: Save, error: BaseException) -> None:
         """This process cannot bring the save to its end. Raises nothing."""
         ...
 
@@ -60,6 +61,15 @@ class Alone:
         self._repo = repo
 
     def take(self, flattened: Flattened, save: Save) -> Flattened:
+        """ShardMismatch for a state of which this process holds only a part."""
+        part = next((spec for spec in flattened.specs if spec.whole is not None), None)
+        if part is not None or flattened.leaf is not None:
+            path = part.path if part is not None else "a tensor"
+            raise ShardMismatch(
+                f"{path} is a part of a larger tensor, and this process saves alone",
+                subject=path,
+                hint="save from all processes of the job: init_process_group, or ranks=holdfast.SharedFiles(…)",
+            )
         return flattened
 
     def begin(self, job: Job, attempt: Attempt) -> None:
@@ -73,5 +83,5 @@ class Alone:
         told(replace(manifest, tree=None))
         commit(self._repo, manifest, receipts, tree=tree)
 
-    def failed(self, job: Job, error: BaseException) -> None:
+    def failed(self, save: Save, error: BaseException) -> None:
         """Nobody waits for it."""

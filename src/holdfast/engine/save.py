@@ -143,6 +143,30 @@ class Saver:
             self.fencing.begin_save()
         save = handle or self.plan_save(step, reason=about.reason)
         flattened = self._party.take(flattened, save)
+        try:
+            job = self._job(flattened, save, about, wait=wait, began=began)
+            overlapped = not job.digest_while_writing
+            self._queue.enter(save)
+            try:
+                self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
+                save.state = "capturing"
+                if not overlapped:
+                    self._capture(job, overlapped=False, eager=eager)
+                self._queue.start(save, lambda turn: self._background(job, turn), stands_back=not overlapped)
+            except BaseException:
+                self._give_back(job)  # no thread ever will
+                self._queue.leave(save)
+                raise
+        except BaseException as error:
+            self._party.failed(save, error)
+            raise
+        if overlapped:
+            self._overlap(job, wait=wait, eager=eager)
+        save.stall_s = time.perf_counter() - began
+        self._emitter.emit(Captured(save.id, save.stall_s, job.plan.arena.kind))
+        return save
+
+    def _job(self, flattened: Flattened, save: Save, about: About, *, wait: bool, began: float) -> Job:
         plan = self._plan(flattened)
         save.clock.add("prepare_s", time.perf_counter() - began)
         save.bytes = sum(pack.length for pack in plan.layout.packs)
@@ -150,23 +174,7 @@ class Saver:
         digester = Digester(plan.chunks, plan.arena.buffer.data)
         # Through a window the state goes out while it is captured, whoever waits for what.
         overlapped = wait or plan.arena.window is not None
-        job = Job(save, plan, flattened, about, filling, digester, not overlapped, now_text())
-        self._queue.enter(save)
-        try:
-            self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
-            save.state = "capturing"
-            if not overlapped:
-                self._capture(job, overlapped=False, eager=eager)
-            self._queue.start(save, lambda turn: self._background(job, turn), stands_back=job.digest_while_writing)
-        except BaseException:
-            self._give_back(job)  # no thread ever will
-            self._queue.leave(save)
-            raise
-        if overlapped:
-            self._overlap(job, wait=wait, eager=eager)
-        save.stall_s = time.perf_counter() - began
-        self._emitter.emit(Captured(save.id, save.stall_s, plan.arena.kind))
-        return save
+        return Job(save, plan, flattened, about, filling, digester, not overlapped, now_text())
 
     def plan_save(self, step: int, *, reason: str = "") -> Save:
         """The handle of a save that is going to be taken."""

@@ -87,7 +87,7 @@ class SaveWriter:
         manifest is there: its put was answered by an error, and had arrived all the same."""
         save = job.save
         try:
-            self._party.failed(job, error)
+            self._party.failed(save, error)
             if not job.begun or not self._party.coordinates:
                 return True
             if not self._abort(job, error):

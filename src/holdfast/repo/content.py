@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.model import canonical
 from holdfast.model.canonical import Spelled
-from holdfast.model.checkpoint import Json
+from holdfast.model.checkpoint import Index, Json
 from holdfast.model.leaf import LeafSpec
 
 
@@ -36,6 +36,25 @@ def content_digest(
     for part in (tree.text, b",", canonical.spell(list(private)).text, b",", table.text, b"]"):
         digest.update(part)
     digest.update(np.ascontiguousarray(digests, dtype=np.uint8).data)
+    return digest.hexdigest()
+
+
+def rank_digest(index: Index) -> str:
+    """SHA-256 (hex) of what one of several ranks has written: its rows, its private values, its chunk digests."""
+    digest = hashlib.sha256(b"holdfast rank 1")
+    for part in (leaf_table(index.specs).text, canonical.dumps(index.private)):
+        digest.update(part)
+    digest.update(np.ascontiguousarray(index.digests, dtype=np.uint8).data)
+    return digest.hexdigest()
+
+
+def joint_digest(tree: Spelled, boxes: bytes, ranks: Sequence[str]) -> str:
+    """SHA-256 (hex) of a checkpoint of several ranks: its tree, the digest of its table of parts, and the
+    `rank_digest` of each rank. Equal contents that are laid out otherwise have another."""
+    digest = hashlib.sha256(b"holdfast joint content 1")
+    for part in (tree.text, boxes, *(rank.encode("ascii") for rank in ranks)):
+        digest.update(b"%d " % len(part))
+        digest.update(part)
     return digest.hexdigest()
 
 

@@ -16,7 +16,10 @@ from holdfast.repo.rows import Rows
 def put_index(repo: Repo, id: CheckpointId, index: Index, rows: Rows | None = None) -> tuple[Receipt, IndexEntry]:
     """Puts one rank's index, durably; the entry is for the manifest. AlreadyExists if it is there with other bytes.
     `rows`: those of the index's leaves, where they are at hand."""
-    data = encode_index(index, id, rows)
-    file = index_file(index.rank)
-    receipt = objects.put(repo.store, f"{id.directory}/{file}", data, token=index.save_id)
+    return put_object(repo, id, index_file(index.rank), encode_index(index, id, rows), index.save_id)
+
+
+def put_object(repo: Repo, id: CheckpointId, file: str, data: bytes, save_id: str) -> tuple[Receipt, IndexEntry]:
+    """Puts a table of a checkpoint, durably; the entry is for the manifest. AlreadyExists as above."""
+    receipt = objects.put(repo.store, f"{id.directory}/{file}", data, token=save_id)
     return receipt, IndexEntry(file, len(data), digest(data))

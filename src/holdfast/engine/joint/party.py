@@ -1,0 +1,288 @@
+"""A save that the ranks of a job take together.
+
+Each rank posts that it is ready; the coordinator checks that all mean the same save, puts `begin.json`, and announces
+that objects may be put. Each then posts what it has put, durably; the coordinator proves it, puts the table of parts
+and the manifest, and announces that the checkpoint exists. What goes wrong on one rank fails the save on all of them,
+by name. Training waits for others only where a structure is a new one: then all post what they hold, and hear the plan.
+
+Nothing of the training job's own collectives is used, and every wait has a deadline (I8).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from holdfast.crashpoints import crashpoint
+from holdfast.engine.handle import Save
+from holdfast.engine.job import Job
+from holdfast.engine.joint.messages import Post, read_post
+from holdfast.engine.joint.replicas import Replicas, check_replicas
+from holdfast.engine.joint.sharing import JointPlan, Share, plan_together
+from holdfast.engine.joint.structure import describe, understand
+from holdfast.engine.party import Told
+from holdfast.errors import HoldfastError, RanksDisagree, SaveFailed
+from holdfast.model import canonical
+from holdfast.model.canonical import Spelled
+from holdfast.model.checkpoint import Index, IndexEntry, Json, Manifest, Receipt
+from holdfast.plan.assign import Strategy
+from holdfast.plan.union import unite
+from holdfast.ranks.agreement import Agreement
+from holdfast.ranks.topic import Topic
+from holdfast.repo.attempts import Attempt
+from holdfast.repo.boxes import encode_boxes
+from holdfast.repo.commit import begin, commit
+from holdfast.repo.content import joint_digest, rank_digest
+from holdfast.repo.layout import BOXES
+from holdfast.repo.packs import put_object
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Flattened
+
+SAVE_DEADLINE_S: Final = 600.0
+"""How long the slowest rank may be behind the fastest. One that is dead or stopped is found out much earlier."""
+COMPARE_EVERY: Final = 50
+"""Saves after which replicas that are declared to be equal are compared again."""
+GO, PLAN, AGAIN = "go", "plan", "again"
+READY, NEW, PUT = "ready", "new", "put"
+
+
+@dataclass(slots=True)
+class _Under:
+    """One save under way. `round`: the topic in which ranks say that they are ready; `put`: that they have put their
+    parts. `all_replicas`: whether those that are declared to be equal are compared too."""
+
+    round: Topic
+    share: Share
+    tree: Spelled
+    digest: str
+    replicas: bytes
+    all_replicas: bool
+    tells_tree: bool = True
+    put: Topic | None = None
+
+
+class Together:
+    """The ranks of one job and run, saving together. Each of them calls the same methods for the same saves."""
+
+    def __init__(
+        self, repo: Repo, agreement: Agreement, *, strategy: Strategy = "balanced", deadline_s: float = SAVE_DEADLINE_S
+    ) -> None:
+        self._repo = repo
+        self._agreement = agreement
+        self._strategy: Strategy = strategy
+        self._deadline_s = deadline_s
+        self._share: Share | None = None
+        self._plan: JointPlan | None = None
+        """On the coordinator: of the structure that was planned last."""
+        self._under: dict[str, _Under] = {}
+        self._taken = 0
+        self._replicas = Replicas()
+
+    @property
+    def rank(self) -> int:
+        return self._agreement.rank
+
+    @property
+    def coordinates(self) -> bool:
+        return self._agreement.is_coordinator
+
+    # -- the training thread -------------------------------------------------------------------------------------------
+
+    def take(self, flattened: Flattened, save: Save) -> Flattened:
+        """What this rank writes of it. Raises RankFailed, RanksMissing, RanksDisagree and ShardMismatch."""
+        agreement = self._agreement
+        topic = agreement.topic("save")
+        save.save_id = hashlib.sha256(f"{agreement.session.id} {topic.number}".encode()).hexdigest()[:32]
+        share = self._share
+        if share is None or share.own != flattened.fingerprint:
+            save.phase = "planning who writes what"
+            agreement.report(f"planning the save of step {save.step}")
+            with topic:
+                share = self._share = self._planned(topic, flattened, save)
+            topic = agreement.topic("save")
+            all_replicas = True
+        else:
+            all_replicas = self._taken % COMPARE_EVERY == 0
+        self._taken += 1
+        digests = self._replicas.digests(flattened, share.sometimes if all_replicas else share.always)
+        tree = canonical.spell(flattened.tree)
+        digest = hashlib.sha256(tree.text).hexdigest()
+        self._under[save.save_id] = _Under(topic, share, tree, digest, digests, all_replicas)
+        return share.of(flattened)
+
+    def _planned(self, topic: Topic, flattened: Flattened, save: Save) -> Share:
+        """This rank's part of the plan for a structure that is new to it."""
+        topic.post(Post(NEW, {"step": save.step}, describe(flattened)).encode())
+        if self.coordinates:
+            posts = [read_post(data, rank) for rank, data in enumerate(topic.collect(self._deadline_s))]
+            self._announce_plan(topic, posts)
+        heard = read_post(topic.hear(self._deadline_s), 0)
+        if heard.kind == AGAIN:
+            raise self._again(save)
+        offsets = [0, *np.cumsum(heard.head["lengths"]).tolist()]
+        mine = heard.data[offsets[self.rank] : offsets[self.rank + 1]]
+        return Share(mine, flattened, self.rank)
+
+    def _announce_plan(self, topic: Topic, posts: Sequence[Post]) -> None:
+        """On the coordinator: the plan, or that all must say anew what they hold, since some did not."""
+        if any(post.kind != NEW for post in posts):
+            self._forget()
+            topic.announce(Post(AGAIN, {}, b"").encode())
+            return
+        self._same([post.head["step"] for post in posts], "the step that is saved")
+        said = [understand(post.data, rank) for rank, post in enumerate(posts)]
+        plan = plan_together(said, strategy=self._strategy, chunk_bytes=self._repo.chunk_bytes)
+        self._plan = plan
+        lengths = [len(share) for share in plan.shares]
+        topic.announce(Post(PLAN, {"lengths": lengths}, b"".join(plan.shares)).encode())
+
+    # -- the writing thread --------------------------------------------------------------------------------------------
+
+    def begin(self, job: Job, attempt: Attempt) -> None:
+        save, under = job.save, self._under[job.save.save_id]
+        self._agreement.report(f"ready to write the save of step {save.step}")
+        head = {
+            "attempt": attempt.id,
+            "fingerprint": under.share.fingerprint,
+            "names": list(job.names),
+            "step": save.step,
+        }
+        with under.round as topic:
+            topic.post(Post(READY, head, b"").encode())
+            if self.coordinates:
+                self._announce_go(topic, under, job, attempt)
+            heard = read_post(topic.hear(self._deadline_s), 0)
+        if heard.kind != GO:
+            self._forget()
+            raise self._again(save)
+        under.tells_tree = heard.head["tree"] != under.digest
+        under.put = self._agreement.topic("put", topic.number)
+
+    def _announce_go(self, topic: Topic, under: _Under, job: Job, attempt: Attempt) -> None:
+        posts = [read_post(data, rank) for rank, data in enumerate(topic.collect(self._deadline_s))]
+        if any(post.kind != READY for post in posts):
+            self._announce_plan(topic, posts)
+            return
+        self._same([post.head["attempt"] for post in posts], "the attempt")
+        self._same([post.head["step"] for post in posts], "the step that is saved")
+        self._same([post.head["fingerprint"] for post in posts], "who writes what")
+        job.names = [str(name) for post in posts for name in post.head["names"]] + [BOXES]
+        begin(attempt, job.save.step, job.save.save_id, job.names)
+        job.begun = True
+        topic.announce(Post(GO, {"tree": under.digest}, b"").encode())
+
+    def commit(
+        self, job: Job, index: Index, entry: IndexEntry, receipts: Sequence[Receipt], *, timed: bool, told: Told
+    ) -> None:
+        save, under = job.save, self._under[job.save.save_id]
+        assert under.put is not None, "begun before"
+        self._agreement.report(f"has put its part of step {save.step}")
+        head = {
+            "content": rank_digest(index),
+            "index": {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name},
+            "packs": [[pack.name, pack.length] for pack in index.packs],
+            "replicas": len(under.replicas),
+            "tree": under.digest,
+        }
+        data = under.replicas + (under.tree.text if under.tells_tree else b"")
+        with under.put as topic:
+            topic.post(Post(PUT, head, data).encode())
+            if self.coordinates:
+                self._commit(topic, under, job, index, timed=timed, told=told)
+            heard = read_post(topic.hear(self._deadline_s), 0)
+        self._under.pop(save.save_id, None)
+        if not self.coordinates:
+            told(_told(save, index, heard.head))
+
+    def _commit(self, topic: Topic, under: _Under, job: Job, index: Index, *, timed: bool, told: Told) -> None:
+        posts = [read_post(data, rank) for rank, data in enumerate(topic.collect(self._deadline_s))]
+        plan, save, repo = self._plan, job.save, self._repo
+        assert plan is not None, "planned before"
+        digests = [post.data[: post.head["replicas"]] for post in posts]
+        check_replicas(plan.held, plan.replicas, plan.compared(under.all_replicas), digests)
+        tree = self._tree(plan, under, save, posts)
+        entries = [_entry(post.head["index"]) for post in posts]
+        directory = save.id.directory
+        receipts = [Receipt(f"{directory}/{entry.name}", entry.length, repo.url) for entry in entries]
+        for post in posts:
+            receipts += [Receipt(f"{directory}/{name}", int(length), repo.url) for name, length in post.head["packs"]]
+        boxes, table = put_object(repo, save.id, BOXES, encode_boxes(plan.table, save.id, save.save_id), save.save_id)
+        receipts.append(boxes)
+        about = job.timed() if timed else job.about
+        manifest = Manifest(
+            id=save.id,
+            save_id=save.save_id,
+            tree=tree.value,
+            indexes=tuple(entries),
+            content=joint_digest(tree, table.digest, [post.head["content"] for post in posts]),
+            bytes=sum(int(length) for post in posts for _, length in post.head["packs"]),
+            leaves=plan.table.leaves,
+            chunk_bytes=index.chunk_bytes,
+            parent=about.parent,
+            metrics=about.metrics,
+            progress=about.progress,
+            environment=about.environment,
+            certificate=about.certificate,
+            created=job.created,
+            boxes=table,
+        )
+        told(replace(manifest, tree=None))
+        topic.check()  # a rank that has given up since has reported the save as failed
+        commit(repo, manifest, receipts, tree=tree)
+        crashpoint("manifest durable, not yet announced")
+        topic.announce(Post(GO, {"content": manifest.content, "bytes": manifest.bytes}, b"").encode())
+
+    def _tree(self, plan: JointPlan, under: _Under, save: Save, posts: Sequence[Post]) -> Spelled:
+        """The tree of this moment: that of all ranks, plain values included. ShardMismatch where those differ."""
+        digests = [str(post.head["tree"]) for post in posts]
+        if len(set(digests)) == 1:
+            return under.tree
+        known: dict[str, Json] = {under.digest: under.tree.value}
+        for digest, post in zip(digests, posts, strict=True):
+            if digest not in known:
+                known[digest] = canonical.loads(post.data[post.head["replicas"] :])
+        union = unite([known[digest] for digest in digests], digests)
+        if any(not np.array_equal(now, then) for now, then in zip(union.numbers, plan.numbers, strict=True)):
+            raise SaveFailed(
+                f"the structure of the state has changed since {save.id} was planned", subject=str(save.id)
+            )
+        return canonical.spell(union.tree)
+
+    def failed(self, save: Save, error: BaseException) -> None:
+        under = self._under.pop(save.save_id, None)
+        if under is None:
+            return
+        why = error.message if isinstance(error, HoldfastError) else repr(error)
+        topic = under.put if under.put is not None else under.round
+        if not topic.over:
+            topic.fail(why, phase=f"the save of step {save.step}, {save.phase}")
+            topic.end()
+
+    def _forget(self) -> None:
+        """The next save is planned anew, on every rank."""
+        self._share = None
+
+    def _again(self, save: Save) -> SaveFailed:
+        return SaveFailed(
+            f"{save.id} was not saved: the structure of the state has changed on some ranks and not on others",
+            subject=str(save.id),
+            hint="the next save is planned anew; save at the same steps on all ranks",
+        )
+
+    def _same(self, values: Sequence[Any], what: str) -> None:
+        if len(set(values)) > 1:
+            said = ", ".join(f"rank {rank}: {value}" for rank, value in list(enumerate(values))[:8])
+            raise RanksDisagree(f"the ranks do not agree about {what} ({said})", subject=what)
+
+
+def _entry(said: Mapping[str, Any]) -> IndexEntry:
+    return IndexEntry(str(said["name"]), int(said["length"]), bytes.fromhex(said["digest"]))
+
+
+def _told(save: Save, index: Index, head: Mapping[str, Any]) -> Manifest:
+    """What a rank that does not commit knows of the manifest."""
+    return Manifest(save.id, save.save_id, None, (), str(head["content"]), int(head["bytes"]), 0, index.chunk_bytes)

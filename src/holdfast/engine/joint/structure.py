@@ -1,0 +1,120 @@
+"""What one rank says of its state when a structure is planned: its tree, and which boxes of which leaves it holds."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from holdfast.errors import CorruptionError
+from holdfast.model import canonical
+from holdfast.model.box import Box
+from holdfast.model.checkpoint import Json
+from holdfast.model.dtypes import dtype
+from holdfast.model.leaf import LeafSpec
+from holdfast.plan.holdings import Shards, shards
+from holdfast.repo.columns import Kind, decode_columns, decode_json, encode_columns, encode_json
+from holdfast.state.contract import Flattened
+
+PLACEMENTS: Final = ("whole", "replicated", "box")
+"""Of shared rows, in the order of their codes."""
+_WHAT: Final = "what a rank says of its state"
+_KINDS: Final[tuple[Kind, ...]] = (
+    ("leaf", "U64", "<u8"),
+    ("ndim", "U64", "<u8"),
+    ("offsets", "U64", "<u8"),
+    ("shape", "U64", "<u8"),
+    ("whole", "U64", "<u8"),
+    ("dtype", "U16", "<u2"),
+    ("placement", "U8", "|u1"),
+    ("head", "U8", "|u1"),
+    ("tree", "U8", "|u1"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """`digest` is equal for ranks whose trees are equal. The plain values of the tree are those of the moment."""
+
+    fingerprint: str
+    digest: str
+    tree: Json
+    rows: Shards
+
+
+def shared_rows(flattened: Flattened) -> int:
+    """How many of the rows belong to leaves of the shared tree: they come first."""
+    specs = flattened.specs
+    return next((row for row, spec in enumerate(specs) if spec.private), len(specs))
+
+
+def leaf_numbers(flattened: Flattened) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The number of each row's leaf."""
+    count = len(flattened.specs)
+    return np.arange(count) if flattened.leaf is None else np.asarray(flattened.leaf, np.int64)
+
+
+def tree_leaves(flattened: Flattened) -> int:
+    """How many leaves the shared tree names."""
+    return shared_rows(flattened) if flattened.shared is None else flattened.shared
+
+
+def box_of(spec: LeafSpec) -> Box:
+    return Box.whole(spec.shape) if spec.offsets is None else Box(spec.offsets, spec.shape)
+
+
+def describe(flattened: Flattened) -> bytes:
+    specs = flattened.specs[: shared_rows(flattened)]
+    found = shards(
+        leaf_numbers(flattened)[: len(specs)].tolist(),
+        [box_of(spec) for spec in specs],
+        [spec.leaf_shape for spec in specs],
+        [(spec.dtype, spec.itemsize) for spec in specs],
+        [PLACEMENTS.index(spec.placement) for spec in specs],
+    )
+    spelled = canonical.dumps(flattened.tree)
+    head = {
+        "axes": found.whole.shape[1],
+        "digest": hashlib.sha256(spelled).hexdigest(),
+        "dtypes": list(found.dtypes),
+        "fingerprint": flattened.fingerprint,
+    }
+    columns = {
+        "leaf": found.leaf,
+        "ndim": found.ndim,
+        "offsets": found.offsets.reshape(-1),
+        "shape": found.shape.reshape(-1),
+        "whole": found.whole.reshape(-1),
+        "dtype": found.dtype,
+        "placement": found.placement,
+        "head": encode_json(head),
+        "tree": np.frombuffer(spelled, np.uint8),
+    }
+    return encode_columns(columns, _KINDS)
+
+
+def understand(data: bytes, rank: int) -> Said:
+    """CorruptionError for what no rank of this version says."""
+    name = f"rank {rank}"
+    columns = decode_columns(data, _KINDS, name=name, what=_WHAT)
+    head = decode_json(columns, "head", name)
+    try:
+        axes, dtypes = int(head["axes"]), [str(one) for one in head["dtypes"]]
+        sizes = [dtype(one).size for one in dtypes]
+        numbers = {name: columns[name].astype(np.int64) for name, _, _ in _KINDS[:-2]}
+        rows = Shards(
+            leaf=numbers["leaf"],
+            offsets=numbers["offsets"].reshape(-1, axes),
+            shape=numbers["shape"].reshape(-1, axes),
+            whole=numbers["whole"].reshape(-1, axes),
+            ndim=numbers["ndim"],
+            dtype=numbers["dtype"],
+            placement=numbers["placement"],
+            dtypes=dtypes,
+            sizes=sizes,
+        )
+        return Said(str(head["fingerprint"]), str(head["digest"]), decode_json(columns, "tree", name), rows)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(f"{name} says what this version does not understand: {error}", subject=name) from None

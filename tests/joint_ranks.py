@@ -1,0 +1,44 @@
+"""Ranks of one job as threads of this process: the same protocol over a board in memory, and no start-up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from holdfast.ranks.agreement import Agreement
+from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+from holdfast.ranks.timing import Settings
+
+Result = TypeVar("Result")
+DEADLINE_S = 60.0
+
+
+def on_ranks(count: int, work: Callable[[Agreement], Result]) -> list[Result]:
+    """What `work` returns on each rank; raises what the first rank that failed has raised."""
+    found = outcomes(count, work)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+def outcomes(count: int, work: Callable[[Agreement], Any]) -> Sequence[Any]:
+    """What `work` returns or raises on each rank."""
+    board = MemoryBoard()
+    found: list[Any] = [None] * count
+    settings = Settings(beat_s=0.05, dead_after_s=30, answer_s=10)
+
+    def run(rank: int) -> None:
+        try:
+            with Agreement.open(ThreadRanks(rank, count, board), {"run": "main"}, DEADLINE_S, settings) as agreement:
+                found[rank] = work(agreement)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return found

@@ -1,0 +1,230 @@
+"""Several ranks save one state, and any number of ranks reads it: bit for bit, or an error that names who differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.joint_ranks import on_ranks, outcomes
+
+import holdfast
+from holdfast.engine.handle import Save
+from holdfast.engine.job import About
+from holdfast.engine.joint.party import Together
+from holdfast.engine.parts import Parts
+from holdfast.engine.save import Saver
+from holdfast.errors import RankFailed, RanksDisagree, SaveFailed, ShardMismatch
+from holdfast.events import Emitter
+from holdfast.ranks.agreement import Agreement
+from holdfast.repo.attempts import claim
+from holdfast.repo.repository import Repo
+from holdfast.state import Flattener, flatten, prepare
+from holdfast.store.backends.memory import MemoryStore
+
+ROWS, WIDTH = 1200, 300
+
+
+def whole() -> dict[str, Any]:
+    rng = np.random.default_rng(7)
+    return {
+        "w": rng.standard_normal((ROWS, WIDTH)).astype(np.float32),
+        "c": rng.standard_normal((WIDTH, 64)),
+        "r": rng.standard_normal((2000, 333)).astype(np.float32),
+        "small": np.arange(5.0),
+        "step": 3,
+        "epoch": {"lr": 0.5},
+    }
+
+
+def part(rank: int, of: int) -> dict[str, Any]:
+    """What one rank holds: rows of `w`, unevenly; columns of `c`; the rest as all of it."""
+    state = whole()
+    rows = np.linspace(0, ROWS, of + 1).astype(int) + np.array([0, *[7] * (of - 1), 0])
+    begin, end = int(rows[rank]), int(rows[rank + 1])
+    columns = np.linspace(0, 64, of + 1).astype(int)
+    left, right = int(columns[rank]), int(columns[rank + 1])
+    return {
+        **state,
+        "w": holdfast.shard(state["w"][begin:end].copy(), whole=(ROWS, WIDTH), offsets=(begin, 0)),
+        "c": holdfast.shard(state["c"][:, left:right].copy(), whole=(WIDTH, 64), offsets=(0, left)),
+        "r": holdfast.replicated(state["r"]),
+    }
+
+
+def save_with(repo: Repo, attempt: Any, state: Callable[[int, int], Any], steps: int = 1) -> Callable[..., list[Save]]:
+    def work(agreement: Agreement) -> list[Save]:
+        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver.attempt = attempt
+        taken = []
+        for step in range(1, steps + 1):
+            flattened = Flattener(
+                state(agreement.rank, agreement.world_size), private={"mine": agreement.rank}
+            ).flatten()
+            taken.append(saver.save(flattened, step, wait=True, about=About()))
+        for save in taken:
+            save.wait(60)
+        saver.close()
+        return taken
+
+    return work
+
+
+@pytest.fixture
+def repo() -> Repo:
+    return Repo.create_or_open(MemoryStore("joint"))
+
+
+@pytest.fixture
+def attempt(repo: Repo) -> Any:
+    attempt = claim(repo, "main", None)
+    yield attempt
+    attempt.release()
+
+
+def read_as(repo: Repo, save: Save, into: Any, rank: int | None) -> tuple[Any, Any]:
+    manifest = repo.manifest(save.id)
+    parts = Parts(repo, manifest, rank, Emitter())
+    prepared = prepare(manifest.tree, parts.whole.private, parts.whole.specs, into)
+    parts.read(prepared)
+    return prepared.apply(), parts.whole.private
+
+
+def empty(state: Any) -> Any:
+    return {name: np.zeros_like(value) if isinstance(value, np.ndarray) else 0 for name, value in state.items()}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_what_several_ranks_save_one_process_reads_as_a_whole(repo: Repo, attempt: Any, count: int) -> None:
+    saves = on_ranks(count, save_with(repo, attempt, part, steps=2))
+    assert all(save.committed for each in saves for save in each)
+    for step in (0, 1):
+        assert len({each[step].save_id for each in saves}) == 1
+        restored, private = read_as(repo, saves[0][step], None, None)
+        assert private is None
+        for name, value in whole().items():
+            assert np.array_equal(restored[name], value), name
+
+
+@pytest.mark.parametrize(("count", "readers"), [(3, 2), (2, 5), (4, 4), (1, 3), (4, 1)])
+def test_any_number_of_ranks_reads_it(repo: Repo, attempt: Any, count: int, readers: int) -> None:
+    save = on_ranks(count, save_with(repo, attempt, part))[0][0]
+    for rank in range(readers):
+        into = part(rank, readers)
+        wanted = part(rank, readers)
+        for name in ("w", "c", "r"):
+            into[name].value[...] = 0
+        read_as(repo, save, into, rank if readers == count else None)
+        for name in ("w", "c", "r"):
+            assert np.array_equal(into[name].value, wanted[name].value), (rank, name)
+
+
+def test_each_box_is_written_once_and_evenly(repo: Repo, attempt: Any) -> None:
+    save = on_ranks(4, save_with(repo, attempt, part))[0][0]
+    manifest = repo.manifest(save.id)
+    nbytes = [sum(pack.length for pack in repo.packs(manifest, rank)) for rank in range(4)]
+    state = whole()
+    held = sum(value.nbytes for value in state.values() if isinstance(value, np.ndarray))
+    assert held < sum(nbytes) < held + 4 * 8192
+    assert max(nbytes) < 1.15 * held / 4
+
+
+def test_what_belongs_to_each_rank_comes_back_to_it(repo: Repo, attempt: Any) -> None:
+    def own(rank: int, of: int) -> dict[str, Any]:
+        return {**part(rank, of), "seed": holdfast.per_rank(np.full(3, rank))}
+
+    save = on_ranks(3, save_with(repo, attempt, own))[0][0]
+    for rank in range(3):
+        into = {**part(rank, 3), "seed": holdfast.per_rank(np.zeros(3, int))}
+        read_as(repo, save, into, rank)
+        assert into["seed"].value.tolist() == [rank] * 3
+
+
+def differing(repo: Repo, attempt: Any, state: Callable[[int, int], Any], count: int = 3) -> list[Any]:
+    found = outcomes(count, save_with(repo, attempt, state))
+    assert list(repo.committed("main", attempt.number)) == []
+    return list(found)
+
+
+def test_replicas_that_differ_are_refused_by_path_and_rank(repo: Repo, attempt: Any) -> None:
+    def state(rank: int, of: int) -> dict[str, Any]:
+        found = part(rank, of)
+        found["small"] = found["small"] + (rank == 1)
+        return found
+
+    found = differing(repo, attempt, state)
+    assert all(isinstance(one, SaveFailed) for one in found)
+    assert all("small is not the same on rank 1 as on ranks 0 and 2" in str(one) for one in found)
+
+
+def test_plain_values_that_differ_are_refused_by_path(repo: Repo, attempt: Any) -> None:
+    found = differing(repo, attempt, lambda rank, of: {**part(rank, of), "epoch": {"lr": 0.5 + (rank == 2)}})
+    assert all("epoch/lr" in str(one) and "rank 2" in str(one) for one in found)
+
+
+def test_a_hole_is_refused_before_anything_is_written(repo: Repo, attempt: Any) -> None:
+    def state(rank: int, of: int) -> dict[str, Any]:
+        found = part(rank, of)
+        if rank == 1:
+            found["w"] = holdfast.shard(found["w"].value[1:], whole=(ROWS, WIDTH), offsets=(408, 0))
+        return found
+
+    found = differing(repo, attempt, state)
+    assert isinstance(found[0], ShardMismatch) and "w" in str(found[0]) and "is missing" in str(found[0])
+    assert all(isinstance(one, RankFailed) and "is missing" in str(one) for one in found[1:])
+
+
+def test_ranks_that_save_different_steps_are_told(repo: Repo, attempt: Any) -> None:
+    def work(agreement: Agreement) -> None:
+        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver.attempt = attempt
+        state = flatten(part(agreement.rank, agreement.world_size))
+        saver.save(state, 1, wait=True, about=About()).wait(60)
+        saver.save(state, 2 + (agreement.rank == 1), wait=True, about=About()).wait(60)
+
+    found = outcomes(3, work)
+    assert isinstance(found[0], SaveFailed) and isinstance(found[0].__cause__, RanksDisagree)
+    assert all("the step that is saved (rank 0: 2, rank 1: 3, rank 2: 2)" in str(one) for one in found)
+    assert [id.step for id in repo_committed(repo, attempt)] == [1]
+
+
+def repo_committed(repo: Repo, attempt: Any) -> list[Any]:
+    from holdfast.model.names import CheckpointId
+
+    return [CheckpointId("main", attempt.number, step) for step in repo.committed("main", attempt.number)]
+
+
+def test_a_structure_that_changes_on_all_ranks_is_planned_anew(repo: Repo, attempt: Any) -> None:
+    def work(agreement: Agreement) -> list[Save]:
+        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver.attempt = attempt
+        state = part(agreement.rank, agreement.world_size)
+        first = saver.save(flatten(state), 1, wait=True, about=About())
+        state["more"] = np.arange(9)
+        second = saver.save(flatten(state), 2, wait=True, about=About())
+        return [first, second]
+
+    saves = on_ranks(2, work)
+    assert all(save.committed for each in saves for save in each)
+    assert read_as(repo, saves[0][1], None, None)[0]["more"].tolist() == list(range(9))
+
+
+def test_a_structure_that_changes_on_one_rank_loses_one_save_and_no_more(repo: Repo, attempt: Any) -> None:
+    def work(agreement: Agreement) -> list[bool]:
+        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver.attempt = attempt
+        state = {**part(agreement.rank, agreement.world_size), "own": holdfast.per_rank({})}
+        committed = []
+        for step in (1, 2, 3):
+            if step == 2 and agreement.rank == 1:
+                state["own"].value["seen"] = np.ones(3)
+            try:
+                saver.save(flatten(state), step, wait=True, about=About()).wait(60)
+                committed.append(True)
+            except SaveFailed as error:
+                assert "planned anew" in str(error)
+                committed.append(False)
+        return committed
+
+    assert on_ranks(3, work) == [[True, False, True]] * 3
