@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -78,16 +77,17 @@ class Breaks:
         from holdfast.engine.chunks import Digester
         from holdfast.image.capture import Capturer
         from holdfast.image.lasting import LastingSlot
+        from holdfast.state.parked import Parked
 
         self.around(Capturer, "capture")
-        self.around(threading.Thread, "start")
+        self.around(Parked, "hand")
         self.around(Digester, "advance")
         self.around(memory, "encode_index")
         self.around(LastingSlot, "describe")
         self.around(LastingSlot, "seal")
 
 
-PARTS = ("capture", "start", "advance", "encode_index", "describe", "seal")
+PARTS = ("capture", "hand", "advance", "encode_index", "describe", "seal")
 ERRORS = (OSError(errno.ENOSPC, "no room"), RuntimeError("can't start new thread"), MemoryError())
 WAYS = [(part, error) for part in PARTS for error in ERRORS]
 

@@ -19,7 +19,7 @@ class Work:
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self.name = name
-        self._work = work
+        self._work: Callable[[], None] | None = work
         self._ended = threading.Event()
 
     def is_alive(self) -> bool:
@@ -29,9 +29,12 @@ class Work:
         self._ended.wait(timeout)
 
     def do(self) -> None:
+        work, self._work = self._work, None  # whoever still holds this holds nothing of what it worked on
         try:
-            self._work()
+            if work is not None:
+                work()
         finally:
+            del work
             self._ended.set()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 
 from holdfast.state.parked import KEPT, Parked, Work
 
@@ -60,3 +61,23 @@ def test_a_forked_child_begins_with_threads_of_its_own() -> None:
     if not child:
         os._exit(0 if ended(parked.hand(lambda: None, "work")) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_was_worked_on_is_let_go_of_with_the_work() -> None:
+    class Held:
+        """Something large."""
+
+    held = Held()
+    seen = weakref.ref(held)
+
+    def work(held: Held = held) -> None:
+        assert held is not None
+
+    parked = Parked()
+    given = parked.hand(work, "work")
+    del held, work
+    assert ended(given)
+    until = threading.Event()
+    while not parked._idle:
+        until.wait(0.001)
+    assert seen() is None
