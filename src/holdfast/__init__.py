@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from holdfast.integrations.torch.declarations import declare
     from holdfast.model.timing import Timing
     from holdfast.policy import every, keep, on
-    from holdfast.state.declared import flat, fused, per_rank, replicated, shard
     from holdfast.ranks.shared_files import SharedFiles
+    from holdfast.state.declared import flat, fused, per_rank, replicated, shard
     from holdfast.state.tagged import Tagged
 
 _HOME = {

@@ -10,10 +10,10 @@ from holdfast.api.adopting import Adopting
 from holdfast.api.position import Counters, Position
 from holdfast.api.restored import Restored
 from holdfast.engine.memory import Candidate, MemoryTier
-from holdfast.engine.restore import RestoreResult, chosen, restore_checkpoint, restore_latest
+from holdfast.engine.restore import RestoreResult, Told, chosen, restore_checkpoint, restore_latest
 from holdfast.errors import CheckpointNotFound, HoldfastError, Superseded, UsageError
 from holdfast.events import AttemptClaimed, Emitter, Warned
-from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo.attempts import Attempt, claim
 from holdfast.repo.lineage import latest, walk
@@ -177,8 +177,8 @@ class Claiming:
         id = chosen(self._repo, self._run, self._resume_from)
         return restore_checkpoint(self._repo, id, self._prepare, emitter=self._emitter)
 
-    def _prepare(self, manifest: Manifest, index: Index) -> Prepared:
+    def _prepare(self, manifest: Manifest, told: Told) -> Prepared:
         self._counters = Counters.of(manifest)  # before anything is touched: one that cannot be read is passed over
         # Empty mappings take whatever the checkpoint has: positions and random states know their own form.
         self._private = {"data": {}, "random": {}}
-        return prepare(manifest.tree, index.private, index.specs, self._state, private_into=self._private)
+        return prepare(manifest.tree, told.private, told.specs, self._state, private_into=self._private)

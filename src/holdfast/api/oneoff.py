@@ -12,11 +12,11 @@ from holdfast.api.environment import check_platform, environment
 from holdfast.api.rehearsal import rehearsed
 from holdfast.api.restored import Checkpoint, Restored
 from holdfast.engine.job import About
-from holdfast.engine.restore import chosen, restore_checkpoint, restore_latest
+from holdfast.engine.restore import Told, chosen, restore_checkpoint, restore_latest
 from holdfast.engine.save import Saver
 from holdfast.errors import CheckpointNotFound, Superseded, UsageError
 from holdfast.events import Emitter, Sink
-from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.ranks.solo import solo
 from holdfast.repo.attempts import Attempt, claim
@@ -127,11 +127,11 @@ def load(
     emitter = Emitter.of(sinks)
     repo = Repo.open(open_store(rehearsed(where)))
 
-    def match(manifest: Manifest, index: Index) -> Prepared:
+    def match(manifest: Manifest, told: Told) -> Prepared:
         return prepare(
             manifest.tree,
-            index.private,
-            index.specs,
+            told.private,
+            told.specs,
             into,
             strict=strict,
             include=include,

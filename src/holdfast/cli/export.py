@@ -12,9 +12,10 @@ from types import TracebackType
 
 import numpy as np
 
+from holdfast.engine.restore import Told
 from holdfast.errors import MissingExtra, StoreError, StoreFull, UsageError
 from holdfast.image.header import build_header
-from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.checkpoint import Manifest
 from holdfast.model.dtypes import dtype
 from holdfast.model.leaf import LeafSpec
 from holdfast.state import prepare
@@ -38,7 +39,7 @@ class Export(ABC):
         self._part = out.with_name(f".{out.name}.{os.getpid()}.part")
 
     @abstractmethod
-    def prepare(self, manifest: Manifest, index: Index) -> Prepared:
+    def prepare(self, manifest: Manifest, told: Told) -> Prepared:
         """Where each wanted leaf goes. Called anew for each checkpoint that is tried."""
 
     def publish(self, *, force: bool) -> None:
@@ -102,14 +103,14 @@ class SafetensorsExport(Export):
         super().__init__(out, include, exclude)
         self._strip = strip
 
-    def prepare(self, manifest: Manifest, index: Index) -> Prepared:
+    def prepare(self, manifest: Manifest, told: Told) -> Prepared:
         takes = Selection(self._include, self._exclude).takes
-        chosen = [number for number, spec in enumerate(index.specs) if not spec.private and takes(spec.path)]
-        chosen.sort(key=lambda number: (-index.specs[number].itemsize, index.specs[number].path))
+        chosen = [number for number, spec in enumerate(told.specs) if not spec.private and takes(spec.path)]
+        chosen.sort(key=lambda number: (-told.specs[number].itemsize, told.specs[number].path))
         self.leaves = len(chosen)
-        self.remarks = self._remarks(manifest, [index.specs[number] for number in chosen], takes)
-        header = build_header(self._entries([index.specs[number] for number in chosen]), self._metadata(manifest))
-        sizes = [int(index.length[number]) for number in chosen]
+        self.remarks = self._remarks(manifest, [told.specs[number] for number in chosen], takes)
+        header = build_header(self._entries([told.specs[number] for number in chosen]), self._metadata(manifest))
+        sizes = [told.specs[number].nbytes for number in chosen]
         whole = self._map(header, sum(sizes))
         wants: list[tuple[int, Sink]] = []
         at = len(header)
@@ -174,9 +175,9 @@ class TorchExport(Export):
             raise MissingExtra("a *.pt file needs torch", hint="pip install 'holdfast[torch]'") from None
         self._write = plain_file.write
 
-    def prepare(self, manifest: Manifest, index: Index) -> Prepared:
+    def prepare(self, manifest: Manifest, told: Told) -> Prepared:
         found = prepare(
-            manifest.tree, index.private, index.specs, include=self._include, exclude=self._exclude, strict=False
+            manifest.tree, told.private, told.specs, include=self._include, exclude=self._exclude, strict=False
         )
         self.leaves = len(found.wants)
 

@@ -48,17 +48,16 @@ class Whole:
 
 
 class Parts:
-    """One checkpoint of several ranks, read as rank `own` of as many, or (None) as none of them."""
+    """One checkpoint, read as rank `own` of as many as have saved it, or (None) as none of them."""
 
     def __init__(self, repo: Repo, manifest: Manifest, own: int | None, emitter: Emitter) -> None:
         self._repo = repo
         self._manifest = manifest
         self._emitter = emitter
-        found = repo.boxes(manifest)
-        assert found is not None, "a checkpoint of several ranks"
-        self._table = found
-        self._own = own if own is not None and own < len(manifest.indexes) else None
+        self._paths: Sequence[str] = leaf_paths(manifest.tree)
         self._tables: dict[int, Table] = {}
+        self._table = repo.boxes(manifest) or _table_of(self._of(0))
+        self._own = own
         self._done = 0
         self._total = 0
         self._count = threading.Lock()
@@ -104,9 +103,8 @@ class Parts:
     def _specs(self, private: Json) -> Specs:
         """The shared leaves, each as a whole, then those of the private tree."""
         table = self._table
-        self._paths = list(leaf_paths(self._manifest.tree))
         names, code, dims, bounds = list(table.dtypes), table.code, table.whole, table.ends
-        paths = self._paths
+        paths = list(self._paths)
         if private is not None:
             assert self._own is not None
             own = self._of(self._own)
@@ -266,6 +264,24 @@ class _Cut:
         line = int(np.prod(self.shape[1:], dtype=np.int64)) * itemsize
         step = max(PIECE_BYTES // max(line, 1), 1)
         return ((low, min(low + step, self.shape[0])) for low in range(0, self.shape[0], step))
+
+
+def _table_of(index: Table) -> BoxTable:
+    """What one rank has saved alone: every row is a whole leaf."""
+    stop = int(index.bounds[index.shared])
+    count, dims, bounds = index.shared, index.dims[:stop], index.bounds[: index.shared + 1]
+    return BoxTable(
+        leaf=np.arange(count),
+        rank=np.zeros(count, np.int64),
+        row=np.arange(count),
+        origin=np.zeros(stop, np.int64),
+        shape=dims,
+        bounds=bounds,
+        dtypes=index.names,
+        code=index.code[:count].astype(np.int64),
+        whole=dims,
+        ends=bounds,
+    )
 
 
 def _saved(table: BoxTable, paths: Sequence[str]) -> Holdings:

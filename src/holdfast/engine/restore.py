@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from holdfast.engine.parts import Parts
 from holdfast.engine.read import read_leaves
 from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorable
 from holdfast.events import CandidateSkipped, Emitter, RestoredEvent, Warned
-from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.checkpoint import Json, Manifest
+from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo.lineage import latest, resolve, walk
 from holdfast.repo.repository import Repo
@@ -23,7 +25,18 @@ from holdfast.state.contract import LoadReport, Prepared
 CHOICES = 3
 """How often the choice starts again because a candidate was removed meanwhile."""
 
-Prepare = Callable[[Manifest, Index], Prepared]
+
+class Told(Protocol):
+    """What a checkpoint says of its leaves, each as a whole, and the private tree of who reads it."""
+
+    @property
+    def specs(self) -> Sequence[LeafSpec]: ...
+
+    @property
+    def private(self) -> Json: ...
+
+
+Prepare = Callable[[Manifest, Told], Prepared]
 Result = TypeVar("Result")
 
 
@@ -144,13 +157,28 @@ def _unless_vanished(repo: Repo, id: CheckpointId, attempt: Callable[[Checkpoint
 def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -> RestoreResult:
     began = time.perf_counter()
     manifest = repo.manifest(id)
-    index = repo.index(manifest)
-    prepared = prepare(manifest, index)
-    moved = read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
+    prepared, moved = fetch(repo, manifest, prepare, emitter=emitter)
     state = prepared.apply()
     seconds = time.perf_counter() - began
     emitter.emit(RestoredEvent(id, moved, seconds, manifest.content))
     return RestoreResult(id, manifest, state, prepared.report, moved, seconds)
+
+
+def fetch(
+    repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of: int = 1, emitter: Emitter
+) -> tuple[Prepared, int]:
+    """Matches a checkpoint with a target and fills it, all but what is plain, which `apply` of what is returned sets;
+    and the bytes that were read. What belongs to one rank comes back where as many ranks have saved it as there are."""
+    own = rank if of == len(manifest.indexes) else None
+    if manifest.boxes is None and own is not None:
+        index = repo.index(manifest)
+        prepared = prepare(manifest, index)
+        if prepared.boxes is None:
+            return prepared, read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
+        return prepared, Parts(repo, manifest, own, emitter).read(prepared)
+    parts = Parts(repo, manifest, own, emitter)
+    prepared = prepare(manifest, parts.whole)
+    return prepared, parts.read(prepared)
 
 
 def _with_skipped(result: RestoreResult, skipped: Sequence[tuple[CheckpointId, str]]) -> RestoreResult:

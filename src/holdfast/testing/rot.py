@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from holdfast.engine.restore import restore_checkpoint
+from holdfast.engine.restore import Told, restore_checkpoint
 from holdfast.errors import CorruptionError, RepositoryError
-from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Prepared
@@ -58,5 +58,5 @@ def _unseen(image: DiskImage, path: str, id: CheckpointId, saved: Saved) -> Iter
         yield f"I5: a flipped bit of {path} was not noticed, and other values were restored"
 
 
-def _prepare(manifest: Manifest, index: Index) -> Prepared:
-    return prepare(manifest.tree, index.private, index.specs)
+def _prepare(manifest: Manifest, told: Told) -> Prepared:
+    return prepare(manifest.tree, told.private, told.specs)

@@ -161,24 +161,23 @@ class TorchGate:
 
 
 class _Known:
-    """What was found to be fenceable, as long as the same optimizers own the same tensors. Holds neither: it knows the
-    state's tensors again by weak references, among them all that an optimizer in the state has."""
+    """What was found to be fenceable, as long as the same optimizers own it. Holds none of it: the state's tensors are
+    known again by weak references. What is a new object at each save, like the state of a random generator, is never
+    among it."""
 
     def __init__(self, optimizers: Sequence[Optimizer], sources: Sequence[Any], found: Sequence[int]) -> None:
         self.found = found
-        self._dense = [position for position in found if sources[position].is_contiguous()]
         self._owners = _owners(optimizers)
-        try:
-            self._sources = [weakref.ref(source) for source in sources]
-        except TypeError:  # something that cannot be known again
-            self._sources = []
+        self._count = len(sources)
+        self._held = [(at, weakref.ref(sources[at]), sources[at].is_contiguous()) for at in found]
 
     def holds(self, optimizers: Sequence[Optimizer], sources: Sequence[Any]) -> bool:
-        if len(sources) != len(self._sources) or _owners(optimizers) != self._owners:
-            return False
-        known = self._sources
-        return all(ref() is source for ref, source in zip(known, sources, strict=True)) and all(
-            sources[position].is_contiguous() for position in self._dense
+        return (
+            len(sources) == self._count
+            and _owners(optimizers) == self._owners
+            and all(
+                ref() is sources[at] and (not dense or sources[at].is_contiguous()) for at, ref, dense in self._held
+            )
         )
 
 

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from holdfast.engine.restore import RestoreResult, restore_checkpoint, restore_latest
+from holdfast.engine.restore import RestoreResult, Told, restore_checkpoint, restore_latest
 from holdfast.errors import HoldfastError
 from holdfast.events import Emitter, Event, Warned
-from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Prepared
@@ -150,8 +150,8 @@ class Reading:
         self.own: Any = None
         self.warnings: list[str] = []
 
-    def match(self, manifest: Manifest, index: Index) -> Prepared:
-        prepared, self.own = match_private(manifest, index)
+    def match(self, manifest: Manifest, told: Told) -> Prepared:
+        prepared, self.own = match_private(manifest, told)
         return prepared
 
     def emit(self, event: Event) -> None:

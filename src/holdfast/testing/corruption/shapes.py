@@ -19,8 +19,8 @@ import numpy as np
 
 from holdfast.api.checkpointer import Checkpointer
 from holdfast.engine.job import Job
-from holdfast.engine.restore import restore_checkpoint
-from holdfast.model.checkpoint import Index, Manifest
+from holdfast.engine.restore import Told, restore_checkpoint
+from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.policy import keep
 from holdfast.policy.triggers import every
@@ -66,12 +66,12 @@ class Shape:
         self.place.objects.update((name, (data, 1)) for name, data in self.objects.items())
 
 
-def match_private(manifest: Manifest, index: Index) -> tuple[Prepared, dict[str, Any]]:
+def match_private(manifest: Manifest, told: Told) -> tuple[Prepared, dict[str, Any]]:
     """Everything that a checkpoint holds, made anew; what belongs to one process alone goes into the mapping."""
     own: dict[str, Any] = {}
-    if index.private is not None:
+    if told.private is not None:
         own = {"data": {}, "random": {}}
-    return prepare(manifest.tree, index.private, index.specs, private_into=own or None), own
+    return prepare(manifest.tree, told.private, told.specs, private_into=own or None), own
 
 
 class Builder:
@@ -238,8 +238,8 @@ def _private_of(repo: Repo, id: CheckpointId) -> Any:
     """What of a checkpoint belongs to one process alone, as an untouched store gives it back."""
     found: list[dict[str, Any]] = []
 
-    def match(manifest: Manifest, index: Index) -> Prepared:
-        prepared, own = match_private(manifest, index)
+    def match(manifest: Manifest, told: Told) -> Prepared:
+        prepared, own = match_private(manifest, told)
         found.append(own)
         return prepared
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from holdfast.engine import restore
 from holdfast.engine.restore import restore_checkpoint
 from holdfast.errors import DeadlineExceeded, HoldfastError, NotARepository, OwnershipError
-from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo.lineage import latest
 from holdfast.repo.repository import Repo
@@ -129,8 +130,8 @@ def _whole(repo: Repo, id: CheckpointId, state: State | None) -> Iterator[str]:
         yield f"{id} exists and was never saved"
         return
 
-    def match(manifest: Manifest, index: Index) -> Prepared:
-        return prepare(manifest.tree, index.private, index.specs, None)
+    def match(manifest: Manifest, told: restore.Told) -> Prepared:
+        return prepare(manifest.tree, told.private, told.specs, None)
 
     try:
         found: Any = restore_checkpoint(repo, id, match).state

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from holdfast.api.oneoff import load
-from holdfast.engine.restore import restore_checkpoint
+from holdfast.engine.restore import Told, restore_checkpoint
 from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorable, RunNotFound
-from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo.lineage import walk
 from holdfast.state.contract import Prepared
@@ -65,8 +65,8 @@ def _check_checkpoint(world: World, model: Model, id: CheckpointId) -> None:
     model.check_state(id, state)
 
 
-def _prepare(manifest: Manifest, index: Index) -> Prepared:
-    return prepare(manifest.tree, index.private, index.specs)
+def _prepare(manifest: Manifest, told: Told) -> Prepared:
+    return prepare(manifest.tree, told.private, told.specs)
 
 
 def _check_findings(world: World, model: Model) -> None:
