@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, overload
 
 from holdfast.api import ownership
 from holdfast.api.arguments import count, fenced, memory_policy, policies
 from holdfast.api.claiming import Claiming, ResumeFrom
+from holdfast.api.company import Company, refused
 from holdfast.api.environment import check_platform
 from holdfast.api.familiar import Familiar
 from holdfast.api.loops import Batches, Epochs, Steps
@@ -21,6 +23,7 @@ from holdfast.api.restored import Restored
 from holdfast.api.saving import Capture, OnBusy, OnError, Saving
 from holdfast.api.snapshot import Snapshots
 from holdfast.api.stats import Stats
+from holdfast.api.together import ClaimingTogether
 from holdfast.api.training import CLOSE_DEADLINE_S, Training
 from holdfast.engine.handle import Save
 from holdfast.errors import ForkedProcess, UsageError
@@ -30,7 +33,8 @@ from holdfast.model.names import run_key
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import SavePolicy
 from holdfast.policy.watching import watched
-from holdfast.ranks.solo import solo
+from holdfast.ranks.contract import Ranks
+from holdfast.ranks.detection import find_ranks
 from holdfast.repo.lineage import latest
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Where
@@ -63,13 +67,14 @@ class Checkpointer:
     - `memory_budget`: bytes of host memory that saving may use.
     - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
       the next forward and backward run, and the optimizer's step waits for the copy.
+    - `ranks`: the processes of this job, where torch.distributed does not tell (`holdfast.SharedFiles`).
     - `sinks`: take events.
     - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and,
       with `monitor` and no `save`, for `on.improve` beside the default).
 
     Raises UsageError for arguments that make no sense (PolicyConflict for policies that contradict each other),
-    RanksNotSupported with more than one process, Unserialisable (naming the path) for a state that cannot be
-    represented, and errors of the store.
+    RanksError where the other processes of the job do not come, or disagree, Unserialisable (naming the path) for a
+    state that cannot be represented, and errors of the store.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Checkpointer:
         memory: SavePolicy | None = None,
         memory_budget: int | None = None,
         capture: Capture = "eager",
+        ranks: Ranks | None = None,
         sinks: Iterable[Sink] = (),
         save_top_k: int | None = None,
         monitor: str | None = None,
@@ -102,7 +108,7 @@ class Checkpointer:
         self._training: Training | None = None
         if ownership.imported_by_worker():
             return  # a worker imports its parent's script anew: this is not the training
-        solo()
+        ranks = find_ranks(ranks)
         names = Familiar(save_top_k, monitor, mode, save_last, max_to_keep)
         save, keep = names.policies(save, keep)
         policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
@@ -116,7 +122,12 @@ class Checkpointer:
             where, policy, kept = rehearsing.place(where, run), rehearsing.policy, rehearsing.keep
             on_busy, on_error, remembered = "wait", "raise", None
         emitter = Emitter.of(sinks)
-        repo = Repo.create_or_open(open_store(where))
+        company: Company | None = None
+        if ranks.world_size > 1:
+            refused(memory=remembered is not None, skips=on_busy == "skip", rehearsing=rehearsing is not None)
+            company, repo = Company.meet(ranks, where, run, emitter)
+        else:
+            repo = Repo.create_or_open(open_store(where))
         position = Position(data)
         snapshots = Snapshots(state, position, watched=watches)
         saving = Saving(
@@ -130,8 +141,9 @@ class Checkpointer:
             emitter=emitter,
             in_flight=at_a_time,
             memory=remembered,
+            company=company,
         )
-        claiming = Claiming(
+        claiming = (Claiming if company is None else partial(ClaimingTogether, company=company))(
             repo,
             run,
             state,
@@ -141,7 +153,7 @@ class Checkpointer:
             emitter=emitter,
             memory=saving.memory.tier if saving.memory is not None else None,
         )
-        self.prewarm_s = saving.saver.prewarm(snapshots.now())
+        self.prewarm_s = saving.saver.prewarm(snapshots.now()) if company is None else 0.0
         """Seconds that planning and taking memory took."""
         if behind_fence:
             saving.capture_beside(state)

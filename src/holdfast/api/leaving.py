@@ -5,6 +5,7 @@ A signal that comes while a save is being taken is acted upon after it: it must 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Never
@@ -56,12 +57,15 @@ class Leaving:
             self._busy = False
         self._came()
 
-    def leave(self) -> Never:
-        """Ends the process as the signal asked."""
-        assert self._watch is not None and self._watch.received is not None
-        if self._watch.deferred is not None:
-            raise self._watch.deferred
-        leaving = Preempted(self._watch.received)
+    def leave(self, name: str | None = None) -> Never:
+        """Ends the process as the signal asked: the one that came here, or the one called `name` that came to another
+        process of the job."""
+        watch = self._watch
+        if watch is not None and watch.deferred is not None:
+            raise watch.deferred
+        number = watch.received if watch is not None else None
+        assert number is not None or name is not None
+        leaving = Preempted(number if number is not None else signal.Signals[name or ""].value)
         leaving_with(128 + leaving.signum)
         raise leaving
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from holdfast.api.company import Company
 from holdfast.api.late import Late
 from holdfast.api.remembering import Remembering
 from holdfast.api.spent import Spent
@@ -19,6 +20,7 @@ from holdfast.engine import handle as handles
 from holdfast.engine.fenced import Fencing
 from holdfast.engine.handle import Save
 from holdfast.engine.job import About
+from holdfast.engine.joint.party import Together
 from holdfast.engine.save import Saver
 from holdfast.errors import (
     DeadlineExceeded,
@@ -32,7 +34,7 @@ from holdfast.events import Emitter, SaveDelayed, SaveFailedEvent, SaveSkipped, 
 from holdfast.guard.exitstatus import ExitStatus
 from holdfast.model.names import CheckpointId
 from holdfast.policy.keeping import KeepPolicy
-from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
+from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy, divided
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.deadline import within
 from holdfast.repo.lineage import walk
@@ -67,10 +69,15 @@ class Saving:
         emitter: Emitter,
         in_flight: int = 1,
         memory: SavePolicy | None = None,
+        company: Company | None = None,
     ) -> None:
+        """`company`: the ranks with whom this process saves."""
         self.repo = repo
         self.run = run
         self.policy = policy
+        self.company = company
+        self._coordinates = company is None or company.coordinates
+        self._alike, self._ours = divided(policy)
         self.tidying = Tidying(repo, keep, emitter=emitter, warn=self.warn)
         self._on_busy = on_busy
         self._on_error = on_error
@@ -98,6 +105,7 @@ class Saving:
             on_end=self._ended,
             make_room=self._make_room,
             memory=self.memory.tier if self.memory is not None else None,
+            party=Together(repo, company.agreement) if company is not None else None,
         )
         self.last: Save | None = None
         """The last save taken, or the restored checkpoint as a save that is committed already."""
@@ -154,7 +162,10 @@ class Saving:
             stalled_s=self.spent.stalled_s,
             persist_s=self.spent.persist_s,
         )
-        decision, torn = self.policy.decide(moment, history), self._torn
+        torn = self._torn
+        if self.company is not None:
+            return self.company.decide(self._alike, self._ours, moment, history, torn)
+        decision = self.policy.decide(moment, history)
         if not decision.save and torn is not None and moment.step > torn.step:
             return Decision(True, f"in place of the torn save of step {torn.step}")
         return decision
@@ -282,13 +293,15 @@ class Saving:
     def note(self, save: Save, metrics: Mapping[str, float]) -> None:
         """Metrics of a checkpoint that is taken already: noted once it is committed."""
         self._unlogged.seen(metrics)
-        self._late.note(save, metrics)
+        if self._coordinates:
+            self._late.note(save, metrics)
         self._remember(save, metrics)
         self._write_late(NOTE_DEADLINE_S)
 
     def tag(self, save: Save, names: Sequence[str]) -> None:
         """Tags a checkpoint once its save, which may still be to come, is committed."""
-        self._late.tag(save, names)
+        if self._coordinates:
+            self._late.tag(save, names)
         self._write_late(NOTE_DEADLINE_S)
 
     def seen(self, metrics: Mapping[str, float]) -> None:
@@ -363,7 +376,7 @@ class Saving:
             return
         self._exit_status.clear()
         self._late.write()
-        if self.attempt is not None:
+        if self.attempt is not None and self._coordinates:
             self.tidying.after_commit(self.attempt)
 
     def _fail(self, error: HoldfastError) -> None:
@@ -382,4 +395,4 @@ class Saving:
         warnings.warn(f"holdfast: {message}", RuntimeWarning, stacklevel=3)
 
     def _make_room(self) -> bool:
-        return self.attempt is not None and self.tidying.now(self.attempt) > 0
+        return self.attempt is not None and self._coordinates and self.tidying.now(self.attempt) > 0

@@ -105,7 +105,7 @@ class Training:
 
     def open_step(self) -> None:
         """The body of a step begins."""
-        if self._leaving.signal is not None:
+        if self._leaving.signal is not None and self.saving.company is None:
             self._consider(epoch_ended=False, ending=True)
         self._metrics = {}
         self.open = True
@@ -219,7 +219,7 @@ class Training:
         except BaseException:
             self._end(owner, spare, quietly=True)
             raise
-        self._end(owner, spare)
+        self._end(owner, spare, well=ended_well)
         self._say_what_is_left()
         if ended_well:
             self.saving.raise_failure()
@@ -231,7 +231,7 @@ class Training:
             self.saving.hangs(error)
             raise
 
-    def _end(self, owner: ownership.Closable, timeout: float, *, quietly: bool = False) -> None:
+    def _end(self, owner: ownership.Closable, timeout: float, *, quietly: bool = False, well: bool = False) -> None:
         """Gives everything back. `quietly`: something worse is being raised already, and the rest is a warning."""
         self._leaving.restore()
         ownership.unregister(self.key, owner)
@@ -241,6 +241,9 @@ class Training:
             if not quietly:
                 raise
             warnings.warn(f"holdfast: {error}", RuntimeWarning, stacklevel=5)
+        finally:
+            if self.saving.company is not None:
+                self.saving.company.part(timeout, well=well)
 
     def _last_save(self) -> None:
         """A loop that somebody else owns ends here. The others have told so themselves, and what is done to the state
@@ -274,7 +277,9 @@ class Training:
         self.saving.raise_failure()
         if self.on_step is not None:
             self.on_step(self)
-        signal = self._leaving.signal
+        signal, company = self._leaving.signal, self.saving.company
+        if company is not None:
+            signal = company.completed(self.step, signal, ending=ending or self.stopping)
         in_epochs = isinstance(self.loop, Epochs)
         moment = asking.Moment(
             step=self.step,
@@ -299,7 +304,7 @@ class Training:
             self._take(STOPPED, wait=False, must=True)
         self._remember(moment)
         if signal is not None:
-            self._leave()
+            self._leave(signal)
         if in_epochs and self._leaving.watched and self._unsaved() and self.position.at_end:
             self._moment = self._snapshots.moment()
 
@@ -376,7 +381,7 @@ class Training:
 
     def _signal_came(self, name: str) -> None:
         """In the main thread, between two instructions: outside any step there is nothing to finish, so it acts."""
-        if self.open or self.saving.attempt is None:
+        if self.open or self.saving.attempt is None or self.saving.company is not None:
             return
         self._leaving.hold_back()
         moment, self._moment = self._moment, None
@@ -388,8 +393,8 @@ class Training:
             self.saving.take(moment.flattened, moment.step, about, wait=True, must=True)
         self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self, name: str | None = None) -> None:
         """Ends the process as the signal asked, with everything that is in flight committed."""
         self._leaving.hold_back()
         self.saving.wait(CLOSE_DEADLINE_S)
-        self._leaving.leave()
+        self._leaving.leave(name)

@@ -72,6 +72,12 @@ class SavePolicy(ABC):
         """Whether this policy waits for a signal, so that handlers for it are needed."""
         return False
 
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks of a job decide alike, each by itself: by where training is alone, and by no clock, signal
+        or metric. What is not is decided by one rank, and saved at a step that all have agreed on."""
+        return False
+
     def metrics(self) -> frozenset[str]:
         """Names of the metrics that this policy asks by, so that those of earlier saves are at hand."""
         return frozenset()
@@ -111,11 +117,21 @@ class AnyOf(SavePolicy):
     def catches_signals(self) -> bool:
         return any(part.catches_signals for part in self.parts)
 
+    @property
+    def alike(self) -> bool:
+        return all(part.alike for part in self.parts)
+
     def metrics(self) -> frozenset[str]:
         return frozenset().union(*(part.metrics() for part in self.parts))
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
+
+
+def divided(policy: SavePolicy) -> tuple[SavePolicy, SavePolicy]:
+    """What of a policy all ranks of a job decide alike, and what one of them decides for all."""
+    parts = _parts(policy)
+    return AnyOf(tuple(part for part in parts if part.alike)), AnyOf(tuple(part for part in parts if not part.alike))
 
 
 def _parts(policy: SavePolicy) -> tuple[SavePolicy, ...]:

@@ -16,6 +16,10 @@ class EverySteps(SavePolicy):
 
     steps: int
 
+    @property
+    def alike(self) -> bool:
+        return True
+
     def wants(self, now: Moment, history: SaveHistory) -> str | None:
         return _of("step", now.step, self.steps) if now.step % self.steps == 0 else None
 
@@ -28,6 +32,10 @@ class EveryEpochs(SavePolicy):
     """At the end of an epoch whose number, counted from 1, is a multiple of `epochs`."""
 
     epochs: int
+
+    @property
+    def alike(self) -> bool:
+        return True
 
     def wants(self, now: Moment, history: SaveHistory) -> str | None:
         if not now.epoch_ended or not now.epoch or now.epoch % self.epochs:
@@ -58,6 +66,10 @@ class EveryMinutes(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class OnEnd(SavePolicy):
+    @property
+    def alike(self) -> bool:
+        return True
+
     def wants(self, now: Moment, history: SaveHistory) -> str | None:
         return "training ends" if now.ending else None
 

@@ -32,7 +32,8 @@ Report = Callable[[str], None]
 class Attempt:
     """A claimed attempt: the fencing token of one process. Every object that a save of it writes lies under it."""
 
-    def __init__(self, repo: Repo, record: AttemptRecord, lease: Lease) -> None:
+    def __init__(self, repo: Repo, record: AttemptRecord, lease: Lease | None) -> None:
+        """`lease`: None where another process of the job keeps it."""
         self.repo = repo
         self.record = record
         self.unsettled: set[CheckpointId] = set()
@@ -81,9 +82,15 @@ class Attempt:
     def release(self, timeout: float | None = None) -> None:
         """Says that this process is done with the run. Once; in a forked child it does nothing. Raises what
         `Lease.release` raises: the run then counts as used until its lease runs out."""
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and self._lease is not None:
             let_go(self.repo, self.run, self.number)
             self._lease.release(timeout)
+
+
+def joined(repo: Repo, record: AttemptRecord) -> Attempt:
+    """The attempt that the coordinator of this job has claimed, as its other processes know it: it is not theirs to
+    release."""
+    return Attempt(repo, record, None)
 
 
 def claim(

@@ -155,7 +155,7 @@ class Training:
                 ckpt.log(accuracy=1.0 / step)
             with self._phase("beat"):
                 attempt = ckpt._training.saving.attempt  # type: ignore[union-attr]
-                assert attempt is not None
+                assert attempt is not None and attempt._lease is not None
                 beat = threading.Thread(target=attempt._lease._try_beat, daemon=True)  # as the lease does it
                 beat.start()
                 beat.join(self.patience_s)

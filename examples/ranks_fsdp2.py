@@ -1,0 +1,56 @@
+"""A model cut over the ranks by FSDP2: each saves what it holds, and any number of ranks goes on from it.
+
+    python examples/ranks_fsdp2.py
+    torchrun --nproc-per-node 2 examples/ranks_fsdp2.py
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+from holdfast import every, keep, on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--where", default="checkpoints-fsdp2")
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several:
+        dist.init_process_group("gloo")
+    rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 250), nn.GELU(), nn.Linear(250, 64)) for _ in range(3)))
+    if several:
+        mesh = init_device_mesh("cpu", (world,))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = {"model": model, "optimizer": optimizer}
+    with holdfast.Checkpointer(
+        options.where, state, save=every(steps=10) | on.end() | on.signal(), keep=keep.latest(2)
+    ) as ckpt:
+        for step in ckpt.steps(options.steps):
+            batch = torch.randn(24, 64, generator=torch.Generator().manual_seed(step))
+            part = batch.tensor_split(world)[rank]
+            loss = nn.functional.mse_loss(model(part), part)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ckpt.log(loss=loss.item())
+        if rank == 0:
+            print(f"step {ckpt.step} on {world} ranks, loss {loss.item():.4f}" if ckpt.step else "nothing to do")
+    if several:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

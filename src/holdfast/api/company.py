@@ -1,0 +1,169 @@
+"""The ranks of a job that train one run together: how they meet, in one place, and what they tell each other there."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from holdfast.engine.handle import Save
+from holdfast.errors import HoldfastError, RanksDisagree, RanksError, UsageError
+from holdfast.events import Emitter, Warned
+from holdfast.model.names import run_key
+from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
+from holdfast.ranks.agreement import Agreement
+from holdfast.ranks.contract import Ranks
+from holdfast.repo.repository import Repo
+from holdfast.store.contract import Where
+from holdfast.store.registry import open_store
+from holdfast.version import __version__
+
+MEET_DEADLINE_S: Final = 600.0
+"""How long the first rank waits for the last one to build its Checkpointer."""
+STEP_DEADLINE_S: Final = 600.0
+"""How long a rank that has agreed to save at a step waits there for the others' answers."""
+_CAME: Final = " came"
+FAREWELL_S: Final = 60.0
+"""How long the end of training waits until all ranks have come to it: the board may go with the first that leaves."""
+
+
+class Company:
+    """This process as one of the ranks of a job, in its training thread."""
+
+    def __init__(self, agreement: Agreement, run: str, emitter: Emitter) -> None:
+        self.agreement = agreement
+        self._run = run
+        self._emitter = emitter
+        self._wished = False
+        """Whether a save has been wished for and not been taken yet."""
+        self._step = -1
+        self._agreed: str | None = None
+        """Why all ranks save at this step, where they have agreed to."""
+
+    @classmethod
+    def meet(cls, ranks: Ranks, where: Where, run: str, emitter: Emitter) -> tuple[Company, Repo]:
+        """Meets the other ranks, and opens the repository, which has to be one for all of them.
+
+        Raises what the store raises; RanksMissing, RanksDisagree, RankFailed and RankStoreLost.
+        """
+        agreement = Agreement.open(ranks, {"run": run_key(run), "version": __version__}, MEET_DEADLINE_S)
+        company = cls(agreement, run, emitter)
+        try:
+            return company, company._open(where)
+        except BaseException as error:
+            agreement.close(_why(error))
+            raise
+
+    @property
+    def rank(self) -> int:
+        return self.agreement.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.agreement.world_size
+
+    @property
+    def coordinates(self) -> bool:
+        return self.agreement.is_coordinator
+
+    def _open(self, where: Where) -> Repo:
+        """The coordinator creates it where there is none; the others have to find the very same."""
+        with self.agreement.topic("place") as topic:
+            if self.coordinates:
+                repo = Repo.create_or_open(open_store(where))
+                topic.announce(repo.id.encode())
+                wrong = ""
+            else:
+                wanted = topic.hear(MEET_DEADLINE_S, "opening the repository").decode()
+                found, wrong = _find(where, wanted)
+        with self.agreement.topic("same place") as topic:
+            verdict = topic.vote(not wrong, wrong, MEET_DEADLINE_S)
+        if not verdict:
+            said = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(verdict.reasons.items())[:8])
+            raise RanksDisagree(
+                f"{where} is not one place for all ranks ({said})",
+                subject=str(where),
+                hint="give a directory that all ranks share, by one path",
+                ranks=tuple(sorted(verdict.reasons)),
+                phase="opening the repository",
+            )
+        if not self.coordinates:
+            assert found is not None, "voted for"
+            repo = found
+        return repo
+
+    # -- saves that only some ranks can know of ------------------------------------------------------------------------
+
+    def completed(self, step: int, signal: str | None, *, ending: bool) -> str | None:
+        """This rank has completed `step`. The signal that is acted upon now, by all ranks at the same step: one that
+        has come here alone is made known to the others, and training goes on until then, or to its end."""
+        if signal is not None:
+            self._wish(f"{signal}{_CAME}")
+        if step > self._step:
+            self._step = step
+            proposal = self.agreement.at(step, STEP_DEADLINE_S)
+            self._agreed = proposal.reason if proposal is not None else None
+            self._wished &= proposal is None
+        if self._agreed is not None and self._agreed.endswith(_CAME):
+            return self._agreed.removesuffix(_CAME)
+        return signal if ending else None
+
+    def decide(
+        self, alike: SavePolicy, ours: SavePolicy, moment: Moment, history: SaveHistory, torn: Save | None
+    ) -> Decision:
+        """Whether all ranks save this step. `alike` is what each decides by itself; `ours` the coordinator for all, at
+        a step that is still to come; and so does who has to take another save in place of one that was `torn`."""
+        if torn is not None and moment.step > torn.step:
+            self._wish(f"in place of the torn save of step {torn.step}")
+        if self.coordinates and (wanted := ours.decide(moment, history)).save:
+            self._wish(wanted.reason)
+        agreed, self._agreed = self._agreed, None
+        decision = alike.decide(moment, history)
+        new = history.last_saved_step is None or moment.step > history.last_saved_step
+        return Decision(True, agreed) if agreed is not None and new and not decision.save else decision
+
+    def _wish(self, reason: str) -> None:
+        """Once until it comes."""
+        if not self._wished:
+            self._wished = True
+            try:
+                self.agreement.want(reason)
+            except RanksError as error:
+                self._wished = False
+                self._emitter.emit(Warned(f"the other ranks could not be asked to save: {error.message}", self._run))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def part(self, timeout: float, *, well: bool) -> None:
+        """Leaves. Where training ended well, not before all ranks have come so far: one of them may hold the board."""
+        if well and self.world_size > 1:
+            try:
+                with self.agreement.topic("end") as topic:
+                    topic.gather(b"", min(timeout, FAREWELL_S), "the end of training")
+            except RanksError as error:
+                self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
+        self.agreement.close()
+
+
+def _find(where: Where, wanted: str) -> tuple[Repo | None, str]:
+    """The repository there, if it is the one that is wanted; else why not."""
+    try:
+        repo = Repo.open(open_store(where))
+    except HoldfastError as error:
+        return None, error.message
+    if repo.id != wanted:
+        return None, f"another repository lies there ({repo.id[:8]}, and the coordinator's is {wanted[:8]})"
+    return repo, ""
+
+
+def _why(error: BaseException) -> str:
+    return error.message if isinstance(error, HoldfastError) else repr(error)
+
+
+def refused(*, memory: bool, skips: bool, rehearsing: bool) -> None:
+    """Raises UsageError for what several ranks cannot do together yet."""
+    for given, what, instead in (
+        (memory, "memory=", "leave it out: states are kept in memory for jobs of one process only, so far"),
+        (skips, 'on_busy="skip"', 'on_busy="wait": ranks would skip different saves'),
+        (rehearsing, "holdfast certify", "certify the same training as one process"),
+    ):
+        if given:
+            raise UsageError(f"{what} does not work with several ranks", subject=what, hint=instead)
