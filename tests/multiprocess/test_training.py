@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -98,7 +98,6 @@ def test_a_job_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=environment(),
-        start_new_session=True,
     )
     try:
         until = time.monotonic() + PATIENCE_S
@@ -106,7 +105,10 @@ def test_a_job_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -
             assert time.monotonic() < until and job.poll() is None
             time.sleep(0.05)
     finally:
-        os.killpg(job.pid, signal.SIGKILL)
+        processes = [*psutil.Process(job.pid).children(recursive=True), job]  # ranks have sessions of their own
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes[:-1])
         job.wait()
     last = max(committed(where))
     assert run("ranks_ddp", where, 2, last + 3).startswith(f"step {last + 3} on 2 ranks")
