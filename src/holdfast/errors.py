@@ -5,7 +5,7 @@ HoldfastError
 │   ├── BadIndex (IndexError)               an index that a leaf which has not been read cannot take
 │   ├── MetricNotLogged                     a policy needs a metric that nothing has logged
 │   ├── PolicyConflict                      save_top_k, max_to_keep and the like contradict each other, or keep=
-│   ├── RanksNotSupported                   more than one process, while ranks are not built
+│   ├── RanksNotSupported                   several processes where one has to act, or that cannot meet
 │   └── ForkedProcess                       a forked child used what its parent owns
 ├── MissingExtra (ImportError)              an optional dependency is absent; names the extra to install
 ├── UnsupportedPlatform (OSError)           this operating system or Python cannot hold the guarantees

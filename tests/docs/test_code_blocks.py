@@ -27,6 +27,7 @@ NOT_RUN = {
     "make": "sets up or rewrites this very checkout",
     "pip": "installs",
     "python": "is the reader's own script",
+    "torchrun": "starts several processes; tests/multiprocess runs these examples",
 }
 """Commands that blocks show and that are not run, each with the reason."""
 

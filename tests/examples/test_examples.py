@@ -16,6 +16,8 @@ import holdfast
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TESTED = {"plain_loop", "epochs", "owned_loop", "save_once", "read_slices", "numpy_only", "train_gpt"}
+OF_RANKS = {"ranks_ddp", "ranks_fsdp2", "ranks_tp_fsdp2"}
+"""Run by tests/multiprocess."""
 
 
 def example(name: str) -> ModuleType:
@@ -27,7 +29,7 @@ def example(name: str) -> ModuleType:
 
 
 def test_every_example_is_here() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED | OF_RANKS
 
 
 class CutOff(BaseException):

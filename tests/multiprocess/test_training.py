@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import torch
 
 import holdfast
@@ -63,11 +62,10 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("script", ["ranks_ddp", "ranks_fsdp2"])
-def test_a_job_that_is_stopped_goes_on_to_the_same_bits(script: str, tmp_path: Path) -> None:
-    assert run(script, tmp_path / "whole", 2, 30).startswith("step 30 on 2 ranks")
-    run(script, tmp_path / "parts", 2, 17)
-    assert run(script, tmp_path / "parts", 2, 30).startswith("step 30 on 2 ranks")
+def test_a_job_that_is_stopped_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    assert run("ranks_fsdp2", tmp_path / "whole", 2, 30).startswith("step 30 on 2 ranks")
+    run("ranks_fsdp2", tmp_path / "parts", 2, 17)
+    assert run("ranks_fsdp2", tmp_path / "parts", 2, 30).startswith("step 30 on 2 ranks")
     whole, parts = state_of(tmp_path / "whole"), state_of(tmp_path / "parts")
     assert len(whole) > 10
     assert equal(whole, parts)
@@ -76,11 +74,11 @@ def test_a_job_that_is_stopped_goes_on_to_the_same_bits(script: str, tmp_path: P
 def test_any_number_of_ranks_goes_on_from_what_others_have_saved(tmp_path: Path) -> None:
     """Two ranks, one process, three ranks: each begins with what was saved, whole, and saves it on."""
     where = tmp_path / "checkpoints"
-    for ranks, steps in ((2, 10), (1, 15), (3, 20), (2, 25)):
+    for ranks, steps in ((2, 10), (1, 15), (3, 20)):
         assert run("ranks_fsdp2", where, ranks, steps).startswith(f"step {steps} on {ranks} rank")
     repo = Repo.open(open_store(where))
     parents = [repo.attempt("main", number).parent for number in repo.attempts("main")]
-    assert parents == [None, *(CheckpointId("main", attempt, step) for attempt, step in ((1, 10), (2, 15), (3, 20)))]
+    assert parents == [None, CheckpointId("main", 1, 10), CheckpointId("main", 2, 15)]
 
 
 def test_tensor_parallelism_inside_fsdp(tmp_path: Path) -> None:

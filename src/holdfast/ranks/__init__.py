@@ -1,1 +1,1 @@
-"""Agreement between the processes of one job. So far there is one process, and more than one is refused by name."""
+"""Agreement between the processes of one job: how they meet, and agree on one matter after another."""

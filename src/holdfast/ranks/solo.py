@@ -1,4 +1,4 @@
-"""One process. A job of several is refused here, by what gives it away, before anything of it is saved."""
+"""One process. A job of several is refused where only one can act, by what gives it away."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def solo(environment: Mapping[str, str] | None = None, modules: Mapping[str, Mod
     size, source = _world_size(environment, modules)
     if size > 1:
         raise RanksNotSupported(
-            f"this job has {size} processes ({source}); saving from several processes is not supported yet",
+            f"this job has {size} processes ({source}); a single save is made by one process",
             subject=source,
-            hint="run the job as one process, or call Holdfast in one process with the whole state",
+            hint="holdfast.Checkpointer(…).save() saves from all of them together",
         )
     return Solo()
 
