@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from holdfast.engine.joined import JoinedReader
 from holdfast.engine.lazy import LazyReader
 from holdfast.errors import MissingExtra, StateError
 from holdfast.model.checkpoint import Json
@@ -32,7 +33,7 @@ class Leaf:
 
     __slots__ = ("_node", "_reader", "_row", "_spec")
 
-    def __init__(self, spec: LeafSpec, row: int, node: Json, reader: LazyReader) -> None:
+    def __init__(self, spec: LeafSpec, row: int, node: Json, reader: LazyReader | JoinedReader) -> None:
         self._spec = spec
         self._row = row
         self._node = node
@@ -69,6 +70,12 @@ class Leaf:
     def private(self) -> bool:
         """Whether it belongs to one rank alone."""
         return self._spec.private
+
+    @property
+    def parts(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Which rank saved which part of it: rank, where the part begins in the leaf, and its shape. One part of all of
+        it where a single rank did."""
+        return [(rank, box.offsets, box.shape) for rank, box in self._reader.parts(self._row)]
 
     def __getitem__(self, key: Any) -> Any:
         framework = "numpy"

@@ -9,9 +9,11 @@ from typing import Any
 
 from holdfast.api.leaves import Leaf
 from holdfast.api.rehearsal import rehearsed
+from holdfast.engine.joined import JoinedOutline, JoinedReader
 from holdfast.engine.lazy import LazyReader
+from holdfast.engine.parts import Parts
 from holdfast.engine.restore import choose, chosen, exactly
-from holdfast.errors import CheckpointNotFound, LeafNotFound, RanksNotSupported, StateError
+from holdfast.errors import CheckpointNotFound, LeafNotFound, StateError, UsageError
 from holdfast.events import Emitter, Sink
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
@@ -30,6 +32,7 @@ SHOWN = 8
 class Opened(Mapping[str, Leaf]):
     """One checkpoint, open for reading; a mapping of leaf paths to leaves, and a context manager.
 
+    Leaves that several ranks hold in parts are there as wholes, put together from what each has saved as it is read.
     Tied tensors are there under each of their paths, private values of a rank below `#private`; a sparse tensor or a
     tensor subclass is there as the dense leaves that it is made of. Other values are read by `plain`. On a local store
     it goes on to be readable when the checkpoint is removed meanwhile.
@@ -38,7 +41,11 @@ class Opened(Mapping[str, Leaf]):
     """
 
     def __init__(
-        self, repo: Repo, outline: Outline, reader: LazyReader, skipped: Sequence[tuple[CheckpointId, str]] = ()
+        self,
+        repo: Repo,
+        outline: Outline | JoinedOutline,
+        reader: LazyReader | JoinedReader,
+        skipped: Sequence[tuple[CheckpointId, str]] = (),
     ) -> None:
         self._repo = repo
         self._outline = outline
@@ -57,6 +64,11 @@ class Opened(Mapping[str, Leaf]):
     def step(self) -> int:
         """The number of completed steps."""
         return self._manifest.id.step
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks saved it."""
+        return len(self._manifest.indexes)
 
     @property
     def run(self) -> str:
@@ -99,7 +111,7 @@ class Opened(Mapping[str, Leaf]):
         if found is None:
             raise self._not_a_leaf(path)
         row, node = found
-        return Leaf(self._outline.table.spec(row, path), row, node, self._reader)
+        return Leaf(self._outline.spec(row, path), row, node, self._reader)
 
     def __contains__(self, path: object) -> bool:
         return isinstance(path, str) and self._outline.find(path) is not None
@@ -144,7 +156,7 @@ class Opened(Mapping[str, Leaf]):
 
     def specs(self, path: str = "") -> Sequence[LeafSpec]:
         """The leaves by the numbers that the nodes at and below `path` have."""
-        shared, every = self._outline.table.shared, self._outline.index().specs
+        shared, every = self._outline.shared, self._outline.specs()
         private = path == PRIVATE or path.startswith(f"{PRIVATE}/")
         return every[shared:] if private else every[:shared]
 
@@ -194,25 +206,34 @@ def open(
     *,
     run: str = "main",
     step: int | str | CheckpointId = "latest",
+    rank: int | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Opened:
     """Opens a checkpoint for looking into it, without restoring it: `with holdfast.open(where) as opened: …`.
 
     `step` is a number, "latest", a tag, or a whole identity. Reads the manifest and the index, not the leaves. For
     "latest", checkpoints whose manifest or index is damaged, or whose packs are missing or cut, are passed over like in
-    a restore. Nothing is written or claimed. Raises NotARepository, RunNotFound, CheckpointNotFound, NothingRestorable,
-    CorruptionError.
+    a restore. Nothing is written or claimed.
+
+    Of a checkpoint that several ranks have saved every leaf is there, whoever has which part of it. What belongs to one
+    rank alone is there for `rank`; where a single one has saved, that one's is there anyhow.
+
+    Raises NotARepository, RunNotFound, CheckpointNotFound, NothingRestorable, CorruptionError, and UsageError where
+    there is no such rank.
     """
     emitter = Emitter.of(sinks)
     repo = Repo.open(open_store(rehearsed(where)))
 
-    def attempt(id: CheckpointId) -> tuple[Outline, LazyReader]:
+    def attempt(id: CheckpointId) -> tuple[Outline | JoinedOutline, LazyReader | JoinedReader]:
         outline = read_outline(repo, id)
-        if len(outline.manifest.indexes) > 1:
-            raise RanksNotSupported(
-                f"{id} was saved by {len(outline.manifest.indexes)} ranks", subject=str(id), hint="holdfast.load"
-            )
-        return outline, LazyReader(repo, id, outline.table)
+        count = len(outline.manifest.indexes)
+        if rank is not None and not 0 <= rank < count:
+            raise UsageError(f"there is no rank {rank}: {id} was saved by {count}", subject=str(id))
+        if outline.manifest.boxes is None:
+            return outline, LazyReader(repo, id, outline.table)
+        manifest = repo.manifest(id)
+        parts = Parts(repo, manifest, rank, emitter)
+        return JoinedOutline(parts, manifest), JoinedReader(repo, manifest, parts, rank)
 
     if step != "latest":
         return Opened(repo, *exactly(repo, chosen(repo, run, step), attempt))

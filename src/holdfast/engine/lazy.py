@@ -19,6 +19,7 @@ from holdfast.codec.digest import digest
 from holdfast.engine.packs import OpenPack, damaged, open_pack
 from holdfast.engine.threads import READ_THREADS, hand_out
 from holdfast.errors import CheckpointNotFound, ObjectNotFound, UsageError
+from holdfast.model.box import Box
 from holdfast.model.names import CheckpointId
 from holdfast.plan.slices import Block, Region, blocks
 from holdfast.repo.index import Table
@@ -76,6 +77,11 @@ class LazyReader:
         except BaseException:
             self.close()
             raise
+
+    def parts(self, row: int) -> list[tuple[int, Box]]:
+        """Which rank has which box of a row: this one has all of it."""
+        cut = slice(int(self._table.bounds[row]), int(self._table.bounds[row + 1]))
+        return [(self._table.rank, Box.whole(tuple(self._table.dims[cut].tolist())))]
 
     def close(self) -> None:
         with self._lock:

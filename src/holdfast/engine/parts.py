@@ -27,8 +27,10 @@ from holdfast.plan.columns import Column, every
 from holdfast.plan.holdings import Holdings
 from holdfast.plan.reshard import Reshard, reshard
 from holdfast.plan.slices import box_region
+from holdfast.repo.agreeing import check_rank
 from holdfast.repo.boxes import BoxTable
-from holdfast.repo.index import Table, decode_table
+from holdfast.repo.index import Table
+from holdfast.repo.layout import BOXES
 from holdfast.repo.repository import Repo
 from holdfast.repo.specs import Specs
 from holdfast.state import leaf_paths
@@ -56,7 +58,8 @@ class Parts:
         self._emitter = emitter
         self._paths: Sequence[str] = leaf_paths(manifest.tree)
         self._tables: dict[int, Table] = {}
-        self._table = repo.boxes(manifest) or _table_of(self._of(0))
+        self._boxes = repo.boxes(manifest)
+        self._table = _table_of(self._of(0)) if self._boxes is None else self._boxes
         self._own = own
         self._done = 0
         self._total = 0
@@ -71,7 +74,7 @@ class Parts:
         shared = [(leaf, sink, box) for (leaf, sink), box in zip(prepared.wants, boxes, strict=True)
                   if leaf < self._table.leaves]  # fmt: skip
         private = [(leaf, sink) for leaf, sink in prepared.wants if leaf >= self._table.leaves]
-        wanted, saved = self._wanted(shared), _saved(self._table, self._paths)
+        wanted, saved = self._wanted(shared), saved_boxes(self._table, self._paths)
         self._total = int(wanted.nbytes().sum()) + sum(self.whole.specs[leaf].nbytes for leaf, _ in private)
         plan = reshard(saved, wanted)
         exact = every(plan.shape == saved.shape[plan.saved]) & every(plan.shape == wanted.shape[plan.wanted])
@@ -84,16 +87,24 @@ class Parts:
                 sink.fill(np.empty(0, np.uint8))
         return self._total
 
+    @property
+    def boxes(self) -> BoxTable:
+        """Which rank has which part of which leaf."""
+        return self._table
+
+    def table(self, rank: int) -> Table:
+        """The rows of a rank's index, found to agree with `boxes`."""
+        return self._of(rank)
+
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def _of(self, rank: int) -> Table:
         """The rows of a rank's index, once."""
         found = self._tables.get(rank)
         if found is None:
-            manifest, entry = self._manifest, self._manifest.indexes[rank]
-            found = decode_table(self._repo.index_bytes(manifest.id, entry), id=manifest.id, rank=rank)
-            if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
-                raise CorruptionError(f"{found.name} belongs to another save than its manifest", subject=found.name)
+            found = self._repo.table(self._manifest, rank)
+            if self._boxes is not None:
+                check_rank(self._boxes, found, f"{self._manifest.id.directory}/{BOXES}")
             self._tables[rank] = found
         return found
 
@@ -284,7 +295,7 @@ def _table_of(index: Table) -> BoxTable:
     )
 
 
-def _saved(table: BoxTable, paths: Sequence[str]) -> Holdings:
+def saved_boxes(table: BoxTable, paths: Sequence[str]) -> Holdings:
     """The rows of all ranks, by rank and row."""
     axes = _axes(table)
     order = np.lexsort((table.row, table.rank))

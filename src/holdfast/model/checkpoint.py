@@ -98,6 +98,11 @@ class Manifest:
     boxes: IndexEntry | None = None
     """The table that tells which rank has which part of which leaf; None for what one rank wrote."""
 
+    @property
+    def tables(self) -> tuple[IndexEntry, ...]:
+        """Every object that it names: the indexes, and the table of boxes where there is one."""
+        return self.indexes if self.boxes is None else (*self.indexes, self.boxes)
+
 
 @dataclass(frozen=True, slots=True)
 class Owner:

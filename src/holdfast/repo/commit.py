@@ -68,11 +68,12 @@ def commit(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt], *, tree:
 
 
 def _assert_durable(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt]) -> None:
-    """I1: for every index that the manifest names, and every pack that those name, there is a receipt of this store."""
+    """I1: for every index and table that the manifest names, and every pack that indexes name, there is a receipt of this store."""
     durable = {receipt.name: receipt.length for receipt in receipts if receipt.store == repo.store.url}
-    for entry in manifest.indexes:
+    tables = () if manifest.boxes is None else (manifest.boxes,)
+    for entry in (*manifest.indexes, *tables):
         wanted = [(entry.name, entry.length)]
-        if durable.get(f"{manifest.id.directory}/{entry.name}") == entry.length:
+        if entry is not manifest.boxes and durable.get(f"{manifest.id.directory}/{entry.name}") == entry.length:
             wanted += _packs_of(repo, manifest, entry)
         for file, length in wanted:
             name = f"{manifest.id.directory}/{file}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.errors import CorruptionError, ObjectNotFound
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Index, Json, Manifest
+from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
 from holdfast.repo.index import Table, decode_table
 from holdfast.repo.layout import index_file
@@ -64,6 +66,18 @@ class Outline:
                 found[path] = (base + number_of(node, count, path), node)
             base, count = count, len(self.table) - count
         return found
+
+    def spec(self, row: int, path: str) -> LeafSpec:
+        """What this row is, under this path, which may be an alias."""
+        return self.table.spec(row, path)
+
+    @property
+    def shared(self) -> int:
+        """How many rows are leaves of the manifest's tree; the others are private."""
+        return self.table.shared
+
+    def specs(self) -> Sequence[LeafSpec]:
+        return self.index().specs
 
     @property
     def tree(self) -> Json:

@@ -20,7 +20,7 @@ from holdfast.model.checkpoint import AttemptRecord, Index, IndexEntry, Json, Ma
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step, run_key
 from holdfast.repo import layout, objects
 from holdfast.repo.boxes import BoxTable, decode_boxes
-from holdfast.repo.index import MAX_INDEX, decode_index, decode_packs
+from holdfast.repo.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
 from holdfast.repo.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Aborted, decode_manifest
 from holdfast.repo.nearby import nearby
 from holdfast.repo.records import decode_attempt
@@ -222,6 +222,13 @@ class Repo:
         found = decode_index(data, id=manifest.id, rank=rank, tree=manifest.tree)
         if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
             raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
+        return found
+
+    def table(self, manifest: Manifest, rank: int = 0) -> Table:
+        """The rows of one rank's index, without the paths that the trees have. Raises like `index`."""
+        found = decode_table(self.index_bytes(manifest.id, _entry(manifest, rank)), id=manifest.id, rank=rank)
+        if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
+            raise CorruptionError(f"{found.name} belongs to another save than its manifest", subject=found.name)
         return found
 
     def boxes(self, manifest: Manifest) -> BoxTable | None:

@@ -60,7 +60,7 @@ class SaveDirectory:
     def own(self) -> Iterator[Entry]:
         """What is there of what `begin.json` or the manifest lists, and the notes; not the two themselves."""
         listed = set(self.begin.names if self.begin else ())
-        listed.update(entry.name for entry in (self.manifest.indexes if self.manifest else ()))
+        listed.update(entry.name for entry in (self.manifest.tables if self.manifest else ()))
         for entry in self.entries:
             file = entry.name[len(self.id.directory) + 1 :]
             if file in listed or is_note(file):

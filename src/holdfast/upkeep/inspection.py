@@ -9,17 +9,33 @@ from typing import TypeVar
 import numpy as np
 
 from holdfast.codec.digest import digest
-from holdfast.errors import CorruptionError, FormatTooNew, HoldfastError, ObjectNotFound, RepositoryError, StoreError
+from holdfast.engine.parts import saved_boxes
+from holdfast.errors import (
+    CorruptionError,
+    FormatTooNew,
+    HoldfastError,
+    ObjectNotFound,
+    RepositoryError,
+    ShardMismatch,
+    StateError,
+    StoreError,
+)
 from holdfast.image.header import Header, parse_header
+from holdfast.image.layout import stored_name
+from holdfast.model import canonical
 from holdfast.model.checkpoint import Index, Manifest
 from holdfast.model.dtypes import dtype
 from holdfast.model.names import CheckpointId
+from holdfast.plan.coverage import check_coverage
 from holdfast.repo import layout, objects
-from holdfast.repo.content import content_digest
+from holdfast.repo.agreeing import check_rank
+from holdfast.repo.boxes import BoxTable
+from holdfast.repo.content import content_digest, joint_digest, rank_digest
 from holdfast.repo.notes import notes
 from holdfast.repo.numbered import numbers
 from holdfast.repo.records import decode_attempt, decode_begin
 from holdfast.repo.repository import Repo
+from holdfast.state import leaf_paths
 from holdfast.upkeep.findings import Finding
 from holdfast.upkeep.rows import row_oddities
 
@@ -69,41 +85,84 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
 
 
 def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
+    boxes = _read_boxes(repo, found, manifest)
     for rank, entry in enumerate(manifest.indexes):
-        name = f"{found.id.directory}/{entry.name}"
-        try:
-            index = repo.index(manifest, rank)
-        except FormatTooNew:
-            raise
-        except UNREADABLE as error:
-            found.error(_words(error), name)
+        index = _read_index(repo, found, manifest, rank, boxes)
+        if index is None:
             continue
         found.objects += 1
         found.bytes_read += entry.length
-        if index.save_id != manifest.save_id or index.chunk_bytes != manifest.chunk_bytes:
-            found.error("belongs to another save than the manifest", name)
-            continue
         found.indexes.append(index)
         found.packs.append({number for number in range(len(index.packs)) if _pack_stands(repo, found, index, number)})
     if len(found.indexes) == len(manifest.indexes):
-        _check_totals(found, manifest)
+        _check_totals(found, manifest, boxes)
 
 
-def _check_totals(found: Inspection, manifest: Manifest) -> None:
+def _read_boxes(repo: Repo, found: Inspection, manifest: Manifest) -> BoxTable | None:
+    """The table of parts, shown to have every element of every leaf once; None where there is none, or none to go by."""
+    if manifest.boxes is None:
+        if len(manifest.indexes) > 1:
+            found.error("names several ranks' indexes and no table of parts", found.id.manifest)
+        return None
+    name = f"{found.id.directory}/{manifest.boxes.name}"
+    try:
+        boxes = repo.boxes(manifest)
+        assert boxes is not None, "the manifest names one"
+    except FormatTooNew:
+        raise
+    except (*UNREADABLE, StateError) as error:
+        found.error(_words(error), name)
+        return None
+    found.objects += 1
+    found.bytes_read += manifest.boxes.length
+    try:
+        check_coverage(saved_boxes(boxes, leaf_paths(manifest.tree)))
+    except ShardMismatch as error:
+        found.error(f"does not have every element of every leaf once: {error.message}", name, leaf=error.subject)
+    return boxes
+
+
+def _read_index(repo: Repo, found: Inspection, manifest: Manifest, rank: int, boxes: BoxTable | None) -> Index | None:
+    name = f"{found.id.directory}/{manifest.indexes[rank].name}"
+    try:
+        if boxes is None or manifest.boxes is None:
+            return repo.index(manifest, rank)
+        table = repo.table(manifest, rank)
+        index = table.index(manifest.tree)
+    except FormatTooNew:
+        raise
+    except UNREADABLE as error:
+        found.error(_words(error), name)
+        return None
+    try:
+        check_rank(boxes, table, f"{found.id.directory}/{manifest.boxes.name}")
+    except CorruptionError as error:
+        found.error(error.message, f"{found.id.directory}/{manifest.boxes.name}")
+    return index
+
+
+def _check_totals(found: Inspection, manifest: Manifest, boxes: BoxTable | None) -> None:
     nbytes = sum(pack.length for index in found.indexes for pack in index.packs)
-    leaves = sum(len(index.specs) for index in found.indexes)
-    if (nbytes, leaves) != (manifest.bytes, manifest.leaves):
+    leaves = boxes.leaves if boxes is not None else sum(len(index.specs) for index in found.indexes)
+    if (nbytes, leaves) != (manifest.bytes, manifest.leaves) and (boxes is None) == (manifest.boxes is None):
         message = f"counts {manifest.leaves} leaves in {manifest.bytes} bytes, its indexes {leaves} in {nbytes}"
         found.error(message, found.id.manifest, harms=False)
-    content = content_digest(
+    if _content(found, manifest) != manifest.content:
+        found.error("its content digest is not that of its leaves", found.id.manifest)
+
+
+def _content(found: Inspection, manifest: Manifest) -> str:
+    """The content digest, reckoned anew from what the objects say."""
+    if manifest.boxes is not None:
+        ranks = [rank_digest(index) for index in found.indexes]
+        return joint_digest(canonical.spell(manifest.tree), manifest.boxes.digest, ranks)
+    return content_digest(
         manifest.tree,
         [spec for index in found.indexes for spec in index.specs],
         np.concatenate([index.digests for index in found.indexes]),
         chunk_bytes=manifest.chunk_bytes,
         private=[index.private for index in found.indexes],
     )
-    if content != manifest.content:
-        found.error("its content digest is not that of its leaves", found.id.manifest)
 
 
 def _pack_stands(repo: Repo, found: Inspection, index: Index, number: int) -> bool:
@@ -146,7 +205,7 @@ def _disagreements(header: Header, index: Index, number: int) -> Iterator[tuple[
     rows = np.flatnonzero(index.pack == number).tolist()
     for row in rows:
         spec, start = index.specs[row], int(index.offset[row])
-        entry = header.get(spec.path)
+        entry = header.get(stored_name(spec))
         code = dtype(spec.dtype).code or "U8"
         stop = start + int(index.length[row])
         if entry is None or (entry.start, entry.stop, entry.code) != (start, stop, code):
@@ -168,7 +227,7 @@ def _check_begin(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         return
     if begin.save_id != manifest.save_id:
         found.error("belongs to another save than the manifest", name, harms=False)
-    named = {entry.name for entry in manifest.indexes}
+    named = {entry.name for entry in manifest.tables}
     named.update(pack.name for index in found.indexes for pack in index.packs)
     if not named <= set(begin.names):
         found.error(f"does not list {', '.join(sorted(named - set(begin.names)))}", name, harms=False)

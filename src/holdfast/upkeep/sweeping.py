@@ -34,7 +34,7 @@ def listed(repo: Repo, save: SaveDirectory) -> list[str]:
     """File names of packs and indexes that the save's begin.json or manifest lists, also through its indexes."""
     names = set(save.begin.names if save.begin else ())
     if save.manifest is not None:
-        names.update(entry.name for entry in save.manifest.indexes)
+        names.update(entry.name for entry in save.manifest.tables)
         if save.begin is None:
             names.update(_packs(repo, save.manifest))
     return sorted(names)

@@ -1,0 +1,175 @@
+"""A checkpoint of several ranks opened for looking into it: its leaves as wholes, put together from their parts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from holdfast.engine.lazy import LazyReader
+from holdfast.engine.parts import PIECE_BYTES, Parts
+from holdfast.errors import CorruptionError
+from holdfast.model.box import Box
+from holdfast.model.checkpoint import Json, Manifest
+from holdfast.model.leaf import LeafSpec
+from holdfast.plan.regions import bands, taken
+from holdfast.plan.slices import Region
+from holdfast.plan.tiling import first_fault
+from holdfast.repo.boxes import BoxTable
+from holdfast.repo.layout import BOXES
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Buffer
+from holdfast.state.nodes import leaf_nodes, number_of
+
+OPENED_AT_ONCE: Final = 256
+"""Ranks whose packs are opened with the checkpoint, so that it can be read on after its removal; further ones when
+needed."""
+
+
+class JoinedOutline:
+    """As `Outline` for one rank: what the checkpoint says of its leaves, and where in the tree they are. Row n is leaf n
+    of the manifest's tree; the private leaves of the rank that was asked for come behind."""
+
+    def __init__(self, parts: Parts, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.shared = parts.boxes.leaves
+        self._whole = parts.whole
+        self._found: dict[str, tuple[int, Json]] | None = None
+        self._lock = threading.Lock()
+
+    def find(self, path: str) -> tuple[int, Json] | None:
+        """Row and node of the leaf or alias at `path`; None where there is none."""
+        return self.leaves().get(path)
+
+    def leaves(self) -> dict[str, tuple[int, Json]]:
+        """Row and node of every leaf and alias by path, in the order of the state; private ones last."""
+        with self._lock:
+            if self._found is None:
+                self._found = {}
+                base, count = 0, self.shared
+                for tree in self.trees():
+                    for path, node in leaf_nodes(tree):
+                        self._found[path] = (base + number_of(node, count, path), node)
+                    base, count = count, len(self.specs()) - count
+            return self._found
+
+    def specs(self) -> Sequence[LeafSpec]:
+        return self._whole.specs
+
+    def spec(self, row: int, path: str) -> LeafSpec:
+        """What this row is, under this path, which may be an alias."""
+        spec = self._whole.specs[row]
+        return LeafSpec(path, spec.dtype, spec.shape, spec.private)
+
+    def trees(self) -> list[Json]:
+        return [self.manifest.tree, *([] if self._whole.private is None else [self._whole.private])]
+
+
+class JoinedReader:
+    """As `LazyReader`: reads by the rows of a `JoinedOutline`, every chunk verified. May be used by several threads."""
+
+    def __init__(self, repo: Repo, manifest: Manifest, parts: Parts, own: int | None) -> None:
+        """Opens the packs of every rank. CorruptionError where an index or a pack is not what was saved."""
+        self._repo = repo
+        self._manifest = manifest
+        self._parts = parts
+        self._own = own
+        self._readers: dict[int, LazyReader] = {}
+        self._proven: set[int] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            for rank in range(min(len(manifest.indexes), OPENED_AT_ONCE)):
+                self._reader(rank)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def bytes_read(self) -> int:
+        with self._lock:
+            return sum(reader.bytes_read for reader in self._readers.values())
+
+    def close(self) -> None:
+        with self._lock:
+            for reader in self._readers.values():
+                reader.close()
+
+    def parts(self, row: int) -> list[tuple[int, Box]]:
+        """Which rank has which box of a row."""
+        boxes = self._parts.boxes
+        if row < boxes.leaves:
+            return [(rank, Box(offsets, shape)) for rank, _, offsets, shape in parts_of(boxes, row)]
+        shape = self._parts.whole.specs[row].shape
+        return [(self._of_own(row)[0], Box.whole(shape))]
+
+    def read(self, row: int, path: str, region: Region, itemsize: int, out: Buffer) -> None:
+        """Fills `out` with the items of a region in row-major order. CorruptionError as `LazyReader.read`, and where the
+        parts are not all of the leaf; `out` is undefined then."""
+        boxes = self._parts.boxes
+        if row >= boxes.leaves:
+            rank, at = self._of_own(row)
+            self._reader(rank).read(at, path, region, itemsize, out)
+            return
+        if not region.size or not itemsize:
+            return
+        whole = self._proved(row, path)
+        target: Any = np.ndarray((*region.counts, itemsize), np.uint8, out)
+        for rank, at, offsets, shape in parts_of(boxes, row):
+            found = taken(region, whole, offsets, shape)
+            if found is None:
+                continue
+            reader = self._reader(rank)
+            if target[found.where].flags.c_contiguous:
+                reader.read(at, path, found.region, itemsize, target[found.where].reshape(-1))
+                continue
+            for band in bands(found, max(PIECE_BYTES // itemsize, 1)):
+                held = np.empty(band.region.size * itemsize, np.uint8)
+                reader.read(at, path, band.region, itemsize, held)
+                target[band.where] = held.reshape(*band.region.counts, itemsize)
+
+    def _of_own(self, row: int) -> tuple[int, int]:
+        """Rank, and row of its index, of a private leaf."""
+        assert self._own is not None, "no other rows are there"
+        return self._own, row - self._parts.boxes.leaves + self._parts.table(self._own).shared
+
+    def _reader(self, rank: int) -> LazyReader:
+        with self._lock:
+            found = self._readers.get(rank)
+            if found is None:
+                found = LazyReader(self._repo, self._manifest.id, self._parts.table(rank))
+                self._readers[rank] = found
+            return found
+
+    def _proved(self, row: int, path: str) -> tuple[int, ...]:
+        """The leaf's whole shape; its parts have been shown to have every item once."""
+        boxes = self._parts.boxes
+        whole = tuple(boxes.whole[int(boxes.ends[row]) : int(boxes.ends[row + 1])].tolist())
+        if row not in self._proven:
+            found = list(parts_of(boxes, row))
+            # A leaf without axes has one item along one axis.
+            offsets = np.array([part[2] or (0,) for part in found], np.int64).reshape(len(found), -1)
+            shape = np.array([part[3] or (1,) for part in found], np.int64).reshape(len(found), -1)
+            table = np.array([whole or (1,)], np.int64)
+            if not found or first_fault(np.zeros(len(found), np.int64), offsets, shape, table) is not None:
+                name = f"{self._manifest.id.directory}/{BOXES}"
+                message = f"{name} does not have every item of {path} once"
+                raise CorruptionError(message, subject=path, hint=f"holdfast verify {self._repo.url}")
+            self._proven.add(row)
+        return whole
+
+
+def parts_of(boxes: BoxTable, leaf: int) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+    """Rank, row of its index, offsets and shape of each part of a leaf."""
+    low, high = np.searchsorted(boxes.leaf, (leaf, leaf + 1)).tolist()
+    bounds = boxes.bounds[low : high + 1].tolist()
+    for at, (begin, end) in zip(range(low, high), pairwise(bounds), strict=True):
+        yield (
+            int(boxes.rank[at]),
+            int(boxes.row[at]),
+            tuple(boxes.origin[begin:end].tolist()),
+            tuple(boxes.shape[begin:end].tolist()),
+        )

@@ -1,0 +1,76 @@
+"""Checkpoints that several ranks have saved together, made by threads: something to look at and to look after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import holdfast
+from holdfast.engine.job import About
+from holdfast.engine.joint.party import Together
+from holdfast.engine.save import Saver
+from holdfast.model.names import CheckpointId
+from holdfast.ranks.agreement import Agreement
+from holdfast.repo.attempts import claim
+from holdfast.repo.repository import Repo
+from holdfast.state import Flattener
+
+from .joint_ranks import on_ranks
+
+ROWS, WIDTH = 90, 40
+
+
+def whole(step: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(step)
+    return {
+        "model": {
+            "rows": rng.standard_normal((ROWS, WIDTH)).astype(np.float32),
+            "columns": rng.standard_normal((6, 60, 4)),
+            "bias": np.arange(7.0),
+            "none": np.zeros((0, 3), np.float32),
+        },
+        "lr": 0.5,
+    }
+
+
+def held(rank: int, of: int, step: int = 0) -> dict[str, Any]:
+    """What one rank holds: uneven rows of `rows`, a middle axis of `columns`, the rest as all of it, and its own."""
+    model = whole(step)["model"]
+    ends = np.linspace(0, ROWS, of + 1).astype(int) + np.array([0, *[3] * (of - 1), 0])
+    rows, columns = slice(*ends[rank : rank + 2].tolist()), slice(60 * rank // of, 60 * (rank + 1) // of)
+    return {
+        "model": {
+            **model,
+            "rows": holdfast.shard(model["rows"][rows].copy(), whole=(ROWS, WIDTH), offsets=(rows.start, 0)),
+            "columns": holdfast.shard(
+                model["columns"][:, columns].copy(), whole=(6, 60, 4), offsets=(0, columns.start, 0)
+            ),
+        },
+        "lr": 0.5,
+        "seed": holdfast.per_rank({"order": np.full(3, rank), "name": f"rank {rank}"}),
+    }
+
+
+def save_jointly(repo: Repo, count: int = 3, steps: tuple[int, ...] = (1, 2), run: str = "main") -> list[CheckpointId]:
+    """One attempt of a job of `count` ranks, ended; its checkpoints."""
+    attempt = claim(repo, run, None)
+
+    def work(agreement: Agreement) -> list[CheckpointId]:
+        saver = Saver(repo, run, lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver.attempt = attempt
+        saves = []
+        for step in steps:
+            state = held(agreement.rank, agreement.world_size, step)
+            flattened = Flattener(state, private={"mine": np.full(2, agreement.rank)}).flatten()
+            about = About(progress={"step": step}, environment={"python": "3.11"})
+            saves.append(saver.save(flattened, step, wait=True, about=about))
+        for save in saves:
+            save.wait(60)
+        saver.close()
+        return [save.id for save in saves]
+
+    try:
+        return on_ranks(count, work)[0]
+    finally:
+        attempt.release()

@@ -1,0 +1,128 @@
+"""A checkpoint of several ranks, opened: leaves as wholes, any slice of them, put together from verified parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.joint_saves import save_jointly, whole
+
+import holdfast
+from holdfast.engine import joined
+from holdfast.errors import CorruptionError, LeafNotFound, UsageError
+from holdfast.repo.repository import Repo
+from holdfast.store.backends.memory import MemoryStore
+from holdfast.store.contract import Bytes
+
+
+@pytest.fixture(scope="module")
+def repo() -> Repo:
+    """A checkpoint of three ranks."""
+    repo = Repo.create_or_open(MemoryStore("opened-ranks"), chunk_bytes=512)
+    save_jointly(repo, 3, (1,))
+    return repo
+
+
+def test_every_leaf_is_there_as_a_whole(repo: Repo) -> None:
+    with holdfast.open(repo.url) as opened:
+        assert opened.ranks == 3
+        assert list(opened) == ["model/rows", "model/columns", "model/bias", "model/none"]
+        for path, leaf in opened.items():
+            wanted = whole(1)["model"][path.removeprefix("model/")]
+            assert (leaf.shape, leaf.nbytes) == (wanted.shape, wanted.nbytes)
+            assert np.array_equal(leaf.numpy(), wanted) and leaf.numpy().dtype == wanted.dtype
+        assert opened.plain("lr") == 0.5
+        assert opened.bytes_read == sum(value.nbytes for value in whole(1)["model"].values())
+
+
+def test_a_leaf_says_which_rank_has_which_part(repo: Repo) -> None:
+    with holdfast.open(repo.url) as opened:
+        assert opened["model/columns"].parts == [(rank, (0, 20 * rank, 0), (6, 20, 4)) for rank in range(3)]
+        assert [shape for _, _, shape in opened["model/bias"].parts] == [(7,)]
+        assert sum(shape[0] for _, _, shape in opened["model/rows"].parts) == 90
+
+
+def test_only_the_parts_that_a_slice_meets_are_read(repo: Repo) -> None:
+    with holdfast.open(repo.url) as opened:
+        found = opened["model/rows"][80:, 3]
+        assert np.array_equal(found, whole(1)["model"]["rows"][80:, 3])
+        assert 0 < opened.bytes_read < 4000
+
+
+def keys(shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
+    def one(length: int) -> st.SearchStrategy[Any]:
+        place = st.none() | st.integers(-length - 2, length + 2)
+        step = st.none() | st.integers(-5, 5).filter(bool)
+        return st.integers(-length, length - 1) | st.builds(slice, place, place, step)
+
+    return st.tuples(*map(one, shape)).flatmap(
+        lambda key: st.integers(0, len(key)).map(lambda count: (*key[:count], ...))
+    )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_slice_is_what_numpy_gives(repo: Repo, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["rows", "columns", "bias", "none"]))
+    wanted = whole(1)["model"][name]
+    key = data.draw(keys(wanted.shape) if wanted.size else st.just((slice(None), slice(None, None, -1))))
+    with holdfast.open(repo.url) as opened:
+        found = opened[f"model/{name}"][key]
+        assert np.shape(found) == wanted[key].shape
+        assert np.array_equal(found, wanted[key])
+
+
+def test_a_part_whose_items_lie_apart_is_read_in_bands(repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "PIECE_BYTES", 300)
+    with holdfast.open(repo.url) as opened:
+        for key in ((...,), (slice(None, None, -1), ...), (slice(None), slice(50, 3, -3), slice(1, None))):
+            assert np.array_equal(opened["model/columns"][key], whole(1)["model"]["columns"][key])
+
+
+def test_what_belongs_to_one_rank_is_there_for_it_alone(repo: Repo) -> None:
+    with holdfast.open(repo.url) as opened:
+        assert not [path for path in opened if path.startswith("#private")]
+        with pytest.raises(LeafNotFound):
+            opened["#private/mine"]
+    for rank in range(3):
+        with holdfast.open(repo.url, rank=rank) as opened:
+            assert opened["#private/mine"].numpy().tolist() == [rank] * 2
+            assert opened["#private/mine"].private
+            assert opened["#private/per_rank/seed/order"].numpy().tolist() == [rank] * 3
+            assert opened.plain("#private/per_rank/seed/name") == f"rank {rank}"
+            assert np.array_equal(opened["model/rows"][5], whole(1)["model"]["rows"][5])
+    with pytest.raises(UsageError, match="no rank 3"):
+        holdfast.open(repo.url, rank=3)
+
+
+def test_a_damaged_part_is_never_returned_and_the_others_are(repo: Repo) -> None:
+    store = MemoryStore("opened-ranks-damaged")
+    place = MemoryStore("opened-ranks").place
+    store.place.objects.update(place.objects)
+    name = "runs/main/a0001/step-00000001/rank-00001.safetensors"
+    index = repo.index(repo.manifest(repo_id(repo)), 1)
+    row = next(row for row, spec in enumerate(index.specs) if spec.path == "model/columns")
+    data = bytearray(store.get(name, limit=1 << 30))
+    data[int(index.offset[row])] ^= 1
+    store.delete([name])
+    store.put_if_absent(name, Bytes(bytes(data)), token="0" * 32)
+    with holdfast.open(store.url) as opened:
+        leaf = opened["model/columns"]
+        assert np.array_equal(leaf[:, :20], whole(1)["model"]["columns"][:, :20])
+        with pytest.raises(CorruptionError, match="model/columns"):
+            leaf[0, 20]
+
+
+def repo_id(repo: Repo) -> Any:
+    return holdfast.open(repo.url).id
+
+
+def test_reading_on_when_it_is_closed_is_refused(repo: Repo) -> None:
+    opened = holdfast.open(repo.url)
+    leaf = opened["model/rows"]
+    opened.close()
+    with pytest.raises(UsageError, match="closed"):
+        leaf[0]
