@@ -81,3 +81,10 @@ def count(value: object, what: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{what} takes a whole number of at least {least}, not {value!r}", subject=what)
     return value
+
+
+def seconds(value: object, what: str) -> float:
+    """`value` as a span of time above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UsageError(f"{what} takes a number of seconds above 0, not {value!r}", subject=what)
+    return float(value)

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from holdfast.api import ownership
-from holdfast.api.arguments import count, fenced, memory_policy, policies
+from holdfast.api.arguments import count, fenced, memory_policy, policies, seconds
 from holdfast.api.claiming import Claiming, ResumeFrom
-from holdfast.api.company import Company, refused
+from holdfast.api.company import TIMEOUT_S, Company, leaving_if_raised, refused
+from holdfast.api.disarmed import Nothing
 from holdfast.api.environment import check_platform
 from holdfast.api.familiar import Familiar
 from holdfast.api.loops import Batches, Epochs, Steps
@@ -67,7 +68,10 @@ class Checkpointer:
     - `memory_budget`: bytes of host memory that saving may use.
     - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
       the next forward and backward run, and the optimizer's step waits for the copy.
-    - `ranks`: the processes of this job, where torch.distributed does not tell (`holdfast.SharedFiles`).
+    - `ranks`: the processes of this job, where torch.distributed does not tell (`holdfast.SharedFiles`). All of
+      them save, tag and `stop` at the same steps; what only one can know (a clock, a signal, a metric) is agreed on.
+    - `ranks_timeout`: seconds that ranks wait for one that is alive and does not come, before they raise. One that is
+      dead, or stopped, is found out within a minute, and in half that time at most.
     - `sinks`: take events.
     - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and,
       with `monitor` and no `save`, for `on.improve` beside the default).
@@ -95,6 +99,7 @@ class Checkpointer:
         memory_budget: int | None = None,
         capture: Capture = "eager",
         ranks: Ranks | None = None,
+        ranks_timeout: float = TIMEOUT_S,
         sinks: Iterable[Sink] = (),
         save_top_k: int | None = None,
         monitor: str | None = None,
@@ -114,6 +119,7 @@ class Checkpointer:
         policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
         at_a_time = count(in_flight, "in_flight=", least=1)
         behind_fence = fenced(capture)
+        patience_s = seconds(ranks_timeout, "ranks_timeout=")
         remembered = memory_policy(memory)
         run_key(run)
         watches = watched(policy, kept)
@@ -125,41 +131,42 @@ class Checkpointer:
         company: Company | None = None
         if ranks.world_size > 1:
             refused(memory=remembered is not None, skips=on_busy == "skip", rehearsing=rehearsing is not None)
-            company, repo = Company.meet(ranks, where, run, emitter)
+            company, repo = Company.meet(ranks, where, run, emitter, patience_s)
         else:
             repo = Repo.create_or_open(open_store(where))
-        position = Position(data)
-        snapshots = Snapshots(state, position, watched=watches)
-        saving = Saving(
-            repo,
-            run,
-            policy=policy,
-            keep=kept,
-            on_busy=on_busy,
-            on_error=on_error,
-            memory_budget=memory_budget,
-            emitter=emitter,
-            in_flight=at_a_time,
-            memory=remembered,
-            company=company,
-        )
-        claiming = (Claiming if company is None else partial(ClaimingTogether, company=company))(
-            repo,
-            run,
-            state,
-            position,
-            resume_from=resume_from,
-            takeover=takeover,
-            emitter=emitter,
-            memory=saving.memory.tier if saving.memory is not None else None,
-        )
-        self.prewarm_s = saving.saver.prewarm(snapshots.now()) if company is None else 0.0
-        """Seconds that planning and taking memory took."""
-        if behind_fence:
-            saving.capture_beside(state)
-        self._training = Training(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
-        if rehearsing is not None:
-            rehearsing.attach(self._training, snapshots, (state, data))
+        with leaving_if_raised(company):
+            position = Position(data)
+            snapshots = Snapshots(state, position, watched=watches)
+            saving = Saving(
+                repo,
+                run,
+                policy=policy,
+                keep=kept,
+                on_busy=on_busy,
+                on_error=on_error,
+                memory_budget=memory_budget,
+                emitter=emitter,
+                in_flight=at_a_time,
+                memory=remembered,
+                company=company,
+            )
+            claiming = (Claiming if company is None else partial(ClaimingTogether, company=company))(
+                repo,
+                run,
+                state,
+                position,
+                resume_from=resume_from,
+                takeover=takeover,
+                emitter=emitter,
+                memory=saving.memory.tier if saving.memory is not None else None,
+            )
+            self.prewarm_s = saving.saver.prewarm(snapshots.now()) if company is None else 0.0
+            """Seconds that planning and taking memory took."""
+            if behind_fence:
+                saving.capture_beside(state)
+            self._training = Training(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
+            if rehearsing is not None:
+                rehearsing.attach(self._training, snapshots, (state, data))
         self._withdraw = before_exit(_weakly(self))
 
     @property
@@ -195,7 +202,7 @@ class Checkpointer:
         total = count(n, "steps") if n is not None else None
         training = self._armed()
         if training is None:
-            return Steps(_Nothing(), 0)
+            return Steps(Nothing(), 0)
         training.enter(self)
         loop = Steps(training, total)
         training.loop = loop
@@ -207,7 +214,7 @@ class Checkpointer:
         total, group = count(n, "epochs"), count(accumulate, "epochs(accumulate=)", least=1)
         training = self._armed()
         if training is None:
-            return Epochs(_Nothing(), 0, 1)
+            return Epochs(Nothing(), 0, 1)
         training.enter(self)
         loop = Epochs(training, total, group)
         training.loop = loop
@@ -315,6 +322,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._training is not None and self._training.saving.company is not None:
+            self._training.saving.company.broken_off(error)
         self._close(CLOSE_DEADLINE_S, ended_well=error is None)
 
     def __repr__(self) -> str:
@@ -365,24 +374,6 @@ class Checkpointer:
                 hint="build a new one: it resumes from the last checkpoint",
             )
         return self._training
-
-
-class _Nothing:
-    """The training of a disarmed Checkpointer: its loops are over before they begin."""
-
-    def __init__(self) -> None:
-        self.position = Position(None)
-        self.stopping = True
-
-    def open_step(self) -> None: ...
-
-    def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None: ...
-
-    def end_epoch(self, *, ending: bool) -> None: ...
-
-    def leave_batches(self) -> None: ...
-
-    def leave_loop(self) -> None: ...
 
 
 def _weakly(owner: Checkpointer) -> Callable[[], None]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
+from holdfast.crashpoints import crashpoint
 from holdfast.engine.handle import Save
 from holdfast.errors import HoldfastError, RanksDisagree, RanksError, UsageError
 from holdfast.events import Emitter, Warned
@@ -11,25 +14,44 @@ from holdfast.model.names import run_key
 from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
 from holdfast.ranks.agreement import Agreement
 from holdfast.ranks.contract import Ranks
+from holdfast.ranks.timing import Settings
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Where
 from holdfast.store.registry import open_store
 from holdfast.version import __version__
 
-MEET_DEADLINE_S: Final = 600.0
-"""How long the first rank waits for the last one to build its Checkpointer."""
-STEP_DEADLINE_S: Final = 600.0
-"""How long a rank that has agreed to save at a step waits there for the others' answers."""
+TIMEOUT_S: Final = 600.0
+"""How long ranks wait for one that is alive: until it has built its Checkpointer, has come to the step that all save
+at, has put its part."""
+RESTORE_TIMES: Final = 3.0
+"""So many times as long for the slowest rank to read its part of a checkpoint."""
 _CAME: Final = " came"
 FAREWELL_S: Final = 60.0
-"""How long the end of training waits until all ranks have come to it: the board may go with the first that leaves."""
+"""At most so long the end of training waits until all ranks have come to it: the board may go with the first that
+leaves."""
+
+
+def settings(timeout_s: float) -> Settings:
+    """Signs of life and answers of the board, for ranks that wait `timeout_s` for each other: who is dead is found out
+    well before that."""
+    usual = Settings()
+    return Settings(
+        beat_s=min(usual.beat_s, timeout_s / 20),
+        dead_after_s=min(usual.dead_after_s, timeout_s / 2),
+        answer_s=min(usual.answer_s, timeout_s / 2),
+        probe_s=min(usual.probe_s, timeout_s / 10),
+    )
 
 
 class Company:
     """This process as one of the ranks of a job, in its training thread."""
 
-    def __init__(self, agreement: Agreement, run: str, emitter: Emitter) -> None:
+    def __init__(self, agreement: Agreement, run: str, emitter: Emitter, timeout_s: float = TIMEOUT_S) -> None:
         self.agreement = agreement
+        self.timeout_s = timeout_s
+        self._gone = ""
+        """Why this rank leaves, where something was raised."""
+        self._parted = False
         self._run = run
         self._emitter = emitter
         self._wished = False
@@ -39,17 +61,21 @@ class Company:
         """Why all ranks save at this step, where they have agreed to."""
 
     @classmethod
-    def meet(cls, ranks: Ranks, where: Where, run: str, emitter: Emitter) -> tuple[Company, Repo]:
+    def meet(
+        cls, ranks: Ranks, where: Where, run: str, emitter: Emitter, timeout_s: float = TIMEOUT_S
+    ) -> tuple[Company, Repo]:
         """Meets the other ranks, and opens the repository, which has to be one for all of them.
 
         Raises what the store raises; RanksMissing, RanksDisagree, RankFailed and RankStoreLost.
         """
-        agreement = Agreement.open(ranks, {"run": run_key(run), "version": __version__}, MEET_DEADLINE_S)
-        company = cls(agreement, run, emitter)
+        facts = {"run": run_key(run), "version": __version__}
+        agreement = Agreement.open(ranks, facts, timeout_s, settings(timeout_s))
+        company = cls(agreement, run, emitter, timeout_s)
+        crashpoint("ranks met, repository not yet opened")
         try:
             return company, company._open(where)
         except BaseException as error:
-            agreement.close(_why(error))
+            company.leave(error)
             raise
 
     @property
@@ -72,10 +98,10 @@ class Company:
                 topic.announce(repo.id.encode())
                 wrong = ""
             else:
-                wanted = topic.hear(MEET_DEADLINE_S, "opening the repository").decode()
+                wanted = topic.hear(self.timeout_s, "opening the repository").decode()
                 found, wrong = _find(where, wanted)
         with self.agreement.topic("same place") as topic:
-            verdict = topic.vote(not wrong, wrong, MEET_DEADLINE_S)
+            verdict = topic.vote(not wrong, wrong, self.timeout_s, "opening the repository")
         if not verdict:
             said = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(verdict.reasons.items())[:8])
             raise RanksDisagree(
@@ -99,7 +125,7 @@ class Company:
             self._wish(f"{signal}{_CAME}")
         if step > self._step:
             self._step = step
-            proposal = self.agreement.at(step, STEP_DEADLINE_S)
+            proposal = self.agreement.at(step, self.timeout_s)
             self._agreed = proposal.reason if proposal is not None else None
             self._wished &= proposal is None
         if self._agreed is not None and self._agreed.endswith(_CAME):
@@ -132,15 +158,41 @@ class Company:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
+    def broken_off(self, error: BaseException) -> None:
+        """Training here ends by what was raised: the others are told when this rank leaves."""
+        self._gone = why(error)
+
+    def leave(self, error: BaseException) -> None:
+        """This rank takes part no longer."""
+        self._parted = True
+        self.agreement.close(why(error))
+
     def part(self, timeout: float, *, well: bool) -> None:
         """Leaves. Where training ended well, not before all ranks have come so far: one of them may hold the board."""
-        if well and self.world_size > 1:
+        if well:
+            self.farewell(timeout)
+        self.agreement.close(*([self._gone] if self._gone else []))
+
+    def farewell(self, timeout: float) -> None:
+        """Returns when all ranks have come to the end, or it is clear that some will not. Once."""
+        if not self._parted and self.world_size > 1:
+            self._parted = True
             try:
                 with self.agreement.topic("end") as topic:
-                    topic.gather(b"", min(timeout, FAREWELL_S), "the end of training")
+                    topic.gather(b"", min(timeout, self.timeout_s, FAREWELL_S), "the end of training")
             except RanksError as error:
                 self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
-        self.agreement.close()
+
+
+@contextmanager
+def leaving_if_raised(company: Company | None) -> Iterator[None]:
+    """What is raised within the block ends this rank's part: the others are told at once."""
+    try:
+        yield
+    except BaseException as error:
+        if company is not None:
+            company.leave(error)
+        raise
 
 
 def _find(where: Where, wanted: str) -> tuple[Repo | None, str]:
@@ -154,7 +206,8 @@ def _find(where: Where, wanted: str) -> tuple[Repo | None, str]:
     return repo, ""
 
 
-def _why(error: BaseException) -> str:
+def why(error: BaseException) -> str:
+    """What the other ranks are told of it."""
     return error.message if isinstance(error, HoldfastError) else repr(error)
 
 

@@ -22,14 +22,7 @@ from holdfast.engine.handle import Save
 from holdfast.engine.job import About
 from holdfast.engine.joint.party import Together
 from holdfast.engine.save import Saver
-from holdfast.errors import (
-    DeadlineExceeded,
-    HoldfastError,
-    OwnershipError,
-    SaveFailed,
-    SaveTorn,
-    StateError,
-)
+from holdfast.errors import DeadlineExceeded, HoldfastError, OwnershipError, SaveFailed, SaveTorn, StateError
 from holdfast.events import Emitter, SaveDelayed, SaveFailedEvent, SaveSkipped, Warned
 from holdfast.guard.exitstatus import ExitStatus
 from holdfast.model.names import CheckpointId
@@ -105,7 +98,7 @@ class Saving:
             on_end=self._ended,
             make_room=self._make_room,
             memory=self.memory.tier if self.memory is not None else None,
-            party=Together(repo, company.agreement) if company is not None else None,
+            party=Together(repo, company.agreement, deadline_s=company.timeout_s) if company is not None else None,
         )
         self.last: Save | None = None
         """The last save taken, or the restored checkpoint as a save that is committed already."""
@@ -282,6 +275,12 @@ class Saving:
                     hint=f"look at {self.repo.url}: does it still answer? `holdfast ls` shows the last committed "
                     "checkpoint",
                 )
+
+    def wait_to_leave(self, timeout: float) -> None:
+        """As `wait`; and for the other ranks, which leave as well: one of them may hold the board."""
+        self.wait(timeout)
+        if self.company is not None:
+            self.company.farewell(timeout)
 
     def raise_failure(self) -> None:
         """Raises what failed in the background since the last call, if it is to be raised. Ownership always is."""

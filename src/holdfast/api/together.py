@@ -6,9 +6,10 @@ import time
 from typing import Any, Final
 
 from holdfast.api.claiming import Claiming
-from holdfast.api.company import Company
+from holdfast.api.company import RESTORE_TIMES, Company, why
+from holdfast.crashpoints import crashpoint
 from holdfast.engine.restore import RestoreResult, choose, chosen, exactly, fetch
-from holdfast.errors import CorruptionError, HoldfastError, RankFailed
+from holdfast.errors import CorruptionError, RankFailed
 from holdfast.events import AttemptClaimed, CandidateSkipped, RestoredEvent
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Manifest
@@ -19,8 +20,6 @@ from holdfast.repo.manifest import Aborted, decode_manifest
 from holdfast.repo.records import decode_attempt, encode_attempt
 from holdfast.state.contract import Prepared
 
-DEADLINE_S: Final = 1800.0
-"""How long the slowest rank may take to read its part of a checkpoint."""
 TRY, NONE, AGAIN, CLAIMED = b"try", b"none", b"again", b"claimed"
 DAMAGED: Final = "damaged: "
 
@@ -31,6 +30,7 @@ class ClaimingTogether(Claiming):
     def __init__(self, *words: Any, company: Company, **more: Any) -> None:
         super().__init__(*words, **more)
         self.company = company
+        self._deadline_s = RESTORE_TIMES * company.timeout_s
 
     def _adopt(self) -> RestoreResult | None:
         return None
@@ -53,7 +53,7 @@ class ClaimingTogether(Claiming):
             raise
         except BaseException as error:
             with self._topic() as topic:
-                topic.fail(_why(error))
+                topic.fail(why(error))
             raise
         if result is None:
             with self._topic() as topic:
@@ -71,7 +71,7 @@ class ClaimingTogether(Claiming):
     def _follow(self) -> RestoreResult | None:
         while True:
             with self._topic() as topic:
-                heard = topic.hear(DEADLINE_S, "the choice of a checkpoint")
+                heard = topic.hear(self._deadline_s, "the choice of a checkpoint")
             if heard == NONE:
                 return None
             _, name, data = heard.split(b"\n", 2)
@@ -101,24 +101,26 @@ class ClaimingTogether(Claiming):
             prepared, moved = fetch(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
             own = error
-        reason = "" if own is None else (DAMAGED if isinstance(own, CorruptionError) else "") + _why(own)
+        reason = "" if own is None else (DAMAGED if isinstance(own, CorruptionError) else "") + why(own)
+        crashpoint("part restored, not yet voted for")
         with self._topic() as topic:
-            verdict = topic.vote(own is None, reason, DEADLINE_S, f"the restore of {id}")
+            verdict = topic.vote(own is None, reason, self._deadline_s, f"the restore of {id}")
         if not verdict:
             if own is not None and not isinstance(own, CorruptionError):
                 raise own
-            fatal = {rank: why for rank, why in verdict.reasons.items() if not why.startswith(DAMAGED)}
+            fatal = {rank: said for rank, said in verdict.reasons.items() if not said.startswith(DAMAGED)}
             if fatal:
-                rank, why = min(fatal.items())
+                rank, said = min(fatal.items())
                 raise RankFailed(
-                    f"rank {rank} cannot restore {id}: {why}",
+                    f"rank {rank} cannot restore {id}: {said}",
                     subject=f"rank {rank}",
                     ranks=tuple(fatal),
                     phase="restore",
                 )
-            rank, why = min(verdict.reasons.items())
-            raise CorruptionError(f"{why.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
+            rank, said = min(verdict.reasons.items())
+            raise CorruptionError(f"{said.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
         assert prepared is not None and manifest is not None
+        crashpoint("restore voted for, run not yet claimed")
         state = prepared.apply()
         seconds = time.perf_counter() - began
         self._emitter.emit(RestoredEvent(id, moved, seconds, manifest.content))
@@ -132,8 +134,9 @@ class ClaimingTogether(Claiming):
         self._close_own()
         while True:
             with self._claims() as topic:
-                kind, _, record = topic.hear(DEADLINE_S, "the claim of the run").partition(b"\n")
+                kind, _, record = topic.hear(self._deadline_s, "the claim of the run").partition(b"\n")
             if kind == CLAIMED:
+                crashpoint("claim heard, nothing saved yet")
                 attempt = joined(self._repo, decode_attempt(record, *_named(record)))
                 self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
                 return attempt
@@ -145,7 +148,7 @@ class ClaimingTogether(Claiming):
             attempt = super().claim()
         except BaseException as error:
             with self._claims() as topic:
-                topic.fail(_why(error))
+                topic.fail(why(error))
             raise
         with self._claims() as topic:
             topic.announce(CLAIMED + b"\n" + encode_attempt(attempt.record))
@@ -169,7 +172,3 @@ def _manifest(data: bytes, id: CheckpointId) -> Manifest:
 def _named(record: bytes) -> tuple[str, int]:
     said = canonical.loads(record)
     return str(said["run"]), int(said["attempt"])
-
-
-def _why(error: BaseException) -> str:
-    return error.message if isinstance(error, HoldfastError) else repr(error)

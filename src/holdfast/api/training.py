@@ -396,5 +396,5 @@ class Training:
     def _leave(self, name: str | None = None) -> None:
         """Ends the process as the signal asked, with everything that is in flight committed."""
         self._leaving.hold_back()
-        self.saving.wait(CLOSE_DEADLINE_S)
+        self.saving.wait_to_leave(CLOSE_DEADLINE_S)
         self._leaving.leave(name)

@@ -31,6 +31,15 @@ class Party(Protocol):
         """Whether this process begins saves, commits them, and frees what is left of those that fail."""
         ...
 
+    @property
+    def several(self) -> bool:
+        """Whether other processes may still put objects of a save that fails here."""
+        ...
+
+    def missed(self, step: int, error: BaseException) -> None:
+        """What this process was to save, it cannot even begin to `take`. Raises nothing."""
+        ...
+
     def take(self, flattened: Flattened, save: Save) -> Flattened:
         """What of the state this process writes. Waits for others only where the structure is a new one."""
         ...
@@ -56,6 +65,7 @@ class Alone:
 
     rank = 0
     coordinates = True
+    several = False
 
     def __init__(self, repo: Repo) -> None:
         self._repo = repo
@@ -84,4 +94,7 @@ class Alone:
         commit(self._repo, manifest, receipts, tree=tree)
 
     def failed(self, save: Save, error: BaseException) -> None:
+        """Nobody waits for it."""
+
+    def missed(self, step: int, error: BaseException) -> None:
         """Nobody waits for it."""

@@ -138,9 +138,13 @@ class Saver:
         """
         began = time.perf_counter()
         attempt = self._claimed()
-        within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
-        if self.fencing is not None:
-            self.fencing.begin_save()
+        try:
+            within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
+            if self.fencing is not None:
+                self.fencing.begin_save()
+        except BaseException as error:
+            self._party.missed(step, error)
+            raise
         save = handle or self.plan_save(step, reason=about.reason)
         flattened = self._party.take(flattened, save)
         try:
@@ -318,6 +322,7 @@ class Saver:
     def _ended_with(self, save: Save, before: Superseded) -> Superseded:
         """A save that was in flight behind one that found the run claimed by another process: nothing of it is put."""
         failure = Superseded(f"{save.id} is not saved: {before.message}", subject=before.subject, hint=before.hint)
+        self._party.failed(save, failure)
         self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
         return failure
 

@@ -88,7 +88,11 @@ class SaveWriter:
         save = job.save
         try:
             self._party.failed(save, error)
-            if not job.begun or not self._party.coordinates:
+            if not job.begun:
+                return True
+            if not self._party.coordinates:
+                # What was put here after the coordinator had freed the save; nothing, if it may still commit.
+                free(self._repo, save.id, names=job.names, keep_begin=True)
                 return True
             if not self._abort(job, error):
                 if isinstance(error, StoreUnreliable):
@@ -96,7 +100,8 @@ class SaveWriter:
                 self._repo.store.settle(save.id.manifest)
                 return False
             crashpoint("unfinished save marked aborted, objects still there")
-            free(self._repo, save.id, names=job.names)
+            # Another rank that still writes frees what is its own, and the next claim what a killed one has left.
+            free(self._repo, save.id, names=job.names, keep_begin=self._party.several)
         except HoldfastError as trouble:
             self._emitter.emit(
                 Warned(f"what {save.id} left behind stays until the next claim: {trouble.message}", str(save.id))

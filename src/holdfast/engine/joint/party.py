@@ -20,12 +20,12 @@ import numpy as np
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.handle import Save
 from holdfast.engine.job import Job
-from holdfast.engine.joint.messages import Post, read_post
+from holdfast.engine.joint.messages import REFUSED, Post, read_post, refusal, refused
 from holdfast.engine.joint.replicas import Replicas, check_replicas
 from holdfast.engine.joint.sharing import JointPlan, Share, plan_together
 from holdfast.engine.joint.structure import describe, understand
 from holdfast.engine.party import Told
-from holdfast.errors import HoldfastError, RanksDisagree, SaveFailed
+from holdfast.errors import HoldfastError, RanksDisagree, SaveFailed, ShardMismatch
 from holdfast.model import canonical
 from holdfast.model.canonical import Spelled
 from holdfast.model.checkpoint import Index, IndexEntry, Json, Manifest, Receipt
@@ -48,6 +48,7 @@ COMPARE_EVERY: Final = 50
 """Saves after which replicas that are declared to be equal are compared again."""
 GO, PLAN, AGAIN = "go", "plan", "again"
 READY, NEW, PUT = "ready", "new", "put"
+STEP: Final = "the step that is saved"
 
 
 @dataclass(slots=True)
@@ -80,6 +81,9 @@ class Together:
         """On the coordinator: of the structure that was planned last."""
         self._under: dict[str, _Under] = {}
         self._taken = 0
+        self._refused_through = -1
+        """The last step that a rank had come to where the ranks were not at one. Who comes to it later fails it by
+        himself: so all are at the same save again after it."""
         self._replicas = Replicas()
 
     @property
@@ -90,23 +94,46 @@ class Together:
     def coordinates(self) -> bool:
         return self._agreement.is_coordinator
 
+    @property
+    def several(self) -> bool:
+        return self._agreement.world_size > 1
+
     # -- the training thread -------------------------------------------------------------------------------------------
 
     def take(self, flattened: Flattened, save: Save) -> Flattened:
         """What this rank writes of it. Raises RankFailed, RanksMissing, RanksDisagree and ShardMismatch."""
+        if save.step <= self._refused_through:
+            raise self._passed_over(save.step)
         agreement = self._agreement
         topic = agreement.topic("save")
         save.save_id = hashlib.sha256(f"{agreement.session.id} {topic.number}".encode()).hexdigest()[:32]
-        share = self._share
-        if share is None or share.own != flattened.fingerprint:
+        share, planned = self._share, b""
+        anew = share is None or share.own != flattened.fingerprint
+        if anew:
             save.phase = "planning who writes what"
             agreement.report(f"planning the save of step {save.step}")
             with topic:
-                share = self._share = self._planned(topic, flattened, save)
+                planned = self._planned(topic, flattened, save)
             topic = agreement.topic("save")
-            all_replicas = True
-        else:
-            all_replicas = self._taken % COMPARE_EVERY == 0
+        try:
+            if share is None or anew:
+                share = self._share = Share(planned, flattened, self.rank)
+            return self._taken_by(share, topic, flattened, save, anew=anew)
+        except BaseException as error:
+            self._cannot(topic, save.step, error)
+            raise
+
+    def missed(self, step: int, error: BaseException) -> None:
+        """This rank has come to no more than its wish to save `step`."""
+        if step > self._refused_through:
+            self._cannot(self._agreement.topic("save"), step, error)
+
+    def _cannot(self, topic: Topic, step: int, error: BaseException) -> None:
+        topic.fail(_why(error), phase=f"the save of step {step}")
+        topic.end()
+
+    def _taken_by(self, share: Share, topic: Topic, flattened: Flattened, save: Save, *, anew: bool) -> Flattened:
+        all_replicas = anew or self._taken % COMPARE_EVERY == 0
         self._taken += 1
         digests = self._replicas.digests(flattened, share.sometimes if all_replicas else share.always)
         tree = canonical.spell(flattened.tree)
@@ -114,28 +141,42 @@ class Together:
         self._under[save.save_id] = _Under(topic, share, tree, digest, digests, all_replicas)
         return share.of(flattened)
 
-    def _planned(self, topic: Topic, flattened: Flattened, save: Save) -> Share:
+    def _planned(self, topic: Topic, flattened: Flattened, save: Save) -> bytes:
         """This rank's part of the plan for a structure that is new to it."""
         topic.post(Post(NEW, {"step": save.step}, describe(flattened)).encode())
+        crashpoint("structure told, plan not yet heard")
         if self.coordinates:
             posts = [read_post(data, rank) for rank, data in enumerate(topic.collect(self._deadline_s))]
             self._announce_plan(topic, posts)
-        heard = read_post(topic.hear(self._deadline_s), 0)
-        if heard.kind == AGAIN:
-            raise self._again(save)
+        heard = self._heard(topic, save)
         offsets = [0, *np.cumsum(heard.head["lengths"]).tolist()]
-        mine = heard.data[offsets[self.rank] : offsets[self.rank + 1]]
-        return Share(mine, flattened, self.rank)
+        return heard.data[offsets[self.rank] : offsets[self.rank + 1]]
+
+    def _heard(self, topic: Topic, save: Save) -> Post:
+        """What is announced of a save that goes on."""
+        heard = read_post(topic.hear(self._deadline_s, f"{topic.phase} (step {save.step})"), 0)
+        if heard.kind == AGAIN:
+            self._forget()
+            raise self._again(save)
+        if heard.kind == REFUSED:
+            self._refused_through = max(self._refused_through, int(heard.head["through"]))
+            raise refused(heard, f"the save of step {save.step}")
+        return heard
 
     def _announce_plan(self, topic: Topic, posts: Sequence[Post]) -> None:
-        """On the coordinator: the plan, or that all must say anew what they hold, since some did not."""
-        if any(post.kind != NEW for post in posts):
-            self._forget()
+        """On the coordinator: the plan; that all must say anew what they hold, since some did not; or why there is
+        none."""
+        steps = [int(post.head["step"]) for post in posts]
+        if len(set(steps)) == 1 and any(post.kind != NEW for post in posts):
             topic.announce(Post(AGAIN, {}, b"").encode())
             return
-        self._same([post.head["step"] for post in posts], "the step that is saved")
-        said = [understand(post.data, rank) for rank, post in enumerate(posts)]
-        plan = plan_together(said, strategy=self._strategy, chunk_bytes=self._repo.chunk_bytes)
+        try:
+            self._same(steps, STEP)
+            said = [understand(post.data, rank) for rank, post in enumerate(posts)]
+            plan = plan_together(said, strategy=self._strategy, chunk_bytes=self._repo.chunk_bytes)
+        except (RanksDisagree, ShardMismatch) as error:
+            topic.announce(refusal(error, max(steps)).encode())
+            return
         self._plan = plan
         lengths = [len(share) for share in plan.shares]
         topic.announce(Post(PLAN, {"lengths": lengths}, b"".join(plan.shares)).encode())
@@ -153,12 +194,11 @@ class Together:
         }
         with under.round as topic:
             topic.post(Post(READY, head, b"").encode())
+            crashpoint("ready told, not yet begun")
             if self.coordinates:
                 self._announce_go(topic, under, job, attempt)
-            heard = read_post(topic.hear(self._deadline_s), 0)
-        if heard.kind != GO:
-            self._forget()
-            raise self._again(save)
+            heard = self._heard(topic, save)
+        crashpoint("begun, nothing written")
         under.tells_tree = heard.head["tree"] != under.digest
         under.put = self._agreement.topic("put", topic.number)
 
@@ -167,9 +207,12 @@ class Together:
         if any(post.kind != READY for post in posts):
             self._announce_plan(topic, posts)
             return
-        self._same([post.head["attempt"] for post in posts], "the attempt")
-        self._same([post.head["step"] for post in posts], "the step that is saved")
-        self._same([post.head["fingerprint"] for post in posts], "who writes what")
+        try:
+            for name, what in (("attempt", "the attempt"), ("step", STEP), ("fingerprint", "who writes what")):
+                self._same([post.head[name] for post in posts], what)
+        except RanksDisagree as error:
+            topic.announce(refusal(error, max(int(post.head["step"]) for post in posts)).encode())
+            return
         job.names = [str(name) for post in posts for name in post.head["names"]] + [BOXES]
         begin(attempt, job.save.step, job.save.save_id, job.names)
         job.begun = True
@@ -191,9 +234,11 @@ class Together:
         data = under.replicas + (under.tree.text if under.tells_tree else b"")
         with under.put as topic:
             topic.post(Post(PUT, head, data).encode())
+            crashpoint("parts put and told, manifest not yet")
             if self.coordinates:
                 self._commit(topic, under, job, index, timed=timed, told=told)
-            heard = read_post(topic.hear(self._deadline_s), 0)
+            heard = read_post(topic.hear(self._deadline_s, f"{topic.phase} (step {save.step})"), 0)
+        crashpoint("commit heard, not yet reported")
         self._under.pop(save.save_id, None)
         if not self.coordinates:
             told(_told(save, index, heard.head))
@@ -256,10 +301,9 @@ class Together:
         under = self._under.pop(save.save_id, None)
         if under is None:
             return
-        why = error.message if isinstance(error, HoldfastError) else repr(error)
         topic = under.put if under.put is not None else under.round
         if not topic.over:
-            topic.fail(why, phase=f"the save of step {save.step}, {save.phase}")
+            topic.fail(_why(error), phase=f"the save of step {save.step}, {save.phase}")
             topic.end()
 
     def _forget(self) -> None:
@@ -273,10 +317,23 @@ class Together:
             hint="the next save is planned anew; save at the same steps on all ranks",
         )
 
+    def _passed_over(self, step: int) -> RanksDisagree:
+        return RanksDisagree(
+            f"step {step} is not saved: another rank has tried to, when this one was at another save",
+            subject=STEP,
+            hint="save at the same steps on all ranks: later steps are saved again",
+            phase=f"the save of step {step}",
+        )
+
     def _same(self, values: Sequence[Any], what: str) -> None:
         if len(set(values)) > 1:
             said = ", ".join(f"rank {rank}: {value}" for rank, value in list(enumerate(values))[:8])
-            raise RanksDisagree(f"the ranks do not agree about {what} ({said})", subject=what)
+            hint = "save at the same steps on all ranks" if what == STEP else None
+            raise RanksDisagree(f"the ranks do not agree about {what} ({said})", subject=what, hint=hint)
+
+
+def _why(error: BaseException) -> str:
+    return error.message if isinstance(error, HoldfastError) else repr(error)
 
 
 def _entry(said: Mapping[str, Any]) -> IndexEntry:
