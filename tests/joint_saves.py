@@ -52,11 +52,14 @@ def held(rank: int, of: int, step: int = 0) -> dict[str, Any]:
     }
 
 
-def save_jointly(repo: Repo, count: int = 3, steps: tuple[int, ...] = (1, 2), run: str = "main") -> list[CheckpointId]:
-    """One attempt of a job of `count` ranks, ended; its checkpoints."""
+def save_jointly(
+    repo: Repo, count: int = 3, steps: tuple[int, ...] = (1, 2), run: str = "main", *, session: str = ""
+) -> list[CheckpointId]:
+    """One attempt of a job of `count` ranks, ended; its checkpoints. `session`: what save ids are made from."""
     attempt = claim(repo, run, None)
 
     def work(agreement: Agreement) -> list[CheckpointId]:
+        agreement.session.id = session or agreement.session.id
         saver = Saver(repo, run, lasting=False, party=Together(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         saves = []

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from tests.joint_saves import save_jointly
 
 from holdfast.engine.job import About
 from holdfast.engine.save import Saver
@@ -133,6 +134,12 @@ def make(where: Path) -> None:
         add_note(repo, CheckpointId("gpt", 2, 7), "metric", {"accuracy": 0.25})
         put_ref(repo, "tag", "baseline", CheckpointId("gpt", 1, 6))
         save(repo, "small", [1], whole={"x": np.arange(5)})
+
+
+def make_ranks(where: Path) -> None:
+    """Two checkpoints that three ranks have saved."""
+    with fixed_identity(), mock.patch.object(repository, "datetime", SimpleNamespace(now=lambda zone: BEGIN)):
+        save_jointly(Repo.create_or_open(open_store(where)), 3, session="5" * 32)
 
 
 def make_empty(where: Path) -> None:

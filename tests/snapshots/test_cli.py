@@ -111,6 +111,11 @@ def newer_format(where: Path) -> None:
     path.write_bytes(canonical.seal({**values, "format": 2}))
 
 
+def damaged_table(where: Path) -> None:
+    table = where / "ranks/runs/main/a0001/step-00000002/boxes.index"
+    table.write_bytes(table.read_bytes()[:-1] + b"?")
+
+
 def there_already(where: Path) -> None:
     (where / "out.safetensors").write_bytes(b"mine")
 
@@ -140,6 +145,13 @@ CASES = (
     case("show_which_run", "show checkpoints", ways="wide json"),
     case("show_no_such_step", "show checkpoints --run gpt --step 3", ways="wide json"),
     case("show_no_step", "show checkpoints --run gpt --step three", ways="wide json"),
+    case("ls_ranks", "ls ranks", ways="wide json"),
+    case("show_ranks", "show ranks", ways=EVERY),
+    case("show_ranks_leaf", "show ranks model/columns", ways="wide json"),
+    case("show_ranks_own", "show ranks #private/per_rank/seed --rank 2", ways="wide"),
+    case("show_ranks_whose", "show ranks #private/mine", ways="wide json"),
+    case("verify_ranks", "verify ranks", damaged_table, ways="wide json"),
+    case("restore_ranks", "restore ranks out.safetensors", damaged_table, ways="wide"),
     case("verify", "verify checkpoints", ways=EVERY),
     case("verify_structure", "verify checkpoints --run gpt --structure", ways="wide"),
     case("verify_damaged", "verify checkpoints --run gpt", damaged, ways=f"{EVERY} colour"),
@@ -199,6 +211,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("data")
     fixed.make(where / "checkpoints")
     fixed.make_hostile(where / "hostile")
+    fixed.make_ranks(where / "ranks")
     fixed.make_empty(where / "new")
     (where / "empty").mkdir()
     for name in COMMANDS:  # here once, and not in each child that is forked

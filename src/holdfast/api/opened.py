@@ -172,6 +172,8 @@ class Opened(Mapping[str, Leaf]):
             message = f"{self.id} has nothing at {path!r}"
             which = f"--run {self.run} --step {attempt_key(self.id.attempt)}/{self.step}"
             hint = f"holdfast show {self._repo.url} {which} lists what there is"
+            if self.ranks > 1 and isinstance(path, str) and path.startswith(PRIVATE):
+                hint = f"name a rank: holdfast.open(…, rank=0), holdfast show … --rank 0; {self.ranks} have saved it"
         elif parts := leaves_below(node, path):
             message = f"{path!r} is no leaf of {self.id}; below it are {_few(parts)}"
             hint = f"holdfast.load(…, include={path!r}) restores all of it"

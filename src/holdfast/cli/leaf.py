@@ -22,11 +22,11 @@ BLOCK_BYTES = 64 << 20
 """Of a leaf that is read for its statistics at once, unless one row has more."""
 
 
-def show_path(repo: Repo, id: CheckpointId, path: str, *, json: bool, depth: int | None) -> None:
+def show_path(repo: Repo, id: CheckpointId, path: str, *, json: bool, depth: int | None, rank: int | None) -> None:
     """Prints what lies at `path`. LeafNotFound if nothing does."""
     from holdfast.api.opened import open
 
-    with open(repo.store, run=id.run, step=id) as opened:
+    with open(repo.store, run=id.run, step=id, rank=rank) as opened:
         if path in opened:
             _leaf(opened, opened[path], json)
         else:
@@ -34,6 +34,7 @@ def show_path(repo: Repo, id: CheckpointId, path: str, *, json: bool, depth: int
 
 
 def _below(opened: Opened, path: str, depth: int | None, json: bool) -> None:
+    from holdfast.cli.spread import spread
     from holdfast.cli.tree import columns, entries_below
 
     found = entries_below(opened.node(path), path, opened.specs(path), depth=depth)
@@ -44,13 +45,15 @@ def _below(opened: Opened, path: str, depth: int | None, json: bool) -> None:
     output.line(str(opened.id))
     if found:
         output.line(path)
-        for text in columns(found):
+        parts = {line.path: opened[line.path].parts for line in found if line.path in opened}
+        for text in columns(found, spread(parts)):
             output.line(text)
     else:
         output.line(output.rows([(path, repr(opened.plain(path)))]))
 
 
 def _leaf(opened: Opened, leaf: Leaf, json: bool) -> None:
+    from holdfast.cli.spread import parts_json, parts_rows
     from holdfast.report.measures import size
 
     head, facts = first_values(leaf), statistics(leaf)
@@ -64,6 +67,7 @@ def _leaf(opened: Opened, leaf: Leaf, json: bool) -> None:
             "shape": list(leaf.shape),
             "bytes": leaf.nbytes,
             "private": leaf.private,
+            "parts": parts_json(leaf.parts),
             "first": head,
             "statistics": facts,
         }
@@ -76,6 +80,7 @@ def _leaf(opened: Opened, leaf: Leaf, json: bool) -> None:
         more = ", …" if facts and facts["count"] > len(head) else ""
         rows.append(("first", ", ".join(map(_text, head)) + more))
     rows += [(name, _text(value)) for name, value in facts.items() if name != "count"]
+    rows += parts_rows(leaf.parts) if opened.ranks > 1 else []
     output.line(output.rows(rows))
 
 

@@ -36,6 +36,7 @@ class Row:
     on_walk: bool = False
     bytes: int | None = None
     leaves: int | None = None
+    ranks: int | None = None
     created: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
@@ -64,6 +65,7 @@ class Row:
             "on_walk": self.on_walk,
             "bytes": self.bytes,
             "leaves": self.leaves,
+            "ranks": self.ranks,
             "created": self.created or None,
             "metrics": dict(self.metrics),
             "notes": [{"kind": note.kind, **note.body} for note in self.notes],
@@ -127,6 +129,7 @@ def _rows(repo: Repo, run: str, saves: list[SaveDirectory], committed: Container
             on_walk=save.id in on_walk,
             bytes=manifest.bytes if manifest else None,
             leaves=manifest.leaves if manifest else None,
+            ranks=len(manifest.indexes) if manifest else None,
             created=manifest.created if manifest else "",
             metrics=with_notes(manifest.metrics, notes) if manifest else {},
             notes=notes,

@@ -101,9 +101,9 @@ def _print(found: RunRows) -> None:
         return
     output.line(f"run {found.run}")
     table = Columns(
-        ("ATTEMPT", "STEP", "SIZE", "LEAVES", "CREATED", "STATE", "METRICS"),
-        right=frozenset({"STEP", "SIZE", "LEAVES"}),
-        dispensable=("LEAVES", "CREATED", "METRICS", "SIZE"),
+        ("ATTEMPT", "STEP", "SIZE", "LEAVES", "RANKS", "CREATED", "STATE", "METRICS"),
+        right=frozenset({"STEP", "SIZE", "LEAVES", "RANKS"}),
+        dispensable=("LEAVES", "RANKS", "CREATED", "METRICS", "SIZE"),
     )
     for row in found.rows:
         table.add(
@@ -111,6 +111,7 @@ def _print(found: RunRows) -> None:
             str(row.id.step),
             size(row.bytes) if row.bytes is not None else "",
             f"{row.leaves:,}" if row.leaves is not None else "",
+            f"{row.ranks:,}" if row.ranks is not None and row.ranks > 1 else "",
             row.created[:16].replace("T", " "),
             ", ".join(row.marks()),
             metrics(row.metrics),

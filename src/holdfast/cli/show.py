@@ -14,17 +14,21 @@ from holdfast.cli.places import checkpoint, repository
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
+    from holdfast.cli.spread import Contents
     from holdfast.model.checkpoint import Index, Manifest, Note
+    from holdfast.model.leaf import LeafSpec
     from holdfast.repo.repository import Repo
 
 EXAMPLES = examples(
     "holdfast show /data/checkpoints",
     "holdfast show /data/checkpoints --run gpt --step 500",
     "holdfast show /data/checkpoints --depth 1           # sums only",
-    "holdfast show /data/checkpoints model/head.weight   # its first values and statistics",
+    "holdfast show /data/checkpoints model/head.weight   # its first values, statistics, and which rank has which part",
     "holdfast show /data/checkpoints --timing            # how long saves held training, how fast they were written",
 )
 CERTIFICATE = ("exact", "reasons", "caveats", "covers", "leaves_out", "code", "versions", "settings")
+SHOWN_RANKS = 4
+"""Ranks whose own values are shown."""
 ITEM_BY_ITEM = ("reasons", "caveats", "covers", "leaves_out")
 
 
@@ -42,6 +46,12 @@ def show(
     depth: Annotated[
         int | None, typer.Option("--depth", min=1, metavar="N", help="Sum up what lies deeper than N levels.")
     ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            "--rank", min=0, metavar="N", help="With PATH: whose #private values, of several ranks.", show_default=False
+        ),
+    ] = None,
     timing: Annotated[
         bool,
         typer.Option("--timing", help="Where the time of the run's saves went, oldest first; with --step of that one."),
@@ -52,9 +62,10 @@ def show(
     """Show what a checkpoint holds, and what a resume from it covers.
 
     With PATH: that leaf's element type, shape, first values and statistics, for which the whole leaf is read and
-    verified; or that plain value; or the entries below it.
+    verified, and which ranks have saved which parts of it; or that plain value; or the entries below it.
     """
     from holdfast.cli.listing import notes_of
+    from holdfast.cli.spread import contents, print_ranks, spread
     from holdfast.cli.tree import columns, lines
     from holdfast.repo.lineage import latest
 
@@ -70,42 +81,48 @@ def show(
             )
         show_timing(repo, id.run, id if step != "latest" else None, json=json)
         return
+    if rank is not None and path is None:
+        raise UsageError("--rank goes with a PATH", hint=f"holdfast show {where} '#private' --rank {rank}")
     if path is not None:
         from holdfast.cli.leaf import show_path
 
-        show_path(repo, id, path, json=json, depth=depth)
+        show_path(repo, id, path, json=json, depth=depth, rank=rank)
         return
     manifest = repo.manifest(id)
-    indexes = [repo.index(manifest, rank) for rank in range(len(manifest.indexes))]
+    held = contents(repo, manifest)
     notes = notes_of(repo, id)
     is_latest = latest(repo, id.run) == id
     if json:
-        output.document("show", _json(repo, manifest, indexes, notes, is_latest))
+        output.document("show", _json(repo, manifest, held, notes, is_latest))
         return
     output.line(f"{id}{'  (latest)' if is_latest else ''}")
-    output.line(output.rows(list(_about(repo, manifest, indexes, notes))))
+    output.line(output.rows(list(_about(repo, manifest, held, notes))))
     if manifest.certificate:
         output.line("\ncertificate")
         output.line(output.rows(_certificate(manifest)))
+    if manifest.boxes is not None:
+        print_ranks(held)
     output.line("\nstate")
-    shared = next((index.specs for index in indexes), ())
-    for text in columns(lines(manifest.tree, [spec for spec in shared if not spec.private], depth=depth)):
+    for text in columns(lines(manifest.tree, held.shared, depth=depth), spread(held.parts)):
         output.line(text)
-    for index in indexes:
-        private = [spec for spec in index.specs if spec.private]
-        if index.private is not None:
-            output.line(f"\nof rank {index.rank}")
-            for text in columns(lines(index.private, private, depth=depth)):
-                output.line(text)
+    own = [index for index in held.indexes if index.private is not None]
+    for index in own[:SHOWN_RANKS]:
+        output.line(f"\nof rank {index.rank}")
+        for text in columns(lines(index.private, held.private(index), depth=depth)):
+            output.line(text)
+    if len(own) > SHOWN_RANKS:
+        output.line(f"\nof {len(own) - SHOWN_RANKS} more ranks: holdfast show {where} '#private' --rank N")
 
 
-def _about(repo: Repo, manifest: Manifest, indexes: list[Index], notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:
+def _about(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:
     from holdfast.report.measures import count, size
     from holdfast.upkeep.facts import with_notes
 
-    packs = sum(len(index.packs) for index in indexes)
+    packs = count(sum(len(index.packs) for index in held.indexes), "pack")
+    if len(held.indexes) > 1:
+        packs += f" of {len(held.indexes)} ranks"
     yield "lies in", f"{repo.url.rstrip('/')}/{manifest.id.directory}"
-    yield "holds", f"{size(manifest.bytes)}, {count(manifest.leaves, 'leaf')} in {count(packs, 'pack')}"
+    yield "holds", f"{size(manifest.bytes)}, {count(manifest.leaves, 'leaf')} in {packs}"
     yield "saved", f"{manifest.created or 'at an unknown time'}, save id {manifest.save_id}"
     yield "content", manifest.content
     saved_by = {name: value for name, value in manifest.environment.items() if name != "timing"}
@@ -158,15 +175,13 @@ def _short(value: Any) -> str:
     return value if isinstance(value, str) else "none" if value is None else str(output.jsonable(value))
 
 
-def _json(
-    repo: Repo, manifest: Manifest, indexes: list[Index], notes: tuple[Note, ...], is_latest: bool
-) -> dict[str, Any]:
+def _json(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ...], is_latest: bool) -> dict[str, Any]:
+    from holdfast.cli.spread import parts_json
     from holdfast.cli.tree import lines, values
     from holdfast.upkeep.facts import with_notes
 
-    shared = [spec for spec in next((index.specs for index in indexes), ()) if not spec.private]
     metrics = with_notes(manifest.metrics, notes)
-    leaves = shared + [spec for index in indexes for spec in index.specs if spec.private]
+    several = manifest.boxes is not None
     return {
         "where": repo.url,
         "checkpoint": manifest.id,
@@ -182,16 +197,40 @@ def _json(
         "notes": [{"kind": note.kind, **note.body} for note in notes],
         "environment": manifest.environment,
         "certificate": manifest.certificate,
-        "packs": [{"name": pack.name, "bytes": pack.length} for index in indexes for pack in index.packs],
-        "leaves": [
-            {
-                "path": spec.path,
-                "dtype": spec.dtype,
-                "shape": list(spec.shape),
-                "bytes": spec.nbytes,
-                "private": spec.private,
-            }
-            for spec in leaves
+        "ranks": len(held.indexes),
+        "packs": [
+            {"name": pack.name, "bytes": pack.length, "rank": index.rank}
+            for index in held.indexes
+            for pack in index.packs
         ],
-        "values": values(lines(manifest.tree, shared)),
+        "leaves": [
+            *(
+                _leaf_json(spec) | ({"parts": parts_json(held.parts.get(spec.path, []))} if several else {})
+                for spec in held.shared
+            ),
+            *(
+                _leaf_json(spec) | ({"rank": index.rank} if several else {})
+                for index in held.indexes
+                for spec in held.private(index)
+            ),
+        ],
+        "values": values(lines(manifest.tree, held.shared)),
+        **({"private_values": [_private_values(held, index) for index in held.indexes]} if several else {}),
     }
+
+
+def _leaf_json(spec: LeafSpec) -> dict[str, Any]:
+    return {
+        "path": spec.path,
+        "dtype": spec.dtype,
+        "shape": list(spec.shape),
+        "bytes": spec.nbytes,
+        "private": spec.private,
+    }
+
+
+def _private_values(held: Contents, index: Index) -> Mapping[str, Any]:
+    """The plain values of one rank by path."""
+    from holdfast.cli.tree import lines, values
+
+    return {} if index.private is None else values(lines(index.private, held.private(index)))

@@ -10,7 +10,7 @@ from holdfast.cli.output import cells, clean, padded
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.report.measures import count, size
-from holdfast.state.nodes import KEYED, LEAVES, NAMED, children, is_plain, items, kind_of, sequence
+from holdfast.state.nodes import KEYED, LEAVES, NAMED, OWN, children, is_plain, items, kind_of, sequence
 
 SHOWN_TEXT = 56
 """Characters of a plain value."""
@@ -120,6 +120,8 @@ def _text(node: Json) -> str:
         return f"{str(node.get('type', kind)).rpartition('.')[2]}({_text(node.get('v'))})"
     if kind == "path":
         return str(node.get("v"))
+    if kind == OWN:
+        return "each rank's own"
     return kind
 
 
@@ -127,8 +129,8 @@ def _key(key: Json) -> str:
     return key if isinstance(key, str) else _text(key)
 
 
-def columns(found: Sequence[Line]) -> list[str]:
-    """The lines, aligned: name, what it is, bytes at the right of both."""
+def columns(found: Sequence[Line], spread: Mapping[str, str] | None = None) -> list[str]:
+    """The lines, aligned: name, what it is, bytes at the right of both; then what `spread` says of a path."""
     names = ["  " * line.depth + (clean(line.name) or "(the whole state)") for line in found]
     wide = min(max(map(cells, names), default=0), 48)
     what = min(max((cells(clean(line.what)) for line in found if line.bytes is not None), default=0), 30)
@@ -137,6 +139,8 @@ def columns(found: Sequence[Line]) -> list[str]:
         text = f"  {padded(name, wide)}  {padded(clean(line.what), what)}"
         if line.bytes is not None:
             text += f"  {size(line.bytes):>9}"
+        if not line.group and spread and line.path in spread:
+            text += f"  {spread[line.path]}"
         out.append(text.rstrip())
     return out
 

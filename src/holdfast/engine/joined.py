@@ -30,8 +30,8 @@ needed."""
 
 
 class JoinedOutline:
-    """As `Outline` for one rank: what the checkpoint says of its leaves, and where in the tree they are. Row n is leaf n
-    of the manifest's tree; the private leaves of the rank that was asked for come behind."""
+    """As `Outline` for one rank: what the checkpoint says of its leaves, and where in the tree they are. Row n is leaf
+    n of the manifest's tree; the private leaves of the rank that was asked for come behind."""
 
     def __init__(self, parts: Parts, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -107,8 +107,8 @@ class JoinedReader:
         return [(self._of_own(row)[0], Box.whole(shape))]
 
     def read(self, row: int, path: str, region: Region, itemsize: int, out: Buffer) -> None:
-        """Fills `out` with the items of a region in row-major order. CorruptionError as `LazyReader.read`, and where the
-        parts are not all of the leaf; `out` is undefined then."""
+        """Fills `out` with the items of a region in row-major order. CorruptionError as `LazyReader.read`, and where
+        the parts are not all of the leaf; `out` is undefined then."""
         boxes = self._parts.boxes
         if row >= boxes.leaves:
             rank, at = self._of_own(row)

@@ -68,7 +68,8 @@ def commit(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt], *, tree:
 
 
 def _assert_durable(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt]) -> None:
-    """I1: for every index and table that the manifest names, and every pack that indexes name, there is a receipt of this store."""
+    """I1: for every index and table that the manifest names, and every pack that those name, there is a receipt of this
+    store."""
     durable = {receipt.name: receipt.length for receipt in receipts if receipt.store == repo.store.url}
     tables = () if manifest.boxes is None else (manifest.boxes,)
     for entry in (*manifest.indexes, *tables):

@@ -200,7 +200,7 @@ def test_a_manifest_without_a_receipt_for_its_table_of_parts_is_not_put(repo: Re
     (id,) = save_jointly(repo, 2, (1,))
     manifest = repo.manifest(id)
     held = [Receipt(entry.name, entry.length, repo.url) for entry in store.walk(id.directory)]
-    with pytest.raises(SaveFailed, match="boxes.index"):
+    with pytest.raises(SaveFailed, match=r"boxes\.index"):
         commit(repo, manifest, [receipt for receipt in held if not receipt.name.endswith(BOXES)])
 
 
