@@ -12,13 +12,15 @@ The expected bytes come from the scenario, not from digests that Holdfast comput
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import xxhash
 
 from holdfast.codec.digest import chunk_count
 from holdfast.errors import CorruptionError, HoldfastError, NotARepository
 from holdfast.model.checkpoint import Index, Manifest
+from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
 from holdfast.repo.layout import trash_directory
 from holdfast.repo.lineage import latest
@@ -147,10 +149,13 @@ def check_checkpoint(repo: Repo, id: CheckpointId, saved: Saved) -> Iterator[str
         manifest = repo.manifest(id)
         if manifest.tree != saved.tree:
             yield f"I5: {id}: the tree is not the one saved"
-        found: dict[str, bytes] = {}
-        for rank, _ in enumerate(manifest.indexes):
-            index = repo.index(manifest, rank)
-            found.update(_leaves(repo, manifest, index))
+        indexes = [repo.index(manifest, rank) for rank in range(len(manifest.indexes))]
+        if manifest.boxes is None:
+            found = {spec.path: data for index in indexes for spec, data in _leaves(repo, manifest, index)}
+        else:
+            boxes = repo.boxes(manifest)
+            listed = len(boxes) if boxes is not None else 0
+            found = _joined(repo, manifest, indexes, listed)
     except HoldfastError as error:
         yield f"I1: {id} exists and is not whole: {type(error).__name__}: {error}"
         return
@@ -168,7 +173,34 @@ class _Differs(Exception):
     """Bytes that contradict their digest."""
 
 
-def _leaves(repo: Repo, manifest: Manifest, index: Index) -> Iterator[tuple[str, bytes]]:
+def _joined(repo: Repo, manifest: Manifest, indexes: list[Index], listed: int) -> dict[str, bytes]:
+    """The leaves of several ranks as wholes by path, put together from their rows alone; what belongs to one rank is
+    called `<path>@<rank>`. `listed`: how many rows the table of parts has."""
+    found: dict[str, bytes] = {}
+    wholes: dict[str, np.ndarray[Any, Any]] = {}
+    times: dict[str, np.ndarray[Any, Any]] = {}
+    rows = 0
+    for index in indexes:
+        for spec, data in _leaves(repo, manifest, index):
+            if spec.private:
+                found[f"{spec.path}@{index.rank}"] = data
+                continue
+            rows += 1
+            whole = wholes.setdefault(spec.path, np.zeros((*spec.leaf_shape, spec.itemsize), np.uint8))
+            seen = times.setdefault(spec.path, np.zeros(spec.leaf_shape, np.int64))
+            begins = spec.offsets or (0,) * len(spec.shape)
+            place = tuple(slice(at, at + count) for at, count in zip(begins, spec.shape, strict=True))
+            whole[place] = np.frombuffer(data, np.uint8).reshape(*spec.shape, spec.itemsize)
+            seen[place] += 1
+    for path, seen in times.items():
+        if (seen != 1).any():
+            raise _Differs(f"{path}: an item is in no part, or in several")
+    if rows != listed:
+        raise _Differs(f"the table of parts lists {listed} parts, the indexes {rows}")
+    return found | {path: whole.tobytes() for path, whole in wholes.items()}
+
+
+def _leaves(repo: Repo, manifest: Manifest, index: Index) -> Iterator[tuple[LeafSpec, bytes]]:
     packs = []
     for entry in index.packs:
         with repo.store.open(f"{manifest.id.directory}/{entry.name}") as reader:
@@ -187,4 +219,4 @@ def _leaves(repo: Repo, manifest: Manifest, index: Index) -> Iterator[tuple[str,
             piece = data_of[chunk * index.chunk_bytes : (chunk + 1) * index.chunk_bytes]
             if xxhash.xxh3_128_digest(piece) != index.digests[first + chunk].tobytes():
                 raise _Differs(f"{spec.path}: chunk {chunk} does not have its digest")
-        yield spec.path, data_of
+        yield spec, data_of

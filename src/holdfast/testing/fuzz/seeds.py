@@ -20,12 +20,13 @@ from holdfast.model.checkpoint import AttemptRecord, Index, IndexEntry, Manifest
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout, objects
+from holdfast.repo.boxes import BoxTable, encode_boxes
 from holdfast.repo.index import encode_index
 from holdfast.repo.liveness import this_process
 from holdfast.repo.manifest import Aborted, encode_aborted, encode_manifest
 from holdfast.repo.records import Begin, LeaseRecord, encode_attempt, encode_begin, encode_lease, owner_json
 from holdfast.state import flatten
-from holdfast.testing.fuzz.targets import ID, TREE
+from holdfast.testing.fuzz.targets import BOXES_OF, ID, TREE
 
 _SAVE: Final = "5" * 32
 _SEAL: Final = len(b',"digest":"') + 32 + len(b'"}')
@@ -51,8 +52,7 @@ def make() -> dict[str, list[bytes]]:
     small = flatten({"a": np.zeros(2, np.float32), "b": np.ones((2, 1), np.uint8)})
     manifests = [_manifest(found.tree), _manifest(small.tree), encode_aborted(Aborted(ID, _SAVE, "somebody"))]
     index = encode_index(_index(), ID)
-    length = int.from_bytes(index[:8], "little")
-    split = index[8 : 8 + length].rstrip() + b"\0" + index[8 + length :]
+    split = _split(index)
     parent = CheckpointId("other", 1, 3)
     who = this_process()
     record = AttemptRecord("main", 1, _SAVE, parent, who, "2026-01-02T03:04:05Z")
@@ -66,6 +66,7 @@ def make() -> dict[str, list[bytes]]:
         "tree": [canonical.dumps(found.tree), canonical.dumps(small.tree), *_single_values()],
         "index": [split],
         "index_bytes": [index],
+        "boxes": [_split(encode_boxes(_boxes(), ID, BOXES_OF))],
         "begin": [_open(encode_begin(Begin(ID, _SAVE, ("rank-00000.index", "rank-00000.safetensors"), None)))],
         "attempt": [_open(encode_attempt(record))],
         "lease": [_open(encode_lease(LeaseRecord(2, _SAVE, parent, True, False), "main", 1))],
@@ -142,6 +143,20 @@ def _index() -> Index:
         digests=digests,
         private=None,
     )
+
+
+def _split(data: bytes) -> bytes:
+    """A file of columns as its header's JSON and, after a zero byte, the rest."""
+    length = int.from_bytes(data[:8], "little")
+    return data[8 : 8 + length].rstrip() + b"\0" + data[8 + length :]
+
+
+def _boxes() -> BoxTable:
+    """The leaves of TREE over two ranks: `a` cut in two, `b` on one."""
+    columns = ([0, 0, 1], [0, 1, 1], [0, 0, 1], [0, 1, 0, 0], [1, 1, 2, 1], [0, 1, 2, 4])
+    leaf, rank, row, origin, shape, bounds = (np.array(column, np.int64) for column in columns)
+    code, whole, ends = np.array([0, 1]), np.array([2, 2, 1]), np.array([0, 1, 3])
+    return BoxTable(leaf, rank, row, origin, shape, bounds, ["float32", "uint8"], code, whole, ends)
 
 
 def _file() -> bytes:

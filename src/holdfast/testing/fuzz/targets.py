@@ -8,6 +8,7 @@ What must hold: the reader returns, or raises one of Holdfast's errors; names th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,13 +16,16 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
+from holdfast.engine.parts import saved_boxes
 from holdfast.errors import HoldfastError
 from holdfast.image.header import pad_header, parse_header
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
+from holdfast.plan.coverage import check_coverage
 from holdfast.repo import layout, objects
+from holdfast.repo.boxes import decode_boxes
 from holdfast.repo.index import decode_index, decode_packs
 from holdfast.repo.manifest import Aborted, decode_manifest, decode_outline
 from holdfast.repo.records import decode_attempt, decode_begin, decode_lease, read_owner
@@ -79,7 +83,7 @@ def manifest(data: bytes) -> None:
     found = decode_manifest(data, ID)
     if isinstance(found, Aborted):
         return
-    for entry in found.indexes:
+    for entry in found.tables:
         _inside(entry.name)
     outline = decode_outline(data, ID)
     if outline is not None and (outline[0].indexes, outline[0].parent) != (found.indexes, found.parent):
@@ -91,7 +95,7 @@ def outline(data: bytes) -> None:
     """Only the outline is read: it must not let pass what the manifest's reader refuses but for the tree."""
     found = decode_outline(sealed(data), ID)
     if found is not None and isinstance(found[0], Manifest):
-        for entry in found[0].indexes:
+        for entry in found[0].tables:
             _inside(entry.name)
 
 
@@ -128,6 +132,24 @@ def index_bytes(data: bytes) -> None:
             raise Broken(f"{spec.path} ends behind its pack")
 
 
+def boxes(data: bytes) -> None:
+    """The table of parts, like `index`: the header's JSON and, after a zero byte, the columns."""
+    text, _, rest = data.partition(b"\0")
+    try:
+        block = pad_header(text.decode("ascii"), align=64) + rest
+    except UnicodeDecodeError:
+        block = data
+    found = decode_boxes(block, id=ID, save_id=BOXES_OF, ranks=2, leaves=2)
+    for at, leaf in enumerate(found.leaf.tolist()):
+        cut, whole = slice(*found.bounds[at : at + 2].tolist()), slice(*found.ends[leaf : leaf + 2].tolist())
+        if (found.origin[cut] < 0).any() or (found.origin[cut] + found.shape[cut] > found.whole[whole]).any():
+            raise Broken(f"part {at} does not lie in its leaf")
+    with contextlib.suppress(HoldfastError):
+        check_coverage(saved_boxes(found, ("a", "b")))
+
+
+BOXES_OF: Final = "5" * 32
+"""The save whose table of parts is read."""
 TREE: Final[Any] = {
     "!": "dict",
     "i": [["a", {"!": "leaf", "as": "numpy", "n": 0}], ["b", {"!": "leaf", "as": "numpy", "n": 1}]],
@@ -213,6 +235,7 @@ TARGETS: Final[dict[str, Target]] = {
         Target("tree", tree, _NODES + _PATHS),
         Target("index", index, _HEADER),
         Target("index_bytes", index_bytes, _HEADER),
+        Target("boxes", boxes, _HEADER),
         Target("begin", begin, _PATHS),
         Target("attempt", attempt, _PATHS),
         Target("lease", lease, _PATHS),
