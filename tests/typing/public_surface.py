@@ -51,6 +51,7 @@ def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> No
         takeover=True,
         memory_budget=1 << 30,
         in_flight=2,
+        ranks=holdfast.SharedFiles(place, rank=0, world_size=2),
         sinks=[Printing()],
     ) as ckpt:
         assert_type(ckpt, holdfast.Checkpointer)

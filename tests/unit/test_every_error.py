@@ -86,7 +86,7 @@ def names_that_contradict_each_other(place: Path, patch: pytest.MonkeyPatch) -> 
     return holdfast.Checkpointer(place, {}, save_top_k=3, monitor="loss", keep=keep.latest(1))
 
 
-@case(errors.RanksNotSupported, "4 processes", "as one process")
+@case(errors.RanksNotSupported, "4 processes", "init_process_group")
 def more_than_one_rank(place: Path, patch: pytest.MonkeyPatch) -> object:
     patch.setenv("WORLD_SIZE", "4")
     return holdfast.Checkpointer(place, state())

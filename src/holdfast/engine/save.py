@@ -235,10 +235,15 @@ class Saver:
 
     def _capture(self, job: Job, *, overlapped: bool, eager: bool = True) -> None:
         began, clock = time.perf_counter(), job.save.clock
+        last = max(pack.start + pack.length for pack in job.plan.layout.packs)
+        reached = 0
 
         def progress(filled: int) -> None:
+            nonlocal reached
             job.digester.advance(filled)
-            clock.put("capture_s", time.perf_counter() - began)  # before the writer may come to tell of it
+            if reached < last:  # behind it is padding, which the writer does not wait for before it tells of the save
+                clock.put("capture_s", time.perf_counter() - began)
+            reached = filled
             job.filling.advance(filled)
 
         fencing = self.fencing if not eager and self.fencing is not None and self.fencing.possible(job.plan) else None
