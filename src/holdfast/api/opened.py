@@ -21,7 +21,7 @@ from holdfast.model.names import CheckpointId, attempt_key
 from holdfast.repo.outline import Outline, read_outline
 from holdfast.repo.repository import Repo
 from holdfast.state.lookup import NOTHING, leaves_below, node_at, plain_paths
-from holdfast.state.nodes import LEAVES, PRIVATE, kind_of
+from holdfast.state.nodes import LEAVES, OWN, PRIVATE, kind_of
 from holdfast.state.rebuild import plain
 from holdfast.store.contract import Where
 from holdfast.store.registry import open_store
@@ -134,6 +134,12 @@ class Opened(Mapping[str, Leaf]):
         if kind_of(node) in LEAVES and node.get("as") == "bytes":
             data = self[path].numpy().tobytes()
             return bytearray(data) if node.get("type") == "bytearray" else data
+        if kind_of(node) == OWN:
+            raise StateError(
+                f"{path} is each rank's own, and no value of the whole",
+                subject=path,
+                hint=f"holdfast.open(…, rank=0) has that of rank 0, at or below {PRIVATE}/{OWN}/{path}",
+            )
         inside = leaves_below(node, path)
         if inside:
             raise StateError(

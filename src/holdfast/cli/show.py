@@ -23,7 +23,7 @@ EXAMPLES = examples(
     "holdfast show /data/checkpoints",
     "holdfast show /data/checkpoints --run gpt --step 500",
     "holdfast show /data/checkpoints --depth 1           # sums only",
-    "holdfast show /data/checkpoints model/head.weight   # its first values, statistics, and which rank has which part",
+    "holdfast show /data/checkpoints model/head.weight   # its first values, statistics, and parts",
     "holdfast show /data/checkpoints --timing            # how long saves held training, how fast they were written",
 )
 CERTIFICATE = ("exact", "reasons", "caveats", "covers", "leaves_out", "code", "versions", "settings")

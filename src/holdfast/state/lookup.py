@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from holdfast.model.checkpoint import Json
-from holdfast.state.nodes import LEAVES, children, kind_of, walk
+from holdfast.state.nodes import LEAVES, OWN, children, kind_of, walk
 
 NOTHING: Final[Any] = object()
 """There is no node at a path: None is a value."""
@@ -29,5 +29,7 @@ def leaves_below(node: Json, path: str) -> list[str]:
 
 
 def plain_paths(tree: Json) -> list[str]:
-    """The path of everything that is no leaf and holds nothing further: numbers, texts, sets, empty lists."""
-    return [where for where, node in walk(tree) if kind_of(node) not in LEAVES and not children(node, where)]
+    """The path of everything that is no leaf and holds nothing further: numbers, texts, sets, empty lists. What is each
+    rank's own is in the private trees."""
+    other = LEAVES | {OWN}
+    return [where for where, node in walk(tree) if kind_of(node) not in other and not children(node, where)]

@@ -97,6 +97,7 @@ def test_ls_json(cli, made):
         "on_walk": False,
         "bytes": gpt["checkpoints"][0]["bytes"],
         "leaves": 3,
+        "ranks": 1,
         "created": "2030-01-02T03:04:05Z",
         "metrics": {"loss": 1 / 6, "val_loss": "nan"},
         "notes": [],
