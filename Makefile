@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format reference bench bench-sizes crash-campaign kill-campaign kill-campaign-memory exact-resume-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
+.PHONY: setup demo test lint format reference bench bench-sizes crash-campaign kill-campaign kill-campaign-memory ranks-campaign exact-resume-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
 setup: $(STAMP)
 
@@ -85,6 +85,10 @@ kill-campaign: setup
 # About 15 minutes; leaves nothing in shared memory.
 kill-campaign-memory: setup
 	$(BIN)/python -m holdfast.demo.campaign --memory --kills 1000 --steps 120 --workers 2 --seed 300 --json $(RESULTS)/r2_kills_memory.json
+
+# About five minutes; two cores.
+ranks-campaign: setup
+	$(BIN)/python -m holdfast.testing.rank_kills --kills 200 --seed 1 --json $(RESULTS)/r5_ranks.json
 
 exact-resume-campaign: setup
 	$(BIN)/python -m holdfast.testing.exact_resume --json $(RESULTS)/r8_exact_resume.json

@@ -146,15 +146,19 @@ class Together:
         topic.post(Post(NEW, {"step": save.step}, describe(flattened)).encode())
         crashpoint("structure told, plan not yet heard")
         if self.coordinates:
-            posts = [read_post(data, rank) for rank, data in enumerate(topic.collect(self._deadline_s))]
+            posts = self._posts(topic, save)
             self._announce_plan(topic, posts)
         heard = self._heard(topic, save)
         offsets = [0, *np.cumsum(heard.head["lengths"]).tolist()]
         return heard.data[offsets[self.rank] : offsets[self.rank + 1]]
 
+    def _posts(self, topic: Topic, save: Save) -> list[Post]:
+        """On the coordinator: of all ranks."""
+        return [read_post(data, rank) for rank, data in enumerate(topic.collect(self._deadline_s, _phase(topic, save)))]
+
     def _heard(self, topic: Topic, save: Save) -> Post:
         """What is announced of a save that goes on."""
-        heard = read_post(topic.hear(self._deadline_s, f"{topic.phase} (step {save.step})"), 0)
+        heard = read_post(topic.hear(self._deadline_s, _phase(topic, save)), 0)
         if heard.kind == AGAIN:
             self._forget()
             raise self._again(save)
@@ -203,7 +207,7 @@ class Together:
         under.put = self._agreement.topic("put", topic.number)
 
     def _announce_go(self, topic: Topic, under: _Under, job: Job, attempt: Attempt) -> None:
-        posts = [read_post(data, rank) for rank, data in enumerate(topic.collect(self._deadline_s))]
+        posts = self._posts(topic, job.save)
         if any(post.kind != READY for post in posts):
             self._announce_plan(topic, posts)
             return
@@ -237,15 +241,15 @@ class Together:
             crashpoint("parts put and told, manifest not yet")
             if self.coordinates:
                 self._commit(topic, under, job, index, timed=timed, told=told)
-            heard = read_post(topic.hear(self._deadline_s, f"{topic.phase} (step {save.step})"), 0)
+            heard = read_post(topic.hear(self._deadline_s, _phase(topic, save)), 0)
         crashpoint("commit heard, not yet reported")
         self._under.pop(save.save_id, None)
         if not self.coordinates:
             told(_told(save, index, heard.head))
 
     def _commit(self, topic: Topic, under: _Under, job: Job, index: Index, *, timed: bool, told: Told) -> None:
-        posts = [read_post(data, rank) for rank, data in enumerate(topic.collect(self._deadline_s))]
         plan, save, repo = self._plan, job.save, self._repo
+        posts = self._posts(topic, save)
         assert plan is not None, "planned before"
         digests = [post.data[: post.head["replicas"]] for post in posts]
         check_replicas(plan.held, plan.replicas, plan.compared(under.all_replicas), digests)
@@ -330,6 +334,10 @@ class Together:
             said = ", ".join(f"rank {rank}: {value}" for rank, value in list(enumerate(values))[:8])
             hint = "save at the same steps on all ranks" if what == STEP else None
             raise RanksDisagree(f"the ranks do not agree about {what} ({said})", subject=what, hint=hint)
+
+
+def _phase(topic: Topic, save: Save) -> str:
+    return f"{topic.phase} (step {save.step})"
 
 
 def _why(error: BaseException) -> str:

@@ -1,0 +1,63 @@
+"""What a Checkpointer of several ranks is told before it meets the others, and how long it waits for them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.api.company import settings
+from holdfast.errors import RankFailed, RanksMissing, UsageError
+from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), True, "600"])
+def test_a_time_to_wait_that_makes_no_sense_is_refused(tmp_path: Path, timeout: Any) -> None:
+    with pytest.raises(UsageError, match="ranks_timeout="):
+        holdfast.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks_timeout=timeout)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_wait_no_longer_for_one_that_never_comes(tmp_path: Path, rank: int) -> None:
+    ranks = ThreadRanks(rank, 2, MemoryBoard())
+    with pytest.raises(RanksMissing, match=f"rank {1 - rank}") as raised:
+        holdfast.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=ranks, ranks_timeout=0.2)
+    assert raised.value.ranks == (1 - rank,) and raised.value.phase == "handshake"
+
+
+def test_who_is_dead_is_found_out_before_the_time_to_wait_is_over() -> None:
+    assert settings(600.0).dead_after_s == 60.0 and settings(600.0).beat_s == 1.0
+    for timeout_s in (1.0, 10.0, 100.0):
+        found = settings(timeout_s)
+        assert found.dead_after_s <= timeout_s / 2 and found.beat_s <= found.dead_after_s / 10
+
+
+def test_what_is_raised_after_the_ranks_have_met_is_told_to_the_others(tmp_path: Path) -> None:
+    """`resume_from` is judged after the meeting: the other rank must not wait for this one until its time is over."""
+
+    board, found = MemoryBoard(), {}
+
+    def build(rank: int) -> None:
+        try:
+            with holdfast.Checkpointer(
+                tmp_path,
+                {"w": np.ones(3)},
+                ranks=ThreadRanks(rank, 2, board),
+                ranks_timeout=60.0,
+                resume_from=1.5 if rank else "latest",  # type: ignore[arg-type]
+            ) as ckpt:
+                ckpt.save(wait=True)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            found[rank] = error
+
+    threads = [threading.Thread(target=build, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert isinstance(found[1], UsageError)
+    assert isinstance(found[0], RankFailed) and "resume_from=1.5" in str(found[0])
