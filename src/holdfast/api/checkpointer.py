@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 from holdfast.api import ownership
 from holdfast.api.arguments import count, fenced, memory_policy, policies, seconds
 from holdfast.api.claiming import Claiming, ResumeFrom
-from holdfast.api.company import TIMEOUT_S, Company, leaving_if_raised, refused
+from holdfast.api.company import Company, leaving_if_raised, refused
 from holdfast.api.disarmed import Nothing
 from holdfast.api.environment import check_platform
 from holdfast.api.familiar import Familiar
@@ -99,7 +99,7 @@ class Checkpointer:
         memory_budget: int | None = None,
         capture: Capture = "eager",
         ranks: Ranks | None = None,
-        ranks_timeout: float = TIMEOUT_S,
+        ranks_timeout: float = 600.0,
         sinks: Iterable[Sink] = (),
         save_top_k: int | None = None,
         monitor: str | None = None,
