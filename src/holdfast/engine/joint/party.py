@@ -62,6 +62,8 @@ class _Under:
     digest: str
     replicas: bytes
     all_replicas: bool
+    plan: JointPlan | None
+    """On the coordinator. A later save may have been planned anew while this one is still being written."""
     tells_tree: bool = True
     put: Topic | None = None
 
@@ -138,7 +140,7 @@ class Together:
         digests = self._replicas.digests(flattened, share.sometimes if all_replicas else share.always)
         tree = canonical.spell(flattened.tree)
         digest = hashlib.sha256(tree.text).hexdigest()
-        self._under[save.save_id] = _Under(topic, share, tree, digest, digests, all_replicas)
+        self._under[save.save_id] = _Under(topic, share, tree, digest, digests, all_replicas, self._plan)
         return share.of(flattened)
 
     def _planned(self, topic: Topic, flattened: Flattened, save: Save) -> bytes:
@@ -248,7 +250,7 @@ class Together:
             told(_told(save, index, heard.head))
 
     def _commit(self, topic: Topic, under: _Under, job: Job, index: Index, *, timed: bool, told: Told) -> None:
-        plan, save, repo = self._plan, job.save, self._repo
+        plan, save, repo = under.plan, job.save, self._repo
         posts = self._posts(topic, save)
         assert plan is not None, "planned before"
         digests = [post.data[: post.head["replicas"]] for post in posts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +207,36 @@ def test_a_structure_that_changes_on_all_ranks_is_planned_anew(repo: Repo, attem
 
     saves = on_ranks(2, work)
     assert all(save.committed for each in saves for save in each)
+    assert read_as(repo, saves[0][1], None, None)[0]["more"].tolist() == list(range(9))
+
+
+def test_a_structure_that_changes_behind_a_save_in_flight_does_not_concern_it(repo: Repo, attempt: Any) -> None:
+    planned = threading.Barrier(2, timeout=60)
+
+    def work(agreement: Agreement) -> list[Save]:
+        party = Together(repo, agreement, deadline_s=60)
+        saver = Saver(repo, "main", lasting=False, in_flight=2, party=party)
+        saver.attempt = attempt
+        begin, first_is_written = party.begin, threading.Event()
+
+        def held(job: Any, attempt: Any) -> None:
+            if job.save.step == 1:
+                assert first_is_written.wait(60)
+            begin(job, attempt)
+
+        party.begin = held  # type: ignore[method-assign]
+        state = part(agreement.rank, agreement.world_size)
+        first = saver.save(flatten(state), 1, wait=False, about=About())
+        state["more"] = np.arange(9)
+        second = saver.save(flatten(state), 2, wait=False, about=About())
+        planned.wait()  # the second is planned on both ranks before the first begins
+        first_is_written.set()
+        first.wait(60)
+        second.wait(60)
+        return [first, second]
+
+    saves = on_ranks(2, work)
+    assert "more" not in read_as(repo, saves[0][0], None, None)[0]
     assert read_as(repo, saves[0][1], None, None)[0]["more"].tolist() == list(range(9))
 
 
