@@ -1,7 +1,7 @@
 """A model cut over the ranks by FSDP2: each saves what it holds, and any number of ranks goes on from it.
 
-    python examples/ranks_fsdp2.py
-    torchrun --nproc-per-node 2 examples/ranks_fsdp2.py
+python examples/ranks_fsdp2.py
+torchrun --nproc-per-node 2 examples/ranks_fsdp2.py
 """
 
 import argparse

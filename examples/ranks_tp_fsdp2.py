@@ -1,7 +1,7 @@
 """Tensor parallelism inside, FSDP2 around it: matrices cut over pairs of ranks, what is left over the pairs.
 
-    python examples/ranks_tp_fsdp2.py
-    torchrun --nproc-per-node 4 examples/ranks_tp_fsdp2.py
+python examples/ranks_tp_fsdp2.py
+torchrun --nproc-per-node 4 examples/ranks_tp_fsdp2.py
 """
 
 import argparse
