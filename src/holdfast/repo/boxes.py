@@ -17,7 +17,7 @@ import numpy as np
 from holdfast.errors import CorruptionError
 from holdfast.model.names import CheckpointId
 from holdfast.repo.columns import decode_columns, decode_json, encode_columns, encode_json
-from holdfast.repo.index import MAX_DIMENSIONS, lengths, read_dtypes
+from holdfast.repo.forms import MAX_DIMENSIONS, lengths, read_dtypes
 from holdfast.repo.layout import BOXES
 from holdfast.repo.objects import FORMAT, Fields, check_format
 

@@ -6,7 +6,6 @@ against what is there before it is used, for a digest keeps accidents out, not a
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,10 +13,10 @@ import numpy as np
 
 from holdfast.errors import CorruptionError, StateError
 from holdfast.model.checkpoint import Index, Json, PackEntry
-from holdfast.model.dtypes import dtype
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
 from holdfast.repo.columns import decode_columns, decode_json, encode_columns, encode_json
+from holdfast.repo.forms import bounded, lengths, read_dtypes
 from holdfast.repo.layout import check_file, index_file
 from holdfast.repo.manifest import MAX_CHUNK
 from holdfast.repo.objects import FORMAT, Fields, check_format
@@ -30,12 +29,6 @@ Array = np.ndarray[Any, Any]
 
 MAX_INDEX: Final = 1 << 32
 MAX_PACKS: Final = 100_000
-MAX_DTYPES: Final = 4096
-MAX_DIMENSIONS: Final = 64
-_LIMIT: Final = 2**62
-"""Bytes that one checkpoint may have: sums of two such numbers still fit into 64 bits."""
-_NUMPY_DTYPE: Final = re.compile(r"numpy:[<>|][a-zA-Z][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?", re.ASCII)
-
 COLUMNS: Final = (
     ("digests.ends", "U64", "<u8"),
     ("leaf", "U64", "<u8"),
@@ -209,7 +202,7 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
     names, sizes = read_dtypes(head)
     dims, bounds, length = _rows(columns, head, sizes)
     origin, whole = _parts(columns, head, dims, int(bounds[shared]))
-    offset = _bounded(columns["offset"], head, "an offset")
+    offset = bounded(columns["offset"], head, "an offset")
     pack = columns["pack"].astype(np.int64)
     _check_rows(head, packs, pack, offset, length)
     chunk_bytes = head.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK)
@@ -288,15 +281,9 @@ def _packs(head: Fields) -> tuple[PackEntry, ...]:
     return tuple(packs)
 
 
-def _bounded(column: Array, head: Fields, what: str) -> Array:
-    if column.size and int(column.max()) >= _LIMIT:
-        raise head.refuse(f"{what} is beyond 2^62")
-    return column.astype(np.int64)
-
-
 def _ends(columns: dict[str, Array], name: str, total: int, head: Fields) -> Array:
     """A column of ends as starts and ends: int64 [n + 1], never falling, from 0 to the number of values there are."""
-    ends = _bounded(columns[name], head, f"an end in {name!r}")
+    ends = bounded(columns[name], head, f"an end in {name!r}")
     bounds = np.concatenate([np.zeros(1, dtype=np.int64), ends])
     if (np.diff(bounds) < 0).any() or int(bounds[-1]) != total:
         raise head.refuse(f"the column {name!r} does not divide the {total} values that there are")
@@ -308,9 +295,9 @@ def _rows(columns: dict[str, Array], head: Fields, sizes: Array) -> tuple[Array,
     code = columns["dtype"]
     if code.size and int(code.max()) >= len(sizes):
         raise head.refuse("a row has a dtype that the index does not list")
-    dims = _bounded(columns["shape"], head, "a dimension")
+    dims = bounded(columns["shape"], head, "a dimension")
     bounds = _ends(columns, "shape.ends", dims.size, head)
-    length = _bounded(columns["length"], head, "a length")
+    length = bounded(columns["length"], head, "a length")
     expected = lengths(dims, bounds, sizes[code], head)
     if not np.array_equal(expected, length):
         row = int(np.flatnonzero(expected != length)[0])
@@ -325,7 +312,7 @@ def _leaves(column: Array, shared: int, head: Fields) -> tuple[Array | None, int
             raise head.refuse("the leaves are not in the order of the state")
         return None, None
     total = head.whole("leaves")
-    leaf = _bounded(column, head, "a leaf's number")
+    leaf = bounded(column, head, "a leaf's number")
     if (np.diff(leaf[:shared]) < 0).any() or (shared and int(leaf[shared - 1]) >= total):
         raise head.refuse(f"the leaves are not in the order of the state, or beyond its {total}")
     if not np.array_equal(leaf[shared:], total + np.arange(column.size - shared)):
@@ -338,7 +325,7 @@ def _parts(columns: dict[str, Array], head: Fields, dims: Array, shared: int) ->
     rows that may be less than their leaf."""
     if "origin" not in columns:
         return None, None
-    origin, whole = _bounded(columns["origin"], head, "an offset"), _bounded(columns["whole"], head, "a dimension")
+    origin, whole = bounded(columns["origin"], head, "an offset"), bounded(columns["whole"], head, "a dimension")
     if origin.size != dims.size or whole.size != dims.size:
         raise head.refuse("a row's place in its leaf does not have as many dimensions as the row")
     if (origin + dims > whole).any():
@@ -346,40 +333,6 @@ def _parts(columns: dict[str, Array], head: Fields, dims: Array, shared: int) ->
     if origin[shared:].any() or not np.array_equal(whole[shared:], dims[shared:]):
         raise head.refuse("a private row is less than its leaf")
     return origin, whole
-
-
-def read_dtypes(head: Fields) -> tuple[list[str], Array]:
-    """The dtype names and the size in bytes of one item of each."""
-    names = head.sequence("dtypes")
-    if len(names) > MAX_DTYPES:
-        raise head.refuse(f"lists {len(names)} dtypes")
-    sizes = []
-    for name in names:
-        try:
-            if not isinstance(name, str) or (name.startswith("numpy:") and not _NUMPY_DTYPE.fullmatch(name)):
-                raise KeyError(name)
-            sizes.append(dtype(name).size)
-        except (KeyError, TypeError, ValueError, SyntaxError):
-            raise head.refuse(f"has the dtype {str(name)[:80]!r}, which this version does not know") from None
-    return names, np.array(sizes, dtype=np.int64)
-
-
-def lengths(dims: Array, bounds: Array, itemsize: Array, head: Fields) -> Array:
-    """Bytes of each row: item size times the product of its dimensions, without overflow. int64 [n]."""
-    ndim = np.diff(bounds)
-    if ndim.size and int(ndim.max()) > MAX_DIMENSIONS:
-        raise head.refuse(f"a leaf has more than {MAX_DIMENSIONS} dimensions")
-    out = itemsize.astype(np.int64)
-    about = itemsize.astype(np.float64)
-    for axis in range(int(ndim.max()) if ndim.size else 0):
-        rows = np.flatnonzero(ndim > axis)
-        size = dims[bounds[rows] + axis]
-        about[rows] *= size
-        with np.errstate(over="ignore"):
-            out[rows] *= size
-    if (about >= float(_LIMIT)).any():
-        raise head.refuse("the shape of a leaf gives more than 2^62 bytes")
-    return out
 
 
 def _check_rows(head: Fields, packs: tuple[PackEntry, ...], pack: Array, offset: Array, length: Array) -> None:
