@@ -65,6 +65,11 @@ class HoldfastError(Exception):
         return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
 
 
+def in_words(error: BaseException) -> str:
+    """What one line says of any error: an error of ours without its hint, another one by its kind too."""
+    return error.message if isinstance(error, HoldfastError) else repr(error)
+
+
 class UsageError(HoldfastError, ValueError):
     exit_code = 2
 

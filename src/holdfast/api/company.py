@@ -8,7 +8,7 @@ from typing import Final
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.handle import Save
-from holdfast.errors import HoldfastError, RanksDisagree, RanksError, UsageError
+from holdfast.errors import HoldfastError, RanksDisagree, RanksError, UsageError, in_words
 from holdfast.events import Emitter, Warned
 from holdfast.model.names import run_key
 from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
@@ -160,12 +160,12 @@ class Company:
 
     def broken_off(self, error: BaseException) -> None:
         """Training here ends by what was raised: the others are told when this rank leaves."""
-        self._gone = why(error)
+        self._gone = in_words(error)
 
     def leave(self, error: BaseException) -> None:
         """This rank takes part no longer."""
         self._parted = True
-        self.agreement.close(why(error))
+        self.agreement.close(in_words(error))
 
     def part(self, timeout: float, *, well: bool) -> None:
         """Leaves. Where training ended well, not before all ranks have come so far: one of them may hold the board."""
@@ -204,11 +204,6 @@ def _find(where: Where, wanted: str) -> tuple[Repo | None, str]:
     if repo.id != wanted:
         return None, f"another repository lies there ({repo.id[:8]}, and the coordinator's is {wanted[:8]})"
     return repo, ""
-
-
-def why(error: BaseException) -> str:
-    """What the other ranks are told of it."""
-    return error.message if isinstance(error, HoldfastError) else repr(error)
 
 
 def refused(*, memory: bool, skips: bool, rehearsing: bool) -> None:

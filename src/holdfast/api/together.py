@@ -6,10 +6,10 @@ import time
 from typing import Any, Final
 
 from holdfast.api.claiming import Claiming
-from holdfast.api.company import RESTORE_TIMES, Company, why
+from holdfast.api.company import RESTORE_TIMES, Company
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.restore import RestoreResult, choose, chosen, exactly, fetch
-from holdfast.errors import CorruptionError, RankFailed
+from holdfast.errors import CorruptionError, RankFailed, in_words
 from holdfast.events import AttemptClaimed, CandidateSkipped, RestoredEvent
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Manifest
@@ -53,7 +53,7 @@ class ClaimingTogether(Claiming):
             raise
         except BaseException as error:
             with self._topic() as topic:
-                topic.fail(why(error))
+                topic.fail(in_words(error))
             raise
         if result is None:
             with self._topic() as topic:
@@ -101,7 +101,7 @@ class ClaimingTogether(Claiming):
             prepared, moved = fetch(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
             own = error
-        reason = "" if own is None else (DAMAGED if isinstance(own, CorruptionError) else "") + why(own)
+        reason = "" if own is None else (DAMAGED if isinstance(own, CorruptionError) else "") + in_words(own)
         crashpoint("part restored, not yet voted for")
         with self._topic() as topic:
             verdict = topic.vote(own is None, reason, self._deadline_s, f"the restore of {id}")
@@ -148,7 +148,7 @@ class ClaimingTogether(Claiming):
             attempt = super().claim()
         except BaseException as error:
             with self._claims() as topic:
-                topic.fail(why(error))
+                topic.fail(in_words(error))
             raise
         with self._claims() as topic:
             topic.announce(CLAIMED + b"\n" + encode_attempt(attempt.record))

@@ -47,7 +47,8 @@ def manifest_of(
     id: CheckpointId, tree: Spelled, plan: SavePlan, index: Index, entry: IndexEntry, *, about: About, created: str
 ) -> Manifest:
     """The manifest of a checkpoint of one rank, whose `index` is that of an image captured by `plan`."""
-    return Manifest(
+    return manifest_about(
+        about,
         id=id,
         save_id=index.save_id,
         tree=tree.value,
@@ -56,10 +57,17 @@ def manifest_of(
         bytes=sum(pack.length for pack in index.packs),
         leaves=len(index.specs),
         chunk_bytes=index.chunk_bytes,
+        created=created,
+    )
+
+
+def manifest_about(about: About, **fields: Any) -> Manifest:
+    """The manifest of these fields, and of what the save is about."""
+    return Manifest(
+        **fields,
         parent=about.parent,
         metrics=about.metrics,
         progress=about.progress,
         environment=about.environment,
         certificate=about.certificate,
-        created=created,
     )

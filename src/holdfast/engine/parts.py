@@ -8,7 +8,7 @@ are opened.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -25,6 +25,7 @@ from holdfast.model.checkpoint import Index, Json, Manifest
 from holdfast.model.dtypes import dtype
 from holdfast.plan.columns import Column, every
 from holdfast.plan.holdings import Holdings
+from holdfast.plan.regions import Taken, bands
 from holdfast.plan.reshard import Reshard, reshard
 from holdfast.plan.slices import box_region
 from holdfast.repo.agreeing import check_rank
@@ -262,19 +263,12 @@ class _Cut:
         if into.flags.c_contiguous:
             reader.read(self.row, self.path, box_region(self.saved, self.there, self.shape), size, into.reshape(-1))
             return int(into.nbytes)
-        for low, high in self._bands(size):
-            band = (high - low, *self.shape[1:])
-            region = box_region(self.saved, (self.there[0] + low, *self.there[1:]), band)
-            held = np.empty(int(np.prod(band, dtype=np.int64)) * size, np.uint8)
-            reader.read(self.row, self.path, region, size, held)
-            into[low:high] = held.reshape(*band, size)
+        whole = Taken(box_region(self.saved, self.there, self.shape), place)
+        for band in bands(whole, PIECE_BYTES // size):
+            held = np.empty(band.region.size * size, np.uint8)
+            reader.read(self.row, self.path, band.region, size, held)
+            target.items[band.where] = held.reshape(*band.region.counts, size)
         return int(into.nbytes)
-
-    def _bands(self, itemsize: int) -> Iterable[tuple[int, int]]:
-        """The part cut along its first axis, so that a piece takes no more memory than it must."""
-        line = int(np.prod(self.shape[1:], dtype=np.int64)) * itemsize
-        step = max(PIECE_BYTES // max(line, 1), 1)
-        return ((low, min(low + step, self.shape[0])) for low in range(0, self.shape[0], step))
 
 
 def _table_of(index: Table) -> BoxTable:

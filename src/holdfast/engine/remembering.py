@@ -18,7 +18,7 @@ from holdfast.engine.handle import Save
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.planned import SavePlan
 from holdfast.engine.politeness import stand_back
-from holdfast.errors import HoldfastError, SaveTorn
+from holdfast.errors import SaveTorn, in_words
 from holdfast.events import Emitter, Remembered, Warned
 from holdfast.model.names import CheckpointId
 from holdfast.repo.repository import Repo, now_text
@@ -142,8 +142,7 @@ class MemorySaver:
                 took = time.perf_counter() - taken.began
                 self._emitter.emit(Remembered(id, nbytes, taken.save.stall_s, took, content))
         except Exception as error:  # noqa: BLE001 - a thread's exception would reach nobody; training goes on without it
-            why = error.message if isinstance(error, HoldfastError) else repr(error)
-            self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {why}", str(id)))
+            self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {in_words(error)}", str(id)))
         finally:
             if not content:  # what is sealed may be the training thread's again by now, for the next state
                 self._tier.ended(plan)

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.crashpoints import crashpoint
+from holdfast.engine.describing import manifest_about
 from holdfast.engine.handle import Save
 from holdfast.engine.job import Job
 from holdfast.engine.joint.messages import REFUSED, Post, read_post, refusal, refused
@@ -25,7 +26,7 @@ from holdfast.engine.joint.replicas import Replicas, check_replicas
 from holdfast.engine.joint.sharing import JointPlan, Share, plan_together
 from holdfast.engine.joint.structure import describe, understand
 from holdfast.engine.party import Told
-from holdfast.errors import HoldfastError, RanksDisagree, SaveFailed, ShardMismatch
+from holdfast.errors import RanksDisagree, SaveFailed, ShardMismatch, in_words
 from holdfast.model import canonical
 from holdfast.model.canonical import Spelled
 from holdfast.model.checkpoint import Index, IndexEntry, Json, Manifest, Receipt
@@ -131,7 +132,7 @@ class Together:
             self._cannot(self._agreement.topic("save"), step, error)
 
     def _cannot(self, topic: Topic, step: int, error: BaseException) -> None:
-        topic.fail(_why(error), phase=f"the save of step {step}")
+        topic.fail(in_words(error), phase=f"the save of step {step}")
         topic.end()
 
     def _taken_by(self, share: Share, topic: Topic, flattened: Flattened, save: Save, *, anew: bool) -> Flattened:
@@ -263,8 +264,8 @@ class Together:
             receipts += [Receipt(f"{directory}/{name}", int(length), repo.url) for name, length in post.head["packs"]]
         boxes, table = put_object(repo, save.id, BOXES, encode_boxes(plan.table, save.id, save.save_id), save.save_id)
         receipts.append(boxes)
-        about = job.timed() if timed else job.about
-        manifest = Manifest(
+        manifest = manifest_about(
+            job.timed() if timed else job.about,
             id=save.id,
             save_id=save.save_id,
             tree=tree.value,
@@ -273,11 +274,6 @@ class Together:
             bytes=sum(int(length) for post in posts for _, length in post.head["packs"]),
             leaves=plan.table.leaves,
             chunk_bytes=index.chunk_bytes,
-            parent=about.parent,
-            metrics=about.metrics,
-            progress=about.progress,
-            environment=about.environment,
-            certificate=about.certificate,
             created=job.created,
             boxes=table,
         )
@@ -309,7 +305,7 @@ class Together:
             return
         topic = under.put if under.put is not None else under.round
         if not topic.over:
-            topic.fail(_why(error), phase=f"the save of step {save.step}, {save.phase}")
+            topic.fail(in_words(error), phase=f"the save of step {save.step}, {save.phase}")
             topic.end()
 
     def _forget(self) -> None:
@@ -340,10 +336,6 @@ class Together:
 
 def _phase(topic: Topic, save: Save) -> str:
     return f"{topic.phase} (step {save.step})"
-
-
-def _why(error: BaseException) -> str:
-    return error.message if isinstance(error, HoldfastError) else repr(error)
 
 
 def _entry(said: Mapping[str, Any]) -> IndexEntry:

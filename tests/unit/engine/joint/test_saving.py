@@ -11,6 +11,7 @@ import pytest
 from tests.joint_ranks import on_ranks, outcomes
 
 import holdfast
+from holdfast.engine import parts
 from holdfast.engine.handle import Save
 from holdfast.engine.job import About
 from holdfast.engine.joint.party import Together
@@ -86,10 +87,10 @@ def attempt(repo: Repo) -> Any:
 
 def read_as(repo: Repo, save: Save, into: Any, rank: int | None) -> tuple[Any, Any]:
     manifest = repo.manifest(save.id)
-    parts = Parts(repo, manifest, rank, Emitter())
-    prepared = prepare(manifest.tree, parts.whole.private, parts.whole.specs, into)
-    parts.read(prepared)
-    return prepared.apply(), parts.whole.private
+    found = Parts(repo, manifest, rank, Emitter())
+    prepared = prepare(manifest.tree, found.whole.private, found.whole.specs, into)
+    found.read(prepared)
+    return prepared.apply(), found.whole.private
 
 
 def empty(state: Any) -> Any:
@@ -119,6 +120,29 @@ def test_any_number_of_ranks_reads_it(repo: Repo, attempt: Any, count: int, read
         read_as(repo, save, into, rank if readers == count else None)
         for name in ("w", "c", "r"):
             assert np.array_equal(into[name].value, wanted[name].value), (rank, name)
+
+
+def test_a_part_is_cut_out_in_pieces_also_where_its_first_axis_has_one_item(
+    repo: Repo, attempt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = np.arange(64 * 96, dtype=np.float32).reshape(1, 64, 96)
+
+    def state(rank: int, of: int) -> dict[str, Any]:
+        return {"experts": holdfast.shard(stack[:, :, rank * 48 : rank * 48 + 48].copy(), dim=2, rank=rank, of=of)}
+
+    save = on_ranks(2, save_with(repo, attempt, state))[0][0]
+    pieces: list[int] = []
+    whole_read = parts.LazyReader.read
+
+    def read(self: Any, row: int, path: str, region: Any, itemsize: int, out: Any) -> None:
+        pieces.append(len(out))
+        whole_read(self, row, path, region, itemsize, out)
+
+    monkeypatch.setattr(parts, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(parts.LazyReader, "read", read)
+    restored, _ = read_as(repo, save, None, None)
+    assert np.array_equal(restored["experts"], stack)
+    assert max(pieces) <= 1024
 
 
 def test_each_box_is_written_once_and_evenly(repo: Repo, attempt: Any) -> None:
