@@ -55,8 +55,9 @@ class Party(Protocol):
         its manifest, the tree left out, before that."""
         ...
 
-    def failed(self, save: Save, error: BaseException) -> None:
-        """This process cannot bring the save to its end. Raises nothing."""
+    def failed(self, save: Save, error: BaseException) -> BaseException:
+        """This process cannot bring the save to its end. Why the save has failed: `error`, or what another met before.
+        Raises nothing."""
         ...
 
 
@@ -93,8 +94,8 @@ class Alone:
         told(replace(manifest, tree=None))
         commit(self._repo, manifest, receipts, tree=tree)
 
-    def failed(self, save: Save, error: BaseException) -> None:
-        """Nobody waits for it."""
+    def failed(self, save: Save, error: BaseException) -> BaseException:
+        return error
 
     def missed(self, step: int, error: BaseException) -> None:
         """Nobody waits for it."""

@@ -14,7 +14,7 @@ from holdfast.engine.describing import index_of
 from holdfast.engine.job import Job
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.party import Party
-from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable
+from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable, in_words
 from holdfast.events import Emitter, PackWritten, Progress, SaveFailedEvent, Warned
 from holdfast.model.checkpoint import Index, Manifest, Receipt
 from holdfast.repo.attempts import Attempt
@@ -68,17 +68,18 @@ class SaveWriter:
     def _failed(self, job: Job, error: BaseException) -> HoldfastError | None:
         """What became of a save that broke off: closed and told of, or None if it turns out to have committed."""
         save = job.save
+        cause = self._party.failed(save, error)
         if not self._closed(job, error):
             return None
-        if isinstance(error, OwnershipError | SaveFailed):
-            failure: HoldfastError = error
+        if isinstance(cause, OwnershipError | SaveFailed):
+            failure: HoldfastError = cause
         else:
             failure = SaveFailed(
-                f"the save of {save.id} failed while {save.phase}: {getattr(error, 'message', None) or repr(error)}",
+                f"the save of {save.id} failed while {save.phase}: {in_words(cause)}",
                 subject=str(save.id),
-                hint=getattr(error, "hint", None) or f"holdfast ls {self._repo.url}",
+                hint=getattr(cause, "hint", None) or f"holdfast ls {self._repo.url}",
             )
-            failure.__cause__ = error
+            failure.__cause__ = cause
         self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
         return failure
 
@@ -87,7 +88,6 @@ class SaveWriter:
         manifest is there: its put was answered by an error, and had arrived all the same."""
         save = job.save
         try:
-            self._party.failed(save, error)
             if not job.begun:
                 return True
             if not self._party.coordinates:

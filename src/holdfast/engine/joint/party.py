@@ -26,7 +26,7 @@ from holdfast.engine.joint.replicas import Replicas, check_replicas
 from holdfast.engine.joint.sharing import JointPlan, Share, plan_together
 from holdfast.engine.joint.structure import describe, understand
 from holdfast.engine.party import Told
-from holdfast.errors import RanksDisagree, SaveFailed, ShardMismatch, in_words
+from holdfast.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, in_words
 from holdfast.model import canonical
 from holdfast.model.canonical import Spelled
 from holdfast.model.checkpoint import Index, IndexEntry, Json, Manifest, Receipt
@@ -299,14 +299,20 @@ class Together:
             )
         return canonical.spell(union.tree)
 
-    def failed(self, save: Save, error: BaseException) -> None:
+    def failed(self, save: Save, error: BaseException) -> BaseException:
         under = self._under.pop(save.save_id, None)
-        if under is None:
-            return
-        topic = under.put if under.put is not None else under.round
-        if not topic.over:
-            topic.fail(in_words(error), phase=f"the save of step {save.step}, {save.phase}")
+        topic = None if under is None else under.put or under.round
+        if topic is None or topic.over:
+            return error
+        topic.fail(in_words(error), phase=f"the save of step {save.step}, {save.phase}")
+        try:
+            topic.check()
+        except RanksError as standing:
+            if standing.ranks and self.rank not in standing.ranks:
+                return standing  # what another met first: what follows here, objects freed under its hands, says less
+        finally:
             topic.end()
+        return error
 
     def _forget(self) -> None:
         """The next save is planned anew, on every rank."""

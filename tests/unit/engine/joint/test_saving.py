@@ -19,6 +19,7 @@ from holdfast.engine.parts import Parts
 from holdfast.engine.save import Saver
 from holdfast.errors import RanksDisagree, SaveFailed, ShardMismatch
 from holdfast.events import Emitter
+from holdfast.model.names import CheckpointId
 from holdfast.ranks.agreement import Agreement
 from holdfast.repo.attempts import claim
 from holdfast.repo.repository import Repo
@@ -214,8 +215,6 @@ def test_ranks_that_save_different_steps_are_told(repo: Repo, attempt: Any) -> N
 
 
 def repo_committed(repo: Repo, attempt: Any) -> list[Any]:
-    from holdfast.model.names import CheckpointId
-
     return [CheckpointId("main", attempt.number, step) for step in repo.committed("main", attempt.number)]
 
 
@@ -282,3 +281,24 @@ def test_a_structure_that_changes_on_one_rank_loses_one_save_and_no_more(repo: R
         return committed
 
     assert on_ranks(3, work) == [[True, False, True]] * 3
+
+
+def test_what_one_rank_met_first_is_why_the_save_failed_on_all(repo: Repo, attempt: Any) -> None:
+    """The others' objects are freed under their hands then: what they meet of that says less."""
+    told = threading.Barrier(2, timeout=60)
+
+    def work(agreement: Agreement) -> str:
+        party = Together(repo, agreement, deadline_s=60)
+        flattened = flatten(part(agreement.rank, agreement.world_size))
+        save = Save(CheckpointId("main", attempt.number, 1), "")
+        party.take(flattened, save)
+        if agreement.rank == 1:
+            told.wait()
+        cause = party.failed(save, OSError("the disk is full") if agreement.rank == 0 else OSError("no such file"))
+        if agreement.rank == 0:
+            told.wait()
+        return str(cause)
+
+    first, second = on_ranks(2, work)
+    assert first == "the disk is full"
+    assert "rank 0 has failed" in second and "the disk is full" in second
