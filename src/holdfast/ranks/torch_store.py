@@ -25,6 +25,8 @@ _PART_BYTES: Final = 1 << 20
 _WHOLE, _PARTS = b"\x00", b"\x01"
 _ABSENT_S: Final = 5
 """How long the store itself waits for a key that has been removed between two questions."""
+_CONNECT_S: Final = 300
+"""How long a connection may take, as torch's own may: whoever waits for it gives up when his own time is over."""
 
 Result = TypeVar("Result")
 
@@ -207,7 +209,7 @@ def _connected(store: Any, base: Any) -> Any:
     if hasattr(store, "clone"):
         own = store.clone()
     else:
-        own = type(base)(base.host, base.port, None, False, timedelta(seconds=_ABSENT_S), wait_for_workers=False)
+        own = type(base)(base.host, base.port, None, False, timedelta(seconds=_CONNECT_S), wait_for_workers=False)
     own.set_timeout(timedelta(seconds=_ABSENT_S))
     return own
 
