@@ -1,27 +1,22 @@
-"""Restoring and claiming as one of several ranks: the coordinator chooses, all read, all vote, one claims."""
+"""Restoring and claiming as one of several ranks: all read what one has chosen, and one claims for all."""
 
 from __future__ import annotations
 
-import time
-from typing import Any, Final
+from typing import Any
 
 from holdfast.api.claiming import Claiming
 from holdfast.api.company import RESTORE_TIMES, Company
+from holdfast.api.reading import ReadingTogether
 from holdfast.crashpoints import crashpoint
-from holdfast.engine.restore import RestoreResult, choose, chosen, exactly, fetch
-from holdfast.errors import CorruptionError, RankFailed, in_words
-from holdfast.events import AttemptClaimed, CandidateSkipped, RestoredEvent
+from holdfast.engine.restore import RestoreResult
+from holdfast.errors import in_words
+from holdfast.events import AttemptClaimed
 from holdfast.model import canonical
-from holdfast.model.checkpoint import Manifest
-from holdfast.model.names import CheckpointId
 from holdfast.ranks.topic import Topic
 from holdfast.repo.attempts import Attempt, joined
-from holdfast.repo.manifest import Aborted, decode_manifest
 from holdfast.repo.records import decode_attempt, encode_attempt
-from holdfast.state.contract import Prepared
 
-TRY, NONE, AGAIN, CLAIMED = b"try", b"none", b"again", b"claimed"
-DAMAGED: Final = "damaged: "
+AGAIN, CLAIMED = b"again", b"claimed"
 
 
 class ClaimingTogether(Claiming):
@@ -31,100 +26,13 @@ class ClaimingTogether(Claiming):
         super().__init__(*words, **more)
         self.company = company
         self._deadline_s = RESTORE_TIMES * company.timeout_s
+        self._reading = ReadingTogether(self._repo, self._run, self._prepare, company=company, emitter=self._emitter)
 
     def _adopt(self) -> RestoreResult | None:
         return None
 
     def _restore(self) -> RestoreResult | None:
-        if self._resume_from is None:
-            return None
-        return self._choose(self._resume_from) if self.company.coordinates else self._follow()
-
-    # -- the coordinator -----------------------------------------------------------------------------------------------
-
-    def _choose(self, resume_from: int | str) -> RestoreResult | None:
-        """What is said here is said in one topic for each candidate; where nothing is left to try, in one more."""
-        try:
-            if resume_from == "latest":
-                result, _ = choose(self._repo, self._run, self._tried, self._emitter)
-            else:
-                result = exactly(self._repo, chosen(self._repo, self._run, resume_from), self._tried)
-        except RankFailed:
-            raise
-        except BaseException as error:
-            with self._topic() as topic:
-                topic.fail(in_words(error))
-            raise
-        if result is None:
-            with self._topic() as topic:
-                topic.announce(NONE)
-        return result
-
-    def _tried(self, id: CheckpointId) -> RestoreResult:
-        data = self._repo.manifest_bytes(id)
-        with self._topic() as topic:
-            topic.announce(b"\n".join([TRY, canonical.dumps([id.run, id.attempt, id.step]), data]))
-        return self._read(id, data)
-
-    # -- the others ----------------------------------------------------------------------------------------------------
-
-    def _follow(self) -> RestoreResult | None:
-        while True:
-            with self._topic() as topic:
-                heard = topic.hear(self._deadline_s, "the choice of a checkpoint")
-            if heard == NONE:
-                return None
-            _, name, data = heard.split(b"\n", 2)
-            run, attempt, step = canonical.loads(name)
-            id = CheckpointId(run, attempt, step)
-            try:
-                return self._read(id, data)
-            except CorruptionError as error:
-                self._emitter.emit(CandidateSkipped(id, error.message))
-
-    # -- every rank ----------------------------------------------------------------------------------------------------
-
-    def _topic(self) -> Topic:
-        return self.company.agreement.topic("restore")
-
-    def _read(self, id: CheckpointId, data: bytes) -> RestoreResult:
-        """Reads this rank's part, votes, and sets what is plain once all have voted for it. CorruptionError where some
-        rank found it damaged; what else went wrong on this rank, or RankFailed where it did on another."""
-        began = time.perf_counter()
-        own: BaseException | None = None
-        prepared: Prepared | None = None
-        manifest: Manifest | None = None
-        moved = 0
-        try:
-            manifest = _manifest(data, id)
-            rank, of = self.company.rank, self.company.world_size
-            prepared, moved = fetch(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
-        except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
-            own = error
-        reason = "" if own is None else (DAMAGED if isinstance(own, CorruptionError) else "") + in_words(own)
-        crashpoint("part restored, not yet voted for")
-        with self._topic() as topic:
-            verdict = topic.vote(own is None, reason, self._deadline_s, f"the restore of {id}")
-        if not verdict:
-            if own is not None and not isinstance(own, CorruptionError):
-                raise own
-            fatal = {rank: said for rank, said in verdict.reasons.items() if not said.startswith(DAMAGED)}
-            if fatal:
-                rank, said = min(fatal.items())
-                raise RankFailed(
-                    f"rank {rank} cannot restore {id}: {said}",
-                    subject=f"rank {rank}",
-                    ranks=tuple(fatal),
-                    phase="restore",
-                )
-            rank, said = min(verdict.reasons.items())
-            raise CorruptionError(f"{said.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
-        assert prepared is not None and manifest is not None
-        crashpoint("restore voted for, run not yet claimed")
-        state = prepared.apply()
-        seconds = time.perf_counter() - began
-        self._emitter.emit(RestoredEvent(id, moved, seconds, manifest.content))
-        return RestoreResult(id, manifest, state, prepared.report, moved, seconds)
+        return None if self._resume_from is None else self._reading.restore(self._resume_from)
 
     # -- claiming ------------------------------------------------------------------------------------------------------
 
@@ -161,12 +69,6 @@ class ClaimingTogether(Claiming):
 
     def _claims(self) -> Topic:
         return self.company.agreement.topic("claim")
-
-
-def _manifest(data: bytes, id: CheckpointId) -> Manifest:
-    found = decode_manifest(data, id)
-    assert not isinstance(found, Aborted), "chosen"
-    return found
 
 
 def _named(record: bytes) -> tuple[str, int]:

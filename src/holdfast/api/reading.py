@@ -1,0 +1,130 @@
+"""Restoring as one of several ranks: the coordinator chooses, all read, all vote."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from holdfast.api.company import RESTORE_TIMES, Company
+from holdfast.crashpoints import crashpoint
+from holdfast.engine.restore import Prepare, RestoreResult, choose, chosen, exactly, fetch
+from holdfast.errors import CorruptionError, RankFailed, in_words
+from holdfast.events import CandidateSkipped, Emitter, RestoredEvent
+from holdfast.model import canonical
+from holdfast.model.checkpoint import Manifest
+from holdfast.model.names import CheckpointId
+from holdfast.ranks.topic import Topic
+from holdfast.repo.manifest import Aborted, decode_manifest
+from holdfast.repo.repository import Repo
+from holdfast.state.contract import Prepared
+
+TRY, NONE = b"try", b"none"
+DAMAGED: Final = "damaged: "
+
+
+class ReadingTogether:
+    """The ranks of one job, restoring one run. Each of them calls the same methods in the same order."""
+
+    def __init__(self, repo: Repo, run: str, prepare: Prepare, *, company: Company, emitter: Emitter) -> None:
+        self.company = company
+        self._repo = repo
+        self._run = run
+        self._prepare = prepare
+        self._emitter = emitter
+        self._deadline_s = RESTORE_TIMES * company.timeout_s
+
+    def restore(self, resume_from: int | str) -> RestoreResult | None:
+        """What the coordinator chooses; None, on all ranks, where the run has no checkpoint."""
+        return self._choose(resume_from) if self.company.coordinates else self._follow()
+
+    # -- the coordinator -----------------------------------------------------------------------------------------------
+
+    def _choose(self, resume_from: int | str) -> RestoreResult | None:
+        """What is said here is said in one topic for each candidate; where nothing is left to try, in one more."""
+        try:
+            if resume_from == "latest":
+                result, _ = choose(self._repo, self._run, self._tried, self._emitter)
+            else:
+                result = exactly(self._repo, chosen(self._repo, self._run, resume_from), self._tried)
+        except RankFailed:
+            raise
+        except BaseException as error:
+            with self._topic() as topic:
+                topic.fail(in_words(error))
+            raise
+        if result is None:
+            with self._topic() as topic:
+                topic.announce(NONE)
+        return result
+
+    def _tried(self, id: CheckpointId) -> RestoreResult:
+        data = self._repo.manifest_bytes(id)
+        with self._topic() as topic:
+            topic.announce(b"\n".join([TRY, canonical.dumps([id.run, id.attempt, id.step]), data]))
+        return self._read(id, data)
+
+    # -- the others ----------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> RestoreResult | None:
+        while True:
+            with self._topic() as topic:
+                heard = topic.hear(self._deadline_s, "the choice of a checkpoint")
+            if heard == NONE:
+                return None
+            _, name, data = heard.split(b"\n", 2)
+            run, attempt, step = canonical.loads(name)
+            id = CheckpointId(run, attempt, step)
+            try:
+                return self._read(id, data)
+            except CorruptionError as error:
+                self._emitter.emit(CandidateSkipped(id, error.message))
+
+    # -- every rank ----------------------------------------------------------------------------------------------------
+
+    def _topic(self) -> Topic:
+        return self.company.agreement.topic("restore")
+
+    def _read(self, id: CheckpointId, data: bytes) -> RestoreResult:
+        """Reads this rank's part, votes, and sets what is plain once all have voted for it. CorruptionError where some
+        rank found it damaged; what else went wrong on this rank, or RankFailed where it did on another."""
+        began = time.perf_counter()
+        own: BaseException | None = None
+        prepared: Prepared | None = None
+        manifest: Manifest | None = None
+        moved = 0
+        try:
+            manifest = _manifest(data, id)
+            rank, of = self.company.rank, self.company.world_size
+            prepared, moved = fetch(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
+        except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
+            own = error
+        reason = "" if own is None else (DAMAGED if isinstance(own, CorruptionError) else "") + in_words(own)
+        crashpoint("part restored, not yet voted for")
+        with self._topic() as topic:
+            verdict = topic.vote(own is None, reason, self._deadline_s, f"the restore of {id}")
+        if not verdict:
+            if own is not None and not isinstance(own, CorruptionError):
+                raise own
+            fatal = {rank: said for rank, said in verdict.reasons.items() if not said.startswith(DAMAGED)}
+            if fatal:
+                rank, said = min(fatal.items())
+                raise RankFailed(
+                    f"rank {rank} cannot restore {id}: {said}",
+                    subject=f"rank {rank}",
+                    ranks=tuple(fatal),
+                    phase="restore",
+                )
+            rank, said = min(verdict.reasons.items())
+            raise CorruptionError(f"{said.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
+        assert prepared is not None and manifest is not None
+        crashpoint("restore voted for, run not yet claimed")
+        state = prepared.apply()
+        seconds = time.perf_counter() - began
+        self._emitter.emit(RestoredEvent(id, moved, seconds, manifest.content))
+        return RestoreResult(id, manifest, state, prepared.report, moved, seconds)
+
+
+def _manifest(data: bytes, id: CheckpointId) -> Manifest:
+    found = decode_manifest(data, id)
+    assert not isinstance(found, Aborted), "chosen"
+    return found
