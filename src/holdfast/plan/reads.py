@@ -93,7 +93,8 @@ def coalesce(
     at = position[piece] + within
     counts = np.minimum(size[piece] - within, chunk_bytes)
     first = np.searchsorted(piece, bounds)
-    runs = _runs(want[row][piece], at, counts, size[piece] < SMALL_BYTES, first[:-1])
+    # By the leaf: the short end of a long one is not handled as a small leaf is.
+    runs = _runs(want[row][piece], at, counts, (length < SMALL_BYTES)[row][piece], first[:-1])
     return ReadPlan(
         want=want[row][piece],
         start=start[piece] + within,

@@ -103,6 +103,22 @@ def test_every_kind_of_destination_gets_its_leaf(leaves: list[tuple[int, int]], 
 
 
 @pytest.mark.parametrize("viewed", [True, False])
+def test_the_short_end_of_a_long_leaf_goes_where_the_leaf_does(viewed: bool) -> None:
+    """It lies beside small leaves, which are copied by their addresses; a long one has none."""
+    lengths = [(1 << 20) + 64, 128, (16 << 20) + 64, 192]
+    arrays = [np.random.default_rng(length).integers(0, 256, length, np.uint8) for length in lengths]
+    repo, manifest, index = saved(arrays)
+    targets = [np.zeros_like(array) for array in arrays]
+    wants: list[tuple[int, Sink]] = [(number, Spanned(target)) for number, target in enumerate(targets)]
+    if viewed:
+        read_leaves(repo, manifest, index, wants)
+    else:
+        with without_views():
+            read_leaves(repo, manifest, index, wants)
+    assert all(np.array_equal(target, array) for target, array in zip(targets, arrays, strict=True))
+
+
+@pytest.mark.parametrize("viewed", [True, False])
 @pytest.mark.parametrize("leaf", [0, 1, 450, 999])
 def test_damage_among_many_small_leaves_names_its_own(leaf: int, viewed: bool) -> None:
     repo, manifest, index = saved([np.full(1024, number % 251, np.uint8) for number in range(1000)])
