@@ -109,7 +109,8 @@ def test_the_short_end_of_a_long_leaf_goes_where_the_leaf_does(viewed: bool) -> 
     arrays = [np.random.default_rng(length).integers(0, 256, length, np.uint8) for length in lengths]
     repo, manifest, index = saved(arrays)
     targets = [np.zeros_like(array) for array in arrays]
-    wants: list[tuple[int, Sink]] = [(number, Spanned(target)) for number, target in enumerate(targets)]
+    sinks = [Spanned(target) if len(target) < 16_384 else ArraySink(target) for target in targets]
+    wants: list[tuple[int, Sink]] = list(enumerate(sinks))
     if viewed:
         read_leaves(repo, manifest, index, wants)
     else:
