@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -46,6 +47,7 @@ class Topic:
         self._lowest = 0
         self._found: dict[int, Message] = {}
         self._unheard: list[int] = []
+        self._each = False
 
     @property
     def register(self) -> str:
@@ -54,6 +56,9 @@ class Topic:
 
     def post_key(self, rank: int) -> str:
         return self._session.key("topics", self.kind, self.number, "posts", rank)
+
+    def answer_key(self, rank: int) -> str:
+        return self._session.key("topics", self.kind, self.number, "answers", rank)
 
     def post(self, data: bytes) -> None:
         """Tells the coordinator. One round trip, waits for nobody. Raises RankStoreLost."""
@@ -117,12 +122,17 @@ class Topic:
             )
             self._understood(self._settle(failure(session.id, self.name, session.rank, error)))
 
-    def announce(self, data: bytes) -> None:
-        """On the coordinator: what came of it, for all ranks.
+    def announce(self, data: bytes, each: Sequence[bytes] = ()) -> None:
+        """On the coordinator: what came of it, for all ranks. `each`: by rank, what is for that rank alone (`answer`):
+        of what differs between thousands of ranks each reads its own.
 
         Raises what the topic has failed with if it has: RankFailed, RanksMissing; and RankStoreLost.
         """
         self._only_coordinator("announce")
+        for rank, one in enumerate(each):
+            self._each = True
+            key, raw = self.answer_key(rank), Message(self._session.id, self.name, 0, data=one).encode()
+            self._session.ask(partial(self._session.board.put, key, raw), self.phase)
         token = {"token": secrets.token_hex(8)}
         message = Message(self._session.id, self.name, self._session.rank, facts=token, data=data)
         standing = self._settle(message)
@@ -143,6 +153,13 @@ class Topic:
         until = deadline if isinstance(deadline, Deadline) else session.settings.deadline(deadline)
         heard: Message = self._wait(look, lambda: silent, until, phase)
         return self._understood(heard).data
+
+    def answer(self) -> bytes:
+        """What was announced for this rank alone, once the announcement has been heard. Raises RanksDisagree where
+        nothing was, RankStoreLost."""
+        key = self.answer_key(self._session.rank)
+        raw = self._session.ask(partial(self._session.board.get, key), self.phase)
+        return decode(raw or b"", self._session.id, self.name, 0).data
 
     def gather(self, data: bytes, deadline: Deadline | float, phase: str = "") -> list[bytes]:
         """On every rank: what each has given, by rank. Raises what `collect` does."""
@@ -204,8 +221,11 @@ class Topic:
             self.over = True
             self._ended(self, self._lowest)
 
-    def keys(self) -> list[str]:
-        return [self.register, *map(self.post_key, range(self._session.world_size))]
+    def keys(self, *, every: bool = False) -> list[str]:
+        """The keys that it may have on the board. every: also those that only another process can know of."""
+        ranks = range(self._session.world_size)
+        answers = map(self.answer_key, ranks) if every or self._each else ()
+        return [self.register, *map(self.post_key, ranks), *answers]
 
     def __enter__(self) -> Topic:
         return self

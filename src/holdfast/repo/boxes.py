@@ -97,14 +97,14 @@ def encode_boxes(table: BoxTable, id: CheckpointId, save_id: str) -> bytes:
         "dtype": table.code,
         "head": encode_json(head),
     }
-    return encode_columns(columns, COLUMNS, save_id=save_id)
+    return encode_columns(columns, COLUMNS, save_id=save_id, narrow=True)
 
 
 def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, leaves: int) -> BoxTable:
     """The table in `data`, which has been digested already, every number in it checked: it speaks of at most `ranks`
     ranks and `leaves` leaves. CorruptionError otherwise."""
     name = f"{id.directory}/{BOXES}"
-    columns = decode_columns(data, COLUMNS, name=name, what="a table of parts")
+    columns = decode_columns(data, COLUMNS, narrow=True, name=name, what="a table of parts")
     values = decode_json(columns, "head", name)
     if not isinstance(values, dict):
         raise CorruptionError(f"{name}: the column 'head' is no object", subject=name)

@@ -73,7 +73,8 @@ def encode_index(index: Index, id: CheckpointId, rows: Rows | None = None) -> by
     if rows.origin is not None and rows.whole is not None:
         columns |= {"origin": rows.origin, "whole": rows.whole}
         kinds = (*PARTS, *COLUMNS)
-    return encode_columns(columns, kinds, save_id=index.save_id)
+    # Of one process alone all columns are as wide as they may be: its files stay byte for byte what they were.
+    return encode_columns(columns, kinds, save_id=index.save_id, narrow=index.tree_leaves is not None)
 
 
 def _head(index: Index, id: CheckpointId, rows: Rows) -> Json:
@@ -187,8 +188,7 @@ def decode_index(data: bytes, *, id: CheckpointId, rank: int, tree: Json) -> Ind
 def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
     """The rows of the index in `data`, which has been digested already, every number in them checked."""
     name = f"{id.directory}/{index_file(rank)}"
-    columns = _columns(data, name)
-    head = _read_head(columns, name, rank)
+    columns, head = _read(data, name, rank)
     packs = _packs(head)
     private = decode_json(columns, "private", name)
     shared = head.whole("shared")
@@ -213,7 +213,7 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
         chunk_bytes=chunk_bytes,
         packs=packs,
         names=names,
-        code=columns["dtype"],
+        code=columns["dtype"].astype(np.int64),
         dims=dims,
         bounds=bounds,
         pack=pack,
@@ -234,12 +234,17 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
 def decode_packs(data: bytes, *, id: CheckpointId, rank: int) -> tuple[str, tuple[PackEntry, ...]]:
     """The save id and the packs that the index in `data` names, without its rows."""
     name = f"{id.directory}/{index_file(rank)}"
-    head = _read_head(_columns(data, name), name, rank)
+    _, head = _read(data, name, rank)
     return head.hex("save_id", 32), _packs(head)
 
 
-def _columns(data: bytes, name: str) -> dict[str, Array]:
-    return decode_columns(data, COLUMNS, more=PARTS, name=name, what="an index")
+def _read(data: bytes, name: str, rank: int) -> tuple[dict[str, Array], Fields]:
+    """The columns and the head."""
+    columns = decode_columns(data, COLUMNS, more=PARTS, narrow=True, name=name, what="an index")
+    head = _read_head(columns, name, rank)
+    if "leaves" not in head.values:
+        columns = decode_columns(data, COLUMNS, more=PARTS, name=name, what="an index of one process")
+    return columns, head
 
 
 def _read_head(columns: dict[str, Array], name: str, rank: int) -> Fields:
