@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from holdfast.model.timing import Timing
     from holdfast.policy import every, keep, on
     from holdfast.ranks.shared_files import SharedFiles
+    from holdfast.ranks.solo import Solo
     from holdfast.state.declared import flat, fused, per_rank, replicated, shard
     from holdfast.state.tagged import Tagged
 
@@ -37,6 +38,7 @@ _HOME = {
     "Restored": "holdfast.api.restored",
     "Save": "holdfast.engine.handle",
     "SharedFiles": "holdfast.ranks.shared_files",
+    "Solo": "holdfast.ranks.solo",
     "Stats": "holdfast.api.stats",
     "Tagged": "holdfast.state.tagged",
     "Timing": "holdfast.model.timing",
@@ -64,6 +66,7 @@ __all__ = [
     "Restored",
     "Save",
     "SharedFiles",
+    "Solo",
     "Stats",
     "Tagged",
     "Timing",

@@ -107,7 +107,7 @@ def costs(stats: holdfast.Stats) -> None:
 
 
 def one_off(place: Path, state: dict[str, object]) -> None:
-    checkpoint = holdfast.save(state, place, step=3, run="gpt")
+    checkpoint = holdfast.save(state, place, step=3, run="gpt", ranks=holdfast.Solo(), ranks_timeout=60)
     assert_type(checkpoint, holdfast.Checkpoint)
     assert_type(checkpoint.step, int)
     assert_type(checkpoint.content, str)

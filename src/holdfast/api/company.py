@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -62,18 +62,27 @@ class Company:
 
     @classmethod
     def meet(
-        cls, ranks: Ranks, where: Where, run: str, emitter: Emitter, timeout_s: float = TIMEOUT_S
+        cls,
+        ranks: Ranks,
+        where: Where,
+        run: str,
+        emitter: Emitter,
+        timeout_s: float = TIMEOUT_S,
+        *,
+        call: str = "Checkpointer",
+        facts: Mapping[str, str] | None = None,
     ) -> tuple[Company, Repo]:
-        """Meets the other ranks, and opens the repository, which has to be one for all of them.
+        """Meets the other ranks, and opens the repository, which has to be one for all of them. `call`: what all of
+        them have called; `facts`: what else has to be equal on all of them.
 
         Raises what the store raises; RanksMissing, RanksDisagree, RankFailed and RankStoreLost.
         """
-        facts = {"run": run_key(run), "version": __version__}
-        agreement = Agreement.open(ranks, facts, timeout_s, settings(timeout_s))
+        told = {"call": f"holdfast.{call}", "run": run_key(run), "version": __version__, **(facts or {})}
+        agreement = Agreement.open(ranks, told, timeout_s, settings(timeout_s))
         company = cls(agreement, run, emitter, timeout_s)
         crashpoint("ranks met, repository not yet opened")
         try:
-            return company, company._open(where)
+            return company, company._open(where, create=call != "load")
         except BaseException as error:
             company.leave(error)
             raise
@@ -90,11 +99,11 @@ class Company:
     def coordinates(self) -> bool:
         return self.agreement.is_coordinator
 
-    def _open(self, where: Where) -> Repo:
-        """The coordinator creates it where there is none; the others have to find the very same."""
+    def _open(self, where: Where, *, create: bool = True) -> Repo:
+        """The coordinator may `create` it where there is none; the others have to find the very same."""
         with self.agreement.topic("place") as topic:
             if self.coordinates:
-                repo = Repo.create_or_open(open_store(where))
+                repo = (Repo.create_or_open if create else Repo.open)(open_store(where))
                 topic.announce(repo.id.encode())
                 wrong = ""
             else:

@@ -8,21 +8,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.api import ownership
+from holdfast.api.arguments import seconds
+from holdfast.api.company import TIMEOUT_S, Company
 from holdfast.api.environment import check_platform, environment
+from holdfast.api.meeting import agreed_attempt, meeting
+from holdfast.api.reading import ReadingTogether
 from holdfast.api.rehearsal import rehearsed
 from holdfast.api.restored import Checkpoint, Restored
 from holdfast.engine.job import About
-from holdfast.engine.restore import Told, chosen, restore_checkpoint, restore_latest
+from holdfast.engine.joint.party import Together
+from holdfast.engine.restore import RestoreResult, Told, chosen, restore_checkpoint, restore_latest
 from holdfast.engine.save import Saver
 from holdfast.errors import CheckpointNotFound, Superseded, UsageError
 from holdfast.events import Emitter, Sink
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId, run_key
-from holdfast.ranks.solo import solo
+from holdfast.ranks.contract import Ranks
+from holdfast.ranks.detection import find_ranks
+from holdfast.ranks.solo import Solo
+from holdfast.ranks.torch_store import initialised
 from holdfast.repo.attempts import Attempt, claim
 from holdfast.repo.lineage import latest
 from holdfast.repo.repository import Repo
-from holdfast.state.contract import Prepared
+from holdfast.state.contract import Flattened, Prepared
 from holdfast.state.flattener import flatten
 from holdfast.state.prepare import prepare
 from holdfast.store.contract import Where
@@ -38,21 +46,43 @@ _lock = threading.Lock()
 
 
 def save(
-    state: Any, where: Where, *, step: int | None = None, run: str = "main", sinks: Sequence[Sink] = ()
+    state: Any,
+    where: Where,
+    *,
+    step: int | None = None,
+    run: str = "main",
+    ranks: Ranks | None = None,
+    ranks_timeout: float = TIMEOUT_S,
+    sinks: Sequence[Sink] = (),
 ) -> Checkpoint:
     """Saves `state` and returns once it is committed. `step=None` is the one after `latest`.
 
-    Everything is kept. Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live
-    process owns the run (UsageError if a Checkpointer of this one trains it), and errors of the store; the checkpoints
-    that were there stay as they are.
+    Everything is kept. In a job of several processes (torch.distributed is initialised, or `ranks` tells of them) every
+    rank calls it with its own part of the state, and one checkpoint is made of all; `ranks_timeout` is for how many
+    seconds they wait for one that does not come. One that saves by itself there passes `ranks=holdfast.Solo()`.
+
+    Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live process owns the run
+    (UsageError if a Checkpointer of this one trains it), errors of the store, and of several ranks RanksMissing,
+    RanksDisagree, RankFailed and ShardMismatch; the checkpoints that were there stay as they are.
     """
     check_platform()
-    solo()
+    patience_s = seconds(ranks_timeout, "ranks_timeout=")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step={step!r} is no number of completed steps", subject="step")
+    emitter, where = Emitter.of(sinks), rehearsed(where)
+    ranks = find_ranks(ranks)
+    if ranks.world_size > 1:
+        facts = {"step": "the next" if step is None else str(step)}
+        with meeting(ranks, where, run, emitter, patience_s, call="save", facts=facts) as (company, repo):
+            return _saved(repo, flatten(state), run, step, emitter=emitter, company=company)
     flattened = flatten(state)
-    emitter = Emitter.of(sinks)
-    repo = Repo.create_or_open(open_store(rehearsed(where)))
+    with _lock:
+        return _saved(Repo.create_or_open(open_store(where)), flattened, run, step, emitter=emitter)
+
+
+def _saved(
+    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, company: Company | None = None
+) -> Checkpoint:
     key = (repo.id, run_key(run))
     if ownership.live(key) is not None:
         raise UsageError(
@@ -60,20 +90,22 @@ def save(
             subject=run,
             hint="call its save(), close it, or save to another run",
         )
-    with _lock:
+    if company is None:
         attempt, number = _attempt(repo, run, key, step)
-        saver = Saver(repo, run, emitter=emitter, lasting=False)
-        saver.attempt = attempt
-        try:
-            about = About(
-                parent=attempt.parent, progress={"step": number}, environment=environment(), reason="asked for"
-            )
-            handle = saver.save(flattened, number, wait=True, about=about)
-            id = handle.wait()
-            _attempts[key] = (attempt, number)
-        finally:
-            attempt.release()
-            saver.close()
+        party = None
+    else:
+        attempt, number = agreed_attempt(repo, company, lambda: _attempt(repo, run, key, step))
+        party = Together(repo, company.agreement, deadline_s=company.timeout_s)
+    saver = Saver(repo, run, emitter=emitter, lasting=False, party=party)
+    saver.attempt = attempt
+    try:
+        about = About(parent=attempt.parent, progress={"step": number}, environment=environment(), reason="asked for")
+        handle = saver.save(flattened, number, wait=True, about=about)
+        id = handle.wait()
+        _attempts[key] = (attempt, number)
+    finally:
+        attempt.release()
+        saver.close()
     manifest = saver.manifest
     assert manifest is not None and manifest.id == id, "what was committed"
     return Checkpoint(repo.url, id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
@@ -109,6 +141,8 @@ def load(
     exclude: Pattern | Sequence[Pattern] | None = None,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     device: Any = None,
+    ranks: Ranks | None = None,
+    ranks_timeout: float = TIMEOUT_S,
     sinks: Sequence[Sink] = (),
 ) -> Restored:
     """Loads a checkpoint, every byte verified: into existing objects (`into`, the same kind of thing that was saved),
@@ -121,11 +155,16 @@ def load(
     - `include`, `exclude`: globs over the paths that `rename` leads to, each standing for what is below it as well, or
       compiled expressions.
     - `device`: where tensors that are made anew go.
+    - `ranks`, `ranks_timeout`: in a job of several processes (torch.distributed is initialised, or `ranks` tells of
+      them) every rank calls it, all get the same checkpoint, each what its own `into` holds of it, and any number of
+      ranks may have saved it. `ranks=holdfast.Solo()` reads by itself there.
 
-    Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch.
+    Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch;
+    of several ranks also RanksMissing, RanksDisagree and RankFailed.
     """
-    emitter = Emitter.of(sinks)
-    repo = Repo.open(open_store(rehearsed(where)))
+    emitter, where = Emitter.of(sinks), rehearsed(where)
+    patience_s = seconds(ranks_timeout, "ranks_timeout=")
+    ranks = ranks or initialised() or Solo()
 
     def match(manifest: Manifest, told: Told) -> Prepared:
         return prepare(
@@ -140,15 +179,27 @@ def load(
             device=device,
         )
 
-    if step == "latest":
-        result = restore_latest(repo, run, match, emitter=emitter)
-        if result is None:
-            chosen(repo, run, "latest")  # raises, naming what there is
-            raise CheckpointNotFound(
-                f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=f"holdfast ls {repo.url}"
-            )
+    if ranks.world_size > 1:
+        facts = {"step": str(step)}
+        with meeting(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (company, repo):
+            result = ReadingTogether(repo, run, match, company=company, emitter=emitter).restore(step)
+            found = _found(repo, run, result)
     else:
-        result = restore_checkpoint(repo, chosen(repo, run, step), match, emitter=emitter)
+        repo = Repo.open(open_store(where))
+        if step == "latest":
+            found = _found(repo, run, restore_latest(repo, run, match, emitter=emitter))
+        else:
+            found = restore_checkpoint(repo, chosen(repo, run, step), match, emitter=emitter)
     with _lock:
-        _loaded[(repo.id, run_key(run))] = result.id
-    return Restored.of(result, repo.url)
+        _loaded[(repo.id, run_key(run))] = found.id
+    return Restored.of(found, repo.url)
+
+
+def _found(repo: Repo, run: str, result: RestoreResult | None) -> RestoreResult:
+    """CheckpointNotFound where the run has none."""
+    if result is None:
+        chosen(repo, run, "latest")  # raises, naming what there is
+        raise CheckpointNotFound(
+            f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=f"holdfast ls {repo.url}"
+        )
+    return result

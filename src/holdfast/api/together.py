@@ -17,6 +17,7 @@ from holdfast.repo.attempts import Attempt, joined
 from holdfast.repo.records import decode_attempt, encode_attempt
 
 AGAIN, CLAIMED = b"again", b"claimed"
+from holdfast.repo.repository import Repo
 
 
 class ClaimingTogether(Claiming):
@@ -45,7 +46,7 @@ class ClaimingTogether(Claiming):
                 kind, _, record = topic.hear(self._deadline_s, "the claim of the run").partition(b"\n")
             if kind == CLAIMED:
                 crashpoint("claim heard, nothing saved yet")
-                attempt = joined(self._repo, decode_attempt(record, *_named(record)))
+                attempt = attempt_of(self._repo, record)
                 self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
                 return attempt
             self.done = False
@@ -71,6 +72,7 @@ class ClaimingTogether(Claiming):
         return self.company.agreement.topic("claim")
 
 
-def _named(record: bytes) -> tuple[str, int]:
+def attempt_of(repo: Repo, record: bytes) -> Attempt:
+    """The attempt that the coordinator has claimed and announced. CorruptionError for what is no record of one."""
     said = canonical.loads(record)
     return str(said["run"]), int(said["attempt"])

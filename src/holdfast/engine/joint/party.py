@@ -281,7 +281,22 @@ class Together:
         topic.check()  # a rank that has given up since has reported the save as failed
         commit(repo, manifest, receipts, tree=tree)
         crashpoint("manifest durable, not yet announced")
-        topic.announce(Post(GO, {"content": manifest.content, "bytes": manifest.bytes}, b"").encode())
+        said = {"bytes": manifest.bytes, "content": manifest.content, "leaves": manifest.leaves}
+        topic.announce(Post(GO, said, b"").encode())
+
+    def _tell_rows(self, under: _Under, save: Save) -> Steps[None]:
+        """Something that ranks hold alike is not the same on all of them: which it is, ends the save on all."""
+        assert under.put is not None
+        under.put = self._agreement.topic("rows", under.put.number)
+        with under.put as topic:
+            topic.post(Post(ROWS, {}, under.replicas).encode())
+            yield
+            if self.coordinates:
+                plan, digests = under.plan, [post.data for post in self._rounds.posts(topic, save)]
+                assert plan is not None, "planned before"
+                check_replicas(plan.held, plan.replicas, plan.compared(under.all_replicas), digests)
+                raise ShardMismatch("what several ranks hold alike was not the same on all of them, and is now")
+            topic.hear(self._deadline_s, phase(topic, save))
 
     def _tree(self, plan: JointPlan, under: _Under, save: Save, posts: Sequence[Post]) -> Spelled:
         """The tree of this moment: that of all ranks, plain values included. ShardMismatch where those differ."""
@@ -350,4 +365,5 @@ def _entry(said: Mapping[str, Any]) -> IndexEntry:
 
 def _told(save: Save, index: Index, head: Mapping[str, Any]) -> Manifest:
     """What a rank that does not commit knows of the manifest."""
-    return Manifest(save.id, save.save_id, None, (), str(head["content"]), int(head["bytes"]), 0, index.chunk_bytes)
+    content, nbytes, leaves = str(head["content"]), int(head["bytes"]), int(head["leaves"])
+    return Manifest(save.id, save.save_id, None, (), content, nbytes, leaves, index.chunk_bytes)
