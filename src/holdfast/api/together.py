@@ -75,4 +75,4 @@ class ClaimingTogether(Claiming):
 def attempt_of(repo: Repo, record: bytes) -> Attempt:
     """The attempt that the coordinator has claimed and announced. CorruptionError for what is no record of one."""
     said = canonical.loads(record)
-    return str(said["run"]), int(said["attempt"])
+    return joined(repo, decode_attempt(record, str(said["run"]), int(said["attempt"])))
