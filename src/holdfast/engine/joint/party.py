@@ -284,20 +284,6 @@ class Together:
         said = {"bytes": manifest.bytes, "content": manifest.content, "leaves": manifest.leaves}
         topic.announce(Post(GO, said, b"").encode())
 
-    def _tell_rows(self, under: _Under, save: Save) -> Steps[None]:
-        """Something that ranks hold alike is not the same on all of them: which it is, ends the save on all."""
-        assert under.put is not None
-        under.put = self._agreement.topic("rows", under.put.number)
-        with under.put as topic:
-            topic.post(Post(ROWS, {}, under.replicas).encode())
-            yield
-            if self.coordinates:
-                plan, digests = under.plan, [post.data for post in self._rounds.posts(topic, save)]
-                assert plan is not None, "planned before"
-                check_replicas(plan.held, plan.replicas, plan.compared(under.all_replicas), digests)
-                raise ShardMismatch("what several ranks hold alike was not the same on all of them, and is now")
-            topic.hear(self._deadline_s, phase(topic, save))
-
     def _tree(self, plan: JointPlan, under: _Under, save: Save, posts: Sequence[Post]) -> Spelled:
         """The tree of this moment: that of all ranks, plain values included. ShardMismatch where those differ."""
         digests = [str(post.head["tree"]) for post in posts]
