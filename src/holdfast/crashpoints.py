@@ -21,6 +21,8 @@ NAMES: Final[frozenset[str]] = frozenset(
         "memory image sealed",
         "memory image found, not adopted",
         "memory image adopted, not yet claimed",
+        "what is in memory told, choice not yet heard",
+        "memory image looked into, not yet voted for",
         "claimed, memory image not yet resealed",
         "image to be flushed is whole, run not yet claimed",
         "flushed pack durable, index not yet",

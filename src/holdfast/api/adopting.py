@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from holdfast.crashpoints import crashpoint
-from holdfast.engine.memory import Candidate, MemoryTier
+from holdfast.engine.candidates import Candidate
+from holdfast.engine.memory import MemoryTier
 from holdfast.engine.restore import Prepare, RestoreResult, restore_checkpoint
 from holdfast.errors import CorruptionError
 from holdfast.events import Adopted, CandidateSkipped, Emitter, Warned

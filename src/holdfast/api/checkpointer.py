@@ -130,8 +130,9 @@ class Checkpointer:
         emitter = Emitter.of(sinks)
         company: Company | None = None
         if ranks.world_size > 1:
-            refused(memory=remembered is not None, skips=on_busy == "skip", rehearsing=rehearsing is not None)
-            company, repo = Company.meet(ranks, where, run, emitter, patience_s)
+            refused(memory=remembered, skips=on_busy == "skip", rehearsing=rehearsing is not None)
+            facts = {"memory": repr(remembered)}
+            company, repo = Company.meet(ranks, where, run, emitter, patience_s, facts=facts)
         else:
             repo = Repo.create_or_open(open_store(where))
         with leaving_if_raised(company):

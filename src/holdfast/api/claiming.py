@@ -9,7 +9,8 @@ from holdfast.api import ownership
 from holdfast.api.adopting import Adopting
 from holdfast.api.position import Counters, Position
 from holdfast.api.restored import Restored
-from holdfast.engine.memory import Candidate, MemoryTier
+from holdfast.engine.candidates import Candidate
+from holdfast.engine.memory import MemoryTier
 from holdfast.engine.restore import RestoreResult, Told, chosen, restore_checkpoint, restore_latest
 from holdfast.errors import CheckpointNotFound, HoldfastError, Superseded, UsageError
 from holdfast.events import AttemptClaimed, Emitter, Warned

@@ -215,10 +215,14 @@ def _find(where: Where, wanted: str) -> tuple[Repo | None, str]:
     return repo, ""
 
 
-def refused(*, memory: bool, skips: bool, rehearsing: bool) -> None:
+def refused(*, memory: SavePolicy | None, skips: bool, rehearsing: bool) -> None:
     """Raises UsageError for what several ranks cannot do together yet."""
     for given, what, instead in (
-        (memory, "memory=", "leave it out: states are kept in memory for jobs of one process only, so far"),
+        (
+            memory is not None and not memory.alike,
+            f"memory={memory!r}",
+            "memory=every(steps=…): all keep the same steps",
+        ),
         (skips, 'on_busy="skip"', 'on_busy="wait": ranks would skip different saves'),
         (rehearsing, "holdfast certify", "certify the same training as one process"),
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.engine.fenced import Fencing
 from holdfast.engine.job import About
@@ -28,6 +28,9 @@ BUSY = "the state taken into memory before is not sealed yet"
 class Remembering:
     """The memory tier of one run, with a cadence of its own."""
 
+    replaces_torn = True
+    """Whether a torn state is made up for at the very next step, due or not."""
+
     def __init__(
         self,
         repo: Repo,
@@ -40,7 +43,7 @@ class Remembering:
         emitter: Emitter,
         warn: Callable[[str], None],
     ) -> None:
-        self.tier = MemoryTier(repo, run, budget=budget, in_flight=in_flight, emitter=emitter, warn=warn)
+        self.tier = self._make_tier(repo, run, budget=budget, in_flight=in_flight, emitter=emitter, warn=warn)
         self.policy = policy
         self.skipped = 0
         """Steps that were due and not taken, for the one before was not sealed."""
@@ -51,12 +54,20 @@ class Remembering:
         self._run = run
         self._on_busy = on_busy
         self._emitter = emitter
-        self._saver = MemorySaver(repo, self.tier, emitter)
+        self._saver = MemorySaver(repo, self.tier, emitter, rank=self.tier.rank)
         self._attempt: Attempt | None = None
         self._first_step = 0
         self._last_step: int | None = None
         self._last_s: float | None = None
         self._started_s = 0.0
+
+    def _make_tier(self, repo: Repo, run: str, **more: Any) -> MemoryTier:
+        return MemoryTier(repo, run, **more)
+
+    @property
+    def written_from(self) -> MemoryTier | None:
+        """The tier whose images saves to the store are written from; None where they have memory of their own."""
+        return self.tier
 
     def capture_beside(self, fencing: Fencing) -> None:
         """From now on what optimizers own is copied beside training, as in saves to the store."""
@@ -114,7 +125,7 @@ class Remembering:
             last_saved_s=self._last_s,
         )
         decision, torn = self.policy.decide(moment, history), self.torn
-        if not decision.save and torn is not None and moment.step > torn:
+        if self.replaces_torn and not decision.save and torn is not None and moment.step > torn:
             return Decision(True, f"in place of the torn state of step {torn}")
         return decision
 
@@ -129,13 +140,15 @@ class Remembering:
         self._last_s = time.monotonic()
         self._moment(step, self._last_s)
         self.delayed += self._saver.busy
+        id = CheckpointId(self._attempt.run, self._attempt.number, step)
         try:
-            id = CheckpointId(self._attempt.run, self._attempt.number, step)
             if self._saver.save(flattened, id, about, eager=eager or torn):
                 self._last_step = step
         except DeadlineExceeded as error:
+            self.tier.missed(id)
             self._skip(step, error.message)
         except Exception as error:  # noqa: BLE001 - no thread to be had, no memory: training goes on without it
+            self.tier.missed(id)
             why = getattr(error, "message", None) or repr(error)
             self._emitter.emit(Warned(f"step {step} is not kept in memory: {why}", self._run))
         finally:
@@ -154,3 +167,8 @@ class Remembering:
     def _skip(self, step: int, reason: str) -> None:
         self.skipped += 1
         self._emitter.emit(SaveSkipped(self._run, step, f"{reason} ({self.skipped} skipped so far)"))
+
+
+def taken_by(memory: Remembering | None) -> Callable[[], int]:
+    """The bytes that its images take, as of each call."""
+    return lambda: memory.tier.nbytes if memory is not None else 0

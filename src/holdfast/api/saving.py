@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from holdfast.api.company import Company
 from holdfast.api.late import Late
-from holdfast.api.remembering import Remembering
+from holdfast.api.remembering import Remembering, taken_by
+from holdfast.api.remembering_together import remembering
 from holdfast.api.spent import Spent
 from holdfast.api.stats import Stats
 from holdfast.api.tally import Tally
@@ -78,7 +79,7 @@ class Saving:
         self.memory: Remembering | None = None
         """States that are kept in memory, with a cadence of its own."""
         if memory is not None:
-            self.memory = Remembering(
+            self.memory = remembering(company)(
                 repo,
                 run,
                 memory,
@@ -97,7 +98,8 @@ class Saving:
             timed=True,
             on_end=self._ended,
             make_room=self._make_room,
-            memory=self.memory.tier if self.memory is not None else None,
+            memory=self.memory.written_from if self.memory is not None else None,
+            beside=taken_by(self.memory),
             party=Together(repo, company.agreement, deadline_s=company.timeout_s) if company is not None else None,
         )
         self.last: Save | None = None

@@ -7,7 +7,9 @@ from typing import Any
 from holdfast.api.claiming import Claiming
 from holdfast.api.company import RESTORE_TIMES, Company
 from holdfast.api.reading import ReadingTogether
+from holdfast.api.recalling import AdoptingTogether
 from holdfast.crashpoints import crashpoint
+from holdfast.engine.joint.memory import JointTier
 from holdfast.engine.restore import RestoreResult
 from holdfast.errors import in_words
 from holdfast.events import AttemptClaimed
@@ -15,9 +17,9 @@ from holdfast.model import canonical
 from holdfast.ranks.topic import Topic
 from holdfast.repo.attempts import Attempt, joined
 from holdfast.repo.records import decode_attempt, encode_attempt
+from holdfast.repo.repository import Repo
 
 AGAIN, CLAIMED = b"again", b"claimed"
-from holdfast.repo.repository import Repo
 
 
 class ClaimingTogether(Claiming):
@@ -28,9 +30,9 @@ class ClaimingTogether(Claiming):
         self.company = company
         self._deadline_s = RESTORE_TIMES * company.timeout_s
         self._reading = ReadingTogether(self._repo, self._run, self._prepare, company=company, emitter=self._emitter)
-
-    def _adopt(self) -> RestoreResult | None:
-        return None
+        tier = more.get("memory")
+        if self.adopting is not None and isinstance(tier, JointTier):
+            self.adopting = AdoptingTogether(self._repo, tier, self._run, company, self._emitter)
 
     def _restore(self) -> RestoreResult | None:
         return None if self._resume_from is None else self._reading.restore(self._resume_from)

@@ -106,14 +106,19 @@ class Halves:
         """The half to be filled next, marked so. DeadlineExceeded if the capture before is not sealed in time, or all
         are being written from for so long."""
         with self._changed:
-            if not self._changed.wait_for(lambda: not any(half.filling for half in self.all), timeout):
-                raise DeadlineExceeded(f"the state taken into memory before was not sealed within {timeout:g} s")
+            self.await_sealed(timeout)
             if not self._changed.wait_for(lambda: not all(half.writing for half in self.all), timeout):
                 raise DeadlineExceeded(f"no image in memory had been written to the store within {timeout:g} s")
             free = [half for half in self.all if not half.writing]
             half = min(free, key=lambda one: one.footer.sequence if one.footer is not None else 0)
             half.filling, half.writing = True, writing
             return half
+
+    def await_sealed(self, timeout: float = FILLING_DEADLINE_S) -> None:
+        """Returns once no capture is under way. DeadlineExceeded."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not any(half.filling for half in self.all), timeout):
+                raise DeadlineExceeded(f"the state taken into memory before was not sealed within {timeout:g} s")
 
     def sealed(self, half: Half, footer: Footer, number: int) -> None:
         with self._changed:

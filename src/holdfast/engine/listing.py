@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast.image import lasting, slots
 from holdfast.image.seals import read_seals
-from holdfast.image.slots import Slot
+from holdfast.image.slots import Slot, parse_name
 from holdfast.repo.footer import Footer, newest
 
 
@@ -45,6 +45,27 @@ def images() -> Iterator[Found]:
 def dead_images() -> list[Found]:
     """Those whose process has ended."""
     return [found for found in images() if not found.alive]
+
+
+def kept_by_others(repository: str, run: str, ranks: int) -> list[Found]:
+    """What dead processes of a run have left that were not as many ranks as are asked for."""
+    parent = lasting.parent(repository, run)
+    return [one for one in dead_images() if one.slot.parent == parent and parse_name(one.slot.name)[2] != ranks]
+
+
+def passed_over(others: Iterable[Found], ranks: int) -> list[str]:
+    """Why a job of `ranks` does not go on from what they have kept: the newest of each number of ranks."""
+    newest_of: dict[int, int] = {}
+    for footer in (one.footer for one in others if one.footer is not None):
+        newest_of[footer.ranks] = max(footer.id.step, newest_of.get(footer.ranks, 0))
+    return [
+        f"step {step} in memory is passed over: {_ranks(of)} kept it, and this job has {ranks}"
+        for of, step in sorted(newest_of.items())
+    ]
+
+
+def _ranks(count: int) -> str:
+    return "one process" if count == 1 else f"{count} ranks"
 
 
 def remove_image(found: Found) -> bool:

@@ -9,25 +9,26 @@ starts finds what the one before left, and goes on from it if nothing else has b
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from holdfast.codec.digest import digest
 from holdfast.crashpoints import crashpoint
+from holdfast.engine.candidates import Candidate, adoptable
 from holdfast.engine.describing import manifest_of
 from holdfast.engine.halves import Half, Halves
 from holdfast.engine.images import Image, open_image
+from holdfast.engine.listing import kept_by_others, passed_over, remove_image
 from holdfast.engine.planned import SavePlan
 from holdfast.engine.room import free_room, shortage
-from holdfast.errors import CorruptionError, StoreError
+from holdfast.errors import CorruptionError
 from holdfast.events import Emitter, Warned
 from holdfast.image.lasting import take_slots
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Index, IndexEntry
 from holdfast.model.names import CheckpointId, run_key
-from holdfast.repo.adoption import Adoptable, judge
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.footer import Footer, Holder, Part, encode_footer, new_footer, newest
 from holdfast.repo.index import encode_index
@@ -43,15 +44,6 @@ LEAST: Final = 2
 """Slots without which there is no memory tier."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A sealed image that the run may go on from."""
-
-    half: Half
-    footer: Footer
-    adoptable: Adoptable
-
-
 class MemoryTier:
     """The slots of one run and rank. Used by the training thread; `seal` and `ended` by a writing thread as well.
 
@@ -64,6 +56,7 @@ class MemoryTier:
         run: str,
         *,
         rank: int = 0,
+        ranks: int = 1,
         budget: int | None = None,
         in_flight: int = 1,
         emitter: Emitter,
@@ -75,7 +68,8 @@ class MemoryTier:
         """When a save to the store was last begun, or training was; by this boot's monotonic clock."""
         self._repo = repo
         self._run = run_key(run)
-        self._rank = rank
+        self.rank = rank
+        self._ranks = ranks
         self._budget = budget
         self._slots = max(LEAST, in_flight + 1)
         self._told_in_flight = self._slots - 1
@@ -126,13 +120,13 @@ class MemoryTier:
         if self._halves is not None or self.off:
             return False
         try:
-            held = take_slots(self._repo.id, self._run, self._rank, self._slots)
+            held = take_slots(self._repo.id, self._run, self.rank, self._slots, of=self._ranks)
         except BlockingIOError as error:
             self._why_not_held = error.strerror or str(error)
         except OSError as error:
             self.turn_off(f"shared memory cannot be used: {error.strerror or error}")
         else:
-            make = [Half.of(slot, self._repo.chunk_bytes, self._emitter, rank=self._rank) for slot in held]
+            make = [Half.of(slot, self._repo.chunk_bytes, self._emitter, rank=self.rank) for slot in held]
             self._halves = Halves(make)
             return True
         return False
@@ -194,18 +188,9 @@ class MemoryTier:
 
     def candidates(self, report: Callable[[str], None]) -> list[Candidate]:
         """The sealed images that the run may go on from, newest first. `report` is told why another may not."""
-        found: list[Candidate] = []
-        for half, footer in self._sealed():
-            try:
-                verdict = judge(self._repo, self._run, footer)
-            except StoreError as error:
-                verdict = f"the repository does not answer: {error.message}"
-            if isinstance(verdict, str):
-                report(f"step {footer.id.step} in memory (attempt {footer.holder.attempt}) is passed over: {verdict}")
-            else:
-                found.append(Candidate(half, footer, verdict))
-        order = sorted(found, key=lambda one: (one.footer.holder.attempt, one.footer.id.step, one.footer.sequence))
-        return order[::-1]
+        for message in passed_over(kept_by_others(self._repo.id, self._run, self._ranks), self._ranks):
+            report(message)
+        return adoptable(self._repo, self._run, self._sealed(), report)
 
     def _sealed(self) -> Iterator[tuple[Half, Footer]]:
         for half in self._halves.all if self._halves is not None and not self.off else ():
@@ -247,6 +232,8 @@ class MemoryTier:
                 else:
                     half.slot.unseal()
             self._trim()
+            for found in kept_by_others(self._repo.id, self._run, self._ranks):
+                remove_image(found)
         except OSError as error:
             self.turn_off(f"shared memory cannot be used: {error.strerror or error}")
             return
@@ -264,6 +251,16 @@ class MemoryTier:
         half.slot.seal(encode_footer(footer, half.slot.name), beside=half.number)
         self._sequence = max(self._sequence, footer.sequence)
         self._halves.sealed(half, footer, 1 - half.number)
+
+    def save_id(self, id: CheckpointId) -> str:
+        """Of a state that goes into memory alone."""
+        return uuid.uuid4().hex
+
+    def kept(self, id: CheckpointId) -> None:
+        """A state is whole, and no other is begun yet."""
+
+    def missed(self, id: CheckpointId) -> None:
+        """A state that was due is not kept."""
 
     def begin(self, flattened: Flattened, *, writing: bool) -> SavePlan | None:
         """The plan of a capture into the half whose turn it is; None where there is no memory tier. `writing`: it will
@@ -308,7 +305,8 @@ class MemoryTier:
                 id,
                 index.save_id,
                 self._holder,
-                rank=self._rank,
+                rank=self.rank,
+                ranks=self._ranks,
                 sequence=self._sequence,
                 image=half.slot.arena.nbytes,
                 index=Part(entry.length, entry.digest),
@@ -322,6 +320,7 @@ class MemoryTier:
             why = getattr(error, "strerror", None) or getattr(error, "message", None) or repr(error)
             self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {why}", str(id)))
             return ""
+        self.kept(id)
         halves.sealed(half, footer, 0)
         crashpoint("memory image sealed")
         return manifest.content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -90,7 +89,7 @@ class MemorySaver:
         plan = self._tier.begin(flattened, writing=False)
         if plan is None:
             return False
-        save = Save(id, uuid.uuid4().hex, reason=about.reason)
+        save = Save(id, self._tier.save_id(id), reason=about.reason)
         taken = _Taken(save, plan, flattened, about, Filling(), now_text(), began)
         try:
             self._capture(taken, eager=eager)
@@ -146,6 +145,7 @@ class MemorySaver:
         finally:
             if not content:  # what is sealed may be the training thread's again by now, for the next state
                 self._tier.ended(plan)
+                self._tier.missed(id)
 
 
 def _digested(plan: SavePlan, filling: Filling) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -39,11 +39,15 @@ def shortage(error: OSError) -> str:
 
 
 def free_room(own: Collection[Slot], emitter: Emitter, error: OSError) -> bool:
-    """Removes the oldest sealed image that a dead process of another run left, if there is one, and says so. `error`:
-    why memory could not be had. Nobody's image goes where that would not help: somebody may yet go on from it."""
+    """Removes the oldest sealed image that a dead process of another run left, if there is one, and says so.
+
+    `own`: slots of this run, whose other ranks may be about to come back for what lies in theirs. `error`: why memory
+    could not be had. Nobody's image goes where that would not help: somebody may yet go on from it.
+    """
     if error.errno not in (errno.ENOSPC, errno.ENOMEM):
         return False
-    found = [one for one in dead_images() if one.slot not in own and one.footer is not None]
+    runs = {slot.parent for slot in own}
+    found = [one for one in dead_images() if one.slot.parent not in runs and one.footer is not None]
     missing = error.missing if isinstance(error, NoRoom) else 0
     if not found or sum(one.bytes for one in found) < missing:
         return False

@@ -45,6 +45,7 @@ class Saver:
     handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place
     full; if it returns True the save goes on from where it was. `lasting`: many saves are to come, so memory is taken
     and touched once. `timed`: manifests say where the time of their saves went. `party`: with whom it saves.
+    `beside`: bytes that other images take now, of the same budget.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Saver:
         make_room: Callable[[], bool] | None = None,
         memory: MemoryTier | None = None,
         party: Party | None = None,
+        beside: Callable[[], int] | None = None,
     ) -> None:
         self.repo = repo
         self.attempt: Attempt | None = None
@@ -76,7 +78,7 @@ class Saver:
         def holder(slot: int, beside: Callable[[], int]) -> ArenaHolder:
             return ArenaHolder(repo.id, run, rank, budget=memory_budget, lasting=lasting, slot=slot, beside=beside)
 
-        kept = (lambda: memory.nbytes) if memory is not None else (lambda: 0)
+        kept = beside or (lambda: memory.nbytes if memory is not None else 0)
         self._lanes = Lanes(holder, in_flight, repo.chunk_bytes, self._emitter, rank=rank, beside=kept)
         self._queue = Queue()
         self._superseded: Superseded | None = None

@@ -36,7 +36,7 @@ class LastingSlot:
 
     @property
     def name(self) -> str:
-        """`<repository>/<run>/<rank>-<slot>`: what a seal says of where it belongs."""
+        """`<repository>/<run>/` and the slot's own name: what a seal says of where it belongs."""
         return f"{self.slot.parent}/{self.slot.name}"
 
     @property
@@ -170,23 +170,22 @@ _SLACK: Final = 1 << 20
 """How much longer a file may be and still be used again, so that a state that shrinks gives memory back."""
 
 
-def take(repository: str, run: str, rank: int, number: int) -> LastingSlot:
+def take(repository: str, run: str, rank: int, number: int, *, of: int = 1) -> LastingSlot:
     """Holds a slot, whatever its file holds. BlockingIOError where another process or arena holds it, OSError where
     there is no shared memory."""
-    slot = Slot(slots.SHARED_MEMORY, f"{repository}/{run_key(run)}", f"{rank}-{number}")
-    return take_slot(slot)
+    return take_slot(Slot(slots.SHARED_MEMORY, parent(repository, run), slots.slot_name(rank, number, of)))
 
 
-def take_slots(repository: str, run: str, rank: int, count: int) -> list[LastingSlot]:
-    """Holds the first `count` slots, and those beyond them where a process that had more has left a whole image; what
-    it has not finished goes. All of them or none: as `take`."""
+def take_slots(repository: str, run: str, rank: int, count: int, *, of: int = 1) -> list[LastingSlot]:
+    """Holds the first `count` slots of one of `of` ranks, and those beyond them where a process that had more has left
+    a whole image; what it has not finished goes. All of them or none: as `take`."""
     held: list[LastingSlot] = []
     try:
         for number in range(count):
-            held.append(take(repository, run, rank, number))
-        for number in _occupied(f"{repository}/{run_key(run)}", rank):
+            held.append(take(repository, run, rank, number, of=of))
+        for number in _occupied(parent(repository, run), rank, of):
             if number >= count:
-                held.append(take(repository, run, rank, number))
+                held.append(take(repository, run, rank, number, of=of))
                 if not held[-1].seals():
                     held[-1].discard()
                     held.pop().leave()
@@ -197,10 +196,15 @@ def take_slots(repository: str, run: str, rank: int, count: int) -> list[Lasting
     return held
 
 
-def _occupied(parent: str, rank: int) -> list[int]:
+def parent(repository: str, run: str) -> str:
+    """Where a run's slots lie, below this user's directory."""
+    return f"{repository}/{run_key(run)}"
+
+
+def _occupied(parent: str, rank: int, of: int) -> list[int]:
     """The numbers of a rank's slots that have a file."""
-    found = (slot.name.split("-") for slot in slots.occupied(slots.SHARED_MEMORY) if slot.parent == parent)
-    return sorted(int(number) for owner, number in found if int(owner) == rank)
+    found = [slots.parse_name(slot.name) for slot in slots.occupied(slots.SHARED_MEMORY) if slot.parent == parent]
+    return sorted(number for owner, number, ranks in found if (owner, ranks) == (rank, of))
 
 
 def take_slot(slot: Slot) -> LastingSlot:

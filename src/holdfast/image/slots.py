@@ -1,7 +1,7 @@
 """Slots: files in shared memory that outlive their process, each handed to one holder.
 
-`<root>/holdfast-<uid>/<repository>/<run>/<rank>-<slot>` is the file; the same name with `.lock` is its lock. A POSIX
-record lock keeps other processes out. Inside one process it is no use (a second lock is granted, and closing any
+`<root>/holdfast-<uid>/<repository>/<run>/<rank>-<slot>` is the file, `<rank>of<ranks>-<slot>` where several ranks keep
+states on their nodes; the same name with `.lock` is its lock. A POSIX record lock keeps other processes out. Inside one process it is no use (a second lock is granted, and closing any
 descriptor of the file drops the first: measured), so one table per process knows what is held, opens a held slot's lock
 once, and closes it only after it has removed the file. flock would be inherited by forked loader workers and outlive a
 killed trainer (measured).
@@ -33,8 +33,9 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """How a file is looked into that may be anything: a fifo is not waited for."""
 _FILE: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_SLOT: Final = re.compile(r"[0-9]+-[0-9]+", re.ASCII)
-_STALE: Final = re.compile(r"[0-9]+-[0-9]+\.stale-[0-9]+", re.ASCII)
+_NAME: Final = r"([0-9]+)(?:of([0-9]+))?-([0-9]+)"
+_SLOT: Final = re.compile(_NAME, re.ASCII)
+_STALE: Final = re.compile(rf"{_NAME}\.stale-[0-9]+", re.ASCII)
 _LOCK: Final = ".lock"
 _PATIENCE_S: Final = 0.2
 """A starting process holds a dead owner's slot for as long as one rename takes: that is waited out."""
@@ -42,11 +43,25 @@ _PATIENCE_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`parent` is `<repository>/<run>` below this user's directory in `root`; `name` is `<rank>-<slot>`."""
+    """`parent` is `<repository>/<run>` below this user's directory in `root`; `name` is as `slot_name` makes it."""
 
     root: str
     parent: str
     name: str
+
+
+def slot_name(rank: int, number: int, of: int = 1) -> str:
+    """The name of slot `number` of one rank, of a job of `of` ranks."""
+    return f"{rank}-{number}" if of == 1 else f"{rank}of{of}-{number}"
+
+
+def parse_name(name: str) -> tuple[int, int, int]:
+    """Rank, slot, and number of ranks. ValueError for what is no slot's name."""
+    found = _SLOT.fullmatch(name)
+    if found is None:
+        raise ValueError(name)
+    rank, of, number = found.groups()
+    return int(rank), int(number), int(of or 1)
 
 
 class SlotTable:

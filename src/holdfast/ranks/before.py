@@ -9,6 +9,7 @@ from typing import Final
 
 from holdfast.errors import RankStoreLost
 from holdfast.ranks.contract import Board
+from holdfast.ranks.kept import Kept
 from holdfast.ranks.session import OFFER, Session
 from holdfast.ranks.timing import Settings
 from holdfast.ranks.topic import Topic
@@ -30,10 +31,11 @@ class Before:
         session = Session(self.session, 0, self.world_size, board, Settings())
         keys = [session.key(name) for name in ("open", "wish", "proposal", "roll")]
         keys += [key for rank in range(self.world_size) for key in (session.key("ack", rank), session.beat_key(rank))]
+        keys += Kept.keys(session)
         raw = board.get(session.beat_key(0), timeout=timeout)
         for kind, numbers in topics_of(raw or b"").items():
             for number in numbers[-_MOST:]:
-                keys += Topic(session, kind, number, int, _nothing).keys()
+                keys += Topic(session, kind, number, int, _nothing).keys(every=True)
         return keys
 
 

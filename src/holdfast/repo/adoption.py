@@ -15,7 +15,7 @@ from holdfast.errors import CorruptionError, ObjectNotFound
 from holdfast.model.checkpoint import AttemptRecord
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout, objects
-from holdfast.repo.footer import Footer
+from holdfast.repo.footer import Footer, Holder
 from holdfast.repo.liveness import this_process
 from holdfast.repo.records import decode_begin
 from holdfast.repo.repository import Repo
@@ -33,6 +33,11 @@ class Adoptable:
 def judge(repo: Repo, run: str, footer: Footer) -> Adoptable | str:
     """Whether `run` of this repository may go on from this image, or in words why not. Damage of the image itself shows
     when it is read. Raises errors of the store."""
+    return foreign(repo, run, footer) or went_on(repo, run, footer.id, footer.save_id, footer.holder)
+
+
+def foreign(repo: Repo, run: str, footer: Footer) -> str:
+    """Why an image is not of this run, machine and user, if it is not. Asks nobody."""
     if footer.repository != repo.id:
         return "it is of another repository"
     if footer.id.run != run:
@@ -42,16 +47,21 @@ def judge(repo: Repo, run: str, footer: Footer) -> Adoptable | str:
         return "it was sealed before this machine was started, or on another one"
     if footer.uid != os.geteuid():
         return f"user {footer.uid} sealed it"
+    return ""
+
+
+def went_on(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: Holder) -> Adoptable | str:
+    """Whether nothing has been gone on from since, of an image that is not `foreign`. Raises errors of the store."""
     try:
-        return _on_the_line(repo, run, footer)
+        return _on_the_line(repo, run, id, save_id, holder)
     except CorruptionError as error:
         return f"what has happened since cannot be read: {error.message}"
 
 
-def _on_the_line(repo: Repo, run: str, footer: Footer) -> Adoptable | str:
-    number = footer.holder.attempt
+def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: Holder) -> Adoptable | str:
+    number = holder.attempt
     record = repo.find_attempt(run, number)
-    if record is None or record.id != footer.holder.claim:
+    if record is None or record.id != holder.claim:
         return f"attempt {number} is no longer the one that sealed it"
     committed = repo.committed(run, number)
     base = CheckpointId(run, number, committed[0]) if committed else record.parent
@@ -62,11 +72,11 @@ def _on_the_line(repo: Repo, run: str, footer: Footer) -> Adoptable | str:
                 return reason
     if base is None:
         return Adoptable(None, durable=False)
-    if base == footer.id and _save_id(repo, base) == footer.save_id:
+    if base == id and _save_id(repo, base) == save_id:
         return Adoptable(base, durable=True)
-    if committed and footer.id.step <= committed[0]:
+    if committed and id.step <= committed[0]:
         return f"step {committed[0]} of attempt {number} is durable"
-    if base.run == run and footer.id.step <= base.step:
+    if base.run == run and id.step <= base.step:
         return f"it is no newer than step {base.step}, which attempt {number} went on from"
     if not repo.exists(base):
         return f"checkpoint {base}, which it went on from, has been removed"

@@ -45,9 +45,10 @@ class Footer:
     """One seal. `id`: the checkpoint that its manifest describes; `holder`: whose it is now, a later attempt where one
     has gone on from it. `image`, bytes: where the index begins, which the manifest follows.
 
-    sequence: higher is newer, over all slots of a rank. boot, uid: of the machine and the user that it is meant for.
-    sealed_us, saved_us: this boot's monotonic clock, when it was sealed, and when a save to the store was last begun.
-    created, where: for the eye, and for looking the repository up; nothing is decided by them.
+    ranks: how many have sealed theirs of this step, `rank` among them; what ranks have sealed of one state has one
+    `save_id`. sequence: higher is newer, over all slots of a rank. boot, uid: of the machine and the user that it is
+    meant for. sealed_us, saved_us: this boot's monotonic clock, when it was sealed, and when a save to the store was
+    last begun. created, where: for the eye, and for looking the repository up; nothing is decided by them.
     """
 
     repository: str
@@ -65,6 +66,7 @@ class Footer:
     saved_us: int
     created: str
     where: str
+    ranks: int = 1
 
     @property
     def length(self) -> int:
@@ -93,6 +95,7 @@ def new_footer(
     index: Part,
     manifest: Part,
     saved_s: float,
+    ranks: int = 1,
 ) -> Footer:
     """A seal of now, by this process."""
     return Footer(
@@ -111,6 +114,7 @@ def new_footer(
         saved_us=max(int(saved_s * 1e6), 0),
         created=now_text(),
         where=repo.url if len(json.dumps(repo.url)) <= _MAX_WHERE and repo.url.isascii() else "",
+        ranks=ranks,
     )
 
 
@@ -132,6 +136,7 @@ def encode_footer(footer: Footer, name: str) -> bytes:
         "sequence": footer.sequence,
         "uid": footer.uid,
         "where": footer.where,
+        **({} if footer.ranks == 1 else {"ranks": footer.ranks}),
     }
     data = objects.encode(KIND, name, body)
     assert len(data) <= MAX_PAYLOAD
@@ -145,11 +150,12 @@ def decode_footer(data: bytes, name: str) -> Footer:
     if id is None:
         raise found.refuse("names no checkpoint")
     holder = found.inner(found.mapping("holder"), "the holder")
+    ranks = found.whole("ranks", minimum=2) if "ranks" in found.values else 1
     return Footer(
         repository=found.text("repository"),
         id=id,
         save_id=found.hex("save_id", 32),
-        rank=found.whole("rank"),
+        rank=found.whole("rank", maximum=ranks - 1),
         holder=Holder(holder.whole("attempt", minimum=1), holder.hex("claim", 32)),
         sequence=found.whole("sequence", minimum=1),
         image=found.whole("image", maximum=MAX_INTEGER),
@@ -161,6 +167,7 @@ def decode_footer(data: bytes, name: str) -> Footer:
         saved_us=found.whole("saved_us", maximum=MAX_INTEGER),
         created=found.text("created"),
         where=found.text("where"),
+        ranks=ranks,
     )
 
 
