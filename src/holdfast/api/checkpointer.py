@@ -136,7 +136,7 @@ class Checkpointer:
         else:
             repo = Repo.create_or_open(open_store(where))
         with leaving_if_raised(company):
-            position = Position(data)
+            position = Position(data, ranks.rank, ranks.world_size)
             snapshots = Snapshots(state, position, watched=watches)
             saving = Saving(
                 repo,

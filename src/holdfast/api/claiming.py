@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from holdfast.api import ownership
@@ -11,6 +12,7 @@ from holdfast.api.position import Counters, Position
 from holdfast.api.restored import Restored
 from holdfast.engine.candidates import Candidate
 from holdfast.engine.memory import MemoryTier
+from holdfast.engine.private import private_entry
 from holdfast.engine.restore import RestoreResult, Told, chosen, restore_checkpoint, restore_latest
 from holdfast.errors import CheckpointNotFound, HoldfastError, Superseded, UsageError
 from holdfast.events import AttemptClaimed, Emitter, Warned
@@ -93,13 +95,19 @@ class Claiming:
             result = self._adopt() or self._restore()
             self.restored = None
             if result is not None:
-                self._position.load(self._private, self._counters)
-                where = self._repo.url
-                self.restored = Restored.of(result, where, self.adopted.footer.age_s if self.adopted else None)
+                self._begin_at(result)
             self.done = True
             if self.on_restored is not None:
                 self.on_restored()
         return self.restored
+
+    def _begin_at(self, result: RestoreResult) -> None:
+        moved = self._position.moved(self._counters)
+        self._position.load(self._private, self._counters, moved)
+        restored = Restored.of(result, self._repo.url, self.adopted.footer.age_s if self.adopted else None)
+        self.restored = replace(restored, certificate=self._position.amended(restored.certificate, moved))
+        for reason in self._position.reasons:
+            self._say(reason)
 
     def exists(self) -> bool:
         """Whether the run has a checkpoint, durable or in memory."""
@@ -182,4 +190,8 @@ class Claiming:
         self._counters = Counters.of(manifest)  # before anything is touched: one that cannot be read is passed over
         # Empty mappings take whatever the checkpoint has: positions and random states know their own form.
         self._private = {"data": {}, "random": {}}
-        return prepare(manifest.tree, told.private, told.specs, self._state, private_into=self._private)
+        prepared = prepare(manifest.tree, told.private, told.specs, self._state, private_into=self._private)
+        moved = self._position.moved(self._counters)
+        if moved is not None:
+            self._private["random"] = private_entry(self._repo, manifest, moved.donor, "random", self._emitter)
+        return prepared

@@ -143,7 +143,7 @@ class Batches(Iterator[Any]):
     def __len__(self) -> int:
         """Batches left in this epoch."""
         position = self._training.position
-        length = position.data.batches_per_epoch if position.data is not None else None
+        length = position.batches_in_epoch
         if length is None:
             raise TypeError("this data does not say how many batches an epoch has")
         return max(length - position.counters.batch, 0)

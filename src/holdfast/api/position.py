@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import CorruptionError, UsageError
 from holdfast.model.checkpoint import Json, Manifest
+from holdfast.model.moved import Cursor, Moved
 from holdfast.state.data import DataPosition, attach
 from holdfast.state.rng import apply, capture
+from holdfast.state.streams import marks, names, of_new_rank
 
 
 @dataclass(slots=True)
 class Counters:
-    """Completed steps and epochs, and batches that training has been given in the epoch that is open."""
+    """Completed steps and epochs, and batches that training has been given in the epoch that is open.
+
+    Of a checkpoint also: cursor, where all ranks together were in an order that they share; the random generators that
+    were `alike` on all ranks; and how many ranks have saved it.
+    """
 
     step: int = 0
     epoch: int = 0
     batch: int = 0
+    cursor: Cursor | None = None
+    alike: tuple[str, ...] = ()
+    ranks: int = 1
 
     def progress(self) -> dict[str, Json]:
         return {"step": self.step, "epoch": self.epoch, "batch": self.batch}
@@ -40,7 +49,12 @@ class Counters:
                 subject=manifest.id.manifest,
                 hint="holdfast.load(…) restores its state without a position",
             )
-        return cls(**said)
+        name, alike = manifest.id.manifest, progress.get("alike", [])
+        ranks = progress.get("ranks", len(manifest.indexes))  # in memory each rank has a checkpoint of its own
+        if not isinstance(alike, list) or not all(isinstance(one, str) for one in alike) or type(ranks) is not int:
+            raise CorruptionError(f"{name}: what it says of its ranks is malformed", subject=name)
+        cursor = Cursor.of(progress["data"], name) if "data" in progress else None
+        return cls(**said, cursor=cursor, alike=tuple(alike), ranks=max(ranks, len(manifest.indexes)))
 
 
 class Position:
@@ -50,7 +64,12 @@ class Position:
     iterator exists; saved at an epoch's end, before the next iterator is made (making one draws from it).
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.reasons: tuple[str, ...] = ()
+        """Why training here does not go on exactly as it would have, on as many ranks as before: of random states. Of
+        the data its own position says so."""
+        self.caveats: tuple[str, ...] = ()
         self.counters = Counters()
         self.data: DataPosition | None = attach(data) if data is not None else None
         self._iterator: Iterator[Any] | None = None
@@ -63,15 +82,61 @@ class Position:
         data = self.data.state_dict() if self.data is not None else None
         return {"data": data, "random": capture()}
 
-    def load(self, private: Mapping[str, Any], counters: Counters) -> None:
-        """Takes over a checkpoint's position. The random state is put back now, and again where `settle` says."""
+    def amended(self, certificate: Mapping[str, Json], moved: Moved | None) -> Mapping[str, Json]:
+        """A checkpoint's certificate, and what is not exact because of another number of ranks."""
+        if moved is None:
+            return certificate
+        found = dict(certificate)
+        reasons = [*found.get("reasons", ()), *self.reasons, *(self.data.reasons if self.data is not None else ())]
+        found["reasons"] = list(dict.fromkeys(reasons))
+        found["caveats"] = [*found.get("caveats", ()), *self.caveats]
+        return found | {"exact": not reasons}
+
+    def progress(self) -> dict[str, Json]:
+        """What the manifest says of where training is."""
+        found = self.counters.progress()
+        if self.world_size > 1:
+            found["ranks"] = self.world_size
+        cursor = self.data.cursor(self.counters.epoch, self.counters.batch) if self.data is not None else None
+        return found if cursor is None else {**found, "data": cursor.record()}
+
+    def marks(self) -> dict[str, str]:
+        """What tells the other ranks which random generators are alike on all of them."""
+        return marks(capture()) if self.world_size > 1 else {}
+
+    def moved(self, counters: Counters) -> Moved | None:
+        """How many ranks have saved a checkpoint, where they were not as many as here."""
+        saved = counters.ranks
+        return None if saved == self.world_size else Moved(saved, self.world_size, self.rank)
+
+    def load(self, private: Mapping[str, Any], counters: Counters, moved: Moved | None = None) -> None:
+        """Takes over a checkpoint's position. The random state is put back now, and again where `settle` says.
+
+        Of other ranks (`moved`), `private` is the random state of the one that `moved` names for this rank.
+        """
         self.counters.step, self.counters.epoch, self.counters.batch = counters.step, counters.epoch, counters.batch
         self._iterator = None
-        if self.data is not None and private.get("data"):
-            self.data.load_state_dict(private["data"])
+        self.reasons, self.caveats = (), ()
         self._pending = private.get("random") or None
+        if moved is not None:
+            self._move(moved, counters)
+        elif self.data is not None and private.get("data"):
+            self.data.load_state_dict(private["data"])
         if self._pending is not None:
             apply(self._pending)
+
+    def _move(self, moved: Moved, counters: Counters) -> None:
+        self.caveats = (f"{moved.words}: sums over ranks add up in another order, so results agree but for rounding",)
+        if self.data is not None:
+            self.counters.batch = self.data.move(moved, counters.cursor, counters.epoch, counters.batch)
+        if self._pending is None:
+            return
+        alike = names(self._pending) if moved.saved == 1 else counters.alike
+        own = [name for name in names(self._pending) if name not in alike]
+        if moved.rank >= moved.saved:
+            self._pending = of_new_rank(self._pending, alike, moved.rank)
+        if own:
+            self.reasons = (f"{moved.words}: {_streams(moved, own)}",)
 
     def roll_over_finished_epoch(self) -> None:
         """An epoch whose last batch was used is over, where epochs end by themselves (`steps`)."""
@@ -123,7 +188,22 @@ class Position:
         self._iterator = None
 
     @property
+    def batches_in_epoch(self) -> int | None:
+        """How many batches this epoch has, where the data says so."""
+        return self.data.batches_in(self.counters.epoch) if self.data is not None else None
+
+    @property
     def at_end(self) -> bool:
         """Whether the last batch of this epoch is used, where the data says how many there are."""
-        length = self.data.batches_per_epoch if self.data is not None else None
+        length = self.batches_in_epoch
         return length is not None and 0 < length <= self.counters.batch
+
+
+def _streams(moved: Moved, own: Sequence[str]) -> str:
+    """What becomes of generators that each rank has a state of its own for."""
+    first, last = min(moved.saved, moved.here), max(moved.saved, moved.here) - 1
+    which = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    what = f"random generators ({', '.join(own)}) of {which}"
+    if moved.here > moved.saved:
+        return f"{what} begin streams of their own, derived from those of rank 0"
+    return f"{what} are not gone on with"

@@ -15,7 +15,7 @@ from holdfast.engine.job import About
 from holdfast.errors import HoldfastError
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId
-from holdfast.state.certificate import certificate
+from holdfast.state.certificate import certificate, elsewhere
 from holdfast.state.contract import Flattened
 from holdfast.state.flattener import Flattener
 
@@ -62,14 +62,18 @@ class Snapshots:
         return About(
             parent=parent,
             metrics=dict(metrics),
-            progress=dict(progress) if progress is not None else self._position.counters.progress(),
+            progress=dict(progress) if progress is not None else self._position.progress(),
             environment=self._environment,
             certificate=self.certificate(),
             reason=reason,
+            marks=self._position.marks(),
         )
 
     def certificate(self) -> dict[str, Json]:
         found = certificate(self._state, self._position.data)
+        found["caveats"] += self._position.caveats + self._position.reasons
+        if self._position.world_size > 1:
+            found["at_other_ranks"] = elsewhere(self._position.data)
         return {**found, "watches": dict(self._watched)} if self._watched else found
 
     def moment(self) -> Moment | None:
@@ -78,7 +82,7 @@ class Snapshots:
             flattened = self.now()
         except HoldfastError:
             return None
-        return Moment(self._position.counters.step, flattened, _versions(flattened), self._position.counters.progress())
+        return Moment(self._position.counters.step, flattened, _versions(flattened), self._position.progress())
 
     def untouched(self, moment: Moment) -> bool:
         """Whether every tensor and plain value of the state is as it was at `moment`, as far as tensors count their

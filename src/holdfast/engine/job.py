@@ -24,6 +24,9 @@ class About:
     environment: Mapping[str, Json] = field(default_factory=dict)
     certificate: Mapping[str, Json] = field(default_factory=dict)
     reason: str = ""
+    marks: Mapping[str, str] = field(default_factory=dict)
+    """One for each random generator of this rank: those that are equal on all ranks are alike, and the manifest's
+    progress says so."""
 
 
 @dataclass(slots=True)

@@ -84,6 +84,16 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict
     }
 
 
+def elsewhere(position: DataPosition | None) -> list[str]:
+    """What a resume on another number of ranks comes to, in words."""
+    return [
+        "every tensor and value of the state is restored, bit for bit",
+        *([] if position is None else [position.elsewhere]),
+        "random generators that are alike on all ranks stay so; of others new ranks begin new streams",
+        "sums over ranks add up in another order, so results agree but for rounding",
+    ]
+
+
 @cache
 def code_identity() -> dict[str, Any] | None:
     """The git commit of the program that runs, once per process; None without git, outside a repository, or where git

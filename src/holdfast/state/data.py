@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any, Final, Protocol, cast
 
 from holdfast.errors import StateMismatch, UsageError
+from holdfast.model.moved import Cursor, Moved
 
 POSITIONS: Final[Mapping[str, str]] = {
     "torch": "holdfast.integrations.torch.data",
@@ -31,6 +32,7 @@ class DataPosition(Protocol):
     exact: a resumed epoch delivers what an uninterrupted one would have; `reasons` says why not (and is empty if so).
     caveats: what may differ all the same, and is out of this position's sight.
     batches_per_epoch: None where the source does not say.
+    elsewhere: in words, what becomes of the position on another number of ranks than has saved it.
     """
 
     @property
@@ -41,6 +43,23 @@ class DataPosition(Protocol):
     def caveats(self) -> tuple[str, ...]: ...
     @property
     def batches_per_epoch(self) -> int | None: ...
+    @property
+    def elsewhere(self) -> str: ...
+
+    def batches_in(self, epoch: int) -> int | None:
+        """As `batches_per_epoch`, for one epoch: one that other ranks have begun may have another number."""
+        ...
+
+    def cursor(self, epoch: int, batch: int) -> Cursor | None:
+        """Where all ranks together are in the order that they share, each having been given `batch` batches of
+        `epoch`; None where they share none."""
+        ...
+
+    def move(self, moved: Moved, cursor: Cursor | None, epoch: int, batch: int) -> int:
+        """In place of `load_state_dict`, on another number of ranks than has saved: each of those had been given
+        `batch` batches of `epoch`. Returns after how many of this rank's batches the epoch goes on; where that is not
+        exact it is told with a warning, and in `reasons`."""
+        ...
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         """The batches of `epoch` that follow `start` delivered ones.
@@ -152,6 +171,28 @@ class Position:
             return None
         return length(self._data)
 
+    def batches_in(self, epoch: int) -> int | None:
+        return self.batches_per_epoch
+
+    @property
+    def elsewhere(self) -> str:
+        return f"the position in the data is exact on as many ranks alone ({self._source})"
+
+    @property
+    def _source(self) -> str:
+        """What has the position, in words."""
+        return type(self._data).__name__
+
+    def cursor(self, epoch: int, batch: int) -> Cursor | None:
+        return None
+
+    def move(self, moved: Moved, cursor: Cursor | None, epoch: int, batch: int) -> int:
+        self._says_moved(moved, "an interrupted epoch begins again")
+        return 0
+
+    def _says_moved(self, moved: Moved, so: str) -> None:
+        self._says(f"{self._source} was {moved.words}, and its position is exact on as many ranks alone: {so}")
+
     def _counted(self, epoch: int, batches: Iterator[Any], delivered: int) -> Iterator[Any]:
         self._epoch, self._begun = epoch, True
         self._current = Delivered(batches, delivered)
@@ -216,6 +257,10 @@ class SequencePosition(Position):
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         return self._counted(epoch, islice(iter(self._data), start, None), start)
+
+    def move(self, moved: Moved, cursor: Cursor | None, epoch: int, batch: int) -> int:
+        self._says_moved(moved, f"the epoch goes on after {batch} of this rank's batches")
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._progress(), "length": len(self._data)}

@@ -25,6 +25,7 @@ from holdfast.engine.joint.messages import REFUSED, Post, read_post, refusal, re
 from holdfast.engine.joint.replicas import Replicas, check_replicas
 from holdfast.engine.joint.sharing import JointPlan, Share, plan_together
 from holdfast.engine.joint.structure import describe, understand
+from holdfast.engine.joint.whereabouts import shared_progress, whereabouts
 from holdfast.engine.party import Told
 from holdfast.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, in_words
 from holdfast.model import canonical
@@ -198,6 +199,7 @@ class Together:
             "fingerprint": under.share.fingerprint,
             "names": list(job.names),
             "step": save.step,
+            **whereabouts(job.about),
         }
         with under.round as topic:
             topic.post(Post(READY, head, b"").encode())
@@ -217,6 +219,7 @@ class Together:
         try:
             for name, what in (("attempt", "the attempt"), ("step", STEP), ("fingerprint", "who writes what")):
                 self._same([post.head[name] for post in posts], what)
+            job.about = replace(job.about, progress={**job.about.progress, **shared_progress(posts)})
         except RanksDisagree as error:
             topic.announce(refusal(error, max(int(post.head["step"]) for post in posts)).encode())
             return

@@ -16,10 +16,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from holdfast.integrations.torch import rng
 from holdfast.integrations.torch.epochs import EpochOfSampler
+from holdfast.integrations.torch.shared_order import SharedOrder
+from holdfast.model.moved import Cursor, Moved
 from holdfast.state import rng as global_rng
 from holdfast.state.data import Position, length
 
@@ -27,6 +29,12 @@ from holdfast.state.data import Position, length
 def index_sampler(loader: DataLoader[Any]) -> Any:
     """What the loader draws from: its batch sampler, or without automatic batching its sampler."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """What the samples' order comes from."""
+    found = index_sampler(loader)
+    return found.sampler if isinstance(found, BatchSampler) else found
 
 
 class Skipping(Sampler[Any]):
@@ -106,6 +114,9 @@ class ReplayPosition(Position):
         self._loader = _with_indices(loader, self._indices)
         self._own = rng.generators_of(loader)
         self._sampler_epoch = EpochOfSampler(index_sampler(loader))
+        self._order = SharedOrder.of(index_sampler(loader))
+        self._moved = False
+        """Gone on with from another number of ranks, and not iterated yet."""
         self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
         self._started_workers = False
         self._worker_seed: Any = None
@@ -120,19 +131,28 @@ class ReplayPosition(Position):
         if loaded is not None and epoch == loaded[0] and (start > 0 or loaded[1] == 0):
             batches = self._continued(loaded[1])
             return self._counted(epoch, batches, loaded[1] if self._passed_over else 0)
-        if start:
+        if start and not self._moved:
             self._says(
                 "the checkpoint holds no position of this loader, so the batches were passed over in a new order"
             )
+        self._moved = False
         self._sampler_epoch.begin(epoch)
         cold = self._keeps_workers and not self._started_workers and self._worker_seed is None
         self._start = EpochStart(_order_generators(), self._own_states(), cold)
-        batches = self._opened(start, cold=cold)
+        batches = self._opened(self._placed(epoch, start), cold=cold)
         return self._counted(epoch, batches, start if self._passed_over else 0)
+
+    def _placed(self, epoch: int, delivered: int) -> int:
+        """How many batches of an epoch are to be passed over; a sampler that shares its order begins where all ranks
+        have begun."""
+        if self._order is None:
+            return delivered
+        self._order.place(epoch)
+        return max(delivered - self._order.base(epoch).batches, 0)
 
     def _continued(self, delivered: int) -> Iterator[Any]:
         """The rest of the loaded epoch; global generators and the loader's own end where they are now."""
-        if delivered >= (self.batches_per_epoch or delivered + 1):
+        if delivered >= (self.batches_in(self._epoch) or delivered + 1):
             self._passed_over = True
             return iter(())
         assert self._start is not None
@@ -140,7 +160,7 @@ class ReplayPosition(Position):
         global_rng.apply(self._start.generators)
         self._set_own(self._start.own)
         self._sampler_epoch.repeat()
-        batches = self._opened(delivered, cold=self._start.cold)
+        batches = self._opened(self._placed(self._epoch, delivered), cold=self._start.cold)
         global_rng.apply(now)
         self._set_own(own_now)
         return batches
@@ -181,6 +201,33 @@ class ReplayPosition(Position):
     def _set_own(self, states: tuple[Any, ...]) -> None:
         rng.set_generators(self._own, states, "data/generators")
 
+    def batches_in(self, epoch: int) -> int | None:
+        return self.batches_per_epoch if self._order is None else self._order.batches_in(epoch)
+
+    @property
+    def elsewhere(self) -> str:
+        return super().elsewhere if self._order is None else "the data goes on in the same order, exactly"
+
+    @property
+    def _source(self) -> str:
+        return f"the order of {type(_sampler(self._data)).__name__}"
+
+    def cursor(self, epoch: int, batch: int) -> Cursor | None:
+        return None if self._order is None else self._order.cursor(epoch, batch)
+
+    def move(self, moved: Moved, cursor: Cursor | None, epoch: int, batch: int) -> int:
+        self._loader, self._started_workers = _with_indices(self._data, self._indices), False
+        self._moved = True
+        if self._order is not None and cursor is not None:
+            for reason in self._order.begin_at(cursor, epoch, batch):
+                self._says(reason)
+            self._caveats += self._order.steps_differ(cursor)
+            return batch
+        shared = isinstance(_sampler(self._data), DistributedSampler)
+        here = batch * moved.saved // moved.here if shared else batch
+        self._says_moved(moved, f"the epoch goes on after {here} of this rank's batches")
+        return here
+
     def state_dict(self) -> dict[str, Any]:
         out = {
             **self._progress(),
@@ -190,6 +237,8 @@ class ReplayPosition(Position):
             "samples": length(self._data.dataset),
             "batch_size": self._data.batch_size,
         }
+        if self._order is not None:
+            out["order"] = self._order.state_dict()
         if self._start is not None and not out["ended"]:
             out["start"] = {
                 "global": dict(self._start.generators),
@@ -209,6 +258,8 @@ class ReplayPosition(Position):
         self._set_own(tuple(state["generators"]))
         self._sampler_epoch.seen = state["sampler_epoch"]
         self._worker_seed = state["worker_seed"]
+        if self._order is not None and "order" in state:
+            self._order.load_state_dict(state["order"])
         self._take(state)
         if "start" in state:
             start = state["start"]

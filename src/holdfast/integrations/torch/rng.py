@@ -42,6 +42,22 @@ def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def derived(part: str, state: Any, seed: int) -> Any:
+    """A new state of the `part` of what `capture` gives, seeded with `seed`, in the form of `state`; None where the
+    device is not here."""
+    if part == "cpu":
+        return _seeded("cpu", seed)
+    if part == "cuda" and torch.cuda.is_available():
+        return [
+            _seeded(f"cuda:{number}", seed + number) for number in range(min(len(state), torch.cuda.device_count()))
+        ]
+    return _seeded("mps", seed) if part == "mps" and torch.backends.mps.is_available() else None
+
+
+def _seeded(device: str, seed: int) -> torch.Tensor:
+    return torch.Generator(device).manual_seed(seed % 2**63).get_state()
+
+
 @contextmanager
 def kept() -> Iterator[None]:
     """Within the block draws may be made; afterwards torch's CPU generator is where it was."""

@@ -1,4 +1,4 @@
-"""A sampler whose order follows from a seed and an epoch alone."""
+"""A sampler whose order follows from a seed and an epoch alone, for one process or shared out to many ranks."""
 
 from __future__ import annotations
 
@@ -19,69 +19,145 @@ class ResumableSampler(Sampler[int]):
 
     No draw from a global generator takes part, so dropout, augmentation or another loader never change the order, and
     any position of any epoch is reached without replaying the ones before. `seed=None` takes `torch.initial_seed()`
-    when the first epoch begins; it is part of the state, so a resumed run keeps it.
+    when the first epoch begins, and 0 where there are several ranks; it is part of the state, so a resumed run keeps
+    it.
+
+    Several ranks share one order: of each `world_size` samples that follow each other in it, rank r draws the r-th.
+    So a step in which each rank takes a batch of B uses the next B * world_size samples of the order, whoever takes
+    which. `rank` and `world_size` are those of torch.distributed, where it is initialised; say them where several ranks
+    are to get the same samples (tensor or pipeline parallelism: the rank and the number of data-parallel groups).
+
+    What a checkpoint keeps of several ranks is one number: how many samples of the epoch's order they have used. With
+    `holdfast.Checkpointer(data=loader)`, or `state_dict` and `load_state_dict`, any number of ranks goes on from it:
+    no sample is left out and none comes twice, and where batch size times `world_size` is what it was, each step uses
+    the very samples that it would have used.
+
+    Every rank draws equally many. Where the samples that are left of an epoch do not divide among the ranks, the last
+    few ranks get samples from the order's beginning once more, as with DistributedSampler; with `drop_last` the rest of
+    less than `world_size` samples is left out instead. The count is made of what is left where the ranks begin: ranks
+    that go on inside an epoch share out its rest, and no more than their own remainder comes twice or is left out.
 
     `state_dict` counts what this sampler's iterator has *drawn*, which is what torchdata's StatefulDataLoader asks for
     and what training has seen where nothing prefetches. `holdfast.Checkpointer(data=loader)` counts what was delivered
     to training, and so is right with prefetching workers too.
+
+    Raises UsageError for a seed beyond 64 bits, and for a rank that is none of `world_size`.
     """
 
-    def __init__(self, data_source: Sized, *, shuffle: bool = True, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        data_source: Sized,
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
         if seed is not None and not -(2**63) <= seed < 2**63:
             raise UsageError(f"seed must fit in 64 bits, not {seed}", subject="seed")
         self.data_source = data_source
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
+        self.drop_last = drop_last
+        self.rank, self.world_size = _share(rank, world_size)
+        self._begin = 0
+        """Samples of the epoch's order that were used before these ranks began to share out its rest."""
         self._drawn = 0
+        """By this rank, since then."""
         self._placed = True
-        """The next iteration starts at (epoch, drawn), instead of at the next epoch's beginning."""
+        """The next iteration starts where `_begin` and `_drawn` say, instead of at the next epoch's beginning."""
 
     def __len__(self) -> int:
-        return len(self.data_source)
+        """How many samples this rank draws in an epoch that it begins."""
+        return self.left(0)
+
+    def left(self, used: int) -> int:
+        """How many samples each rank draws of an epoch of which `used` samples were used, by all ranks together."""
+        rest = max(len(self.data_source) - used, 0)
+        return rest // self.world_size if self.drop_last else -(-rest // self.world_size)
+
+    @property
+    def used(self) -> int:
+        """How many samples of the epoch's order all ranks together have drawn, if each has drawn as many as this one;
+        all, where this one has drawn its last."""
+        if self._drawn >= self.left(self._begin):
+            return len(self.data_source)
+        return self._begin + self._drawn * self.world_size
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is that of `epoch` (0, 1, ...), from its beginning."""
-        self.epoch, self._drawn, self._placed = epoch, 0, True
+        self.go_to(epoch, 0)
+
+    def go_to(self, epoch: int, used: int) -> None:
+        """The next iteration is the rest of `epoch`, of whose order all ranks together have used `used` samples."""
+        self.epoch, self._begin, self._drawn, self._placed = epoch, used, 0, True
 
     def __iter__(self) -> Iterator[int]:
-        if not self._placed and self._drawn:
-            self.epoch, self._drawn = self.epoch + 1, 0
+        if not self._placed and (self._drawn or self._begin):
+            self.epoch, self._begin, self._drawn = self.epoch + 1, 0, 0
         self._placed = False
-        order = self._order(self.epoch)
-        length = len(self.data_source)
-        for begin in range(self._drawn, length, _SLICE):
-            stop = min(begin + _SLICE, length)
-            for index in range(begin, stop) if order is None else order[begin:stop].tolist():
+        order, begin = self._order(self.epoch), self._begin
+        length, count = len(self.data_source), self.left(begin)
+        for first in range(self._drawn, count, _SLICE):
+            places = torch.arange(first, min(first + _SLICE, count)) * self.world_size + (begin + self.rank)
+            places %= length  # beyond the last one: from the beginning once more
+            for index in (places if order is None else order[places]).tolist():
                 self._drawn += 1
                 yield index
 
     def _order(self, epoch: int) -> torch.Tensor | None:
-        if self.seed is None:
-            self.seed = _signed(torch.initial_seed())
         if not self.shuffle:
             return None
         generator = torch.Generator()
-        generator.manual_seed(_mix(self.seed, epoch))
+        generator.manual_seed(_mix(self.chosen_seed(), epoch))
         return torch.randperm(len(self.data_source), generator=generator)
 
+    def chosen_seed(self) -> int:
+        """The seed; the first time that it is asked for, where none was given, it is chosen."""
+        if self.seed is None:
+            self.seed = _signed(torch.initial_seed()) if self.world_size == 1 else 0
+        return self.seed
+
     def state_dict(self) -> dict[str, Any]:
-        return {
+        out = {
             "seed": self.seed,
             "epoch": self.epoch,
             "drawn": self._drawn,
-            "length": len(self),
+            "length": len(self.data_source),
             "shuffle": self.shuffle,
         }
+        if self.world_size == 1 and not self._begin:
+            return out
+        return out | {"begin": self._begin, "of": self.world_size, "used": self.used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where `state` was taken; StateMismatch for other data or another order."""
-        for name, here in (("length", len(self)), ("shuffle", self.shuffle)):
+        """The next iteration goes on where `state` was taken, by as many ranks or by others; StateMismatch for other
+        data or another order."""
+        for name, here in (("length", len(self.data_source)), ("shuffle", self.shuffle)):
             if state[name] != here:
                 raise StateMismatch(
                     f"the saved sampler had {name} {state[name]}, and this one has {here}", subject=f"sampler/{name}"
                 )
-        self.seed, self.epoch, self._drawn, self._placed = state["seed"], state["epoch"], state["drawn"], True
+        self.seed = state["seed"]
+        if state.get("of", 1) == self.world_size:
+            self.go_to(state["epoch"], state.get("begin", 0))
+            self._drawn = state["drawn"]
+        else:
+            self.go_to(state["epoch"], state.get("used", state["drawn"]))
+
+
+def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Which of how many ranks this is; what is not said is that of torch.distributed."""
+    if rank is None and world_size is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world_size = 0 if rank is None else rank, 1 if world_size is None else world_size
+    if not 0 <= rank < world_size:
+        raise UsageError(
+            f"rank {rank} is none of {world_size} ranks", subject="rank", hint="give both: rank=, world_size="
+        )
+    return rank, world_size
 
 
 def _signed(seed: int) -> int:

@@ -9,6 +9,8 @@ from torch.utils.data import IterableDataset
 
 from holdfast.integrations.torch import rng
 from holdfast.integrations.torch.epochs import EpochOfSampler
+from holdfast.integrations.torch.shared_order import SharedOrder
+from holdfast.model.moved import Cursor, Moved
 from holdfast.state.data import Position
 
 
@@ -20,7 +22,11 @@ class StatefulLoaderPosition(Position):
     def __init__(self, loader: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
         super().__init__(loader, reasons, caveats)
         self._has_length = not isinstance(loader.dataset, IterableDataset)
-        self._sampler_epoch = EpochOfSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._sampler_epoch = EpochOfSampler(indices)
+        self._order = SharedOrder.of(indices) if self._has_length else None
+        self._moved = False
+        """Gone on with from another number of ranks, and not iterated yet."""
         self._own = rng.generators_of(loader)
         self._loaded: tuple[int, int, bool] | None = None
 
@@ -28,13 +34,36 @@ class StatefulLoaderPosition(Position):
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded[0] == epoch:
             return self._counted(epoch, iter(self._data), loaded[1])
-        if start:
+        begun = self._order.base(epoch).batches if self._order is not None else 0
+        if start > begun and not self._moved:
             self._says("the checkpoint holds no position of this loader, so the epoch starts again")
+        self._moved = False
         if loaded is not None and not loaded[2]:
             with rng.kept():
                 iter(self._data)  # the rest of an epoch that the training loop has left
         self._sampler_epoch.begin(epoch)
-        return self._counted(epoch, iter(self._data), 0)
+        if self._order is not None:
+            self._order.place(epoch)
+        return self._counted(epoch, iter(self._data), begun)
+
+    def batches_in(self, epoch: int) -> int | None:
+        return self.batches_per_epoch if self._order is None else self._order.batches_in(epoch)
+
+    @property
+    def elsewhere(self) -> str:
+        return super().elsewhere if self._order is None else "the data goes on in the same order, exactly"
+
+    def cursor(self, epoch: int, batch: int) -> Cursor | None:
+        return None if self._order is None else self._order.cursor(epoch, batch)
+
+    def move(self, moved: Moved, cursor: Cursor | None, epoch: int, batch: int) -> int:
+        if self._order is None or cursor is None:
+            return super().move(moved, cursor, epoch, batch)
+        self._moved = True
+        for reason in self._order.begin_at(cursor, epoch, batch):
+            self._says(reason)
+        self._caveats += self._order.steps_differ(cursor)
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -43,10 +72,13 @@ class StatefulLoaderPosition(Position):
             "loader": self._data.state_dict() if self._begun or self._loaded is not None else None,
             "generators": [generator.get_state() for generator in self._own],
             "sampler_epoch": self._sampler_epoch.seen,
+            **({"order": self._order.state_dict()} if self._order is not None else {}),
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._sampler_epoch.seen = state["sampler_epoch"]
+        if self._order is not None and "order" in state:
+            self._order.load_state_dict(state["order"])
         if state["loader"] is not None:
             with rng.kept():
                 self._data.load_state_dict(state["loader"])
