@@ -32,6 +32,7 @@ NAMES: Final[frozenset[str]] = frozenset(
         "packs and indexes durable, manifest not yet",
         "manifest durable, not yet reported",
         "ranks met, repository not yet opened",
+        "repository opened, nothing chosen yet",
         "part restored, not yet voted for",
         "restore voted for, run not yet claimed",
         "claim heard, nothing saved yet",

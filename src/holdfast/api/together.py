@@ -35,6 +35,7 @@ class ClaimingTogether(Claiming):
             self.adopting = AdoptingTogether(self._repo, tier, self._run, company, self._emitter)
 
     def _restore(self) -> RestoreResult | None:
+        crashpoint("repository opened, nothing chosen yet")
         return None if self._resume_from is None else self._reading.restore(self._resume_from)
 
     # -- claiming ------------------------------------------------------------------------------------------------------
