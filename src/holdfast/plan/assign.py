@@ -77,6 +77,7 @@ def assign(
     layer: Column | None = None,
     size: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    found: Cells | None = None,
 ) -> Assignment:
     """Who writes what. The same holdings give the same assignment on every machine.
 
@@ -88,12 +89,14 @@ def assign(
 
     Boxes that overlap without being equal are no replicas: their bytes could not be compared, and one of two contents
     would be taken unasked. They are kept here, and `check_coverage` of what is `written` refuses them; so it does where
-    something is missing. ShardMismatch where a box is none (`check`) or a rank has one twice.
+    something is missing. ShardMismatch where a box is none (`check`) or a rank has one twice. `found`: `cells(held)`,
+    of what `check` has passed, where they are at hand.
     """
     how = _How(world_size, strategy, layer, size, chunk_bytes)
     how.check(held)
-    check(held)
-    found = cells(held)
+    if found is None:
+        check(held)
+        found = cells(held)
     nbytes = held.nbytes()[found.first]
     return _assignment(held, found, _parts(held, found, nbytes, how), nbytes)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -63,13 +62,16 @@ class Topic:
     def post(self, data: bytes) -> None:
         """Tells the coordinator. One round trip, waits for nobody. Raises RankStoreLost."""
         message = Message(self._session.id, self.name, self._session.rank, facts={"low": self._low()}, data=data)
-        key, raw = self.post_key(self._session.rank), message.encode()
         try:
-            self._session.ask(lambda timeout: self._session.board.put(key, raw, timeout=timeout), self.phase)
+            self._put(self.post_key(self._session.rank), message)
         except RankStoreLost:
             self._session.roll.give_up(self.name)
             raise
         self.posted = True
+
+    def _put(self, key: str, message: Message) -> None:
+        session, raw = self._session, message.encode()
+        session.ask(lambda timeout: session.board.put(key, raw, timeout=timeout), self.phase)
 
     def collect(self, deadline: Deadline | float, phase: str = "") -> list[bytes]:
         """On the coordinator: what each rank has posted, by rank.
@@ -131,8 +133,7 @@ class Topic:
         self._only_coordinator("announce")
         for rank, one in enumerate(each):
             self._each = True
-            key, raw = self.answer_key(rank), Message(self._session.id, self.name, 0, data=one).encode()
-            self._session.ask(partial(self._session.board.put, key, raw), self.phase)
+            self._put(self.answer_key(rank), Message(self._session.id, self.name, self._session.rank, data=one))
         token = {"token": secrets.token_hex(8)}
         message = Message(self._session.id, self.name, self._session.rank, facts=token, data=data)
         standing = self._settle(message)
@@ -157,8 +158,8 @@ class Topic:
     def answer(self) -> bytes:
         """What was announced for this rank alone, once the announcement has been heard. Raises RanksDisagree where
         nothing was, RankStoreLost."""
-        key = self.answer_key(self._session.rank)
-        raw = self._session.ask(partial(self._session.board.get, key), self.phase)
+        session, key = self._session, self.answer_key(self._session.rank)
+        raw = session.ask(lambda timeout: session.board.get(key, timeout=timeout), self.phase)
         return decode(raw or b"", self._session.id, self.name, 0).data
 
     def gather(self, data: bytes, deadline: Deadline | float, phase: str = "") -> list[bytes]:

@@ -32,13 +32,19 @@ _SHORT_HEADER: Final = 4096
 def encode_columns(
     columns: Mapping[str, Array], kinds: Sequence[Kind], *, save_id: str = "", narrow: bool = False
 ) -> bytes:
-    """The bytes of a table. `kinds` with the widest first: then each column is aligned for its items. narrow: each
-    column is put down in as few bytes as its largest number takes, and the widest come first by that."""
+    """The bytes of a table. `kinds` with the widest first: then each column is aligned for its items. narrow:
+    `narrowest` of them."""
     if narrow:
-        kinds = sorted((_narrowed(columns[kind[0]], kind) for kind in kinds), key=lambda kind: -_WIDTHS[kind[1]][1])
+        kinds = narrowest(columns, kinds)
     parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in kinds]
     entries = tuple((name, code, (part.size,)) for (name, code, _), part in zip(kinds, parts, strict=True))
     return b"".join([_built(entries, save_id), *(part.tobytes() for part in parts)])
+
+
+def narrowest(columns: Mapping[str, Array], kinds: Sequence[Kind]) -> list[Kind]:
+    """The kinds in which each column takes as few bytes as its largest number needs, the widest first."""
+    found = [_narrowed(columns[kind[0]], kind) for kind in kinds]
+    return sorted(found, key=lambda kind: -_WIDTHS[kind[1]][1])
 
 
 def _narrowed(column: Array, kind: Kind) -> Kind:
@@ -63,12 +69,12 @@ def decode_columns(
     if header.keys() != {column for column, _, _ in wanted}:
         raise CorruptionError(f"{name} does not have the columns of {what}", subject=name)
     columns = {}
-    for column, code, kind in wanted:
+    for column, widest, _ in wanted:
         entry = header[column]
-        if narrow and entry.code in _WIDTHS and _WIDTHS[entry.code][1] < _WIDTHS[code][1]:
-            code, kind = entry.code, _WIDTHS[entry.code][0]
-        if entry.code != code or len(entry.shape) != 1:
-            raise CorruptionError(f"{name}: the column {column!r} is no row of {code}", subject=name)
+        narrower = narrow and entry.code in _WIDTHS and _WIDTHS[entry.code][1] < _WIDTHS[widest][1]
+        if (entry.code != widest and not narrower) or len(entry.shape) != 1:
+            raise CorruptionError(f"{name}: the column {column!r} is no row of {widest}", subject=name)
+        kind = _WIDTHS[entry.code][0]
         columns[column] = np.frombuffer(data, dtype=kind, count=entry.shape[0], offset=entry.start)
     return columns
 

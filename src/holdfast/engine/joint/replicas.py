@@ -1,19 +1,64 @@
-"""What several ranks hold alike is compared by digest: where it differs, training has gone apart, or memory is bad."""
+"""What several ranks hold alike is compared by digest: where it differs, training has gone apart, or memory is bad.
+
+Each rank digests its rows, and tells one digest for all that it has in common with the same ranks. Only where two of
+those differ is every row's asked for, to name it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from holdfast.codec.digest import DIGEST_BYTES, digest
+from holdfast.engine.joint.structure import box_of
 from holdfast.errors import ShardMismatch
 from holdfast.model.leaf import LeafSpec
+from holdfast.plan.cells import Cells, replicas
 from holdfast.plan.columns import Column
 from holdfast.plan.holdings import Holdings
 from holdfast.plan.naming import rank_names
 from holdfast.state.contract import Bound, Flattened
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """For each line of Holdings a number (`group`) that equal boxes of several ranks share, and one (`set`) that all
+    boxes share that the same ranks hold; -1 where one rank alone holds it."""
+
+    group: Column
+    set: Column
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Rows of a rank's own that are compared, set by set, and within one in an order that all ranks of it have: set k's
+    are `rows[bounds[k]:bounds[k + 1]]`."""
+
+    rows: Sequence[int] = ()
+    bounds: Sequence[int] = (0,)
+
+    def of_sets(self, digests: bytes) -> bytes:
+        """One digest for each set, of those of its rows."""
+        cuts = pairwise(bound * DIGEST_BYTES for bound in self.bounds)
+        return b"".join(digest(digests[begin:end]) for begin, end in cuts)
+
+
+def compared(flattened: Flattened, leaf: Column, sets: Column) -> tuple[Compared, Compared]:
+    """What is compared at each save, for nothing has declared it to be equal; and all, which is now and then. `leaf`,
+    `sets`: of each row, as all ranks number them, the sets from 1 on and 0 for what no other rank holds."""
+    rows = np.flatnonzero(sets).tolist()
+    order = sorted(rows, key=lambda row: (sets[row], leaf[row], box_of(flattened.specs[row]).offsets))
+    undeclared = [row for row in order if flattened.specs[row].placement == "whole"]
+    return _divided(undeclared, sets), _divided(order, sets)
+
+
+def _divided(rows: Sequence[int], sets: Column) -> Compared:
+    cuts = np.flatnonzero(np.diff(sets[list(rows)])) + 1
+    return Compared(rows, [0, *cuts.tolist(), len(rows)]) if rows else Compared()
 
 
 class Replicas:
@@ -24,7 +69,7 @@ class Replicas:
         self._bound: list[tuple[Bound, np.ndarray[Any, np.dtype[np.uint8]]]] = []
 
     def digests(self, flattened: Flattened, rows: Sequence[int]) -> bytes:
-        """16 bytes for each of `rows`, of what training holds now."""
+        """16 bytes for each of `rows` (`Compared.rows`), of what training holds now."""
         asked = flattened.fingerprint, tuple(rows)
         specs = [flattened.specs[row] for row in rows]
         if self._known != asked:
@@ -48,25 +93,33 @@ def _bind(
     return found
 
 
-def check_replicas(held: Holdings, groups: Column, lines: Column, digests: Sequence[bytes]) -> None:
+def check_sets(held: Holdings, groups: Groups, lines: Column, digests: Sequence[bytes]) -> bool:
+    """Whether what sets of ranks hold alike is the same on all of them. `lines`: of `held`, those that were digested;
+    `digests[rank]`: `Compared.of_sets`."""
+    of = held.rank[lines].astype(np.int64) * len(held) + groups.set[lines]
+    number = np.unique(of) % max(len(held), 1)
+    said = _read(digests, len(number))
+    first = np.zeros(len(held), np.int64)
+    first[number[::-1]] = np.arange(len(number))[::-1]
+    return np.array_equal(said, said[first[number]])
+
+
+def check_replicas(held: Holdings, groups: Groups, lines: Column, digests: Sequence[bytes]) -> None:
     """Raises ShardMismatch, naming leaf and ranks, where equal boxes of several ranks have not the same bytes.
 
-    `groups`: `replica_groups(held)`; `lines`: of `held`, ascending, those that were digested; `digests[rank]`: of the
-    rank's own among them, in order.
+    `digests[rank]`: of the rank's own among `lines`, in the order of `Compared`.
     """
-    said = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
-    if len(said) != len(lines):
-        raise ShardMismatch(f"the ranks have digested {len(said)} replicas where there are {len(lines)}")
-    if not len(lines):
-        return
-    first = np.zeros(int(groups.max()) + 1, np.int64)
-    first[groups[lines][::-1]] = np.arange(len(lines))[::-1]
-    differs = (said != said[first[groups[lines]]]).any(axis=1)
+    places = [held.offsets[lines, axis] for axis in reversed(range(held.offsets.shape[1]))]
+    lines = lines[np.lexsort((*places, held.leaf[lines], groups.set[lines], held.rank[lines]))]
+    said, group = _read(digests, len(lines)), groups.group[lines]
+    first = np.zeros(len(held), np.int64)
+    first[group[::-1]] = np.arange(len(lines))[::-1]
+    differs = (said != said[first[group]]).any(axis=1)
     if not differs.any():
         return
-    at = int(lines[int(np.argmax(differs))])
-    same = groups[lines] == groups[at]
-    path = held.path(at)
+    at = int(np.flatnonzero(differs)[np.argmin(lines[differs])])
+    same = group == group[at]
+    path = held.path(int(lines[at]))
     others, some = (held.rank[lines[same & which]].tolist() for which in (differs, ~differs))
     raise ShardMismatch(
         f"{path} is not the same on {rank_names(others)} as on {rank_names(some)}",
@@ -75,12 +128,23 @@ def check_replicas(held: Holdings, groups: Column, lines: Column, digests: Seque
     )
 
 
-def replica_groups(held: Holdings) -> Column:
-    """For each line a number that equal boxes of several ranks share; -1 where one rank alone holds it."""
-    columns = np.column_stack([held.leaf, held.offsets, held.shape])
-    if not len(columns):
-        return np.zeros(0, np.int64)
-    _, group, counts = np.unique(columns, axis=0, return_inverse=True, return_counts=True)
-    group = group.reshape(-1)
-    found: Column = np.where(counts[group] > 1, group, -1)
-    return found
+def _read(digests: Sequence[bytes], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    said = np.frombuffer(b"".join(digests), np.uint8)
+    if len(said) != count * DIGEST_BYTES:
+        raise ShardMismatch(f"the ranks tell {len(said)} bytes of digests where {count} digests are compared")
+    return said.reshape(-1, DIGEST_BYTES)
+
+
+def replica_groups(held: Holdings, found: Cells) -> Groups:
+    """Who holds the same. `found`: `cells(held)`."""
+    group, sets = np.full(len(held), -1), np.full(len(held), -1)
+    counts = found.counts
+    several = counts > 1
+    if several.any():
+        of = replicas(held, found)
+        many = of.size > 1
+        number = np.cumsum(many) - 1
+        cell = np.repeat(np.arange(len(counts)), counts)
+        group[found.holders] = np.where(several[cell], cell, -1)
+        sets[found.holders] = np.where(several[cell], number[of.of[cell]], -1)
+    return Groups(group, sets)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from holdfast.engine.joint.replicas import replica_groups
+from holdfast.engine.joint.replicas import Groups, compared, replica_groups
 from holdfast.engine.joint.structure import PLACEMENTS, Said, box_of, leaf_numbers, shared_rows, tree_leaves
 from holdfast.errors import CorruptionError
 from holdfast.model.box import Box
+from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
 from holdfast.plan.assign import Assignment, Strategy, assign, layers, written
-from holdfast.plan.columns import Column, Flags
+from holdfast.plan.cells import cells
+from holdfast.plan.columns import Column, Flags, begins, rising
 from holdfast.plan.coverage import check_coverage
 from holdfast.plan.holdings import Holdings, gather
-from holdfast.plan.union import unite
+from holdfast.plan.union import Union, unite
 from holdfast.repo.boxes import BoxTable
-from holdfast.repo.columns import Kind, decode_columns, decode_json, encode_columns, encode_json
+from holdfast.repo.columns import Kind, decode_columns, encode_columns, narrowest
 from holdfast.state.contract import Flattened
 
 _WHAT: Final = "a plan"
@@ -29,47 +31,60 @@ _KINDS: Final[tuple[Kind, ...]] = (
     ("offsets", "U64", "<u8"),
     ("shape", "U64", "<u8"),
     ("numbers", "U64", "<u8"),
-    ("compare", "U8", "|u1"),
-    ("head", "U8", "|u1"),
+    ("compare", "U64", "<u8"),
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JointPlan:
     """What the coordinator keeps of a planned structure. `numbers[rank]`: the leaves' in the tree of all, by those of
-    the rank's own. `replicas`: for each line of `held` the number of what other ranks hold too, or -1; `undeclared`:
-    whether nothing but its being there says that it is the same on them. `shares[rank]`: what the rank is told."""
+    the rank's own. `undeclared`: for each line of `held` whether nothing but its being there says that it is the same
+    on the ranks that hold it too. `told`: what is announced to all."""
 
-    fingerprint: str
+    told: Mapping[str, Any]
     numbers: Sequence[Column]
     table: BoxTable
     held: Holdings
-    replicas: Column
+    replicas: Groups
     undeclared: Flags
-    shares: Sequence[bytes]
 
     def compared(self, everything: bool) -> Column:
         """The lines of `held` that are digested at a save."""
-        return np.flatnonzero(self.replicas >= 0 if everything else self.undeclared)
+        return np.flatnonzero(self.replicas.group >= 0 if everything else self.undeclared)
 
 
-def plan_together(said: Sequence[Said], *, strategy: Strategy = "balanced", chunk_bytes: int) -> JointPlan:
-    """The plan for these ranks. ShardMismatch, naming leaf and ranks, where they disagree, or do not hold every element
-    of every leaf."""
-    union = unite([one.tree for one in said], [one.digest for one in said])
-    rows = [replace(one.rows, leaf=numbers[one.rows.leaf]) for one, numbers in zip(said, union.numbers, strict=True)]
+def plan_together(
+    said: Sequence[Said], trees: Mapping[str, Json], *, strategy: Strategy = "balanced", chunk_bytes: int
+) -> tuple[JointPlan, list[bytes]]:
+    """The plan for these ranks, and what each is told of it for itself; `trees` by the digests that ranks have said.
+    ShardMismatch, naming leaf and ranks, where they disagree, or do not hold every element of every leaf."""
+    digests = [one.digest for one in said]
+    union = unite([trees[digest] for digest in digests], digests)
+    rows = [
+        one.rows if numbers is None else replace(one.rows, leaf=numbers[one.rows.leaf])
+        for one, numbers in zip(said, _renumbered(union), strict=True)
+    ]
     held = gather(rows, leaves=len(union.paths), paths=union.paths)
+    found = cells(held)
     layer = layers(union.paths) if strategy == "layer" else None
-    found = assign(held, world_size=len(said), strategy=strategy, layer=layer, chunk_bytes=chunk_bytes)
-    check_coverage(written(held, found))
-    fingerprint = _fingerprint(said, strategy)
-    replicas = replica_groups(held)
-    head = {"axes": held.whole.shape[1], "fingerprint": fingerprint, "leaves": len(union.paths)}
-    shares = [_share(rank, held, found, replicas, {"numbers": union.numbers[rank], "head": encode_json(head)})
-              for rank in range(len(said))]  # fmt: skip
+    made = assign(held, world_size=len(said), strategy=strategy, layer=layer, chunk_bytes=chunk_bytes, found=found)
+    boxes = written(held, made)
+    check_coverage(boxes)
+    replicas = replica_groups(held, found)
     undeclared = np.concatenate([one.rows.placement for one in said]) == PLACEMENTS.index("whole")
-    table = _table(held, found, said)
-    return JointPlan(fingerprint, union.numbers, table, held, replicas, undeclared & (replicas >= 0), shares)
+    told = {"axes": held.whole.shape[1], "fingerprint": _fingerprint(said, strategy), "leaves": len(union.paths)}
+    table = _table(held, boxes, said)
+    plan = JointPlan(told, union.numbers, table, held, replicas, undeclared & (replicas.group >= 0))
+    return plan, _shares(held, made, replicas, _renumbered(union))
+
+
+def _renumbered(union: Union) -> list[Column | None]:
+    """By rank the numbers of its leaves in the tree of all; None where they are those of its own tree."""
+    known: dict[int, Column | None] = {}
+    for one in union.numbers:
+        if id(one) not in known:
+            known[id(one)] = None if np.array_equal(one, np.arange(len(one))) else one
+    return [known[id(one)] for one in union.numbers]
 
 
 def _fingerprint(said: Sequence[Said], strategy: str) -> str:
@@ -79,25 +94,31 @@ def _fingerprint(said: Sequence[Said], strategy: str) -> str:
     return told.hexdigest()[:32]
 
 
-def _share(rank: int, held: Holdings, found: Assignment, replicas: Column, told: dict[str, Any]) -> bytes:
-    lines = found.of(rank)
-    columns = {
-        **told,
-        "row": held.row[found.holding[lines]],
-        "offsets": found.offsets[lines].reshape(-1),
-        "shape": found.shape[lines].reshape(-1),
-        "compare": replicas[held.of(rank)] >= 0,
-    }
-    return encode_columns(columns, _KINDS)
+def _shares(held: Holdings, made: Assignment, replicas: Groups, numbers: Sequence[Column | None]) -> list[bytes]:
+    """What each rank is told. Columns are as narrow as all ranks' allow: so all have one form."""
+    ranks = np.arange(len(numbers) + 1)
+    lines, rows = (np.searchsorted(column, ranks.astype(column.dtype)).tolist() for column in (made.rank, held.rank))
+    row, offsets, shape = held.row[made.holding], made.offsets, made.shape
+    compare, nothing, highest = replicas.set + 1, np.zeros(0, np.int64), np.array([held.leaves])
+    every = {"row": row, "offsets": offsets, "shape": shape, "numbers": highest, "compare": compare}
+    kinds, found = narrowest(every, _KINDS), []
+    for rank, own in enumerate(numbers):
+        mine = slice(lines[rank], lines[rank + 1])
+        columns = {
+            "row": row[mine],
+            "offsets": offsets[mine].reshape(-1),
+            "shape": shape[mine].reshape(-1),
+            "numbers": nothing if own is None else own,
+            "compare": compare[rows[rank] : rows[rank + 1]],
+        }
+        found.append(encode_columns(columns, kinds))
+    return found
 
 
-def _table(held: Holdings, found: Assignment, said: Sequence[Said]) -> BoxTable:
+def _table(held: Holdings, boxes: Holdings, said: Sequence[Said]) -> BoxTable:
     """What is written, by leaf: row i of a rank's index is line i of what it writes."""
-    leaf = held.leaf[found.holding]
-    first = np.searchsorted(found.rank, np.arange(len(said)))
-    row = np.arange(len(found)) - first[found.rank]
-    order = np.lexsort((row, found.rank, leaf))
-    ndim = held.ndim[leaf[order]]
+    order = rising(boxes.leaf)  # ranks and rows stay in order
+    ndim = held.ndim[boxes.leaf[order]]
     axis = np.arange(held.whole.shape[1])
     inside, of_leaf = axis < ndim[:, None], axis < held.ndim[:, None]
     names = sorted({name for one in said for name in one.rows.dtypes})
@@ -106,16 +127,16 @@ def _table(held: Holdings, found: Assignment, said: Sequence[Said]) -> BoxTable:
     codes = [place[one.rows.dtype] if len(place) else one.rows.dtype for place, one in zip(places, said, strict=True)]
     code[held.leaf] = np.concatenate(codes) if codes else code
     return BoxTable(
-        leaf=leaf[order],
-        rank=found.rank[order].astype(np.int64),
-        row=row[order],
-        origin=found.offsets[order][inside],
-        shape=found.shape[order][inside],
-        bounds=np.concatenate([np.zeros(1, np.int64), np.cumsum(ndim)]),
+        leaf=boxes.leaf[order],
+        rank=boxes.rank[order].astype(np.int64),
+        row=boxes.row[order],
+        origin=boxes.offsets[order][inside],
+        shape=boxes.shape[order][inside],
+        bounds=begins(ndim),
         dtypes=names,
         code=code,
         whole=held.whole[of_leaf],
-        ends=np.concatenate([np.zeros(1, np.int64), np.cumsum(held.ndim)]),
+        ends=begins(held.ndim),
     )
 
 
@@ -131,11 +152,11 @@ class _Piece:
 class Share:
     """This rank's part of a plan, for one structure of its own state."""
 
-    def __init__(self, data: bytes, flattened: Flattened, rank: int) -> None:
-        """CorruptionError for what is no plan of this structure."""
+    def __init__(self, head: Mapping[str, Any], data: bytes, flattened: Flattened, rank: int) -> None:
+        """`head`: what is announced to all, `data`: to this rank. CorruptionError for what is no plan of this
+        structure."""
         name = f"the plan for rank {rank}"
-        columns = decode_columns(data, _KINDS, name=name, what=_WHAT)
-        head = decode_json(columns, "head", name)
+        columns = decode_columns(data, _KINDS, narrow=True, name=name, what=_WHAT)
         try:
             axes, leaves = int(head["axes"]), int(head["leaves"])
             self.fingerprint = str(head["fingerprint"])
@@ -143,7 +164,9 @@ class Share:
             raise CorruptionError(f"{name} is none: {error}", subject=name) from None
         shared = shared_rows(flattened)
         rows, numbers = columns["row"].tolist(), columns["numbers"].astype(np.int64)
-        compare = columns["compare"].tolist()
+        compare = columns["compare"].astype(np.int64)
+        if not len(numbers):
+            numbers = np.arange(tree_leaves(flattened))
         if len(numbers) != tree_leaves(flattened) or max(rows, default=-1) >= shared or len(compare) != shared:
             raise CorruptionError(f"{name} is for another structure", subject=name)
         self.own = flattened.fingerprint
@@ -158,8 +181,9 @@ class Share:
         )
         self._pieces = [_piece(row, flattened.specs[row], offsets, shape) for row, offsets, shape in pieces]
         self._private = range(shared, len(flattened.specs))
+        self._specs = (*(piece.spec for piece in self._pieces), *(flattened.specs[row] for row in self._private))
         self._leaf = (*numbers[own[rows]].tolist(), *range(leaves, leaves + len(self._private)))
-        self.always, self.sometimes = _compared(flattened, compare)
+        self.always, self.sometimes = compared(flattened, numbers[own[:shared]], compare)
         self._fingerprint = f"{self.fingerprint} {rank} {flattened.fingerprint}"
 
     def of(self, flattened: Flattened) -> Flattened:
@@ -169,7 +193,7 @@ class Share:
         return Flattened(
             tree=flattened.tree,
             private=flattened.private,
-            specs=(*(piece.spec for piece in self._pieces), *(flattened.specs[row] for row in self._private)),
+            specs=self._specs,
             sources=[*found, *(sources[row] for row in self._private)],
             devices=flattened.devices,
             device=[*(device[piece.row] for piece in self._pieces), *(device[row] for row in self._private)],
@@ -196,11 +220,3 @@ def _taken(source: Any, piece: _Piece) -> Any:
         return source
     # A local tensor may lack leading dimensions of length 1 that its leaf has.
     return source[piece.cut[len(piece.cut) - len(source.shape) :]]
-
-
-def _compared(flattened: Flattened, several: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The rows whose replicas are compared at each save, for nothing has declared them to be equal; and now and
-    then."""
-    rows = [row for row, one in enumerate(several) if one]
-    undeclared = [row for row in rows if flattened.specs[row].placement == "whole"]
-    return undeclared, rows

@@ -9,9 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.errors import CorruptionError
-from holdfast.model import canonical
 from holdfast.model.box import Box
-from holdfast.model.checkpoint import Json
 from holdfast.model.dtypes import dtype
 from holdfast.model.leaf import LeafSpec
 from holdfast.plan.holdings import Shards, shards
@@ -30,17 +28,15 @@ _KINDS: Final[tuple[Kind, ...]] = (
     ("dtype", "U16", "<u2"),
     ("placement", "U8", "|u1"),
     ("head", "U8", "|u1"),
-    ("tree", "U8", "|u1"),
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Said:
-    """`digest` is equal for ranks whose trees are equal. The plain values of the tree are those of the moment."""
+    """`digest`: of the rank's tree, with the plain values of the moment: equal for ranks whose trees are equal."""
 
     fingerprint: str
     digest: str
-    tree: Json
     rows: Shards
 
 
@@ -65,7 +61,8 @@ def box_of(spec: LeafSpec) -> Box:
     return Box.whole(spec.shape) if spec.offsets is None else Box(spec.offsets, spec.shape)
 
 
-def describe(flattened: Flattened) -> bytes:
+def describe(flattened: Flattened, spelled: bytes) -> bytes:
+    """All but the tree itself, which is `spelled` so: ranks that have one and the same need not each say it."""
     specs = flattened.specs[: shared_rows(flattened)]
     found = shards(
         leaf_numbers(flattened)[: len(specs)].tolist(),
@@ -74,7 +71,6 @@ def describe(flattened: Flattened) -> bytes:
         [(spec.dtype, spec.itemsize) for spec in specs],
         [PLACEMENTS.index(spec.placement) for spec in specs],
     )
-    spelled = canonical.dumps(flattened.tree)
     head = {
         "axes": found.whole.shape[1],
         "digest": hashlib.sha256(spelled).hexdigest(),
@@ -90,20 +86,19 @@ def describe(flattened: Flattened) -> bytes:
         "dtype": found.dtype,
         "placement": found.placement,
         "head": encode_json(head),
-        "tree": np.frombuffer(spelled, np.uint8),
     }
-    return encode_columns(columns, _KINDS)
+    return encode_columns(columns, _KINDS, narrow=True)
 
 
 def understand(data: bytes, rank: int) -> Said:
     """CorruptionError for what no rank of this version says."""
     name = f"rank {rank}"
-    columns = decode_columns(data, _KINDS, name=name, what=_WHAT)
+    columns = decode_columns(data, _KINDS, narrow=True, name=name, what=_WHAT)
     head = decode_json(columns, "head", name)
     try:
         axes, dtypes = int(head["axes"]), [str(one) for one in head["dtypes"]]
         sizes = [dtype(one).size for one in dtypes]
-        numbers = {name: columns[name].astype(np.int64) for name, _, _ in _KINDS[:-2]}
+        numbers = {name: columns[name].astype(np.int64) for name, _, _ in _KINDS[:-1]}
         rows = Shards(
             leaf=numbers["leaf"],
             offsets=numbers["offsets"].reshape(-1, axes),
@@ -115,6 +110,6 @@ def understand(data: bytes, rank: int) -> Said:
             dtypes=dtypes,
             sizes=sizes,
         )
-        return Said(str(head["fingerprint"]), str(head["digest"]), decode_json(columns, "tree", name), rows)
+        return Said(str(head["fingerprint"]), str(head["digest"]), rows)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{name} says what this version does not understand: {error}", subject=name) from None
