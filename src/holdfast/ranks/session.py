@@ -20,6 +20,10 @@ ROOT: Final = "holdfast"
 OFFER: Final = f"{ROOT}/door/offer"
 """The key under which the coordinator offers a session."""
 _FIRST_PAUSE_S: Final = 0.001
+_PAUSE_SHARE: Final = 0.1
+"""Of the time waited so far: so much longer than it must does a wait take at most."""
+_EACH_S: Final = 20e-6
+"""Of a pause for each rank: together they ask the board 50,000 times a second at most, until pauses are longest."""
 _SHORTEST_S: Final = 0.05
 """A question to the board gets at least so long, however near the deadline is."""
 
@@ -98,7 +102,8 @@ class Session:
         `over` has to give one at the deadline. Raises RankStoreLost where the board does not answer, at the deadline at
         the latest.
         """
-        pause = _FIRST_PAUSE_S
+        clock, longest_s = self.settings.clock, self.board.longest_pause_s
+        began, least_s = clock.now(), max(_FIRST_PAUSE_S, self.world_size * _EACH_S)
         with self._told(phase):
             while True:
                 reason: RanksError | None = None
@@ -112,8 +117,8 @@ class Session:
                         raise self.lost(error, phase, missing()) from error
                 if reason is not None:
                     return give_up(reason)
-                self.settings.clock.sleep(min(pause, max(deadline.remaining_s, _FIRST_PAUSE_S)))
-                pause = min(pause * 1.5, self.board.longest_pause_s)
+                pause = min(max((clock.now() - began) * _PAUSE_SHARE, least_s), longest_s)
+                clock.sleep(min(pause, max(deadline.remaining_s, _FIRST_PAUSE_S)))
 
     def patience_s(self, deadline: Deadline) -> float:
         """How long one question to the board may take."""

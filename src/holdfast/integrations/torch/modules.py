@@ -135,8 +135,10 @@ def encode(module: nn.Module, path: str, writer: Writer) -> tuple[Json, Refresh]
     said = {"!": "module", "type": type_name(type(module)), "meta": _metadata_node(metadata, writer, path)}
     same = replicas([module])
     dense = not same.buffers and all(one.own and _is_ordinary(one.value) for one in found)
-    if not (dense and is_plain(module)):
-        return {**said, "i": _pairs(found, path, writer, same)}, _again(cells, said, same, put_back)
+    plain = is_plain(module)
+    if not (dense and plain):
+        known = found if plain else None
+        return {**said, "i": _pairs(found, path, writer, same)}, _again(cells, said, same, put_back, known)
     looks = Looks()
     values = [one.value for one in found]
     pairs = []
@@ -179,13 +181,22 @@ def _pairs(found: list[Entry], path: str, writer: Writer, same: Replicas) -> lis
     return pairs
 
 
-def _again(cells: _Cells, said: dict[str, Json], same: Replicas, put_back: Sequence[Callable[[], Any]]) -> Refresh:
-    """For modules whose state_dict() must be asked each time: the entries are walked again."""
+def _again(
+    cells: _Cells,
+    said: dict[str, Json],
+    same: Replicas,
+    put_back: Sequence[Callable[[], Any]],
+    known: list[Entry] | None,
+) -> Refresh:
+    """For modules of which each value must be asked again; where `known` is None their state_dict() too. A tree of
+    modules that save in torch's own way has the same entries as long as everything sits where it sat."""
 
     def refresh(again: nn.Module, replay: Writer) -> Json:
         for put in put_back:
             put()
         cells.check(again)
+        if known is not None:
+            return {**said, "i": _pairs(known, cells.path, replay, same)}
         found, metadata = entries(again, cells.path)
         pairs = _pairs(found, cells.path, replay, same)
         return {**said, "meta": _metadata_node(metadata, replay, cells.path), "i": pairs}

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import holdfast
 import sharded_forks
 from holdfast.errors import StateError, StateMismatch, Unserialisable, UsageError
+from holdfast.integrations.torch import modules
 from holdfast.integrations.torch.meshes import _spans
 from holdfast.state import Flattener, flatten, prepare
 from holdfast.state.layouts import taken
@@ -198,6 +199,26 @@ def test_contiguous_parts_offer_their_memory(world: World) -> None:
     found = flatten({"x": torch.ones(4, 8)})
     prepared = prepare(found.tree, None, Wholes(found.tree, None, forms_of(found)), {"x": shard})
     assert [sink.buffer for _, sink in prepared.wants] == [None, None]
+
+
+def test_a_sharded_module_is_walked_once(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fully_shard(net())
+    flattener = Flattener({"model": model})
+    first = flattener.flatten()
+
+    def walked(*_: Any) -> Any:
+        raise AssertionError("the entries of a module that has not changed are known")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(modules, "entries", walked)
+        second = flattener.flatten()
+    assert second.tree == first.tree and second.fingerprint == first.fingerprint
+    model.register_buffer("seen", torch.ones(2))
+    third = flattener.flatten()
+    assert any("seen" in spec.path for spec in third.specs) and third.fingerprint != first.fingerprint
+    del model.seen
+    model.register_buffer("seen", torch.ones(2), persistent=False)
+    assert flattener.flatten().fingerprint == first.fingerprint
 
 
 def test_a_fenced_capture_knows_the_local_tensors(alone: None) -> None:
