@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format reference bench bench-sizes crash-campaign kill-campaign kill-campaign-memory ranks-campaign exact-resume-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
+.PHONY: setup demo test lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign exact-resume-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
 setup: $(STAMP)
 
@@ -73,6 +73,20 @@ bench-sizes: setup
 	$(BIN)/python benchmarks/p9_restart.py --gib 4 --rounds 7
 	$(BIN)/python benchmarks/p3_everyday.py --gib 1 --beside eager fenced
 	$(BIN)/python benchmarks/p3_everyday.py --gib 4 --beside eager --rounds 3
+	$(BIN)/python benchmarks/table.py
+	$(BIN)/python benchmarks/plot.py
+
+# Jobs of two and four processes on this machine: about an hour.
+bench-ranks: setup
+	$(BIN)/python -m pip install --quiet -e '.[bench]'
+	for ranks in 2 4; do for gib in 0.1 1; do \
+		for what in stall fenced durable; do \
+			$(BIN)/python benchmarks/ranks_save.py --what $$what --ranks $$ranks --gib $$gib || exit 1; \
+		done; \
+		$(BIN)/python benchmarks/ranks_compute.py --ranks $$ranks --gib $$gib || exit 1; \
+		$(BIN)/python benchmarks/ranks_restore.py --ranks $$ranks --gib $$gib --cache hot || exit 1; \
+		$(BIN)/python benchmarks/ranks_restore.py --ranks $$ranks --gib $$gib --cache cold || exit 1; \
+	done; done
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
 

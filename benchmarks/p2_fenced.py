@@ -14,6 +14,7 @@ import argparse
 import gc
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -53,14 +54,17 @@ def options_of_training(parser: argparse.ArgumentParser) -> None:
     choosing(parser, BESIDE)
 
 
-def feed_enough(training: Training, memcpy: raw.Memcpy) -> int:
-    """Gives the training a batch for which forward and backward take long enough; its tokens."""
-    copy_s = float(np.median([memcpy() for _ in range(5)]))
+def feed_enough(
+    training: Training, memcpy: Callable[[], float], agreed: Callable[[float], float] = lambda seconds: seconds
+) -> int:
+    """Gives the training a batch for which forward and backward take long enough; its tokens. `agreed`: of what this
+    process has measured, what counts for all that train together."""
+    copy_s = agreed(float(np.median([memcpy() for _ in range(5)])))
     tokens = 32
     while True:
         training.feed(tokens)
         training.forward_and_backward()
-        took_s = float(np.median([timed(training.forward_and_backward) for _ in range(3)]))
+        took_s = agreed(float(np.median([timed(training.forward_and_backward) for _ in range(3)])))
         note(f"{tokens} tokens: forward and backward take {took_s / copy_s:.1f} memcpys")
         if took_s >= AIM_MEMCPYS * copy_s or tokens >= MOST_TOKENS:
             return tokens

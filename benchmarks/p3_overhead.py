@@ -74,10 +74,14 @@ class Training:
             WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.prepare(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.passes = passes
         self.feed(tokens)
         self.step()  # the optimizer's state is born here
+
+    def prepare(self, model: torch.nn.TransformerEncoder) -> None:
+        """Before there is an optimizer for its parameters."""
 
     def feed(self, tokens: int) -> None:
         """From now on a batch has so many tokens, an even number."""

@@ -43,24 +43,27 @@ def safetensors_save(tensors: dict[str, torch.Tensor], path: Path) -> float:
 
 
 def dcp_save(state: dict[str, Any], path: Path) -> float:
-    """dcp's own writer syncs its files; the directory is synced here."""
+    """dcp's own writer syncs its files; the directory is synced here. As all ranks, where there are several."""
     begun = time.perf_counter()
-    dcp.save(state, checkpoint_id=str(path), no_dist=True)
-    fsync_tree(path)
+    dcp.save(state, checkpoint_id=str(path), no_dist=_alone())
+    if _alone() or dist.get_rank() == 0:  # all have put their files: it ends by a collective
+        fsync_tree(path)
     return time.perf_counter() - begun
 
 
-def dcp_async_begin(state: dict[str, Any], path: Path, mode: str) -> Callable[[], object]:
-    """Begins `async_save`; what it returns waits until all is written."""
+def dcp_async_begin(
+    state: dict[str, Any], path: Path, mode: str, group: dist.ProcessGroup | None = None
+) -> Callable[[], object]:
+    """Begins `async_save`; what it returns waits until all is written. `group`: in which ranks talk beside training."""
     kind = AsyncCheckpointerType.PROCESS if mode == "process" else AsyncCheckpointerType.THREAD
-    pending = dcp.async_save(state, checkpoint_id=str(path), async_checkpointer_type=kind)
+    pending = dcp.async_save(state, checkpoint_id=str(path), async_checkpointer_type=kind, process_group=group)
     return cast("Callable[[], object]", pending.result)  # a Future: no staging is left to the caller here
 
 
-def dcp_async_stall(state: dict[str, Any], path: Path, mode: str) -> float:
+def dcp_async_stall(state: dict[str, Any], path: Path, mode: str, group: dist.ProcessGroup | None = None) -> float:
     """How long `async_save` holds the caller; what follows is waited for outside the figure."""
     begun = time.perf_counter()
-    finish = dcp_async_begin(state, path, mode)
+    finish = dcp_async_begin(state, path, mode, group)
     stall = time.perf_counter() - begun
     finish()
     return stall
@@ -109,9 +112,9 @@ def safetensors_load(state: dict[str, Any], path: Path) -> float:
 
 
 def dcp_load(state: dict[str, Any], path: Path) -> float:
-    """In place, as dcp does."""
+    """In place, as dcp does. As all ranks, where there are several."""
     begun = time.perf_counter()
-    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    dcp.load(state, checkpoint_id=str(path), no_dist=_alone())
     return time.perf_counter() - begun
 
 
@@ -126,6 +129,10 @@ def start_group() -> None:
 def end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def _copy(into: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:

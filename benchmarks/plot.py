@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ NAMES = {
     "holdfast save()": "Holdfast",
     "holdfast save(wait=True)": "Holdfast",
     "holdfast.load": "Holdfast",
+    "holdfast restore()": "Holdfast",
     "holdfast save(), fenced": "Holdfast, fenced",
     "holdfast save(), eager": "Holdfast, eager",
     "lost to a holdfast save()": "Holdfast",
@@ -101,12 +102,33 @@ def panels(documents: dict[str, Any]) -> list[Panel]:
         Panel("p5_restore_cold", "restore, cold disk", "raw O_DIRECT read", "raw direct reads", READERS, 1 / 0.9),
         Panel("p9_restart", "back after kill -9", "memcpy, one thread", "copies by one thread", RESTARTERS, 1.5),
     ]
-    found = []
-    for panel in wanted:
-        id = largest(panel.id, documents)
-        if id is not None:
-            found.append(Panel(id, *(getattr(panel, name) for name in list(Panel.__dataclass_fields__)[1:])))
+    return _there(wanted, documents)
+
+
+def panels_of_ranks(documents: dict[str, Any]) -> list[Panel]:
+    """The same of jobs of several processes, each figure the slowest rank's."""
+    found: list[Panel] = []
+    for ranks in table.RANKS:
+        first = f"{ranks} ranks: "
+        lost = tuple(f"lost to a {name}" for name in (SAVERS[0], FENCED_SAVERS[0], *SAVERS[1:3]))
+        copies, writes, reads = "copies by all ranks", "raw direct writes by all ranks", "raw direct reads by all ranks"
+        held, readers = f"{first}training held by a", ("holdfast restore()", "dcp.load")
+        wanted = [
+            Panel("stall", f"{held}n asynchronous save", "memcpy", copies, SAVERS, 1.05),
+            Panel("fenced", f"{held} fenced save", "memcpy", copies, FENCED_SAVERS, 0.05),
+            Panel("compute", f"{first}training time lost to a save", "memcpy", copies, lost, 2.0, of_medians=True),
+            Panel("durable", f"{first}durable save", "raw O_DIRECT write", writes, (WRITERS[0], WRITERS[-1]), 1 / 0.9),
+            Panel("restore_hot", f"{first}restore, files in the page cache", "memcpy", copies, readers, 1.4),
+            Panel("restore_cold", f"{first}restore, cold disk", "raw O_DIRECT read", reads, readers, 1 / 0.9),
+        ]
+        found += _there([replace(panel, id=f"ranks_{panel.id}_{ranks}") for panel in wanted], documents)
     return found
+
+
+def _there(wanted: Sequence[Panel], documents: dict[str, Any]) -> list[Panel]:
+    """Those whose results are there."""
+    found = [(panel, largest(panel.id, documents)) for panel in wanted]
+    return [replace(panel, id=id) for panel, id in found if id is not None]
 
 
 def largest(id: str, documents: dict[str, Any]) -> str | None:
@@ -182,8 +204,7 @@ def _goal(axes: Any, panel: Panel, widest: float) -> None:
     axes.xaxis.set_major_locator(mpl.ticker.MaxNLocator(5, integer=widest > 4))
 
 
-def time_figure(documents: dict[str, Any]) -> Any:
-    chosen = panels(documents)
+def time_figure(documents: dict[str, Any], chosen: Sequence[Panel]) -> Any:
     tall = [max(len([name for name in one.contenders if documents[one.id]["seconds"].get(name)]), 3) for one in chosen]
     columns = 2
     pairs = [max(tall[at : at + columns]) for at in range(0, len(chosen), columns)]
@@ -248,7 +269,10 @@ def main() -> None:
     parser.add_argument("--png", type=Path, help="write PNGs to look at into this directory, too")
     options = parser.parse_args()
     documents = table.load()
-    figures = {"measured": time_figure(documents)}
+    figures = {"measured": time_figure(documents, panels(documents))}
+    of_ranks = panels_of_ranks(documents)
+    if of_ranks:
+        figures["ranks"] = time_figure(documents, of_ranks)
     memory = largest("p8_memory", documents)
     if memory is not None:
         figures["memory"] = memory_figure(documents[memory])

@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ UNITS = {"ratio": "", "ms": "ms", "us": "us", "mib": "MiB", "done": ""}
 """What a target's figure may be, by its key in a result."""
 
 SIZES = ("_0.1gib", "_1gib", "_4gib")
+RANKS = (2, 4)
 UNSIZED = ("", *SIZES)
 """Of a benchmark that was once measured at one size alone."""
 
@@ -133,22 +134,23 @@ def _restores() -> list[Row]:
         ("hot", "from the page cache", COPY),
         ("cold", "from a cold disk", ("raw O_DIRECT read", "raw direct read")),
     ):
-        for size in SIZES:
-            found.append(
-                Row(
-                    f"p5_restore_{heat}{size}",
-                    f"restore {words}, every byte verified, {{gib}} GiB",
-                    "holdfast.load",
-                    (
-                        ("dcp.load", "`dcp.load`"),
-                        ("torch.load + copy", "`torch.load`"),
-                        ("torch.load(mmap) + copy", "`torch.load(mmap=True)`"),
-                        ("safetensors + copy", "safetensors"),
-                    ),
-                    reference,
-                )
-            )
+        found += [_restored(f"p5_restore_{heat}{size}", words, reference) for size in SIZES]
     return found
+
+
+def _restored(id: str, words: str, reference: tuple[str, str] | None) -> Row:
+    return Row(
+        id,
+        f"restore {words}, every byte verified, {{gib}} GiB",
+        "holdfast.load",
+        (
+            ("dcp.load", "`dcp.load`"),
+            ("torch.load + copy", "`torch.load`"),
+            ("torch.load(mmap) + copy", "`torch.load(mmap=True)`"),
+            ("safetensors + copy", "safetensors"),
+        ),
+        reference,
+    )
 
 
 def _small() -> list[Row]:
@@ -232,27 +234,63 @@ def _planning() -> Row:
     )
 
 
+def rows_of_ranks() -> list[Row]:
+    """Of jobs of several processes; each figure is the slowest rank's."""
+    return [row for ranks in RANKS for size in SIZES for row in _of_ranks(ranks, size)]
+
+
+def _of_ranks(ranks: int, size: str) -> list[Row]:
+    def alike(row: Row, what: str, reference: tuple[str, str] | None, own: str = "") -> Row:
+        """The row of one process, for several."""
+        id = f"ranks_{what}_{ranks}{size}"
+        return replace(row, id=id, what=f"{ranks} ranks: {row.what}", own=own or row.own, reference=reference)
+
+    copy, write = ("memcpy", "all ranks copying"), ("raw O_DIRECT write", "raw direct writes")
+    restores = (
+        alike(row, f"restore_{heat}", reference, "holdfast restore()")
+        for row, heat, reference in (
+            (_restored("", "from the page cache", COPY), "hot", copy),
+            (_restored("", "from a cold disk", None), "cold", ("raw O_DIRECT read", "raw direct reads")),
+        )
+    )
+    return [
+        alike(_stall(""), "stall", copy),
+        alike(_fenced(""), "fenced", copy),
+        *(alike(row, "compute", copy) for row in _overhead("")),
+        alike(_durable(""), "durable", write),
+        *restores,
+    ]
+
+
 def load(results: Path = RESULTS) -> dict[str, Document]:
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("p*.json"))}
+    paths = sorted([*results.glob("p*.json"), *results.glob("ranks_*.json")])
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def block(documents: dict[str, Document]) -> str:
     """What stands between the two marks."""
-    shown = [(row, documents[row.id]) for row in rows() if row.shown(documents)]
-    used = {row.id: document for row, document in shown}
-    lines = [
-        *_conditions(used.values()),
-        "",
-        "| what | Holdfast | beside it | command |",
-        "|---|---|---|---|",
-        *(_line(row, document) for row, document in shown),
-    ]
+    shown, of_ranks = (
+        [(row, documents[row.id]) for row in some if row.shown(documents)] for some in (rows(), rows_of_ranks())
+    )
+    used = {row.id: document for row, document in [*shown, *of_ranks]}
+    lines = [*_conditions(used.values()), "", *_table(shown)]
+    if of_ranks:
+        lines += [
+            "",
+            "Several ranks on one machine beside torch.distributed.checkpoint, each figure the slowest rank's:",
+        ]
+        lines += ["", *_table(of_ranks)]
     missed = [
         _miss(document, target) for document in used.values() for target in document["targets"] if not target["met"]
     ]
     if missed:
         lines += ["", "What falls short of what we want, with the 95 % interval of each figure:", "", *missed]
     return "\n".join(lines)
+
+
+def _table(shown: Sequence[tuple[Row, Document]]) -> list[str]:
+    head = ["| what | Holdfast | beside it | command |", "|---|---|---|---|"]
+    return [*head, *(_line(row, document) for row, document in shown)]
 
 
 def _conditions(documents: Iterable[Document]) -> list[str]:

@@ -68,6 +68,12 @@ def test_the_table_follows_the_results(modules):
         ("p3_everyday", "holdfast, memory and disk", "share_lost"),
         ("p8_memory", "holdfast.Checkpointer, memory tier: held", "median_bytes"),
         ("p9_restart", "restore() from memory, one thread", "median_s"),
+        ("ranks_stall_2", "holdfast save()", "median_s"),
+        ("ranks_fenced_2", "holdfast save(), fenced", "median_s"),
+        ("ranks_compute_4", "lost to a holdfast save()", "median_s"),
+        ("ranks_durable_4", "holdfast save(wait=True)", "median_s"),
+        ("ranks_restore_hot_4", "holdfast restore()", "median_s"),
+        ("ranks_restore_cold_2", "holdfast restore()", "median_s"),
     ],
 )
 def test_every_size_of_what_is_measured_at_several_has_a_row(modules, id, own, figures, size):
