@@ -130,7 +130,7 @@ class Checkpointer:
         emitter = Emitter.of(sinks)
         company: Company | None = None
         if ranks.world_size > 1:
-            refused(memory=remembered, skips=on_busy == "skip", rehearsing=rehearsing is not None)
+            refused(memory=remembered, rehearsing=rehearsing is not None)
             facts = {"memory": repr(remembered)}
             company, repo = Company.meet(ranks, where, run, emitter, patience_s, facts=facts)
         else:

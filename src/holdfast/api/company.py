@@ -215,7 +215,7 @@ def _find(where: Where, wanted: str) -> tuple[Repo | None, str]:
     return repo, ""
 
 
-def refused(*, memory: SavePolicy | None, skips: bool, rehearsing: bool) -> None:
+def refused(*, memory: SavePolicy | None, rehearsing: bool) -> None:
     """Raises UsageError for what several ranks cannot do together yet."""
     for given, what, instead in (
         (
@@ -223,7 +223,6 @@ def refused(*, memory: SavePolicy | None, skips: bool, rehearsing: bool) -> None
             f"memory={memory!r}",
             "memory=every(steps=…): all keep the same steps",
         ),
-        (skips, 'on_busy="skip"', 'on_busy="wait": ranks would skip different saves'),
         (rehearsing, "holdfast certify", "certify the same training as one process"),
     ):
         if given:

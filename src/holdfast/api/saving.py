@@ -16,15 +16,17 @@ from holdfast.api.spent import Spent
 from holdfast.api.stats import Stats
 from holdfast.api.tally import Tally
 from holdfast.api.tidying import Tidying
+from holdfast.api.turns import Turns
 from holdfast.api.unlogged import Unlogged
 from holdfast.engine import handle as handles
 from holdfast.engine.fenced import Fencing
 from holdfast.engine.handle import Save
 from holdfast.engine.job import About
 from holdfast.engine.joint.party import Together
+from holdfast.engine.party import Alone
 from holdfast.engine.save import Saver
-from holdfast.errors import DeadlineExceeded, HoldfastError, OwnershipError, SaveFailed, SaveTorn, StateError
-from holdfast.events import Emitter, SaveDelayed, SaveFailedEvent, SaveSkipped, Warned
+from holdfast.errors import DeadlineExceeded, HoldfastError, OwnershipError, RanksError, SaveTorn, StateError
+from holdfast.events import Emitter, SaveDelayed, SaveFailedEvent, Warned
 from holdfast.guard.exitstatus import ExitStatus
 from holdfast.model.names import CheckpointId
 from holdfast.policy.keeping import KeepPolicy
@@ -41,8 +43,6 @@ OnBusy = Literal["wait", "skip"]
 OnError = Literal["warn", "raise"]
 Capture = Literal["eager", "fenced"]
 
-BUSY_DEADLINE_S = 600.0
-"""How long the training thread waits for the save before, when `on_busy` is "wait"."""
 NOTE_DEADLINE_S = 60.0
 """How long the training thread waits for a note that it has to write itself."""
 
@@ -73,7 +73,6 @@ class Saving:
         self._coordinates = company is None or company.coordinates
         self._alike, self._ours = divided(policy)
         self.tidying = Tidying(repo, keep, emitter=emitter, warn=self.warn)
-        self._on_busy = on_busy
         self._on_error = on_error
         self._emitter = emitter
         self.memory: Remembering | None = None
@@ -89,6 +88,7 @@ class Saving:
                 emitter=emitter,
                 warn=self.warn,
             )
+        party = Together(repo, company.agreement, deadline_s=company.timeout_s) if company is not None else None
         self.saver = Saver(
             repo,
             run,
@@ -100,7 +100,15 @@ class Saving:
             make_room=self._make_room,
             memory=self.memory.written_from if self.memory is not None else None,
             beside=taken_by(self.memory),
-            party=Together(repo, company.agreement, deadline_s=company.timeout_s) if company is not None else None,
+            party=party,
+        )
+        self.turns = Turns(
+            self.saver,
+            run,
+            emitter,
+            skip=on_busy == "skip",
+            company=company,
+            missed=(party or Alone(repo)).missed,
         )
         self.last: Save | None = None
         """The last save taken, or the restored checkpoint as a save that is committed already."""
@@ -185,13 +193,16 @@ class Saving:
         """
         began = time.monotonic()
         due_s = began if due_s is None else due_s
-        waited_s = 0.0
-        if not self.saver.free:
-            free = self._free_for(step, skip=self._on_busy == "skip" and not must)
-            waited_s = time.monotonic() - began
-            if not free:
-                self.tally.skip(time.monotonic() - due_s)
-                return None
+        try:
+            waited_s = self.turns.await_for(step, must=must)
+        except (DeadlineExceeded, RanksError) as error:
+            save = handle or self.saver.plan_save(step, reason=about.reason)
+            self.tally.take(save, due_s)
+            return self._not_taken(save, error)
+        if waited_s is None:
+            self.tally.skip(time.monotonic() - due_s)
+            return None
+        if waited_s:
             self.tally.delay(waited_s)
             self._emitter.emit(SaveDelayed(self.run, step, waited_s))
         self._last_saved_s = time.monotonic()
@@ -208,12 +219,17 @@ class Saving:
             save.end(error)
             raise
         except HoldfastError as error:
-            save.end(error)
-            self._emitter.emit(SaveFailedEvent(save.id, error.message, save.phase))
-            self._fail(error)
+            self._not_taken(save, error)
         self.last = save
         self._remember(save, about.metrics)
         self.spent.add(save, time.monotonic() - due_s)
+        return save
+
+    def _not_taken(self, save: Save, error: HoldfastError) -> Save:
+        save.end(error)
+        self._emitter.emit(SaveFailedEvent(save.id, error.message, save.phase))
+        self._fail(error)
+        self.last = save
         return save
 
     @property
@@ -224,36 +240,6 @@ class Saving:
     def stats(self) -> Stats:
         """What saving has done and cost so far. No I/O."""
         return self.tally.stats(self.spent.stalled_s, self.memory)
-
-    def skipped(self, step: int) -> SaveFailed:
-        """Why a save that was asked for was not taken."""
-        return SaveFailed(
-            f"step {step} was not saved: {self._busy_with()} still being written",
-            subject=self.run,
-            hint='on_busy="wait" waits for it',
-        )
-
-    def _busy_with(self) -> str:
-        number = len(self.saver.in_flight)
-        return "the save before is" if number <= 1 else f"the {number} saves before are"
-
-    def _free_for(self, step: int, *, skip: bool) -> bool:
-        """Waits until one of the saves in flight has ended, or gives this one up."""
-        if skip:
-            self._emitter.emit(SaveSkipped(self.run, step, f"{self._busy_with()} still being written"))
-            return False
-        if self.saver.await_free(BUSY_DEADLINE_S):
-            return True
-        before = next(iter(self.saver.in_flight), self.last)
-        self._fail(
-            DeadlineExceeded(
-                f"no save of step {step}: the one of step {before.step if before else 0} has been "
-                f"{before.phase if before else 'at work'} for {BUSY_DEADLINE_S:g} s",
-                subject=str(before.id) if before else self.run,
-                hint=f"look at {self.repo.url}: does it still answer?",
-            )
-        )
-        return False
 
     def wait(self, timeout: float | None) -> None:
         """Waits for all saves in flight and for what follows them: notes, and retention. DeadlineExceeded after

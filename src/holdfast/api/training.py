@@ -321,7 +321,7 @@ class Training:
     def _take_requested(self, handle: Save, wait: bool) -> None:
         handle.inside_step = False
         if self._take(handle.reason, wait=wait, handle=handle) is None:
-            handle.end(self.saving.skipped(handle.step))
+            handle.end(self.saving.turns.skipped(handle.step))
         if wait:
             handle.wait()
 
@@ -331,7 +331,7 @@ class Training:
         handle = self.saving.saver.plan_save(self.step, reason=reason)
         self.saving.tag(handle, tags)
         if self._take(reason, wait=wait, must=True, handle=handle) is None:
-            handle.end(self.saving.skipped(handle.step))
+            handle.end(self.saving.turns.skipped(handle.step))
 
     def _await_late_metrics(self) -> None:
         """Remembers how the state is now, where a metric that has not come yet may still ask for this step."""

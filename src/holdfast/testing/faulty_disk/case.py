@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from unittest import mock
 
-from holdfast.api import ownership, saving, training
+from holdfast.api import ownership, saving, training, turns
 from holdfast.engine import handle
 from holdfast.engine import save as engine_save
 from holdfast.guard import exitstatus
@@ -41,7 +41,7 @@ PATIENCE_S = 1.5
 DEADLINE_S = 0.05
 """What deadlines of minutes are made to be, so that thousands of cases can be waited for."""
 DEADLINES = (
-    (saving, "BUSY_DEADLINE_S"),
+    (turns, "BUSY_DEADLINE_S"),
     (saving, "NOTE_DEADLINE_S"),
     (training, "CLOSE_DEADLINE_S"),
     (handle, "STANDSTILL_S"),
