@@ -330,3 +330,50 @@ def test_a_place_whose_name_is_longer_than_a_seal_takes(tmp_path: Path, root: Pa
     assert [one.footer.where for one in images() if one.footer is not None] == ["", ""]
     last = live(deep / "ckpts", steps=5)
     assert (last.status, last.began) == (0, 4)
+
+
+def test_where_all_that_is_in_memory_is_damaged_and_nothing_durable_a_start_is_a_fresh_one(where: Path, root: Path):
+    """An image is read straight into the model: what is damaged must not be found out with half of it in place."""
+    assert live(where, kill=7).killed
+    for found in list(images()):
+        path = Path(root, f"holdfast-{os.geteuid()}", found.name)
+        assert found.footer is not None
+        with path.open("r+b") as file:
+            file.seek(found.footer.image // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 0x10]))
+    last = live(where)
+    assert (last.status, last.began, len(last.told("CandidateSkipped"))) == (0, 0, 2)
+    right(last)
+
+
+def test_a_forked_child_never_unmaps_what_lies_at_an_images_address_by_then(where: Path, root: Path):
+    """A loader's worker, forked while an image is open: when it lets go of that, something else may lie there."""
+    import ctypes
+    import gc
+
+    assert live(where, kill=7).killed
+    found = next(one for one in images() if one.footer is not None)
+    with Path(root, f"holdfast-{os.geteuid()}", found.name).open("rb") as file:
+        opened = [open_image(file.fileno(), found.name, chunk_bytes=4 << 20)]
+        length = os.fstat(file.fileno()).st_size
+    assert opened[0] is not None and opened[0]._mapping is not None
+    address = np.frombuffer(opened[0]._mapping, np.uint8).ctypes.data
+
+    def child() -> None:
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        # readable and writable, private, anonymous, at this very address
+        assert libc.mmap(address, length, 0x1 | 0x2, 0x02 | 0x20 | 0x10, -1, 0) == address
+        foreign = (ctypes.c_uint8 * length).from_address(address)
+        foreign[7] = 77
+        opened.clear()
+        gc.collect()
+        assert foreign[7] == 77
+
+    assert memory_training.fork(child) == 0
+    image = opened.pop()
+    assert image is not None
+    image.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.candidates import Candidate
+from holdfast.engine.images import check_image
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.restore import Prepare, RestoreResult, restore_checkpoint
 from holdfast.errors import CorruptionError
@@ -52,6 +53,8 @@ class Adopting:
     def _restored(self, candidate: Candidate, prepare: Prepare) -> RestoreResult:
         image = self._tier.open(candidate)
         try:
+            if candidate.adoptable.base is None:  # nothing in the store would make good what is half filled
+                check_image(image, image.repo.index(image.manifest(), image.footer.rank))
             return restore_checkpoint(image.repo, candidate.footer.id, prepare, emitter=self._emitter)
         finally:
             image.close()

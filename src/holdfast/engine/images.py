@@ -17,6 +17,7 @@ from typing import Final
 from holdfast.codec.digest import digest
 from holdfast.engine.packs import damaged
 from holdfast.errors import CorruptionError, ObjectNotFound, StoreDenied
+from holdfast.image.arena import keep_from_children
 from holdfast.image.header import ALIGNMENT
 from holdfast.image.seals import ROOM, read_seals
 from holdfast.model.checkpoint import Index, Manifest, Receipt
@@ -102,7 +103,7 @@ def _mapped(descriptor: int, length: int) -> mmap.mmap:
     """With every page in place at once: one page fault after the other would cost as much as the copy."""
     populate = getattr(mmap, "MAP_POPULATE", 0)
     mapping = mmap.mmap(descriptor, length, mmap.MAP_SHARED | populate, mmap.PROT_READ)
-    mapping.madvise(mmap.MADV_DONTFORK)
+    keep_from_children(mapping)
     return mapping
 
 

@@ -230,6 +230,12 @@ def _because(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def keep_from_children(memory: mmap.mmap) -> None:
+    """A forked child does not have this memory, and never unmaps what may lie at its addresses by then."""
+    _advise(memory, "MADV_DONTFORK")
+    _mappings.add(memory)
+
+
 def _forget_after_fork() -> None:
     """The child has neither the slots nor, by MADV_DONTFORK, the memory.
 
