@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from holdfast.codec.digest import digest
 from holdfast.state.rng import FRAMEWORKS
 
 MT19937: Final = "MT19937"
@@ -24,7 +23,7 @@ MT19937: Final = "MT19937"
 def marks(captured: Mapping[str, Any]) -> dict[str, str]:
     """A digest of the state of each generator, or kind of device, by name: "python", "numpy", "torch/cpu", … Equal for
     equal states."""
-    return {name: digest(b"".join(_spelled(state))).hex() for name, state in _each(captured)}
+    return {name: _hashed(b"", state).hexdigest()[:32] for name, state in _each(captured)}
 
 
 def alike(ranks: Sequence[Mapping[str, str]]) -> list[str]:
@@ -63,10 +62,14 @@ def _each(captured: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _seed(name: str, state: Any, rank: int) -> int:
-    hashed = hashlib.sha256(f"{name} {rank}\n".encode())
+    return int.from_bytes(_hashed(f"{name} {rank}\n".encode(), state).digest(), "big")
+
+
+def _hashed(head: bytes, state: Any) -> hashlib._Hash:
+    hashed = hashlib.sha256(head)
     for piece in _spelled(state):
         hashed.update(piece)
-    return int.from_bytes(hashed.digest(), "big")
+    return hashed
 
 
 def _derived(kind: str, part: str, state: Any, seed: int) -> Any:

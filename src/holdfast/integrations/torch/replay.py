@@ -116,7 +116,7 @@ class ReplayPosition(Position):
         self._sampler_epoch = EpochOfSampler(index_sampler(loader))
         self._order = SharedOrder.of(index_sampler(loader))
         self._moved = False
-        """Gone on with from another number of ranks, and not iterated yet."""
+        """Gone on with by other ranks, or in batches of another size, and not iterated yet."""
         self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
         self._started_workers = False
         self._worker_seed: Any = None
@@ -222,6 +222,7 @@ class ReplayPosition(Position):
             for reason in self._order.begin_at(cursor, epoch, batch):
                 self._says(reason)
             self._caveats += self._order.steps_differ(cursor)
+            self._take({"epoch": epoch, "delivered": batch, "ended": False})
             return batch
         shared = isinstance(_sampler(self._data), DistributedSampler)
         here = batch * moved.saved // moved.here if shared else batch
@@ -238,7 +239,7 @@ class ReplayPosition(Position):
             "batch_size": self._data.batch_size,
         }
         if self._order is not None:
-            out["order"] = self._order.state_dict()
+            out["order"] = self._order.state_dict(self._epoch, self._current.delivered)
         if self._start is not None and not out["ended"]:
             out["start"] = {
                 "global": dict(self._start.generators),
@@ -258,10 +259,11 @@ class ReplayPosition(Position):
         self._set_own(tuple(state["generators"]))
         self._sampler_epoch.seen = state["sampler_epoch"]
         self._worker_seed = state["worker_seed"]
-        if self._order is not None and "order" in state:
-            self._order.load_state_dict(state["order"])
         self._take(state)
-        if "start" in state:
+        if self._order is not None and "order" in state:
+            self._moved = self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
+            self._moved |= "start" not in state and not state["ended"]  # moved before, and saved before a batch
+        if "start" in state and not self._moved:
             start = state["start"]
             self._start = EpochStart(start["global"], tuple(start["own"]), start["cold"])
             self._loaded = state["epoch"], self._batches_before(state)

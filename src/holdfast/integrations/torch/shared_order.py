@@ -84,13 +84,21 @@ class SharedOrder:
             return ()
         return (f"all ranks together take {here} samples in a batch each, and took {cursor.step}: steps are cut anew",)
 
-    def state_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"seed": self._sampler.seed}
-        if self._base is not None:
-            found |= {"epoch": self._base.epoch, "batches": self._base.batches, "used": self._base.used}
-        return found
+    def state_dict(self, epoch: int, batch: int) -> dict[str, Any]:
+        """After `batch` batches of `epoch`."""
+        base, now = self.base(epoch), self.cursor(epoch, batch)
+        found: dict[str, Any] = {"seed": self._sampler.seed, "batch_size": self._batch_size, "used": now.used}
+        return found if not base.used else found | {"epoch": epoch, "began_after": base.batches, "began_at": base.used}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], epoch: int, batch: int) -> bool:
+        """What as many ranks have saved after `batch` batches of `epoch`. Whether these ranks begin anew there, because
+        their batches are of another size; else they go on from where they had begun."""
         if state["seed"] is not None:
             self._sampler.seed = state["seed"]
-        self._base = Base(state["epoch"], state["batches"], state["used"]) if "used" in state else None
+        anew = bool(state["batch_size"] != self._batch_size and batch)
+        if anew:
+            self._base = Base(epoch, batch, min(state["used"], len(self._sampler.data_source)))
+        else:
+            began = "began_at" in state
+            self._base = Base(state["epoch"], state["began_after"], state["began_at"]) if began else None
+        return anew

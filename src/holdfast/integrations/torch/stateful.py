@@ -72,13 +72,18 @@ class StatefulLoaderPosition(Position):
             "loader": self._data.state_dict() if self._begun or self._loaded is not None else None,
             "generators": [generator.get_state() for generator in self._own],
             "sampler_epoch": self._sampler_epoch.seen,
-            **({"order": self._order.state_dict()} if self._order is not None else {}),
+            **self._shared(),
         }
+
+    def _shared(self) -> dict[str, Any]:
+        if self._order is None:
+            return {}
+        return {"order": self._order.state_dict(self._epoch, self._current.delivered)}
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._sampler_epoch.seen = state["sampler_epoch"]
         if self._order is not None and "order" in state:
-            self._order.load_state_dict(state["order"])
+            self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
         if state["loader"] is not None:
             with rng.kept():
                 self._data.load_state_dict(state["loader"])
