@@ -7,6 +7,9 @@ from typing import Final
 
 from holdfast.api.company import RESTORE_TIMES, Company
 from holdfast.crashpoints import crashpoint
+from holdfast.engine.joint.neighbours import Neighbours
+from holdfast.engine.joint.together import NodeReads
+from holdfast.engine.joint.window import Timing
 from holdfast.engine.restore import Prepare, RestoreResult, choose, chosen, exactly, fetch
 from holdfast.errors import CorruptionError, RankFailed, in_words
 from holdfast.events import CandidateSkipped, Emitter, RestoredEvent
@@ -20,6 +23,8 @@ from holdfast.state.contract import Prepared
 
 TRY, NONE = b"try", b"none"
 DAMAGED: Final = "damaged: "
+PATIENCE_S: Final = 30.0
+"""A neighbour that has read nothing for so long is not waited for: each rank reads for itself then."""
 
 
 class ReadingTogether:
@@ -32,6 +37,9 @@ class ReadingTogether:
         self._prepare = prepare
         self._emitter = emitter
         self._deadline_s = RESTORE_TIMES * company.timeout_s
+        self._met = False
+        self._neighbours: Neighbours | None = None
+        self._round = 0
 
     def restore(self, resume_from: int | str) -> RestoreResult | None:
         """What the coordinator chooses; None, on all ranks, where the run has no checkpoint."""
@@ -87,6 +95,25 @@ class ReadingTogether:
     def _read(self, id: CheckpointId, data: bytes) -> RestoreResult:
         """Reads this rank's part, votes, and sets what is plain once all have voted for it. CorruptionError where some
         rank found it damaged; what else went wrong on this rank, or RankFailed where it did on another."""
+        node = self._beside()
+        try:
+            return self._read_beside(id, data, node)
+        finally:
+            if node is not None:
+                node.close()
+
+    def _beside(self) -> NodeReads | None:
+        """The ranks of this node, for one more checkpoint that all read."""
+        if not self._met:
+            self._met = True
+            self._neighbours = Neighbours.meet(self.company.agreement, self._deadline_s)
+        self._round += 1
+        if self._neighbours is None:
+            return None
+        patience_s = min(PATIENCE_S, self.company.timeout_s / 4)
+        return self._neighbours.reads(self._round, timing=Timing(patience_s), emitter=self._emitter)
+
+    def _read_beside(self, id: CheckpointId, data: bytes, node: NodeReads | None) -> RestoreResult:
         began = time.perf_counter()
         own: BaseException | None = None
         prepared: Prepared | None = None
@@ -95,9 +122,13 @@ class ReadingTogether:
         try:
             manifest = _manifest(data, id)
             rank, of = self.company.rank, self.company.world_size
-            prepared, moved = fetch(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
+            prepared, moved = fetch(
+                self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter, node=node
+            )
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
             own = error
+            if node is not None:
+                node.absent()
         reason = "" if own is None else (DAMAGED if isinstance(own, CorruptionError) else "") + in_words(own)
         crashpoint("part restored, not yet voted for")
         with self._topic() as topic:

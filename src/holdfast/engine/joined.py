@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.engine.lazy import LazyReader
-from holdfast.engine.parts import PIECE_BYTES, Parts
+from holdfast.engine.parts import Parts
+from holdfast.engine.portions import PIECE_BYTES
 from holdfast.errors import CorruptionError
 from holdfast.model.box import Box
 from holdfast.model.checkpoint import Json, Manifest

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from holdfast.engine.packs import OpenPack, damaged, open_pack
 from holdfast.engine.threads import READ_THREADS, hand_out
 from holdfast.errors import CheckpointNotFound, ObjectNotFound, UsageError
 from holdfast.model.box import Box
+from holdfast.model.checkpoint import PackEntry
 from holdfast.model.names import CheckpointId
 from holdfast.plan.slices import Block, Region, blocks
 from holdfast.repo.index import Table
@@ -32,6 +33,11 @@ KEPT_BYTES: Final = 8 << 20
 OPENED_AT_ONCE: Final = 64
 """Packs that are opened with the checkpoint, so that it can be read on after its removal; further ones when needed."""
 _ITEMS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+def item_dtype(itemsize: int) -> Any:
+    """What items of so many bytes are moved as."""
+    return np.dtype(_ITEMS.get(itemsize, f"V{itemsize}"))
 
 
 @dataclass(slots=True)
@@ -60,12 +66,17 @@ class LazyReader:
     """Reads by row of `table`. May be used by several threads. `bytes_read` counts what was read, or digested where it
     lay."""
 
-    def __init__(self, repo: Repo, id: CheckpointId, table: Table) -> None:
-        """Opens the packs. CorruptionError where one is missing or has another length than was saved."""
+    def __init__(
+        self, repo: Repo, id: CheckpointId, table: Table, packs: Callable[[PackEntry], OpenPack] | None = None
+    ) -> None:
+        """Opens the packs. CorruptionError where one is missing or has another length than was saved. `packs`: where
+        open ones are had from instead, whose they stay."""
         self._repo = repo
         self._id = id
         self._table = table
         self._packs: dict[int, OpenPack] = {}
+        self._open = packs or (lambda entry: open_pack(repo, id, entry, header=False))
+        self._theirs = packs is not None
         self._verified = bytearray(-(-len(table.digests) // 8))
         self._kept = _Kept()
         self._lock = threading.Lock()
@@ -88,7 +99,7 @@ class LazyReader:
             self._closed = True
             packs, self._packs = self._packs, {}
             self._kept = _Kept()
-        for pack in packs.values():
+        for pack in () if self._theirs else packs.values():
             pack.close()
 
     def _pack(self, number: int) -> OpenPack:
@@ -103,7 +114,7 @@ class LazyReader:
             found = self._packs.get(number)
             if found is None:
                 entry = self._table.packs[number]
-                found = self._packs[number] = open_pack(self._repo, self._id, entry, header=False)
+                found = self._packs[number] = self._open(entry)
             return found
 
     def read(self, row: int, path: str, region: Region, itemsize: int, out: Buffer) -> None:
@@ -116,8 +127,17 @@ class LazyReader:
         if region.is_run:
             self._run(row, path, region.first * itemsize, out)
             return
-        item: Any = np.dtype(_ITEMS.get(itemsize, f"V{itemsize}"))
-        target = np.ndarray(region.counts, item, out)
+        self._items(row, path, region, np.ndarray(region.counts, item_dtype(itemsize), out))
+
+    def read_items(self, row: int, path: str, region: Region, target: np.ndarray[Any, Any]) -> None:
+        """The same into an array of as many items, of any strides."""
+        if target.flags.c_contiguous:
+            self.read(row, path, region, target.itemsize, target.reshape(-1).view(np.uint8))
+        elif region.size:
+            self._items(row, path, region, target)
+
+    def _items(self, row: int, path: str, region: Region, target: np.ndarray[Any, Any]) -> None:
+        itemsize = target.itemsize
         turned: Any = (*(slice(None, None, -1 if flip else 1) for flip in region.flipped), ...)
         target = target[turned]
         paces = tuple(stride * itemsize for stride in region.strides)

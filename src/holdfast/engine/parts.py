@@ -8,26 +8,29 @@ are opened.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from holdfast.engine.joint.together import NodeReads
 from holdfast.engine.lazy import LazyReader
-from holdfast.engine.read import read_leaves
+from holdfast.engine.packs import OpenPack, open_pack
+from holdfast.engine.portions import Cut, Portions, Runs
+from holdfast.engine.read import LeafReader
 from holdfast.engine.threads import READ_THREADS, hand_out
 from holdfast.errors import CorruptionError
 from holdfast.events import Emitter, Progress
 from holdfast.model.box import Box
-from holdfast.model.checkpoint import Index, Json, Manifest
+from holdfast.model.checkpoint import Index, Json, Manifest, PackEntry
 from holdfast.model.dtypes import dtype
 from holdfast.plan.columns import Column, every
 from holdfast.plan.holdings import Holdings
-from holdfast.plan.regions import Taken, bands
-from holdfast.plan.reshard import Reshard, reshard
-from holdfast.plan.slices import box_region
+from holdfast.plan.joint_reads import Asked
+from holdfast.plan.reshard import reshard
 from holdfast.repo.agreeing import check_rank
 from holdfast.repo.boxes import BoxTable
 from holdfast.repo.index import Table
@@ -35,10 +38,7 @@ from holdfast.repo.layout import BOXES
 from holdfast.repo.repository import Repo
 from holdfast.repo.specs import Specs
 from holdfast.state import leaf_paths
-from holdfast.state.contract import Buffer, Prepared, Sink
-
-PIECE_BYTES: Final = 16 << 20
-"""What is held at once of a part whose items do not lie side by side where they go."""
+from holdfast.state.contract import Prepared, Sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +68,24 @@ class Parts:
         private = self._of(self._own).private if self._own is not None else None
         self.whole = Whole(self._specs(private), private)
 
-    def read(self, prepared: Prepared) -> int:
-        """Fills every sink; returns the bytes of what was wanted. CorruptionError names the leaf, the pack and the
-        offset; ShardMismatch the leaf, where the checkpoint does not hold all of what is wanted."""
+    def read(self, prepared: Prepared, node: NodeReads | None = None) -> int:
+        """Fills every sink; returns the bytes of what was wanted. `node`: the ranks that want some of it too, each of
+        which calls this. CorruptionError names the leaf, the pack and the offset; ShardMismatch the leaf, where the
+        checkpoint does not hold all of what is wanted."""
         boxes = prepared.boxes or [None] * len(prepared.wants)
         shared = [(leaf, sink, box) for (leaf, sink), box in zip(prepared.wants, boxes, strict=True)
                   if leaf < self._table.leaves]  # fmt: skip
         private = [(leaf, sink) for leaf, sink in prepared.wants if leaf >= self._table.leaves]
         wanted, saved = self._wanted(shared), saved_boxes(self._table, self._paths)
         self._total = int(wanted.nbytes().sum()) + sum(self.whole.specs[leaf].nbytes for leaf, _ in private)
-        plan = reshard(saved, wanted)
-        exact = every(plan.shape == saved.shape[plan.saved]) & every(plan.shape == wanted.shape[plan.wanted])
         sinks = [sink for _, sink, _ in shared]
-        self._read_exact(plan, exact, saved, sinks, private)
-        self._read_cut(plan, np.flatnonzero(~exact), saved, wanted, sinks)
+        plan = reshard(saved, wanted)
+        portions = Portions(plan, saved, wanted, sinks, self._private(private))
+        if node is None:
+            self._read_alone(portions)
+        else:
+            self._read_together(portions, node)
+        portions.finish()
         for line in np.flatnonzero(~every(wanted.shape > 0)).tolist():
             sink = sinks[int(wanted.row[line])]
             if sink.buffer is None:
@@ -157,63 +161,93 @@ class Parts:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _read_exact(
-        self,
-        plan: Reshard,
-        exact: np.ndarray[Any, Any],
-        saved: Holdings,
-        sinks: Sequence[Sink],
-        private: Sequence[tuple[int, Sink]],
-    ) -> None:
-        """What is wanted as one rank has written it, and what is this rank's own: row by row, as of one rank."""
-        lines = np.flatnonzero(exact)
-        wants: dict[int, list[tuple[int, Sink]]] = {}
-        held = plan.saved[lines]
-        for rank, row, line in zip(
-            saved.rank[held].tolist(), saved.row[held].tolist(), plan.wanted[lines].tolist(), strict=True
-        ):
-            wants.setdefault(rank, []).append((row, sinks[line]))
-        if private:
-            assert self._own is not None
-            own = self._of(self._own).shared - self._table.leaves
-            wants.setdefault(self._own, []).extend((leaf + own, sink) for leaf, sink in private)
-        for rank, some in sorted(wants.items()):
-            self._add(read_leaves(self._repo, self._manifest, self._index(rank), some))
+    def _private(self, wants: Sequence[tuple[int, Sink]]) -> list[tuple[int, int, int, Sink]]:
+        """Rank, row, bytes and sink of what is this rank's own."""
+        if not wants:
+            return []
+        assert self._own is not None
+        rows = self._of(self._own).shared - self._table.leaves
+        return [(self._own, leaf + rows, self.whole.specs[leaf].nbytes, sink) for leaf, sink in wants]
 
-    def _read_cut(self, plan: Reshard, lines: Column, saved: Holdings, wanted: Holdings, sinks: Sequence[Sink]) -> None:
-        """What has to be cut out of what ranks have written."""
-        if not len(lines):
-            return
-        targets = {
-            line: _Target(sinks[int(wanted.row[line])], wanted, line) for line in set(plan.wanted[lines].tolist())
-        }
-        ranks = sorted(set(saved.rank[plan.saved[lines]].tolist()))
+    def _read_alone(self, portions: Portions) -> None:
+        """Rank by rank what lies side by side; then what has to be cut out, in the order in which it lies."""
+        self._read_runs(portions.runs)
+        cuts = sorted(portions.cuts(), key=lambda one: (one.saver, one.row))
         readers: dict[int, LazyReader] = {}
         try:
-            for rank in ranks:
-                readers[rank] = LazyReader(self._repo, self._manifest.id, self._of(rank))
-            # In the order in which it lies in the packs.
-            order = lines[np.lexsort((saved.row[plan.saved[lines]], saved.rank[plan.saved[lines]]))]
-
-            def one(line: int) -> None:
-                held, want = int(plan.saved[line]), int(plan.wanted[line])
-                axes = int(saved.ndim[saved.leaf[held]])
-                cut = _Cut(
-                    int(saved.row[held]),
-                    saved.path(held),
-                    tuple(saved.shape[held, :axes].tolist()),
-                    tuple(plan.saved_offsets[line, :axes].tolist()),
-                    tuple(plan.wanted_offsets[line, :axes].tolist()),
-                    tuple(plan.shape[line, :axes].tolist()),
-                )
-                self._add(cut.read(readers[int(saved.rank[held])], targets[want]))
-
-            hand_out(one, order.tolist(), READ_THREADS)
+            for one in cuts:
+                if one.saver not in readers:
+                    readers[one.saver] = LazyReader(self._repo, self._manifest.id, self._of(one.saver))
+            hand_out(lambda one: self._add(one.read(readers[one.saver])), cuts, READ_THREADS)
         finally:
             for reader in readers.values():
                 reader.close()
-        for target in targets.values():
-            target.finish()
+
+    def _read_together(self, portions: Portions, node: NodeReads) -> None:
+        """The same beside neighbours who read some of it for us, and for whom we do. What seems to be damaged is read
+        once more without them: shared memory is not the store."""
+        try:
+            self._read_beside(portions, node)
+        except CorruptionError:
+            if not node.shares:
+                raise
+            self._read_alone(portions)
+        finally:
+            node.done()
+
+    def _read_beside(self, portions: Portions, node: NodeReads) -> None:
+        piece = node.piece(self._manifest.chunk_bytes)
+        runs, cuts = portions.runs.split(piece), portions.cuts(piece)
+        savers = sorted({*runs.saver.tolist(), *(one.saver for one in cuts)})
+        packs = {number: pack for saver in savers for number, pack in self._open(saver, node.resources)}
+        places = self._places(runs, cuts)
+        asking = np.isin(places.pack, [number for number, pack in packs.items() if pack.view is None])
+        dealt = node.join(Asked.of(places.pack[asking], places.low[asking], places.high[asking]), packs)
+        step = np.zeros(len(places.pack), np.int64) if dealt is None else dealt.step(places.pack, places.high)
+        readers = {saver: self._lazy(saver, node) for saver in savers}
+        for group in np.unique(step).tolist():
+            node.at(group)
+            lines = np.flatnonzero(step == group)
+            self._read_runs(runs.some(lines[lines < len(runs)]), node)
+            some = [cuts[line - len(runs)] for line in lines[lines >= len(runs)].tolist()]
+            hand_out(lambda one: self._add(one.read(readers[one.saver])), some, READ_THREADS)
+
+    def _open(self, saver: int, stack: ExitStack) -> Iterator[tuple[int, OpenPack]]:
+        """The packs of a rank by the numbers that all readers call them by."""
+        for number, entry in enumerate(self._of(saver).packs):
+            pack = open_pack(self._repo, self._manifest.id, entry, header=True)
+            stack.callback(pack.close)
+            yield _pack_number(saver, number), pack
+
+    def _lazy(self, saver: int, node: NodeReads) -> LazyReader:
+        table = self._of(saver)
+        return LazyReader(self._repo, self._manifest.id, table, lambda entry: node.pack(_number_of(table, entry)))
+
+    def _places(self, runs: Runs, cuts: Sequence[Cut]) -> _Places:
+        """Where the chunks of each run, then of each cut, lie in the packs."""
+        chunk = self._manifest.chunk_bytes
+        spans = [one.span for one in cuts]
+        saver = np.concatenate([runs.saver, np.array([one.saver for one in cuts], np.int64)])
+        row = np.concatenate([runs.row, np.array([one.row for one in cuts], np.int64)])
+        low = np.concatenate([runs.first, np.array([begin for begin, _ in spans], np.int64)])
+        high = np.concatenate([runs.stop, np.array([end for _, end in spans], np.int64)])
+        found = _Places(np.zeros_like(row), np.zeros_like(row), np.zeros_like(row))
+        for one in np.unique(saver).tolist():
+            table, at = self._of(one), np.flatnonzero(saver == one)
+            offset = table.offset[row[at]].astype(np.int64)
+            found.pack[at] = _pack_number(one, table.pack[row[at]].astype(np.int64))
+            found.low[at] = offset + low[at] // chunk * chunk
+            found.high[at] = offset + np.minimum(-(-high[at] // chunk) * chunk, table.length[row[at]].astype(np.int64))
+        return found
+
+    def _read_runs(self, runs: Runs, node: NodeReads | None = None) -> None:
+        """What lies side by side, row by row, as of one rank after the other."""
+        for saver in np.unique(runs.saver).tolist():
+            some = runs.some(np.flatnonzero(runs.saver == saver))
+            table = self._of(saver)
+            packs = None if node is None else (lambda entry, table=table: node.pack(_number_of(table, entry)))
+            reader = LeafReader(self._repo, self._manifest, self._index(saver), emitter=Emitter(), packs=packs)
+            self._add(reader.read(list(zip(some.row.tolist(), some.sinks, strict=True)), (some.first, some.stop)))
 
     def _add(self, nbytes: int) -> None:
         with self._count:
@@ -222,53 +256,29 @@ class Parts:
         self._emitter.emit(Progress("restore", str(self._manifest.id), done, self._total))
 
 
-class _Target:
-    """Where one wanted box arrives: its sink's own memory, or memory of ours that the sink is filled from."""
+class _Places(NamedTuple):
+    """Bytes `low[i] .. high[i] - 1` of pack `pack[i]`, as all ranks number them."""
 
-    def __init__(self, sink: Sink, wanted: Holdings, line: int) -> None:
-        axes = int(wanted.ndim[wanted.leaf[line]])
-        shape = tuple(wanted.shape[line, :axes].tolist())
-        self.itemsize = int(wanted.itemsize[line])
-        nbytes = self.itemsize * int(np.prod(shape, dtype=np.int64))
-        buffer = sink.buffer
-        self._ours: Sink | None = sink if buffer is None else None
-        self._memory: Buffer = np.empty(nbytes, np.uint8) if buffer is None else buffer
-        if len(self._memory) != nbytes:
-            path = wanted.path(line)
-            raise CorruptionError(
-                f"{path} has {nbytes} bytes in the checkpoint and {len(self._memory)} in the target", subject=path
-            )
-        self.items: Any = np.ndarray((*shape, self.itemsize), np.uint8, self._memory)
-
-    def finish(self) -> None:
-        if self._ours is not None:
-            self._ours.fill(self._memory)
+    pack: Column
+    low: Column
+    high: Column
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A box of `shape` items at `there` of a saved row, itself of `saved` items; it goes to `here` of a wanted box."""
+@overload
+def _pack_number(saver: int, pack: int) -> int: ...
 
-    row: int
-    path: str
-    saved: tuple[int, ...]
-    there: tuple[int, ...]
-    here: tuple[int, ...]
-    shape: tuple[int, ...]
 
-    def read(self, reader: LazyReader, target: _Target) -> int:
-        place = tuple(slice(begin, begin + extent) for begin, extent in zip(self.here, self.shape, strict=True))
-        into = target.items[place]
-        size = target.itemsize
-        if into.flags.c_contiguous:
-            reader.read(self.row, self.path, box_region(self.saved, self.there, self.shape), size, into.reshape(-1))
-            return int(into.nbytes)
-        whole = Taken(box_region(self.saved, self.there, self.shape), place)
-        for band in bands(whole, PIECE_BYTES // size):
-            held = np.empty(band.region.size * size, np.uint8)
-            reader.read(self.row, self.path, band.region, size, held)
-            target.items[band.where] = held.reshape(*band.region.counts, size)
-        return int(into.nbytes)
+@overload
+def _pack_number(saver: int, pack: Column) -> Column: ...
+
+
+def _pack_number(saver: int, pack: int | Column) -> int | Column:
+    """What all ranks call a pack by: in the order of savers."""
+    return (saver << 20) + pack
+
+
+def _number_of(table: Table, entry: PackEntry) -> int:
+    return _pack_number(table.rank, table.packs.index(entry))
 
 
 def _table_of(index: Table) -> BoxTable:

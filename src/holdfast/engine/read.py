@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -17,8 +17,8 @@ from holdfast.engine.targets import Targets
 from holdfast.engine.threads import COPY_THREADS, READ_THREADS, hand_out
 from holdfast.errors import CorruptionError
 from holdfast.events import Emitter, Progress
-from holdfast.model.checkpoint import Index, Manifest
-from holdfast.plan.reads import TASK_BYTES, Column, ReadPlan, ReadTask, coalesce
+from holdfast.model.checkpoint import Index, Manifest, PackEntry
+from holdfast.plan.reads import GAP_BYTES, TASK_BYTES, Column, ReadPlan, ReadTask, coalesce
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Buffer, Sink
 
@@ -26,8 +26,13 @@ PAGE: Final = 4096
 STRAIGHT_BYTES: Final = 128 << 10
 """A piece at least this long is read straight into its destination where the reader does not ask for alignment."""
 
+PART_GAP_BYTES: Final = 32 << 10
+"""Unwanted bytes that are read between parts of leaves: what lies there is what others read."""
+
 VIEWED_BYTES: Final = 16 << 20
 """The length of a task where no read is made: handing out tasks is all that it costs."""
+
+Span = tuple[Column, Column]
 
 
 class _Chunks(NamedTuple):
@@ -68,8 +73,16 @@ class LeafReader:
     """Reads wanted leaves of one index. `wants` are leaf numbers and where their bytes go."""
 
     def __init__(
-        self, repo: Repo, manifest: Manifest, index: Index, *, emitter: Emitter, phase: str = "restore"
+        self,
+        repo: Repo,
+        manifest: Manifest,
+        index: Index,
+        *,
+        emitter: Emitter,
+        phase: str = "restore",
+        packs: Callable[[PackEntry], OpenPack] | None = None,
     ) -> None:
+        """`packs`: where open packs are had from, whose they stay; None: they are opened here, and closed."""
         self._repo = repo
         self._manifest = manifest
         self._index = index
@@ -77,26 +90,33 @@ class LeafReader:
         self._phase = phase
         self._expected = index.digests.tobytes()
         self._leaf: Column = np.empty(0, np.int64)
+        self._span: Span | None = None
+        self._open = packs or (lambda entry: open_pack(repo, manifest.id, entry, header=True))
+        self._kept = packs is not None
         self._bounce = _Bounce()
         self._done = 0
         self._count = threading.Lock()
 
-    def read(self, wants: Sequence[tuple[int, Sink]]) -> int:
-        """Fills every sink; returns the bytes of the leaves. CorruptionError names the leaf, the pack and the
-        offset."""
+    def read(self, wants: Sequence[tuple[int, Sink]], span: Span | None = None) -> int:
+        """Fills every sink; returns the bytes that they took. `span`: the bytes of its leaf that each takes, from and
+        to, of leaves that have any; None: all. CorruptionError names the leaf, the pack and the offset."""
         leaf = self._leaf = np.fromiter((number for number, _ in wants), np.int64, len(wants))
-        targets = Targets(self._index, wants, leaf)
-        total = int(self._index.length[leaf].sum())
+        self._span = span
+        targets = Targets(self._index, wants, leaf, span)
+        total = int((self._index.length[leaf] if span is None else span[1] - span[0]).sum())
         packs: list[OpenPack] = []
+        reads = False
         try:
             tasks: list[_Task] = []
             for number, chosen in _by_pack(self._index.pack[leaf]):
-                pack = open_pack(self._repo, self._manifest.id, self._index.packs[number], header=True)
-                packs.append(pack)
+                pack = self._open(self._index.packs[number])
+                if not self._kept:
+                    packs.append(pack)
+                reads |= pack.view is None
                 plan = self._plan(chosen, TASK_BYTES if pack.view is None else VIEWED_BYTES)
                 chunks = _Chunks.of(plan)
                 tasks.extend(_Task(pack, plan, chunks, task) for task in plan.tasks)
-            threads = READ_THREADS if any(pack.view is None for pack in packs) else COPY_THREADS
+            threads = READ_THREADS if reads else COPY_THREADS
             hand_out(lambda task: self._one(task, targets, total), tasks, threads)
         finally:
             for pack in packs:
@@ -106,13 +126,16 @@ class LeafReader:
 
     def _plan(self, chosen: Column, task_bytes: int) -> ReadPlan:
         index, leaf = self._index, self._leaf[chosen]
+        offset, length, first = index.offset[leaf], index.length[leaf], index.chunk_start[leaf]
+        gap = GAP_BYTES
+        if self._span is not None:
+            chunk = index.chunk_bytes
+            low = self._span[0][chosen] // chunk
+            stop = np.minimum(-(-self._span[1][chosen] // chunk) * chunk, length)
+            offset, length, first = offset + low * chunk, stop - low * chunk, first + low
+            gap = PART_GAP_BYTES
         return coalesce(
-            chosen,
-            index.offset[leaf],
-            index.length[leaf],
-            index.chunk_start[leaf],
-            chunk_bytes=index.chunk_bytes,
-            task_bytes=task_bytes,
+            chosen, offset, length, first, chunk_bytes=index.chunk_bytes, task_bytes=task_bytes, gap_bytes=gap
         )
 
     def _one(self, one: _Task, targets: Targets, total: int) -> None:
@@ -143,13 +166,19 @@ class LeafReader:
         """One chunk, as in `_run`."""
         chunks = one.chunks
         start, size, position = chunks.start[number], chunks.size[number], chunks.position[number]
-        target = targets.part(chunks.want[number], start, start + size)
-        if held is None:
+        target = targets.part(chunks.want[number], start, start + size) if held is None else None
+        if target is not None:
             one.pack.read_into(position, target)
-        data = target if held is None else held[position - one.task.start : position - one.task.start + size]
+            self._check(one, number, number + 1, target)
+            return
+        base = one.task.start
+        data = (
+            self._fetched(one.pack, position, position + size)
+            if held is None
+            else held[position - base : position - base + size]
+        )
         self._check(one, number, number + 1, data)
-        if held is not None:
-            np.positive(data, out=target)
+        targets.put(chunks.want[number], start, data)
 
     def _run(self, one: _Task, rows: slice, held: Buffer | None, targets: Targets) -> None:
         """Some chunks that lie one after the other. `held`: the task's bytes, where they have been read already.
@@ -162,17 +191,16 @@ class LeafReader:
         high = int(plan.position[last] + plan.size[last])
         want = int(plan.want[last])
         alone = want == plan.want[rows.start]
-        if alone and held is None:
-            start = int(plan.start[rows.start])
-            target = targets.part(want, start, start + high - low)
+        start = int(plan.start[rows.start])
+        target = targets.part(want, start, start + high - low) if alone and held is None else None
+        if target is not None:
             pack.read_into(low, target)
             self._check(one, rows.start, rows.stop, target)
             return
         data = self._fetched(pack, low, high) if held is None else held[low - base : high - base]
         self._check(one, rows.start, rows.stop, data)
         if alone:
-            start = int(plan.start[rows.start])
-            np.positive(data, out=targets.part(want, start, start + high - low))
+            targets.put(want, start, data)
         else:
             targets.scatter(data, plan.position[rows] - low, plan.want[rows], plan.start[rows], plan.size[rows])
 

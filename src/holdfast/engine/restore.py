@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from holdfast.engine.joint.together import NodeReads
 from holdfast.engine.parts import Parts
 from holdfast.engine.read import read_leaves
 from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorable
@@ -165,10 +166,18 @@ def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -
 
 
 def fetch(
-    repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of: int = 1, emitter: Emitter
+    repo: Repo,
+    manifest: Manifest,
+    prepare: Prepare,
+    *,
+    rank: int = 0,
+    of: int = 1,
+    emitter: Emitter,
+    node: NodeReads | None = None,
 ) -> tuple[Prepared, int]:
     """Matches a checkpoint with a target and fills it, all but what is plain, which `apply` of what is returned sets;
-    and the bytes that were read. What belongs to one rank comes back where as many ranks have saved it as there are."""
+    and the bytes that were read. What belongs to one rank comes back where as many ranks have saved it as there are.
+    `node`: the ranks beside this one, each of which does the same."""
     own = rank if of == len(manifest.indexes) else None
     if manifest.boxes is None and own is not None:
         index = repo.index(manifest)
@@ -178,7 +187,7 @@ def fetch(
         return prepared, Parts(repo, manifest, own, emitter).read(prepared)
     parts = Parts(repo, manifest, own, emitter)
     prepared = prepare(manifest, parts.whole)
-    return prepared, parts.read(prepared)
+    return prepared, parts.read(prepared, node)
 
 
 def _with_skipped(result: RestoreResult, skipped: Sequence[tuple[CheckpointId, str]]) -> RestoreResult:

@@ -11,7 +11,7 @@ import pytest
 from tests.joint_ranks import on_ranks, outcomes
 
 import holdfast
-from holdfast.engine import parts
+from holdfast.engine import parts, portions
 from holdfast.engine.handle import Save
 from holdfast.engine.job import About
 from holdfast.engine.joint.party import Together
@@ -133,14 +133,14 @@ def test_a_part_is_cut_out_in_pieces_also_where_its_first_axis_has_one_item(
 
     save = on_ranks(2, save_with(repo, attempt, state))[0][0]
     pieces: list[int] = []
-    whole_read = parts.LazyReader.read
+    whole_read = parts.LazyReader.read_items
 
-    def read(self: Any, row: int, path: str, region: Any, itemsize: int, out: Any) -> None:
-        pieces.append(len(out))
-        whole_read(self, row, path, region, itemsize, out)
+    def read(self: Any, row: int, path: str, region: Any, target: Any) -> None:
+        pieces.append(target.nbytes)
+        whole_read(self, row, path, region, target)
 
-    monkeypatch.setattr(parts, "PIECE_BYTES", 1024)
-    monkeypatch.setattr(parts.LazyReader, "read", read)
+    monkeypatch.setattr(portions, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(parts.LazyReader, "read_items", read)
     restored, _ = read_as(repo, save, None, None)
     assert np.array_equal(restored["experts"], stack)
     assert max(pieces) <= 1024

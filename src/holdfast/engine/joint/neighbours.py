@@ -1,0 +1,68 @@
+"""Which ranks of a job share this node's memory, and what they read together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+
+from holdfast.engine.joint.together import WINDOW_BYTES, NodeReads
+from holdfast.engine.joint.window import Place, Timing
+from holdfast.events import Emitter
+from holdfast.image import slots
+from holdfast.image.arena import free_shared_memory
+from holdfast.model import canonical
+from holdfast.model.checkpoint import Owner
+from holdfast.plan.joint_reads import MOST_RANKS
+from holdfast.ranks.agreement import Agreement
+from holdfast.repo.liveness import this_process
+
+_ROOT = slots.SHARED_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The ranks of one node, this one too, in order of their numbers. `owners`: their processes."""
+
+    session: str
+    ranks: Sequence[int]
+    owners: Sequence[Owner]
+    own: int
+    """This rank's place among them."""
+
+    @classmethod
+    def meet(cls, agreement: Agreement, deadline_s: float) -> Neighbours | None:
+        """Who is here; None where this rank is alone on its node, or its node has no shared memory. One round of
+        messages: every rank calls it. Raises what `Topic.gather` does."""
+        free_shared_memory()
+        me = this_process()
+        said = canonical.dumps([_memory_here(), list(astuple(me))])
+        with agreement.topic("node") as topic:
+            all_said = [canonical.loads(one) for one in topic.gather(said, deadline_s, "telling where each rank runs")]
+        here = all_said[agreement.rank]
+        found = [
+            (rank, Owner(*owner))
+            for rank, (memory, owner) in enumerate(all_said)
+            if memory and [memory, owner[0], owner[1]] == [here[0], me.host, me.boot]
+        ]
+        if not 1 < len(found) <= MOST_RANKS:
+            return None
+        ranks = [rank for rank, _ in found]
+        return cls(agreement.session.id, ranks, [owner for _, owner in found], ranks.index(agreement.rank))
+
+    def reads(self, number: int, *, timing: Timing, emitter: Emitter, window_bytes: int = WINDOW_BYTES) -> NodeReads:
+        """What is read together of one checkpoint. `number`: the same on all ranks, and another each time."""
+        places = [
+            Place(slots.Slot(_ROOT, f"reads/{self.session}", f"{rank}-{number}"), owner)
+            for rank, owner in zip(self.ranks, self.owners, strict=True)
+        ]
+        return NodeReads(places, self.own, timing=timing, window_bytes=window_bytes, emitter=emitter)
+
+
+def _memory_here() -> str:
+    """Equal for processes that see the same files in shared memory; empty where there are none."""
+    with suppress(OSError):
+        status = os.stat(_ROOT)
+        return f"{os.geteuid()} {status.st_dev} {status.st_ino}"
+    return ""
