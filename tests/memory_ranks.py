@@ -101,10 +101,11 @@ OnStep = Callable[[Any, int, int], None]
 
 @dataclass(frozen=True)
 class Ends:
-    """When one rank is killed: once it has completed `step`, or the `count`-th time that it comes to the crash point
-    `at`."""
+    """When one rank is killed: once it has completed `step` (`settled`: and all ranks are known to have it in memory),
+    or the `count`-th time that it comes to the crash point `at`."""
 
     step: int | None = None
+    settled: bool = False
     at: str = ""
     count: int = 1
 
@@ -128,7 +129,17 @@ def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, 
                 on_step(ckpt, rank, step + 1)
             beside.completed(step + 1)
             if end.step == step:
+                if end.settled:
+                    settle(ckpt, step)
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+def settle(ckpt: Any, step: int) -> None:
+    """Returns when all ranks are known to have `step` in memory, and a save of it, if there is one, has ended."""
+    saving = ckpt._training.saving
+    assert saving.memory._saver.join(30)
+    assert saving.memory.tier._kept.settle(30) == step
+    assert saving.saver.join(30)
 
 
 def live(

@@ -1,20 +1,34 @@
 """Ranks that keep their states in memory, as real processes: killed, damaged, on other nodes, in another number."""
 
+from __future__ import annotations
+
+import errno
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 
+import holdfast
+from holdfast import every, on
+from holdfast.engine.listing import Found, images
+from holdfast.image import slots
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
+from holdfast.upkeep.flush import execute, plan_flush
 from holdfast.upkeep.verify import assert_whole
-from memory_ranks import Ends, live, untouched
+from memory_ranks import ROWS, WIDTH, Ends, live, untouched
 from memory_training import Life, shared_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
 EXPECTED = {ranks: untouched(ranks) for ranks in (2, 3)}
+SETTLED = {rank: Ends(step=7, settled=True) for rank in (0, 1)}
+"""Both ranks have steps 6 and 7 in memory, and nothing is in the store."""
 
 
 @pytest.fixture
@@ -34,21 +48,279 @@ def right(*jobs: list[Life]) -> None:
     """Every step of every rank, and what each began from, is bit for bit what an untouched training has there; and all
     began at the same step."""
     for job in jobs:
-        assert len({life.began for life in job}) == 1
+        assert len({life.began for life in job}) == 1, [life.began for life in job]
         for rank, life in enumerate(job):
             assert life.digests, f"rank {rank} told of no step"
             wrong = [step for step, digest in life.digests.items() if digest != EXPECTED[len(job)][rank][step]]
             assert wrong == [], f"rank {rank}"
 
 
+def from_memory(job: list[Life], step: int) -> None:
+    assert [(life.status, life.began) for life in job] == [(0, step)] * len(job)
+    assert all(life.source.startswith(f"from memory, step {step}, sealed ") for life in job)
+
+
+def image_of(root: Path, rank: int, step: int) -> tuple[Path, Found]:
+    with mock.patch.object(slots, "SHARED_MEMORY", str(root)):
+        found = next(one for one in images() if one.footer and (one.footer.rank, one.footer.id.step) == (rank, step))
+    return Path(root, f"holdfast-{os.geteuid()}", found.name), found
+
+
+def change(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def files(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*-*") if path.is_file() and path.suffix != ".lock")
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------
+
+
 def test_a_crash_loses_at_most_one_step(where: Path, root: Path) -> None:
     first = live(where, ends={1: Ends(step=7)})
     assert all(life.killed for life in first)
-    reached = min(max(life.digests) for life in first)
     second = live(where, ends={0: Ends(step=13)})
     last = live(where)
-    assert [life.status for life in last] == [0, 0]
     right(first, second, last)
-    assert reached - 2 <= second[0].began <= reached
-    assert all(life.source.startswith("from memory, step ") for job in (second, last) for life in job)
-    assert not [path for path in root.rglob("*of*")]
+    for before, after in ((first, second), (second, last)):
+        reached = min(max(life.digests) for life in before)
+        assert reached - 2 <= after[0].began <= reached
+        assert all(life.source.startswith("from memory, step ") for life in after)
+    assert [life.status for life in last] == [0, 0]
+    assert files(root) == [], "a good end leaves nothing"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", ["memory image captured, not sealed", "memory image sealed"])
+def test_killed_between_the_seals_of_two_ranks(where: Path, rank: int, at: str) -> None:
+    """The other one may have sealed the step, and may not have; some step is common to both either way."""
+    first = live(where, ends={rank: Ends(at=at, count=6)})
+    last = live(where)
+    assert last[0].began in (4, 5, 6)
+    from_memory(last, last[0].began)
+    right(first, last)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "at",
+    [
+        "what is in memory told, choice not yet heard",
+        "memory image found, not adopted",
+        "memory image looked into, not yet voted for",
+        "restore voted for, run not yet claimed",
+        "memory image adopted, not yet claimed",
+        "claimed, memory image not yet resealed",
+    ],
+)
+def test_killed_while_going_on_from_memory(where: Path, rank: int, at: str) -> None:
+    """Nothing is lost by it, also where one rank has sealed its image anew and the other one has not."""
+    live(where, ends=SETTLED)
+    again = live(where, ends={rank: Ends(at=at)})
+    assert again[rank].killed
+    last = live(where)
+    assert last[0].began >= 7
+    from_memory(last, last[0].began)
+    right(last)
+
+
+def test_killed_after_the_claim_before_the_others_have_heard_of_it(where: Path) -> None:
+    live(where, ends=SETTLED)
+    for rank, at in ((0, "attempt claimed"), (1, "claim heard, nothing saved yet")):
+        assert live(where, ends={rank: Ends(at=at)})[rank].killed
+    last = live(where)
+    from_memory(last, last[0].began)
+    right(last)
+
+
+# -- damaged, gone, elsewhere ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("harm", ["removed", "torn", "tampered", "described wrongly"])
+def test_where_one_rank_has_no_whole_image_all_go_back_to_the_step_before(
+    where: Path, root: Path, rank: int, harm: str
+) -> None:
+    first = live(where, ends=SETTLED)
+    path, found = image_of(root, rank, 7)
+    assert found.footer is not None
+    if harm == "removed":
+        path.unlink()
+    elif harm == "torn":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        change(path, found.footer.image // 2 if harm == "tampered" else found.footer.image + 200)
+    last = live(where)
+    from_memory(last, 6)
+    right(first, last)
+
+
+def test_where_one_rank_has_nothing_all_go_back_to_the_store(where: Path, root: Path) -> None:
+    first = live(where, ends={rank: Ends(step=13, settled=True) for rank in (0, 1)})
+    for step in (12, 13):
+        image_of(root, 1, step)[0].unlink()
+    last = live(where)
+    assert [(life.status, life.began) for life in last] == [(0, 10)] * 2
+    assert all(life.source.startswith(f"from {where}") for life in last)
+    said = [text for life in last for text in life.told("Warned")]
+    assert "step 13 in memory is passed over: rank 1 has no image of it" in said
+    right(first, last)
+
+
+def test_each_node_has_its_own_memory(where: Path, root: Path) -> None:
+    with shared_memory() as other:
+        first = live(where, ends={rank: Ends(step=13, settled=True) for rank in (0, 1)}, roots=[root, other])
+        from_memory(second := live(where, steps=14, roots=[root, other]), 13)
+        assert files(root) == files(other) == []
+        third = live(where, ends={rank: Ends(step=17, settled=True) for rank in (0, 1)}, roots=[root, other])
+    with shared_memory() as another:
+        last = live(where, roots=[root, another])
+    assert [(life.status, life.began) for life in last] == [(0, 14)] * 2, "the node of rank 1 is another one"
+    right(first, second, third, last)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1)])
+def test_another_number_of_ranks_goes_on_from_the_store(where: Path, root: Path, before: int, after: int) -> None:
+    first = live(where, before, ends={rank: Ends(step=13, settled=True) for rank in range(before)})
+    right(first)
+    last = live(where, after, ends={0: Ends(step=16)})
+    assert [life.began for life in last] == [10] * after
+    kept = f"{before} ranks kept it, and this job has {after}"
+    assert all(f"step 13 in memory is passed over: {kept}" in life.told("Warned") for life in last)
+    mark = f"of{after}-" if after > 1 else "0-"
+    assert files(root) and all(mark in name for name in files(root)), "the run is theirs now"
+
+
+# -- no room -----------------------------------------------------------------------------------------------------------
+
+
+def off(life: Life) -> list[str]:
+    return [text for text in life.told("Warned") if "states are not kept in memory" in text]
+
+
+def test_where_one_rank_has_no_room_none_keeps_states(where: Path, root: Path) -> None:
+    def full(descriptor: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "no room here")
+
+    def before(rank: int) -> None:
+        if rank == 1:
+            mock.patch("holdfast.image.arena.reserve", full).start()
+
+    job = live(where, steps=12, before=before)
+    assert [life.status for life in job] == [0, 0]
+    assert [len(off(life)) for life in job] == [1, 1]
+    assert "no room here" in off(job[1])[0]
+    assert "rank 1 keeps none (" in off(job[0])[0]
+    assert holdfast.load(where).step == 12
+    assert files(root) == []
+    right(job)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_one_rank_runs_out_of_room_all_stop_keeping_states(where: Path, root: Path, rank: int) -> None:
+    def on_step(ckpt: Any, own: int, step: int) -> None:
+        if own == rank and step == 5:
+            ckpt._training.saving.memory.tier.turn_off("no room any more")
+
+    job = live(where, steps=12, on_step=on_step)
+    assert [life.status for life in job] == [0, 0]
+    assert "no room any more" in off(job[rank])[0]
+    assert f"rank {rank}: no room any more" in off(job[1 - rank])[0]
+    assert [len(off(life)) for life in job] == [1, 1]
+    assert holdfast.load(where).step == 12
+    right(job)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_state_that_one_rank_cannot_keep_is_no_loss_of_the_one_before(where: Path, rank: int) -> None:
+    """Step 6 fails to be sealed on one rank: 5 stays on both, and 7 becomes the common one."""
+
+    def before(own: int) -> None:
+        from holdfast.engine import memory
+
+        inner, done = memory.new_footer, []
+
+        def fail(repo: Any, id: Any, *words: Any, **more: Any) -> Any:
+            if id.step == 6 and not done:
+                done.append(id)
+                raise OSError(errno.EIO, "a bad moment")
+            return inner(repo, id, *words, **more)
+
+        if own == rank:
+            mock.patch.object(memory, "new_footer", fail).start()
+
+    first = live(where, ends=SETTLED, before=before)
+    assert ["step 6 is not kept in memory: a bad moment" in life.told("Warned") for life in first] == [
+        own == rank for own in (0, 1)
+    ]
+    last = live(where)
+    from_memory(last, 7)
+    right(first, last)
+
+
+# -- at other cadences -------------------------------------------------------------------------------------------------
+
+
+def test_a_cadence_of_more_than_a_step_and_no_save_at_all(where: Path) -> None:
+    first = live(where, memory=every(steps=4), save=on.end(), ends={1: Ends(step=15)})
+    last = live(where, memory=every(steps=4), save=on.end())
+    assert last[0].began in (8, 12)
+    from_memory(last, last[0].began)
+    right(first, last)
+
+
+def test_a_clock_is_refused_for_ranks_would_keep_different_steps(where: Path) -> None:
+    from holdfast.errors import UsageError
+    from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+
+    with pytest.raises(UsageError, match="several ranks") as raised:
+        holdfast.Checkpointer(where, {"w": np.ones(3)}, memory=every(minutes=1), ranks=ThreadRanks(0, 2, MemoryBoard()))
+    assert "every(steps=" in str(raised.value.hint)
+
+
+# -- flush -------------------------------------------------------------------------------------------------------------
+
+
+def test_flush_writes_what_all_ranks_have_as_one_checkpoint(where: Path, root: Path) -> None:
+    first = live(where, ends=SETTLED)
+    repo = Repo.open(open_store(where))
+    flushed = execute(repo, plan_flush(repo, "main"))
+    assert flushed is not None and str(flushed.id) == "main/a0002/7"
+    found = holdfast.load(where).state
+    table = np.sum(
+        [np.random.default_rng(step).standard_normal((ROWS, WIDTH)).astype(np.float32) for step in range(1, 8)],
+        axis=0,
+        dtype=np.float32,
+    )
+    assert np.allclose(found["table"], table, atol=1e-5)
+    assert plan_flush(repo, "main").states == ()
+    last = live(where)
+    assert [(life.status, life.began) for life in last] == [(0, 7)] * 2
+    assert all(life.source.startswith(f"from {where}") for life in last)
+    right(first, last)
+
+
+def test_flush_takes_the_state_before_where_one_image_is_damaged(where: Path, root: Path) -> None:
+    live(where, ends=SETTLED)
+    path, found = image_of(root, 1, 7)
+    assert found.footer is not None
+    change(path, found.footer.image // 2)
+    repo, said = Repo.open(open_store(where)), []
+    flushed = execute(repo, plan_flush(repo, "main"), report=said.append)
+    assert flushed is not None and flushed.id.step == 6
+    assert any("the state that 2 ranks have kept is passed over" in text for text in said)
+
+
+def test_flush_writes_nothing_where_a_rank_is_missing(where: Path, root: Path) -> None:
+    live(where, ends=SETTLED)
+    for step in (6, 7):
+        image_of(root, 1, step)[0].unlink()
+    repo = Repo.open(open_store(where))
+    plan = plan_flush(repo, "main")
+    assert (plan.states, execute(repo, plan)) == ((), None)
+    assert len(plan.images) == 2

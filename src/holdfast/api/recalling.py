@@ -17,7 +17,7 @@ from holdfast.engine.joint.recalling import Recalled, recall
 from holdfast.engine.listing import kept_by_others, passed_over
 from holdfast.engine.restore import Prepare, RestoreResult
 from holdfast.errors import NothingRestorable, RankFailed, ShardMismatch, StateError, StoreError, in_words
-from holdfast.events import Adopted, CandidateSkipped, Emitter, RestoredEvent, Warned
+from holdfast.events import Adopted, CandidateSkipped, Emitter, RestoredEvent
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId

@@ -1,4 +1,4 @@
-"""`holdfast flush`: writes what a dead process left in this node's memory to the store."""
+"""`holdfast flush`: writes what dead processes left in this node's memory to the store."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def flush(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write what a dead process left in memory to the store.
+    """Write what dead processes left in memory to the store.
 
     For a training with memory=, that is not to be started again here. The newest state becomes a checkpoint like any
-    other, of an attempt of its own; every byte is verified first. What is older than the store, or what training has
+    other, of an attempt of its own; every byte is verified first. What several ranks have kept is written where all of
+    them have their images on this node. What is older than the store, or what training has
     gone on from elsewhere since, is not written. `holdfast ls --memory` shows what there is.
     """
     from holdfast.model.names import run_key
@@ -57,11 +58,11 @@ def _print(plan: FlushPlan) -> None:
 def _json(plan: FlushPlan) -> dict[str, Any]:
     from holdfast.cli.images import document
 
-    chosen = plan.chosen.found.footer if plan.chosen is not None else None
+    rows = [(judged.found, judged.verdict) for judged in plan.images]
     return {
         "run": plan.run,
-        "images": [document(judged.found, judged.verdict) for judged in plan.images],
-        "chosen": chosen.id if chosen is not None else None,
+        "images": [document(found, verdict, rows) for found, verdict in rows],
+        "chosen": plan.chosen.id if plan.chosen is not None else None,
     }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.columns import Columns
 from holdfast.errors import HoldfastError
+from holdfast.image.slots import parse_name
 from holdfast.model.names import attempt_key
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.repo.repository import Repo
 
     Verdict = Adoptable | str
+    Rows = Sequence[tuple[Found, Verdict]]
 
 
 def judged(repo: Repo | None, run: str | None) -> list[tuple[Found, Verdict]]:
@@ -58,20 +60,30 @@ def _reached(where: str, repository: str) -> Repo | str:
     return repo if repo.id == repository else f"the repository at {where} is another one by now"
 
 
-def words(verdict: Verdict) -> str:
+def words(found: Found, verdict: Verdict, rows: Rows) -> str:
+    """`rows`: all that are listed, which the images of other ranks of the same state are among."""
+    from holdfast.upkeep.flush import lacking
+
     if isinstance(verdict, str):
         return verdict
-    return "it is durable, too" if verdict.durable else "a restart goes on from it"
+    if verdict.durable:
+        return "it is durable, too"
+    others = lacking(found, [one for one, _ in rows if not one.alive])
+    if not others:
+        return "a restart goes on from it"
+    which = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(map(str, others[:8]))} have"
+    return f"a restart goes on from it where {which} it too: not here"
 
 
-def table(rows: Sequence[tuple[Found, Verdict]]) -> None:
+def table(rows: Rows) -> None:
     """Prints them, if there are any."""
     from holdfast.report.measures import seconds, size
 
     if not rows:
         return
+    ranks = any(parse_name(found.slot.name)[2] > 1 for found, _ in rows)
     columns = Columns(
-        ("RUN", "ATTEMPT", "STEP", "SIZE", "SEALED", "OWNER", "STATE", "WHERE"),
+        ("RUN", *(["RANK"] if ranks else []), "ATTEMPT", "STEP", "SIZE", "SEALED", "OWNER", "STATE", "WHERE"),
         right=frozenset({"STEP", "SIZE"}),
         dispensable=("WHERE", "SIZE"),
     )
@@ -79,24 +91,33 @@ def table(rows: Sequence[tuple[Found, Verdict]]) -> None:
         footer = found.footer
         columns.add(
             found.slot.parent.partition("/")[2],
+            *([_rank(found)] if ranks else []),
             attempt_key(footer.holder.attempt) if footer is not None else "",
             str(footer.id.step) if footer is not None else "",
             size(found.bytes),
             f"{seconds(footer.age_s)} ago" if footer is not None else "",
             "alive" if found.alive else "dead",
-            words(verdict),
+            words(found, verdict, rows),
             footer.where if footer is not None else "",
             style="gone" if isinstance(verdict, str) else "",
         )
     columns.print()
 
 
-def document(found: Found, verdict: Verdict) -> dict[str, Any]:
+def _rank(found: Found) -> str:
+    rank, _, ranks = parse_name(found.slot.name)
+    return f"{rank} of {ranks}"
+
+
+def document(found: Found, verdict: Verdict, rows: Rows) -> dict[str, Any]:
     repository, _, run = found.slot.parent.partition("/")
     footer = found.footer
+    rank, _, ranks = parse_name(found.slot.name)
     return {
         "name": found.name,
         "run": run,
+        "rank": rank,
+        "ranks": ranks,
         "repository": repository,
         "bytes": found.bytes,
         "owner": "alive" if found.alive else "dead",
@@ -107,5 +128,5 @@ def document(found: Found, verdict: Verdict) -> dict[str, Any]:
         "created": footer.created if footer is not None else None,
         "where": footer.where if footer is not None else None,
         "adoptable": not isinstance(verdict, str),
-        "state": words(verdict),
+        "state": words(found, verdict, rows),
     }

@@ -76,7 +76,7 @@ def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:
     repo = repository(where) if where is not None else None
     rows = judged(repo, run)
     if as_json:
-        images = [document(found, verdict) for found, verdict in rows]
+        images = [document(found, verdict, rows) for found, verdict in rows]
         output.document("memory", {"where": repo.url if repo is not None else None, "images": images})
         return
     table(rows)

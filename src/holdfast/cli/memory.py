@@ -50,7 +50,7 @@ def memory(
         removed = [found for found, _ in rows if remove_image(found)]
     freed = sum(found.bytes for found in removed)
     if json:
-        images = [document(found, verdict) for found, verdict in rows]
+        images = [document(found, verdict, rows) for found, verdict in rows]
         names = [found.name for found in removed]
         output.document("memory", {"dry_run": dry_run, "images": images, "removed": names, "bytes": freed})
     elif not rows:

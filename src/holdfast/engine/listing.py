@@ -50,7 +50,12 @@ def dead_images() -> list[Found]:
 def kept_by_others(repository: str, run: str, ranks: int) -> list[Found]:
     """What dead processes of a run have left that were not as many ranks as are asked for."""
     parent = lasting.parent(repository, run)
-    return [one for one in dead_images() if one.slot.parent == parent and parse_name(one.slot.name)[2] != ranks]
+    return [one for one in dead_images() if one.slot.parent == parent and not _is_one_of(one.slot, ranks)]
+
+
+def _is_one_of(slot: Slot, ranks: int) -> bool:
+    rank, _, of = parse_name(slot.name)
+    return of == ranks and rank < ranks
 
 
 def passed_over(others: Iterable[Found], ranks: int) -> list[str]:

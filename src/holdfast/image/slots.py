@@ -1,10 +1,10 @@
 """Slots: files in shared memory that outlive their process, each handed to one holder.
 
 `<root>/holdfast-<uid>/<repository>/<run>/<rank>-<slot>` is the file, `<rank>of<ranks>-<slot>` where several ranks keep
-states on their nodes; the same name with `.lock` is its lock. A POSIX record lock keeps other processes out. Inside one process it is no use (a second lock is granted, and closing any
-descriptor of the file drops the first: measured), so one table per process knows what is held, opens a held slot's lock
-once, and closes it only after it has removed the file. flock would be inherited by forked loader workers and outlive a
-killed trainer (measured).
+states on their nodes; the same name with `.lock` is its lock. A POSIX record lock keeps other processes out. Inside one
+process it is no use (a second lock is granted, and closing any descriptor of the file drops the first: measured), so
+one table per process knows what is held, opens a held slot's lock once, and closes it only after it has removed the
+file. flock would be inherited by forked loader workers and outlive a killed trainer (measured).
 
 A file that is sealed holds a whole image, which a process to come may go on from: it is no stale one, and nobody makes
 a new file in its place before `discard`.

@@ -25,6 +25,8 @@ from holdfast.ranks.session import Session
 NONE: Final = -1
 """No step."""
 _FIRST_PAUSE_S: Final = 0.001
+IDLE_S: Final = 60.0
+"""How long the thread sleeps at a time where nothing is to be told."""
 JOIN_S: Final = 1.0
 """How long the end waits for the thread: what it still tells nobody needs."""
 
@@ -141,7 +143,8 @@ class Kept:
         """Tells what is new, then looks until it is decided."""
         pause, said = _FIRST_PAUSE_S, self._told
         while not self._stopped.is_set():
-            self._new.wait()
+            if not self._new.wait(IDLE_S):
+                continue
             with self._changed:
                 told, decided = self._told, self._decided
                 if told != said:

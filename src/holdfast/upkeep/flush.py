@@ -1,18 +1,22 @@
-"""Flush: writes what a dead process left in memory to its store, as a checkpoint like any other."""
+"""Flush: writes what dead processes left in memory to their store, as a checkpoint like any other.
+
+A state is the image of one process, or those of all ranks of a job, where all of them lie on this node.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from holdfast.crashpoints import crashpoint
+from holdfast.engine.candidates import newness
 from holdfast.engine.images import Image, check_image, open_image
 from holdfast.engine.listing import Found, images
 from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError, Superseded
 from holdfast.image import lasting
 from holdfast.image.lasting import LastingSlot
-from holdfast.model.checkpoint import Index, Manifest, Receipt
+from holdfast.model.checkpoint import Receipt
 from holdfast.model.names import CheckpointId
 from holdfast.repo.adoption import Adoptable, judge
 from holdfast.repo.attempts import Attempt, claim
@@ -22,6 +26,7 @@ from holdfast.repo.layout import index_file
 from holdfast.repo.packs import put_index
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Bytes
+from holdfast.upkeep.joint_flush import write_together
 
 Report = Callable[[str], None]
 
@@ -40,11 +45,17 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class FlushPlan:
-    """What a flush would write. `chosen`: None if there is nothing."""
+    """What a flush would write: the first of `states` that is whole, each its images by rank. Nothing if there is
+    none."""
 
     run: str
     images: tuple[Judged, ...]
-    chosen: Judged | None
+    states: tuple[tuple[Judged, ...], ...]
+
+    @property
+    def chosen(self) -> Footer | None:
+        """The seal of the first image that would be written."""
+        return self.states[0][0].found.footer if self.states else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,34 +88,77 @@ def plan_flush(repo: Repo, run: str) -> FlushPlan:
         if found.footer is not None and found.footer.repository == repo.id and found.footer.id.run == run:
             judged.append(Judged(found, judge_found(repo, found)))
     wanted = [one for one in judged if isinstance(one.verdict, Adoptable) and not one.verdict.durable]
-    return FlushPlan(run, tuple(judged), max(wanted, key=_newness, default=None))
+    return FlushPlan(run, tuple(judged), tuple(_states(wanted)))
+
+
+def lacking(found: Found, among: Iterable[Found]) -> list[int]:
+    """The ranks whose images of the same state are not among these; what a restart or a flush needs."""
+    if found.footer is None or found.footer.ranks == 1:
+        return []
+    there = {one.footer.rank for one in among if one.footer is not None and one.footer.save_id == found.footer.save_id}
+    return [rank for rank in range(found.footer.ranks) if rank not in there]
+
+
+def _states(wanted: Sequence[Judged]) -> list[tuple[Judged, ...]]:
+    """Those of which every rank's image is there, newest first."""
+    by_save: dict[str, list[Judged]] = {}
+    for one in wanted:
+        assert one.found.footer is not None
+        by_save.setdefault(one.found.footer.save_id, []).append(one)
+    found = [some for some in by_save.values() if not lacking(some[0].found, [one.found for one in some])]
+    found.sort(key=lambda some: max(map(_newness, some)), reverse=True)
+    return [tuple(sorted(some, key=_rank)) for some in found]
+
+
+def _rank(one: Judged) -> int:
+    assert one.found.footer is not None
+    return one.found.footer.rank
 
 
 def execute(repo: Repo, plan: FlushPlan, *, report: Report | None = None) -> Flushed | None:
-    """Writes the chosen image under an attempt of its own, which is given back; None if there is none. The image goes
-    then: it is in the store.
+    """Writes the newest whole state under an attempt of its own, which is given back; None if there is none. Its images
+    go then: it is in the store.
 
-    Raises CorruptionError where the image is not what was sealed, RunInUse if the run has a live owner, Superseded if
-    another process has gone on with the run since the plan, and errors of the store.
+    Raises CorruptionError where the image of a process is not what was sealed, and no state of several ranks is, a
+    damaged one of which is passed over, and reported; RunInUse if the run has a live owner, Superseded if another
+    process has gone on with the run since the plan, and errors of the store.
     """
-    if plan.chosen is None or plan.chosen.found.footer is None:
-        return None
-    footer = plan.chosen.found.footer
-    with _held(plan.chosen.found) as slot:
-        image = _open(repo, slot, footer)
+    damaged: CorruptionError | None = None
+    for state in plan.states:
         try:
-            flushed = _written(repo, plan.run, image, report)
-        finally:
-            image.close()
+            return _flushed(repo, plan.run, state, report)
+        except CorruptionError as error:
+            if len(state) == 1:
+                raise
+            damaged = error
+            if report is not None:
+                report(f"the state that {len(state)} ranks have kept is passed over: {error.message}")
+    if damaged is not None:
+        raise damaged
+    return None
+
+
+def _flushed(repo: Repo, run: str, state: Sequence[Judged], report: Report | None) -> Flushed:
+    with ExitStack() as stack:
+        held: list[LastingSlot] = []
+        opened: list[Image] = []
+        for one in state:
+            assert one.found.footer is not None
+            held.append(stack.enter_context(_held(one.found)))
+            opened.append(_open(repo, held[-1], one.found.footer))
+            stack.callback(opened[-1].close)
+        flushed = _written(repo, run, opened, report)
         crashpoint("flushed image committed, still in memory")
-        slot.discard()
+        for image in opened:
+            image.close()
+        for slot in held:
+            slot.discard()
     return flushed
 
 
 def _newness(one: Judged) -> tuple[int, int, int]:
-    footer = one.found.footer
-    assert footer is not None
-    return (footer.holder.attempt, footer.id.step, footer.sequence)
+    assert one.found.footer is not None
+    return newness(one.found.footer)
 
 
 @contextmanager
@@ -131,30 +185,42 @@ def _open(repo: Repo, slot: LastingSlot, footer: Footer) -> Image:
     return image
 
 
-def _written(repo: Repo, run: str, image: Image, report: Report | None) -> Flushed:
-    manifest = image.manifest()
-    index = image.repo.index(manifest, image.footer.rank)
-    check_image(image, index)
-    verdict = judge(repo, run, image.footer)
-    if isinstance(verdict, str):
-        raise _gone_on(repo, run, verdict)
+def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | None) -> Flushed:
+    for image in images:
+        check_image(image, image.repo.index(image.manifest(), image.footer.rank))
+    verdict = _judged(repo, run, images)
     crashpoint("image to be flushed is whole, run not yet claimed")
     try:
         attempt = claim(repo, run, verdict.base, wait_s=0.0, report=report)
     except CheckpointNotFound as error:
         raise _gone_on(repo, run, error.message) from error
     try:
-        verdict = judge(repo, run, image.footer)  # as seen now that nobody else can claim unseen
-        if isinstance(verdict, str):
-            raise _gone_on(repo, run, verdict)
-        return _commit(repo, attempt, image, manifest, index)
+        _judged(repo, run, images)  # as seen now that nobody else can claim unseen
+        if len(images) == 1:
+            return _commit(repo, attempt, images[0])
+        id = write_together(repo, attempt, images)
+        return Flushed(id, images[0].footer.id, repo.manifest(id).bytes)
     finally:
         attempt.release()
 
 
-def _commit(repo: Repo, attempt: Attempt, image: Image, manifest: Manifest, index: Index) -> Flushed:
+def _judged(repo: Repo, run: str, images: Sequence[Image]) -> Adoptable:
+    """What all of them may be gone on from. Superseded."""
+    found: list[Adoptable] = []
+    for image in images:
+        verdict = judge(repo, run, image.footer)
+        if isinstance(verdict, str):
+            raise _gone_on(repo, run, verdict)
+        found.append(verdict)
+    if len(set(found)) > 1:
+        raise _gone_on(repo, run, "its images belong to different lines of training")
+    return found[0]
+
+
+def _commit(repo: Repo, attempt: Attempt, image: Image) -> Flushed:
     """The same bytes under an identity of its own, put in the order of every save."""
-    old = manifest.id
+    manifest = image.manifest()
+    index, old = image.repo.index(manifest, image.footer.rank), manifest.id
     id = CheckpointId(attempt.run, attempt.number, old.step)
     names = [*(pack.name for pack in index.packs), index_file(index.rank)]
     begin(attempt, id.step, manifest.save_id, names)
