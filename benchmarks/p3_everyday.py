@@ -4,9 +4,9 @@
 
 A block is ten steps of one and the same training, or as many tens as fit into `--block-s`, with a save to the disk
 after the first step of each ten. It ends when its steps are done and what was taken in it is committed and sealed.
-Blocks without saving and with each way of saving follow each other in turning order; what saving costs is its block's
-time over that of the block without, in the same round, less one. dcp.async_save, in thread mode, saves every tenth step
-only.
+Before and behind each block with saving lies one without, in turning order: what saving costs is its block's time over
+the mean of these two, less one, for a machine whose speed drifts does so within a round as well. dcp.async_save, in
+thread mode, saves every tenth step only.
 A step adds up the gradients of as many batches as make it last at least a hundred memcpys of the state.
 Target: at most 3 % of wall time, where a memcpy of the state is at most 1 % of a step; where it is more the target says
 nothing, and the result says so.
@@ -19,7 +19,7 @@ import gc
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,8 +182,30 @@ def dcp(training: Training, steps: int, place: Path) -> Contender:
     return Contender(PEER, measure)
 
 
-def judge(result: Result, own: list[Contender], steps: int) -> None:
+def between(saving: Sequence[Contender], none: Callable[[], float]) -> list[Contender]:
+    """Each of `saving`, with a block without saving before it; behind the last the round begins anew."""
+    found: list[Contender] = []
+    for one in saving:
+        found += [Contender(f"{NONE}, before {one.name}", none), one]
+    return found
+
+
+def beside(result: Result, saving: Sequence[Contender]) -> None:
+    """The means of the blocks before and behind each with saving, and all of them together."""
+    seconds = result.seconds
+    before = [seconds.pop(f"{NONE}, before {one.name}") for one in saving]
+    for one, own, behind in zip(saving, before, [*before[1:], before[0]], strict=True):
+        seconds[_beside(one)] = [(first + last) / 2 for first, last in zip(own, behind, strict=True)]
+    seconds[NONE] = [each for own in before for each in own]
+
+
+def _beside(one: Contender) -> str:
+    return f"{NONE}, beside {one.name}"
+
+
+def judge(result: Result, saving: Sequence[Contender], steps: int) -> None:
     """What saving costs; judged where a memcpy is a small enough part of a step."""
+    beside(result, saving)
     step_s = float(np.median(result.seconds[NONE])) / steps
     share = float(np.median(result.seconds["memcpy"])) / step_s
     result.facts["step_s"] = round(step_s, 4)
@@ -192,8 +214,8 @@ def judge(result: Result, own: list[Contender], steps: int) -> None:
     if void:
         result.facts["target"] = f"void: a memcpy is {share:.2%} of a step, and the target is for at most 1 %"
     result.facts["share_lost"] = {}
-    for one in own:
-        found = tuple(part - 1 for part in result.ratio(one.name, NONE))
+    for one in saving:
+        found = tuple(part - 1 for part in result.ratio(one.name, _beside(one)))
         result.facts["share_lost"][one.name] = found[0]
         result.facts.setdefault("share_lost_interval", {})[one.name] = [round(part, 5) for part in found[1:]]
         if one.name != PEER and not void:
@@ -219,9 +241,9 @@ def main() -> None:
         ours = {WAYS[one]: Ours(training, steps, place / one, one) for one in BESIDE[:2] if one in options.beside}
         saving = [Contender(name, one) for name, one in ours.items()]
         saving += [dcp(training, steps, place)] if "thread" in options.beside else []
-        none = Contender(NONE, lambda: block(training, steps, None, None))
+        blocks = between(saving, lambda: block(training, steps, None, None))
         rounds = options.rounds or ROUNDS
-        seconds = compare([none, Contender("memcpy", memcpy), *saving], rounds=rounds, own=NONE, note=note)
+        seconds = compare([*blocks, Contender("memcpy", memcpy)], rounds=rounds, own=blocks[0].name, note=note)
         result = Result("p3_everyday", seconds, sum(one.nbytes for one in tensors), sized=True, speeds=False)
         result.facts |= {"tokens": options.tokens, "batches_in_a_step": training.passes, "steps_in_a_block": steps}
         result.facts |= {name: one.facts() for name, one in ours.items()}
