@@ -2,6 +2,7 @@
 
 python examples/ranks_fsdp2.py
 torchrun --nproc-per-node 2 examples/ranks_fsdp2.py
+torchrun --nproc-per-node 2 examples/ranks_fsdp2.py --memory   # killed, it goes on from where it was
 """
 
 import argparse
@@ -21,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--where", default="checkpoints-fsdp2")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--memory", action="store_true", help="keep every step in memory, too")
     options = parser.parse_args()
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several:
@@ -35,9 +37,9 @@ def main() -> None:
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
-    with holdfast.Checkpointer(
-        options.where, state, save=every(steps=10) | on.end() | on.signal(), keep=keep.latest(2)
-    ) as ckpt:
+    memory = every(steps=1) if options.memory else None
+    when = every(steps=10) | on.end() | on.signal()
+    with holdfast.Checkpointer(options.where, state, save=when, keep=keep.latest(2), memory=memory) as ckpt:
         for step in ckpt.steps(options.steps):
             batch = torch.randn(24, 64, generator=torch.Generator().manual_seed(step))
             part = batch.tensor_split(world)[rank]
