@@ -123,14 +123,14 @@ class Checkpointer:
         remembered = memory_policy(memory)
         run_key(run)
         watches = watched(policy, kept)
-        rehearsing = rehearsal()
+        rehearsing = rehearsal(ranks.rank, ranks.world_size)
         if rehearsing is not None:
             where, policy, kept = rehearsing.place(where, run), rehearsing.policy, rehearsing.keep
             on_busy, on_error, remembered = "wait", "raise", None
         emitter = Emitter.of(sinks)
         company: Company | None = None
         if ranks.world_size > 1:
-            refused(memory=remembered, rehearsing=rehearsing is not None)
+            refused(memory=remembered)
             facts = {"memory": repr(remembered)}
             company, repo = Company.meet(ranks, where, run, emitter, patience_s, facts=facts)
         else:

@@ -215,15 +215,11 @@ def _find(where: Where, wanted: str) -> tuple[Repo | None, str]:
     return repo, ""
 
 
-def refused(*, memory: SavePolicy | None, rehearsing: bool) -> None:
-    """Raises UsageError for what several ranks cannot do together yet."""
-    for given, what, instead in (
-        (
-            memory is not None and not memory.alike,
-            f"memory={memory!r}",
-            "memory=every(steps=…): all keep the same steps",
-        ),
-        (rehearsing, "holdfast certify", "certify the same training as one process"),
-    ):
-        if given:
-            raise UsageError(f"{what} does not work with several ranks", subject=what, hint=instead)
+def refused(*, memory: SavePolicy | None) -> None:
+    """Raises UsageError for what several ranks cannot do together."""
+    if memory is not None and not memory.alike:
+        raise UsageError(
+            f"memory={memory!r} does not work with several ranks",
+            subject=f"memory={memory!r}",
+            hint="memory=every(steps=…): all keep the same steps",
+        )

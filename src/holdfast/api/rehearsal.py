@@ -29,6 +29,10 @@ class AtStep(SavePolicy):
 
     step: int | None
 
+    @property
+    def alike(self) -> bool:
+        return True
+
     def wants(self, now: Moment, history: SaveHistory) -> str | None:
         saved = history.last_saved_step
         if self.step is None or now.step < self.step or (saved is not None and saved >= self.step):
@@ -42,9 +46,9 @@ class AtStep(SavePolicy):
 class Rehearsal:
     """One training of a script that is being certified."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, rank: int, world_size: int) -> None:
         self._order = order
-        self._teller = Teller(order)
+        self._teller = Teller(order, rank, world_size)
         self._batches: list[str | None] = []
         self.policy: SavePolicy = AtStep(order.save_at)
         self.keep: KeepPolicy = keep.latest(1)
@@ -88,13 +92,15 @@ class Rehearsal:
             last.wait(SAVE_DEADLINE_S)
             self._teller.await_kill(last.step)
         if training.step >= self._order.last:
+            if training.saving.company is not None:
+                training.saving.company.farewell(SAVE_DEADLINE_S)  # no rank leaves while another may still need it
             self._teller.leave(self._snapshots.certificate(), uncovered(self._covered), sorted(training.saving.logged))
 
 
-def rehearsal() -> Rehearsal | None:
-    """What this process is to rehearse; None outside `holdfast certify`."""
+def rehearsal(rank: int, world_size: int) -> Rehearsal | None:
+    """What this process, as a rank of its job, is to rehearse; None outside `holdfast certify`."""
     order = standing()
-    return Rehearsal(order) if order is not None else None
+    return Rehearsal(order, rank, world_size) if order is not None else None
 
 
 def rehearsed(where: Where) -> Where:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = exitcodes.examples(
     "holdfast certify /data/checkpoints -- python train.py",
     "holdfast certify /data/checkpoints --steps 50 --more 50 -- python train.py --lr 3e-4",
-    "holdfast certify s3://bucket/ckpts --scratch /nvme --json -- torchrun train.py",
+    "holdfast certify s3://bucket/ckpts --scratch /nvme --json -- torchrun --nproc-per-node 8 train.py",
 )
 STATUS = {"exact": 0, "inexact": 20, "unrepeatable": 21}
 SHOWN = 8
@@ -57,8 +57,8 @@ def certify(  # noqa: PLR0917 - options; nobody passes them by position
 
     Runs the command for STEPS + MORE steps; runs it again, kills it with SIGKILL after a save at STEPS was committed;
     and runs it once more, which must resume and go on. Then every leaf, plain value, random generator and position in
-    the data is compared after every step. Where they differ, it is run uninterrupted again, to tell a training that
-    does not repeat itself from a resume that is not exact.
+    the data is compared after every step, on every rank of a job of several processes (torchrun). Where they differ, it
+    is run uninterrupted again, to tell a training that does not repeat itself from a resume that is not exact.
 
     WHERE itself is not touched: the script's Checkpointer gets a scratch place instead. Nothing else that the script
     does is held back.
@@ -90,7 +90,7 @@ def _show(found: Certification) -> None:
 def _show_verdict(found: Certification) -> None:
     verdict = found.verdict
     if verdict.difference is not None:
-        output.line(output.rows(list(_difference(verdict.difference))))
+        output.line(output.rows(list(_difference(verdict.difference, verdict.rank))))
     if verdict.cause is not None:
         output.line("\nlikely cause")
         output.line(output.rows([("", verdict.cause.words), *(("-", one) for one in verdict.cause.advice)]))
@@ -101,7 +101,8 @@ def _show_verdict(found: Certification) -> None:
     if verdict.unseeded:
         names = " and ".join(verdict.unseeded)
         output.line(f"\nNot seeded, and without effect on what was compared: the generators of {names}")
-    output.line(f"\n{found.leaves} leaves and values compared after each step, in {found.seconds:.0f} s")
+    on = f" on {found.ranks} ranks" if found.ranks > 1 else ""
+    output.line(f"\n{found.leaves} leaves and values compared after each step{on}, in {found.seconds:.0f} s")
 
 
 def _headline(found: Certification) -> str:
@@ -115,11 +116,11 @@ def _headline(found: Certification) -> str:
             return "NOT REPEATABLE: two runs that nobody interrupted differ, so no resume can be exact"
 
 
-def _difference(difference: Difference) -> Iterator[tuple[str, str]]:
+def _difference(difference: Difference, rank: int | None) -> Iterator[tuple[str, str]]:
     from holdfast.policy.exactness.differences import GROUPS
 
     when = f"at the start, from step {difference.step}" if difference.start else f"in step {difference.step}"
-    yield "first differs", when
+    yield "first differs", when if rank is None else f"{when}, on rank {rank}"
     entries = [one for group in reversed(GROUPS) for one in difference.of(group)]
     for number, one in enumerate(entries[:SHOWN]):
         yield "" if number else "in", f"{one.path}: {_value(one.one)} and {_value(one.other)}"
@@ -152,12 +153,14 @@ def _document(found: Certification) -> dict[str, Any]:
         "exact": verdict.kind == "exact",
         "saved": found.saved,
         "last": found.last,
+        "ranks": found.ranks,
         "entries": found.leaves,
         "difference": None
         if difference is None
         else {
             "step": difference.step,
             "at_start": difference.start,
+            "rank": verdict.rank,
             "first": difference.first.path,
             "entries": entries,
         },

@@ -130,6 +130,7 @@ def test_certify_says_what_the_policies_go_by_and_nothing_logged(capsys):
         verdict=Verdict("exact"),
         saved=10,
         last=20,
+        ranks=1,
         leaves=3,
         lives=(),
         certificate={},

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.errors import ScriptFailed
 from holdfast.guard.certify.order import order_of
 from holdfast.guard.certify.script import Launch, Script, launch
 from holdfast.image.arena import free_shared_memory
 from holdfast.model.trail import Trail
-from holdfast.policy.exactness.verdict import Trails, Verdict, differs, judge
+from holdfast.policy.exactness.verdict import Trails, Verdict, differs, judge, worst
 
 WHOLE: Final = "uninterrupted"
 INTERRUPTED: Final = "to be killed"
@@ -25,7 +26,7 @@ Tell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One process: the steps that it began and ended at."""
+    """One run of the script: the steps that its processes began and ended at."""
 
     name: str
     began: int
@@ -36,12 +37,15 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Certification:
-    """What was done and found. saved: the step that was resumed from. certificate: of the resumed process. unlogged:
-    metrics that the script's policies go by and the uninterrupted run did not log, and which policies do."""
+    """What was done and found. saved: the step that was resumed from. ranks: the processes that trained together; what
+    was compared after each step, and found not to be in the state, is that of all. certificate: of the resumed process,
+    the first rank's. unlogged: metrics that the script's policies go by and the uninterrupted run did not log, and
+    which policies do."""
 
     verdict: Verdict
     saved: int
     last: int
+    ranks: int
     leaves: int
     lives: tuple[Life, ...]
     certificate: Mapping[str, Any]
@@ -74,27 +78,32 @@ class Certifier:
         began = time.monotonic()
         last = self.steps + self.more
         self._lives: list[Life] = []
+        self._ranks = 0
         whole = self._life(WHOLE, "whole", last)
         interrupted = self._life(INTERRUPTED, "resumed", last, save_at=self.steps)
         resumed = self._life(RESUMED, "resumed", last)
-        trails = Trails(whole, interrupted, resumed)
-        if differs(trails):
-            trails = Trails(whole, interrupted, resumed, self._life(REPEATED, "repeated", last))
+        trails = [Trails(*lives) for lives in zip(whole, interrupted, resumed, strict=True)]
+        if any(map(differs, trails)):
+            repeated = self._life(REPEATED, "repeated", last)
+            trails = [replace(one, repeated=again) for one, again in zip(trails, repeated, strict=True)]
         return Certification(
-            verdict=judge(trails),
+            verdict=worst([judge(one) for one in trails]),
             saved=self._saved,
-            last=resumed.reached,
-            leaves=len(resumed.rows[-1].entries) if resumed.rows else 0,
+            last=min(one.reached for one in resumed),
+            ranks=len(resumed),
+            leaves=sum(len(one.rows[-1].entries) for one in resumed if one.rows),
             lives=tuple(self._lives),
-            certificate=resumed.certificate,
-            uncovered=resumed.uncovered,
+            certificate=resumed[0].certificate,
+            uncovered=tuple(dict.fromkeys(found for one in resumed for found in one.uncovered)),
             unlogged={
-                metric: by for metric, by in whole.certificate.get("watches", {}).items() if metric not in whole.logged
+                metric: by
+                for metric, by in whole[0].certificate.get("watches", {}).items()
+                if metric not in whole[0].logged
             },
             seconds=time.monotonic() - began,
         )
 
-    def _life(self, name: str, repository: str, last: int, *, save_at: int | None = None) -> Trail:
+    def _life(self, name: str, repository: str, last: int, *, save_at: int | None = None) -> tuple[Trail, ...]:
         number = len(self._lives) + 1
         order = order_of(
             self.where,
@@ -113,8 +122,16 @@ class Certifier:
             self.launch,
         )
         self.tell(name, 0, last)
-        trail = script.run()
+        trails = script.run()
+        self._ranks = self._ranks or len(trails)
+        if len(trails) != self._ranks:
+            raise ScriptFailed(
+                f"the script ({name}) ran as {len(trails)} ranks, and as {self._ranks} before",
+                subject=name,
+                hint="what is compared step by step are the same ranks: let the command start as many each time",
+            )
         if script.saved is not None:
             self._saved = script.saved
-        self._lives.append(Life(name, trail.began or 0, trail.reached, script.seconds, script.saved is not None))
-        return trail
+        began, reached = (min(one) for one in zip(*((one.began or 0, one.reached) for one in trails), strict=True))
+        self._lives.append(Life(name, began, reached, script.seconds, script.saved is not None))
+        return trails

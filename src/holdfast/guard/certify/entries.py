@@ -23,10 +23,23 @@ def entries(flattened: Flattened) -> dict[str, str]:
     """Path -> what is there. Copies one leaf at a time to the host."""
     shared = sum(not spec.private for spec in flattened.specs)
     marks = [_leaf(flattened, number) for number in range(len(flattened.specs))]
-    found = dict(_told(flattened.tree, marks[:shared], ""))
+    found = dict(_told(flattened.tree, _by_leaf(flattened, marks[:shared]), ""))
     if flattened.private is not None:
         found.update(_told(flattened.private, marks[shared:], ""))
     return found
+
+
+def _by_leaf(flattened: Flattened, marks: list[str]) -> list[str]:
+    """What there is of each leaf here: of one that is cut over ranks every part that this rank holds, or none."""
+    if flattened.leaf is None:
+        return marks
+    rows = list(zip(flattened.leaf, marks, strict=False))
+    found = [""] * (
+        flattened.shared if flattened.shared is not None else max((leaf + 1 for leaf, _ in rows), default=0)
+    )
+    for leaf, mark in rows:
+        found[leaf] = f"{found[leaf]}, {mark}" if found[leaf] else mark
+    return [mark or "no part of it" for mark in found]
 
 
 def mark_of(value: Any) -> str | None:
@@ -56,4 +69,5 @@ def _leaf(flattened: Flattened, number: int) -> str:
         bound = flattened.devices[flattened.device[number]].bind([spec], [content])
         bound.copy([source], 0, 1)
         bound.wait()
-    return f"{spec.dtype}{list(spec.shape)} xxh3:{digest(content).hex()}"
+    where = "" if spec.offsets is None else f" at {list(spec.offsets)}"
+    return f"{spec.dtype}{list(spec.shape)}{where} xxh3:{digest(content).hex()}"

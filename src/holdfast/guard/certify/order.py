@@ -21,8 +21,9 @@ VARIABLE: Final = "HOLDFAST_CERTIFY"
 @dataclass(frozen=True, slots=True)
 class Order:
     """where: the place that the script is told to use, and must not touch. scratch: the one that it gets instead.
-    trail: the file that it tells its steps in. save_at: the step to save, and to be killed after; None saves nothing.
-    last: the step after which to leave. owner: who asks; when that process is gone, there is nothing left to do.
+    trail: the file that it tells its steps in, of several ranks the first one (`trail_of`: each). save_at: the step to
+    save, and to be killed after; None saves nothing. last: the step after which to leave. owner: who asks; when that
+    process is gone, there is nothing left to do.
     """
 
     where: str
@@ -34,6 +35,9 @@ class Order:
 
     def environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+
+    def trail_of(self, rank: int) -> str:
+        return f"{self.trail}.rank-{rank:05}" if rank else self.trail
 
     def means(self, where: Where) -> bool:
         """Whether the script means by `where` the place that is redirected."""

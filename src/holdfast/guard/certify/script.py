@@ -15,9 +15,10 @@ from typing import Any, Final, Protocol
 import psutil  # type: ignore[import-untyped]
 
 from holdfast.errors import DeadlineExceeded, ScriptFailed
+from holdfast.guard.certify.followed import Followed
 from holdfast.guard.certify.order import Order
-from holdfast.model.trail import Row, Trail
-from holdfast.report.growing import GrowingLines
+from holdfast.model.trail import Trail
+from holdfast.plan.naming import rank_names
 
 POLL_S: Final = 0.02
 LEAVING_S: Final = 30.0
@@ -76,18 +77,16 @@ class Script:
     patience_s: float
     tell: Tell = lambda step: None
     launch: Launch = launch
-    built: bool = False
-    refused: dict[str, Any] | None = None
-    saved: int | None = None
-    done: dict[str, Any] | None = None
     status: int | None = None
     seconds: float = 0.0
-    _rows: list[Row] = field(default_factory=list)
+    _ranks: list[Followed] = field(default_factory=list)
     _below: tuple[psutil.Process, ...] = ()
 
-    def run(self) -> Trail:
-        """Its trail. Raises ScriptFailed with the tail of its output, and DeadlineExceeded where no step comes."""
+    def run(self) -> tuple[Trail, ...]:
+        """The trail of each rank. Raises ScriptFailed with the tail of its output, and DeadlineExceeded where no step
+        comes."""
         began = time.monotonic()
+        self._ranks = [Followed(self.order, 0)]
         process = self.launch(self.command, self.order.environment(), self.log)
         try:
             self._follow(process)
@@ -96,27 +95,53 @@ class Script:
             end(process, self._below)
         self.status, self.seconds = process.returncode, time.monotonic() - began
         self._check()
-        found = self.done or {}
-        uncovered, logged = (tuple(found.get(name, ())) for name in ("uncovered", "logged"))
-        return Trail(tuple(self._rows), found.get("certificate", {}), uncovered, logged)
+        return tuple(one.trail() for one in self._ranks)
+
+    @property
+    def saved(self) -> int | None:
+        """The step that all ranks have saved."""
+        found = {one.saved for one in self._ranks}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has done its steps."""
+        return all(one.done is not None for one in self._ranks)
+
+    @property
+    def _refused(self) -> dict[str, Any] | None:
+        return next((one.refused for one in self._ranks if one.refused is not None), None)
+
+    @property
+    def _step(self) -> int:
+        """The step that all ranks have come to."""
+        return min(one.step for one in self._ranks)
+
+    def _look(self) -> bool:
+        """Whether any rank has told something. How many there are the first one says."""
+        before = self._step
+        news = [one.look() for one in self._ranks]
+        for rank in range(len(self._ranks), self._ranks[0].ranks):
+            self._ranks.append(Followed(self.order, rank))
+            news.append(self._ranks[-1].look())
+        if self._step > before:
+            self.tell(self._step)
+        return any(news)
 
     def _follow(self, process: Process) -> None:
         """Until it ends, has saved what it was to save, or has done all its steps and been given time to leave."""
-        trail = GrowingLines(self.order.trail)
         last_news = time.monotonic()
         while True:
             ended = process.poll() is not None
-            news = trail.new()
-            for record in news:
-                self._take(record)
-            if self.done is not None and not self._below:
+            news = self._look()
+            if self.done and not self._below:
                 self._below = below(process.pid)  # before it leaves: then nobody knows any more whose they were
             if news:
                 last_news = time.monotonic()
-            if ended or self.saved is not None or self.refused is not None:
+            if ended or self.saved is not None or self._refused is not None:
                 return
             waited = time.monotonic() - last_news
-            if self.done is not None and waited > LEAVING_S:
+            if self.done and waited > LEAVING_S:
                 return
             if waited > self.patience_s:
                 raise DeadlineExceeded(
@@ -127,41 +152,23 @@ class Script:
                 )
             time.sleep(POLL_S)
 
-    def _take(self, record: dict[str, Any]) -> None:
-        kind = record.pop("record")
-        if kind == "built":
-            self.built = True
-        elif kind == "row":
-            row = Row.of(record)
-            if row.start:
-                self._rows = [kept for kept in self._rows if not kept.start]
-            self._rows.append(row)
-            self.tell(row.step)
-        elif kind == "saved":
-            self.saved = int(record["step"])
-        elif kind == "done":
-            self.done = record
-        elif kind == "refused":
-            self.refused = record
-
     def _check(self) -> None:
         """Whether it did what was asked of it."""
-        if self.refused is not None:
+        refused = self._refused
+        if refused is not None:
             raise ScriptFailed(
-                f"the script cannot be certified: {self.refused['reason']}",
-                subject=self.name,
-                hint=str(self.refused["hint"]),
+                f"the script cannot be certified: {refused['reason']}", subject=self.name, hint=str(refused["hint"])
             )
-        if self.done is not None and self.order.save_at is not None and self.saved is None:
+        if self.done and self.order.save_at is not None and self.saved is None:
             raise ScriptFailed(
                 f"the script ({self.name}) counts its steps in leaps: none lay between {self.order.save_at} and "
                 f"{self.order.last}, so there was nothing to resume",
                 subject=self.name,
                 hint="a larger --more leaves room for a step in between",
             )
-        if self.done is not None or self.saved is not None:
+        if self.done or self.saved is not None:
             return
-        if not self.built:
+        if not self._ranks[0].ranks:
             raise self._failed(
                 "without building a Checkpointer",
                 "the command must train with holdfast.Checkpointer, in a Python that has this version of Holdfast"
@@ -169,7 +176,7 @@ class Script:
                 else "see that the command runs by itself",
             )
         if self.status == 0:
-            reached = self._rows[-1].step if self._rows else 0
+            reached = self._step
             raise self._failed(
                 f"after {self._so_far()}, and {self.order.last} were wanted",
                 f"let it train longer, or certify fewer: --steps and --more with a sum of at most {reached}"
@@ -184,8 +191,10 @@ class Script:
         return ScriptFailed(f"the script ({self.name}) {ended} {how}{self._tail()}", subject=self.name, hint=hint)
 
     def _so_far(self) -> str:
-        step = self._rows[-1].step if self._rows else 0
-        return f"{step} step{'' if step == 1 else 's'}"
+        said = f"{self._step} step{'' if self._step == 1 else 's'}"
+        behind = [rank for rank, one in enumerate(self._ranks) if one.step == self._step]
+        ahead = len(self._ranks) - len(behind)
+        return f"{said} on {rank_names(behind)}, more on the others" if ahead else said
 
     def _tail(self) -> str:
         lines = self.log.read_text("utf-8", "replace").splitlines()[-TAIL_LINES:]

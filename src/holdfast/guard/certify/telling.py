@@ -33,20 +33,22 @@ class Teller:
     (why this script cannot be certified).
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, rank: int = 0, world_size: int = 1) -> None:
         self.order = order
+        self._trail = order.trail_of(rank)
+        self._world_size = world_size
         self._asked = 0
 
     def begin(self, where: str, run: str) -> None:
-        """Once for each trail: a second Checkpointer, here or in another process, is refused."""
+        """Once for each trail: a second Checkpointer, here or in another process that is the same rank, is refused."""
         try:
-            os.close(os.open(self.order.trail + ".claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.close(os.open(self._trail + ".claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             raise self.refuse(
                 "it builds more than one Checkpointer, and certify follows one",
                 "certify a script that builds one; what several of them save has no common step to resume from",
             ) from None
-        self.tell("built", where=where, run=run)
+        self.tell("built", where=where, run=run, ranks=self._world_size)
 
     def refuse(self, reason: str, hint: str) -> UsageError:
         """Tells why this script cannot be certified; the error to raise in it."""
@@ -58,7 +60,7 @@ class Teller:
 
     def tell(self, kind: str, **fields: Any) -> None:
         line = json.dumps({"record": kind, **fields}) + "\n"
-        descriptor = os.open(self.order.trail, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = os.open(self._trail, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, line.encode("ascii"))
         finally:

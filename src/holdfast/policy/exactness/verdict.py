@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.model.trail import Trail
@@ -28,12 +29,14 @@ class Trails:
 class Verdict:
     """`difference`: the first one, if there is any; a run that began from nothing again may end the same. `cause`: what
     it points to, likely and no more. `unseeded`: generators that each run begins with in another state. What they do
-    not change is not their fault: they are restored, and compared with what was saved alone."""
+    not change is not their fault: they are restored, and compared with what was saved alone. `rank`: of several, the
+    one that differs first."""
 
     kind: Kind
     difference: Difference | None = None
     cause: Cause | None = None
     unseeded: tuple[str, ...] = ()
+    rank: int | None = None
 
 
 def differs(trails: Trails) -> bool:
@@ -63,6 +66,24 @@ def judge(trails: Trails) -> Verdict:
     difference = _not_restored(trails) or _resumed(trails)
     assert difference is not None
     return Verdict("inexact", difference, causes.of_resume(difference, trails.resumed))
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """Of the ranks of one training: what does not repeat itself on one of them cannot be judged on any; else where the
+    earliest difference is."""
+    if len(verdicts) == 1:
+        return verdicts[0]
+    for kind in ("unrepeatable", "inexact"):
+        found = [(one.difference, rank) for rank, one in enumerate(verdicts) if one.kind == kind]
+        if found:
+            _, rank = min(found, key=lambda one: _when(one[0]))
+            return replace(verdicts[rank], rank=rank)
+    return replace(verdicts[0], unseeded=tuple(sorted({name for one in verdicts for name in one.unseeded})))
+
+
+def _when(difference: Difference | None) -> tuple[int, bool]:
+    """A start comes before what is done from there."""
+    return (-1, False) if difference is None else (difference.step, not difference.start)
 
 
 def _apart(one: Trail, other: Trail) -> Difference | None:
