@@ -1,0 +1,272 @@
+"""P10: restoring onto another number of ranks, or along another dimension, than saved.
+
+    python benchmarks/p10_reshard.py --savers 3 --ranks 2 --gib 1 --cache hot
+    python benchmarks/p10_reshard.py --savers 3 --ranks 2 --gib 1 --cache cold
+
+A state of matrices is saved by as many processes as restore it, each in the layout in which it is restored (`same`),
+and by `--savers` processes in rows (`resharded`). Restored are rows, columns, and all of it on every rank. Every
+process is one of a job over gloo, on one machine; what counts is what the slowest took. Targets: at most 1.10 times the
+same layout's time; and, where the bytes come from the store and not from the page cache, at most 1.05 times the state
+asked of it by all ranks together. `dcp.load` of the same layouts is measured beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import harness
+import peers
+import torch
+import torch.distributed as dist
+from harness import GIB, Contender, Result, Target, arguments, compare, drop_cache, median_interval, timed, warm_cache
+from p5_restore import cache_option
+from ranks_job import Job, ranks_option
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import holdfast
+from holdfast.store.registry import open_store
+
+LAYOUTS = ("rows", "columns", "replicas")
+ROWS = 1024
+PHASE, PLACE = "P10_PHASE", "P10_PLACE"
+
+
+def options_here(parser: argparse.ArgumentParser) -> None:
+    cache_option(parser)
+    ranks_option(parser)
+    parser.add_argument("--savers", type=int, default=3, help="processes that save what is resharded (default 3)")
+
+
+class State:
+    """Matrices that every process can make for itself, and this process's part of them in a layout."""
+
+    def __init__(self, gib: float, leaves: int, rank: int, of: int) -> None:
+        self.columns = max(int(gib * GIB) // leaves // 4 // ROWS, 8)
+        self.leaves = leaves
+        self.rank, self.of = rank, of
+        self.bytes = ROWS * self.columns * 4 * leaves
+
+    def wholes(self) -> Mapping[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return {
+            f"layers.{number}.weight": torch.randn(ROWS, self.columns, generator=generator)
+            for number in range(self.leaves)
+        }
+
+    def part(self, layout: str) -> tuple[slice, slice]:
+        everything = slice(None)
+        if layout == "replicas":
+            return everything, everything
+        length = ROWS if layout == "rows" else self.columns
+        each = -(-length // self.of)  # as torch.chunk cuts: the last one may be shorter
+        mine = slice(min(self.rank * each, length), min((self.rank + 1) * each, length))
+        return (mine, everything) if layout == "rows" else (everything, mine)
+
+    def local(self, layout: str, *, filled: bool) -> dict[str, torch.Tensor]:
+        cut = self.part(layout)
+        if filled:
+            return {name: one[cut].contiguous() for name, one in self.wholes().items()}
+        shape = torch.empty(ROWS, self.columns, device="meta")[cut].shape
+        return {f"layers.{number}.weight": torch.zeros(shape) for number in range(self.leaves)}
+
+    def declared(self, layout: str, local: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """As Holdfast takes it."""
+        if layout == "replicas":
+            return {"model": {name: holdfast.replicated(one) for name, one in local.items()}}
+        offsets = tuple(one.start or 0 for one in self.part(layout))
+        whole = (ROWS, self.columns)
+        return {"model": {name: holdfast.shard(one, whole=whole, offsets=offsets) for name, one in local.items()}}
+
+    def tensors(self, layout: str, local: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """As DCP takes it."""
+        mesh = init_device_mesh("cpu", (self.of,))
+        placed = [{"rows": Shard(0), "columns": Shard(1), "replicas": Replicate()}[layout]]
+        shape = (ROWS, self.columns)
+        return {
+            "model": {
+                name: DTensor.from_local(one, mesh, placed, run_check=False, shape=shape, stride=(self.columns, 1))
+                for name, one in local.items()
+            }
+        }
+
+
+class Counting:
+    """A store, and how many bytes were asked of it: of objects that are read in place, only what is read besides."""
+
+    def __init__(self, path: Path) -> None:
+        self._inner = open_store(path)
+        self.bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        data = self._inner.get(name, limit=limit)
+        self.bytes += len(data)
+        return data
+
+    def open(self, name: str) -> Any:
+        return CountingReader(self, self._inner.open(name))
+
+
+class CountingReader:
+    def __init__(self, store: Counting, inner: Any) -> None:
+        self._store = store
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._store.bytes += len(buffer)
+        self._inner.read_into(offset, buffer)
+
+
+def save(job: Job, state: State, place: Path, kinds: Mapping[str, str]) -> None:
+    """`kinds`: layout by the directory that it is saved in."""
+    for directory, layout in kinds.items():
+        local = state.local(layout, filled=True)
+        with holdfast.Checkpointer(place / "ours" / directory, state.declared(layout, local)) as checkpointer:
+            checkpointer.step_done()
+            checkpointer.save(wait=True)
+        where = place / "dcp" / directory
+        job.emptied(where)
+        peers.dcp_save(state.tensors(layout, local), where)
+
+
+class Restoring:
+    """Restores, each from files of its own, in the same condition of the cache."""
+
+    def __init__(self, job: Job, state: State, place: Path, *, cold: bool) -> None:
+        self.job, self.state, self.place, self.cold = job, state, place, cold
+        self.how = ""
+        self.asked: dict[str, list[int]] = {}
+
+    def contender(self, name: str, root: Path, restore: Callable[[], float]) -> Contender:
+        measured = self.job.contender(name, restore)
+
+        def measure() -> float:
+            self.job.alone(lambda: self._prepare(root))
+            return measured.measure()
+
+        return Contender(name, measure)
+
+    def _prepare(self, root: Path) -> None:
+        if self.cold:
+            self.how = drop_cache(root)
+        else:
+            warm_cache(root)
+
+    def ours(self, name: str, layout: str, directory: str) -> Contender:
+        root = self.place / "ours" / directory
+        local = self.state.local(layout, filled=False)
+        self.asked[name] = []
+
+        def measure() -> float:
+            store = Counting(root)
+            checkpointer = holdfast.Checkpointer(store, self.state.declared(layout, local))
+            store.bytes = 0
+            seconds = self.contender(name, root, lambda: timed(checkpointer.restore)).measure()
+            asked = torch.tensor(store.bytes, dtype=torch.int64)
+            dist.all_reduce(asked)
+            self.asked[name].append(int(asked))
+            checkpointer.close()
+            return seconds
+
+        return Contender(name, measure)
+
+    def peer(self, name: str, layout: str, directory: str) -> Contender:
+        root = self.place / "dcp" / directory
+        into = self.state.tensors(layout, self.state.local(layout, filled=False))
+        return self.contender(name, root, lambda: peers.dcp_load(into, root))
+
+    def check(self, layout: str, directory: str) -> None:
+        """What is timed is the whole work: the bytes are there."""
+        local, wanted = self.state.local(layout, filled=False), self.state.local(layout, filled=True)
+        checkpointer = holdfast.Checkpointer(self.place / "ours" / directory, self.state.declared(layout, local))
+        checkpointer.restore()
+        checkpointer.close()
+        assert all(torch.equal(local[name], one) for name, one in wanted.items()), "not what was saved"
+
+
+def measure(job: Job, options: argparse.Namespace, state: State, place: Path) -> None:
+    restoring = Restoring(job, state, place, cold=options.cache == "cold")
+    contenders = []
+    for layout in LAYOUTS:
+        restoring.check(layout, "resharded")
+        contenders += [
+            restoring.ours(f"{layout}: same layout", layout, layout),
+            restoring.ours(f"{layout}: resharded", layout, "resharded"),
+            restoring.peer(f"{layout}: resharded, dcp.load", layout, "resharded"),
+        ]
+    seconds = compare(contenders, rounds=options.rounds or 15, own="rows: resharded", note=job.note)
+    made = f"p10_reshard_{options.savers}to{options.ranks}_{options.cache}"
+    result = Result(made, seconds, state.bytes, sized=True, speeds=False)
+    result.facts["cache"] = f"cold: {restoring.how}" if restoring.cold else "hot: each file read once before"
+    result.facts["ranks"] = {"saved by": options.savers, "restored by": options.ranks}
+    result.memory = {f"asked of the store, {name}": counts[1:] for name, counts in restoring.asked.items()}
+    for layout in LAYOUTS:
+        text = f"{layout} resharded / same layout <= 1.10"
+        result.judge(Target(text, f"{layout}: resharded", f"{layout}: same layout", at_most=1.10))
+        if restoring.cold:
+            shares = [count / state.bytes for count in restoring.asked[f"{layout}: resharded"][1:]]
+            text = f"{layout}: states asked of the store by all ranks <= 1.05"
+            result.judge_value(text, median_interval(shares), at_most=1.05)
+    if job.rank == 0:
+        harness.report(result, options, place)
+
+
+def work(options: argparse.Namespace) -> None:
+    """As one process of a job."""
+    job, place = Job(), Path(os.environ[PLACE])
+    state = State(options.gib, options.leaves, job.rank, job.world_size)
+    if os.environ[PHASE] == "save resharded":
+        save(job, state, place, {"resharded": "rows"})
+    elif os.environ[PHASE] == "save same":
+        save(job, state, place, {layout: layout for layout in LAYOUTS})
+    else:
+        measure(job, options, state, place)
+    job.end()
+
+
+def start(phase: str, ranks: int, place: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = max((os.cpu_count() or 1) // ranks, 1)
+    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), PHASE: phase}
+    about |= {"OMP_NUM_THREADS": str(threads), "LOCAL_WORLD_SIZE": str(ranks), PLACE: str(place)}
+    started = [
+        subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **about, "RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    try:
+        codes = [one.wait() for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    if any(codes):
+        sys.exit(next(code for code in codes if code))
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", add=options_here)
+    if PHASE in os.environ:
+        work(options)
+        return
+    with harness.workplace(options) as place:
+        start("save resharded", options.savers, place)
+        start("save same", options.ranks, place)
+        start("restore", options.ranks, place)
+
+
+if __name__ == "__main__":
+    main()
