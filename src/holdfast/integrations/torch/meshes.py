@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from holdfast.errors import StateError
-from holdfast.state.layouts import Layout, Span, crossed, everywhere, joined
+from holdfast.state.layouts import Layout, Shape, Span, crossed, everywhere, joined, nothing
 from holdfast.state.nodes import ROOT
 
 
@@ -54,18 +54,34 @@ def layout_of(tensor: Any, path: str) -> Layout:
         return Layout(whole, whole, (), "box" if sharded else "replicated")
     if not sharded:
         return everywhere(whole)
-    local = tuple(local_of(tensor).shape)
-    spans: dict[int, list[Span]] = {}
-    for dim, along in sharded.items():
-        cuts = [
+    cuts = {
+        dim: tuple(
             (sizes[one], at[one], getattr(placements[one], "split_factor", 1)) for one in _ordered(spec, dim, along)
-        ]
-        spans[dim] = _spans(whole[dim], local[dim], cuts, where)
-    layout = crossed(whole, spans)
-    if not layout.parts and 0 in local:
-        return Layout(whole, local, ())  # an empty part of FSDP's may be empty in other dimensions too
-    if layout.local != local:
+        )
+        for dim, along in sharded.items()
+    }
+    return _cut_layout(whole, tuple(local_of(tensor).shape), cuts, where)
+
+
+_Cuts = tuple[tuple[int, int, int], ...]
+_known: dict[Any, Layout] = {}
+_KNOWN_MOST: Final = 4096
+
+
+def _cut_layout(whole: Shape, local: Shape, cuts: dict[int, _Cuts], where: str) -> Layout:
+    """The layout of a tensor whose dimensions are cut so. States have many tensors of few forms."""
+    form = (whole, local, *cuts.items())
+    layout = _known.get(form)
+    if layout is not None:
+        return layout
+    layout = crossed(whole, {dim: _spans(whole[dim], local[dim], each, where) for dim, each in cuts.items()})
+    if 0 in layout.local and 0 in local:
+        layout = nothing(whole, local)  # an empty part of FSDP's may be empty in other dimensions too
+    elif layout.local != local:
         raise _unexplained(where, local, layout.local)
+    if len(_known) >= _KNOWN_MOST:
+        _known.clear()
+    _known[form] = layout
     return layout
 
 
