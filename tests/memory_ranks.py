@@ -115,6 +115,7 @@ def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, 
     state = state_of(rank, ranks)
     on_step: OnStep | None = options.pop("on_step", None)
     options = {"save": every(steps=10) | on.end(), "memory": every(steps=1), "ranks_timeout": 30.0, **options}
+    own_loop = options.pop("own_loop", False)
     met = where.parent / f"{pace.name}-ranks"
     if ranks > 1:
         options["ranks"] = holdfast.SharedFiles(met, rank=rank, world_size=ranks)
@@ -122,7 +123,7 @@ def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, 
     with holdfast.Checkpointer(where, state, sinks=[log], **options) as ckpt:
         found = ckpt.restore()
         log.tell(began=ckpt.step, source=found.source if found is not None else "", digest=digest_of(state))
-        for step in ckpt.steps(steps):
+        for step in range(ckpt.step, steps) if own_loop else ckpt.steps(steps):
             advance(state, step + 1, rank, ranks)
             log.tell(step=step + 1, digest=digest_of(state))
             if on_step is not None:
@@ -132,6 +133,8 @@ def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, 
                 if end.settled:
                     settle(ckpt, step)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if own_loop:
+                ckpt.step_done(step + 1)
 
 
 def settle(ckpt: Any, step: int) -> None:

@@ -16,7 +16,15 @@ from holdfast.engine.joint.memory import JointTier
 from holdfast.engine.joint.recalling import Recalled, recall
 from holdfast.engine.listing import kept_by_others, passed_over
 from holdfast.engine.restore import Prepare, RestoreResult
-from holdfast.errors import NothingRestorable, RankFailed, ShardMismatch, StateError, StoreError, in_words
+from holdfast.errors import (
+    CorruptionError,
+    NothingRestorable,
+    RankFailed,
+    ShardMismatch,
+    StateError,
+    StoreError,
+    in_words,
+)
 from holdfast.events import Adopted, CandidateSkipped, Emitter, RestoredEvent
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Json
@@ -35,8 +43,9 @@ UNFIT: Final = "unfit: "
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """A state of which every rank has an image: that of the save `save_id`."""
+    """A state of which every rank has an image, sealed under `save_id`."""
 
+    id: CheckpointId
     save_id: str
     adoptable: Adoptable
 
@@ -111,16 +120,16 @@ class AdoptingTogether(Adopting):
 
     def _tried(self, common: Common, prepare: Prepare) -> RestoreResult | None:
         """None, on all ranks, where some rank's image is not whole, or not of what it holds."""
-        began, base = time.perf_counter(), common.adoptable.base
-        half, footer = next(one for one in self._joint.mine() if one[1].save_id == common.save_id)
-        candidate = Candidate(half, footer, common.adoptable)
+        began, id, base = time.perf_counter(), common.id, common.adoptable.base
+        candidate: Candidate | None = None
         image: Image | None = None
         recalled: Recalled | None = None
         moved = 0
         try:
 
             def match() -> None:
-                nonlocal image, recalled
+                nonlocal candidate, image, recalled
+                candidate = self._candidate(common)
                 image = self._tier.open(candidate)
                 recalled = recall(image, prepare, verify=base is None)
 
@@ -129,21 +138,27 @@ class AdoptingTogether(Adopting):
                 assert image is not None and recalled is not None
                 moved = recalled.read(image, self._emitter)
 
-            if not self._all(match, footer.id):
+            if not self._all(match, id):
                 return None
-            if not self._all(fill, footer.id):
+            if not self._all(fill, id):
                 if base is None:  # what is half filled is made whole by no checkpoint
                     raise NothingRestorable(
-                        f"{footer.id} in memory was whole when it was looked at, and could not be read then",
-                        subject=str(footer.id),
+                        f"{id} in memory was whole when it was looked at, and could not be read then",
+                        subject=str(id),
                         hint="holdfast memory clear, and start anew; look at the memory of this machine",
                     )
                 return None
         finally:
             if image is not None:
                 image.close()
-        assert recalled is not None
+        assert candidate is not None and recalled is not None
         return self._applied(candidate, recalled, moved, began)
+
+    def _candidate(self, common: Common) -> Candidate:
+        for half, footer in self._joint.mine():
+            if footer.save_id == common.save_id:
+                return Candidate(half, footer, common.adoptable)
+        raise CorruptionError(f"the image of {common.id} is no longer there", subject=str(common.id))
 
     def _applied(self, candidate: Candidate, recalled: Recalled, moved: int, began: float) -> RestoreResult:
         crashpoint("restore voted for, run not yet claimed")
@@ -199,13 +214,13 @@ def choose(repo: Repo, run: str, told: Sequence[Mapping[str, Any]]) -> tuple[lis
     order = sorted(by_save.items(), key=lambda one: _newness(one[1].values()), reverse=True)
     found: list[Common] = []
     for save_id, images in order:
-        id = _id_of(next(iter(images.values())))
+        id = _read_id(next(iter(images.values()))["id"])
         missing = [rank for rank in range(len(told)) if rank not in images]
         verdict = _lacking(missing) if missing else _judged(repo, run, id, save_id, images.values())
         if isinstance(verdict, str):
             words.append(f"step {id.step} in memory is passed over: {verdict}")
         else:
-            found.append(Common(save_id, verdict))
+            found.append(Common(id, save_id, verdict))
     return found, list(dict.fromkeys(words))
 
 
@@ -249,18 +264,15 @@ def _image_json(footer: Footer) -> Json:
     }
 
 
-def _id_of(image: Mapping[str, Any]) -> CheckpointId:
-    return _read_id(image["id"])
-
-
 def _common_json(common: Common) -> Json:
     base = checkpoint_json(common.adoptable.base)
-    return {"base": base, "durable": common.adoptable.durable, "save_id": common.save_id}
+    durable = common.adoptable.durable
+    return {"base": base, "durable": durable, "id": checkpoint_json(common.id), "save_id": common.save_id}
 
 
 def _read_common(said: Mapping[str, Any]) -> Common:
     base = None if said["base"] is None else _read_id(said["base"])
-    return Common(str(said["save_id"]), Adoptable(base, bool(said["durable"])))
+    return Common(_read_id(said["id"]), str(said["save_id"]), Adoptable(base, bool(said["durable"])))
 
 
 def _read_id(said: Mapping[str, Any]) -> CheckpointId:

@@ -7,6 +7,8 @@ import pytest
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
 from holdfast.upkeep.verify import assert_whole
+from memory_ranks import Ends
+from memory_ranks import live as live_ranks
 from memory_training import live, shared_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
@@ -30,7 +32,7 @@ def images(cli, *words):
     assert status == 0
     found = json.loads(out)
     assert found["schema"] == "holdfast.memory/1"
-    return sorted(found["images"], key=lambda image: image["checkpoint"]["step"])
+    return sorted(found["images"], key=lambda image: image["checkpoint"]["step"] if image["sealed"] else -1)
 
 
 def test_ls_memory_shows_whose_they_are_and_their_age(cli, left):
@@ -117,3 +119,40 @@ def test_images_of_a_running_process_are_shown_and_stay(cli, tmp_path, root):
         assert {image["state"] for image in found} == {"its process is running"}
         assert cli("memory", "clear", "--yes")[1] == "no dead process has left an image in memory\n"
     assert images(cli) == []
+
+
+@pytest.fixture
+def left_by_two(tmp_path, root):
+    """What the killed ranks of a job left: steps 6 and 7 of both."""
+    ends = {rank: Ends(step=7, settled=True) for rank in (0, 1)}
+    assert all(life.killed for life in live_ranks(tmp_path / "ckpts", ends=ends))
+    return tmp_path / "ckpts"
+
+
+def test_images_of_several_ranks_say_which_rank_of_how_many(cli, left_by_two, root):
+    found = [image for image in images(cli) if image["sealed"]]
+    whose = sorted((image["checkpoint"]["step"], image["rank"], image["ranks"]) for image in found)
+    assert whose == [(6, 0, 2), (6, 1, 2), (7, 0, 2), (7, 1, 2)]
+    assert {image["state"] for image in found} == {"a restart goes on from it"}
+    rows = [line.split() for line in cli("ls", "--memory")[1].splitlines()]
+    assert rows[0][:2] == ["RUN", "RANK"]
+    assert sorted(row[1] for row in rows[1:] if row[2:4] == ["of", "2"]) == ["0", "0", "1", "1"]
+
+
+def test_a_state_of_which_a_rank_is_missing_is_shown_and_not_flushed(cli, left_by_two, root):
+    path = next(path for path in root.rglob("1of2-*") if image_step(path) == 7)
+    path.unlink()
+    states = {(image["checkpoint"]["step"], image["rank"]): image["state"] for image in images(cli) if image["sealed"]}
+    assert states[7, 0] == "a restart goes on from it where rank 1 has it too: not here"
+    assert states[6, 0] == states[6, 1] == "a restart goes on from it"
+    status, out, _ = cli("flush", left_by_two)
+    assert status == 0
+    assert out.splitlines()[-1].startswith("main/a0002/6 is written, ")
+    assert cli("memory", "clear", "--yes")[0] == 0
+    assert images(cli) == []
+
+
+def image_step(path):
+    from holdfast.engine.listing import images as found
+
+    return next((one.footer.id.step for one in found() if one.name.endswith(path.name) and one.footer), None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.image import slots
-from holdfast.image.slots import Slot, SlotTable
+from holdfast.image.slots import Slot, SlotTable, parse_name, slot_name
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="slots lie in shared memory on Linux only")
 
@@ -125,3 +125,15 @@ def test_a_directory_open_to_others_is_refused_and_named(tmp_path: Path, mode: i
         assert os.fstat(descriptor).st_ino == place.stat().st_ino
         assert not os.get_inheritable(descriptor)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("words", "name"), [((3, 1), "3-1"), ((3, 1, 8), "3of8-1"), ((0, 0, 1), "0-0")])
+def test_a_slots_name_says_whose_it_is(words: tuple[int, ...], name: str) -> None:
+    assert slot_name(*words) == name
+    assert parse_name(name) == (words[0], words[1], words[2] if len(words) > 2 else 1)
+
+
+@pytest.mark.parametrize("name", ["", "3", "of8-1", "3of-1", "3of8", "3of8-1.lock", "a-1", "3 of 8-1"])
+def test_what_is_no_slots_name(name: str) -> None:
+    with pytest.raises(ValueError):
+        parse_name(name)

@@ -169,3 +169,18 @@ def test_a_newer_format_is_none_of_ours(repo, make):
     with pytest.raises(FormatTooNew):
         decode_footer(data, NAME)
     assert newest([(0, data)], NAME) is None
+
+
+def test_one_of_several_ranks_says_of_how_many_and_one_process_says_nothing(repo, make):
+    alone = sealed(repo, attempt_with(make, []), 5)
+    assert b'"ranks"' not in encode_footer(alone, NAME)
+    assert decode_footer(encode_footer(alone, NAME), NAME).ranks == 1
+    second = replace(alone, rank=1, ranks=2)
+    assert decode_footer(encode_footer(second, NAME), NAME) == second
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(1, 1), (2, 2), (7, 3)])
+def test_a_rank_beyond_their_number_seals_nothing(repo, make, rank, ranks):
+    footer = replace(sealed(repo, attempt_with(make, []), 5), rank=rank, ranks=ranks)
+    with pytest.raises(CorruptionError, match="rank"):
+        decode_footer(encode_footer(footer, NAME), NAME)

@@ -1,0 +1,48 @@
+"""A model cut over the ranks, kept in memory by each: killed, it goes on to the very bits of an untouched training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
+
+PROGRAM = Path(__file__).parents[1] / "sharded_memory.py"
+PATIENCE_S = 300
+
+
+def job(where: Path, *words: str, ranks: int = 2) -> list[dict[str, Any]] | None:
+    """What each rank has told at its end; None where the job was killed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [*launcher, str(PROGRAM), str(where), *words],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=environment,
+    )
+    if "--kill" in words:
+        assert "Signal 9" in done.stderr, done.stderr[-4000:]
+        return None
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(Path(f"{where}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("capture", ["eager", "fenced"])
+def test_a_killed_job_goes_on_from_memory_to_the_same_bits(tmp_path: Path, capture: str) -> None:
+    whole = job(tmp_path / "whole")
+    job(tmp_path / "parts", "--kill", "8", "--capture", capture)
+    parts = job(tmp_path / "parts", "--capture", capture)
+    assert whole is not None and parts is not None
+    assert [told["step"] for told in parts] == [8, 8]
+    assert all(told["source"].startswith("from memory, step 8, sealed ") for told in parts)
+    assert [told["digest"] for told in parts] == [told["digest"] for told in whole]
+    assert [told["random"] for told in parts] == [told["random"] for told in whole]
+    assert whole[0]["random"] != whole[1]["random"], "each rank has a generator of its own"

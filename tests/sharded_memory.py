@@ -1,0 +1,74 @@
+"""One rank of a training cut by FSDP2 that keeps every step in memory.
+
+At step `kill` the last rank ends by SIGKILL, once all are known to have the step. At the end each rank writes the
+digest of what it holds.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+from holdfast import every, on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("where", type=Path)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--kill", type=int, default=-1)
+    parser.add_argument("--capture", choices=["eager", "fenced"], default="eager")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(31, 50), nn.GELU(), nn.Linear(50, 31)) for _ in range(2)))
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = {"model": model, "optimizer": optimizer}
+    with holdfast.Checkpointer(
+        options.where, state, save=every(steps=5) | on.end(), memory=every(steps=1), capture=options.capture
+    ) as ckpt:
+        found = ckpt.restore()
+        began = {"step": ckpt.step, "source": found.source if found is not None else ""}
+        for step in ckpt.steps(options.steps):
+            if step == options.kill:
+                kill(ckpt, step, last=rank == world - 1)
+            torch.rand(1 + rank)  # each rank's own generator goes its own way
+            loss = nn.functional.mse_loss(model(torch.randn(8, 31)), torch.zeros(8, 31))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    held = [tensor.to_local() for tensor in model.parameters()]  # type: ignore[union-attr]
+    held += [one["exp_avg_sq"].to_local() for one in optimizer.state.values()]
+    digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in held)).hexdigest()
+    told = {**began, "digest": digest, "random": torch.rand(1).item(), "fenced": ckpt.stats.fence_in_memory_s > 0}
+    Path(f"{options.where}-{rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+def kill(ckpt: holdfast.Checkpointer, step: int, *, last: bool) -> None:
+    memory = ckpt._training.saving.memory  # type: ignore[union-attr]
+    memory._saver.join(60)
+    assert memory.tier._kept.settle(60) == step
+    ckpt.wait()
+    dist.barrier()
+    if last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()
