@@ -22,7 +22,7 @@ from holdfast.policy import every, on
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
 from holdfast.testing.rank_kills.processes import Ended, Job, Plan
-from holdfast.testing.rank_kills.training import Numbers
+from holdfast.testing.rank_kills.training import Numbers, untouched
 
 PATIENCE_S = 60.0
 Step = Callable[[holdfast.Checkpointer, int], None]
@@ -205,6 +205,18 @@ def test_ranks_that_hold_nothing_of_a_leaf_save_with_the_others(tmp_path: Path) 
     plan = Plan(tmp_path, 4, 3, timeout_s=30.0)
     assert {one.status for one in ended(plan, work)} == {0}
     assert holdfast.load(plan.where).state["w"].tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("worlds", [(2, 1), (1, 3)])
+def test_one_rank_alone_goes_on_with_what_many_have_cut_and_many_with_what_one_has(
+    tmp_path: Path, worlds: tuple[int, int]
+) -> None:
+    for number, world in enumerate(worlds, 1):
+        plan = Plan(tmp_path, world, 3 * number, timeout_s=30.0)
+        assert {one.status for one in ended(plan, trained)} == {0}
+    found, wanted = holdfast.load(tmp_path / "checkpoints"), untouched(6)
+    assert found.step == 6
+    assert all(np.array_equal(found.state[name], wanted[name]) for name in wanted)
 
 
 # -- saves that are not a function of the step ---

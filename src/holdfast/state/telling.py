@@ -106,7 +106,9 @@ class Telling:
             row = self._met(source, address, geometry)
             first = row if first < 0 else first
             if row == len(leaves.specs):
-                begin, whole = (part.offsets, layout.whole) if layout.placement == "box" else (None, None)
+                # A part that is the whole is a leaf like any other: so one rank alone can save what many can.
+                cut = layout.placement == "box" and part.shape != layout.whole
+                begin, whole = (part.offsets, layout.whole) if cut else (None, None)
                 leaves.specs.append(
                     LeafSpec(where, dtype, part.shape, self._private, begin, whole, placement=placement)
                 )
