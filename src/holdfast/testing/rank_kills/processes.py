@@ -21,6 +21,7 @@ from holdfast.crashpoints import armed
 from holdfast.errors import RanksError
 from holdfast.guard import exitstatus
 from holdfast.policy import every, keep, on
+from holdfast.ranks.contract import Ranks
 from holdfast.ranks.shared_files import SharedFiles
 from holdfast.testing.rank_kills.training import Numbers
 
@@ -39,6 +40,10 @@ class Death:
     nth: int = 1
     after_s: float = 0.0
     number: signal.Signals = signal.SIGKILL
+
+    def strike(self) -> None:
+        """What becomes of the rank that has come to the point."""
+        os.kill(os.getpid(), self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class Plan:
     def where(self) -> Path:
         return self.place / "checkpoints"
 
-    def ranks(self, rank: int) -> SharedFiles:
+    def ranks(self, rank: int) -> Ranks:
         return SharedFiles(self.place / "ranks", rank=rank, world_size=self.world)
 
 
@@ -219,6 +224,6 @@ def _dying(death: Death) -> Callable[[], None]:
     def die() -> None:
         left[0] -= 1
         if left[0] == 0:
-            os.kill(os.getpid(), death.number)
+            death.strike()
 
     return die

@@ -1,0 +1,35 @@
+"""`python -m holdfast.testing.rank_phases --json result.json`: a rank, the coordinator, or the place where ranks meet,
+struck in every phase; and old jobs that come back after another has claimed the run. Exit status 1 for any fault."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from holdfast.testing.campaigns import Progress, Sitting, deliver, options
+from holdfast.testing.rank_phases.campaign import everything, play, summary
+
+MODULE: Final = "holdfast.testing.rank_phases"
+
+
+def main() -> None:
+    parser = options(MODULE, __doc__, workers=6)
+    given = parser.parse_args()
+    import torch.distributed  # noqa: F401 - once, before ranks are forked
+
+    what = everything()
+    sitting, say = Sitting(MODULE, None, seed=None, packages=["numpy", "torch"]), Progress()
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="holdfast-phases-") as place:
+        for outcome in play(what, Path(place), at_once=given.workers):
+            outcomes.append(outcome)
+            say(f"{len(outcomes)} of {len(what)} played, {sum(bool(one.faults) for one in outcomes)} with a fault")
+    say.end()
+    deliver(sitting.result(summary(outcomes)), given.json)
+    sys.exit(1 if any(one.faults for one in outcomes) else 0)
+
+
+if __name__ == "__main__":
+    main()
