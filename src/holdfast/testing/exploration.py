@@ -51,11 +51,18 @@ class Violation:
 
 
 def crash_states(
-    recording: Recording, *, each: int, seed: int, seen: set[bytes], judged: set[tuple[bytes, int]] | None = None
+    recording: Recording,
+    *,
+    each: int,
+    seed: int,
+    seen: set[bytes],
+    judged: set[tuple[bytes, int]] | None = None,
+    part: int = 1,
 ) -> Iterator[CrashState]:
-    """Distinct states of one recording, about `each` for every prefix at most. `seen` grows by their fingerprints."""
+    """Distinct states of one recording, about `each` for every prefix at most. `seen` grows by their fingerprints.
+    `part`: only one in so many prefixes is looked at."""
     source = random.Random(f"{recording.name} {seed}")
-    persistence = Persistence(recording.base)
+    persistence = recording.replaying(recording.base)
     expected = Expected.after(recording.opening)
     known: set[tuple[bytes, int]] = set() if judged is None else judged
     epoch = 0
@@ -65,10 +72,9 @@ def crash_states(
             epoch += 1
         elif isinstance(step, Call):
             persistence.replay(step, prefix - 1)
-        if prefix < recording.start:
+        if prefix < recording.start or (prefix + seed) % part:
             continue
-        instant = persistence.now()
-        for choice in instant.choices(each, source):
+        for instant, choice in _possible(persistence, each, source):
             image = instant.image(choice)
             fingerprint = image.fingerprint()
             if (fingerprint, epoch) in known:
@@ -77,6 +83,11 @@ def crash_states(
             new = fingerprint not in seen
             seen.add(fingerprint)
             yield CrashState(prefix, choice, fingerprint, image, expected, instant, new)
+
+
+def _possible(persistence: Persistence, each: int, source: random.Random) -> Iterator[tuple[Instant, tuple[int, ...]]]:
+    for instant in persistence.instants():
+        yield from ((instant, choice) for choice in instant.choices(each, source))
 
 
 def violation(recording: Recording, state: CrashState, problems: Sequence[str], check: Check) -> Violation:

@@ -15,7 +15,6 @@ from holdfast.testing.disk_image import DiskImage
 from holdfast.testing.expectations import CLAIMED, Expected
 from holdfast.testing.exploration import CrashState
 from holdfast.testing.jobs import quiet
-from holdfast.testing.persistence import Persistence
 from holdfast.testing.processes import Processes
 from holdfast.testing.recorder import Call, Mark
 from holdfast.testing.scenarios import Recording, Seeded, crashed
@@ -23,12 +22,15 @@ from holdfast.testing.simulated_disk import SimulatedDisk
 from holdfast.upkeep import gc
 
 Check = Callable[[SimulatedDisk, Expected], list[str]]
+Restarted = Callable[[DiskImage, tuple[Mark, ...], int, str, Seeded], Recording]
 
 
-def go_on(recording: Recording, state: CrashState, check: Check, seed: int, seeded: Seeded) -> list[str]:
-    """What is wrong after a restarted job has done its work on this disk."""
+def go_on(
+    recording: Recording, state: CrashState, check: Check, seed: int, seeded: Seeded, *, crashed: Restarted = crashed
+) -> list[str]:
+    """What is wrong after a restarted job, as `crashed` records it, has done its work on this disk."""
     try:
-        successor = after_crash(recording, state, seed, seeded)
+        successor = after_crash(recording, state, seed, seeded, crashed=crashed)
     except HoldfastError as error:
         return [f"work cannot go on: {type(error).__name__}: {error}"]
     marks = [step for step in successor.log if isinstance(step, Mark)]
@@ -63,7 +65,9 @@ def collect(disk: SimulatedDisk) -> None:
             gc.execute(repo, gc.plan_gc(repo, grace_s=0.0))
 
 
-def after_crash(recording: Recording, state: CrashState, seed: int, seeded: Seeded) -> Recording:
+def after_crash(
+    recording: Recording, state: CrashState, seed: int, seeded: Seeded, *, crashed: Restarted = crashed
+) -> Recording:
     """The recording of a restarted job on that disk."""
     before = [step for step in recording.log[: state.prefix] if isinstance(step, Mark)]
     name = f"{recording.name}, crash after call {state.prefix - 1}, restarted"
@@ -72,7 +76,7 @@ def after_crash(recording: Recording, state: CrashState, seed: int, seeded: Seed
 
 def ends(recording: Recording) -> tuple[DiskImage, DiskImage]:
     """The disk at the end if nothing is lost, and if everything is that can be."""
-    persistence = Persistence(recording.base)
+    persistence = recording.replaying(recording.base)
     for number, step in enumerate(recording.log):
         if isinstance(step, Call):
             persistence.replay(step, number)

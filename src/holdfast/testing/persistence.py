@@ -220,6 +220,10 @@ class Persistence:
     def now(self) -> Instant:
         return Instant(self._entries, self._files, self._directories)
 
+    def instants(self) -> Iterator[Instant]:
+        """What may crash at this point: here all of it, at once."""
+        yield self.now()
+
 
 class Instant:
     """The states that are possible at one point; valid until the next replay."""

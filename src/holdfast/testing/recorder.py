@@ -36,6 +36,8 @@ class Call:
     length: int = 0
     failed: bool = False
     """A flush that raised: what it was to flush may be on the disk or not, and no later flush tells."""
+    node: int = 0
+    """Which machine made it, where several share the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Recorder:
     root: str = ""
     base: DiskImage | None = None
     log: list[Step] = field(default_factory=list)
+    node: int = 0
+    """The machine that makes the calls from now on."""
     _names: dict[tuple[int, str], int] = field(default_factory=dict)
     _descriptors: dict[int, tuple[int, str]] = field(default_factory=dict)
     _next: int = 1
@@ -83,7 +87,7 @@ class Recorder:
             directory, name = self._place(path)
             inode = self._born(directory, name)
             self._descriptors[descriptor] = (inode, self._below(path))
-            self.log.append(Call("create", self._below(path), inode, directory, name))
+            self._made(Call("create", self._below(path), inode, directory, name))
             return descriptor
 
     def open(self, path: str, *, direct: bool = False) -> int:
@@ -98,7 +102,7 @@ class Recorder:
             descriptor: int = self.inner.reopen(path)  # type: ignore[attr-defined]
             inode = self._lookup(path)
             self._descriptors[descriptor] = (inode, self._below(path))
-            self.log.append(Call("truncate", self._below(path), inode))
+            self._made(Call("truncate", self._below(path), inode))
             return descriptor
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -106,20 +110,20 @@ class Recorder:
             done = self.inner.pwrite(descriptor, buffers, offset)
             inode, path = self._descriptors[descriptor]
             data = b"".join(bytes(buffer) for buffer in buffers)[:done]
-            self.log.append(Call("pwrite", path, inode, offset=offset, data=data, length=done))
+            self._made(Call("pwrite", path, inode, offset=offset, data=data, length=done))
             return done
 
     def truncate(self, descriptor: int, length: int) -> None:
         with self._lock:
             self.inner.truncate(descriptor, length)
             inode, path = self._descriptors[descriptor]
-            self.log.append(Call("truncate", path, inode, length=length))
+            self._made(Call("truncate", path, inode, length=length))
 
     def reserve(self, descriptor: int, length: int) -> None:
         with self._lock:
             self.inner.reserve(descriptor, length)
             inode, path = self._descriptors[descriptor]
-            self.log.append(Call("reserve", path, inode, length=length))
+            self._made(Call("reserve", path, inode, length=length))
 
     def fsync(self, descriptor: int) -> None:
         with self._lock:
@@ -138,16 +142,19 @@ class Recorder:
         try:
             flush()
         except OSError:
-            self.log.append(replace(call, failed=True))
+            self._made(replace(call, failed=True))
             raise
-        self.log.append(call)
+        self._made(call)
+
+    def _made(self, call: Call) -> None:
+        self.log.append(replace(call, node=self.node) if self.node else call)
 
     def link(self, source: str, target: str) -> None:
         with self._lock:
             self.inner.link(source, target)
             directory, name = self._place(target)
             inode = self._names[directory, name] = self._lookup(source)
-            self.log.append(Call("link", self._below(target), inode, directory, name))
+            self._made(Call("link", self._below(target), inode, directory, name))
 
     def rename_noreplace(self, source: str, target: str) -> None:
         with self._lock:
@@ -164,7 +171,7 @@ class Recorder:
         old = self._place(source)
         directory, name = self._place(target)
         inode = self._names[directory, name] = self._names.pop(old)
-        self.log.append(Call("rename", self._below(target), inode, directory, name, source=old))
+        self._made(Call("rename", self._below(target), inode, directory, name, source=old))
 
     def unlink(self, path: str) -> None:
         with self._lock:
@@ -175,7 +182,7 @@ class Recorder:
         with self._lock:
             self.inner.mkdir(path)
             directory, name = self._place(path)
-            self.log.append(Call("mkdir", self._below(path), self._born(directory, name), directory, name))
+            self._made(Call("mkdir", self._below(path), self._born(directory, name), directory, name))
 
     def rmdir(self, path: str) -> None:
         with self._lock:
@@ -184,7 +191,7 @@ class Recorder:
 
     def _gone(self, kind: Literal["unlink", "rmdir"], path: str) -> None:
         directory, name = self._place(path)
-        self.log.append(Call(kind, self._below(path), self._names.pop((directory, name)), directory, name))
+        self._made(Call(kind, self._below(path), self._names.pop((directory, name)), directory, name))
 
     # -- calls that change nothing -----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from holdfast.store.contract import Store
 from holdfast.testing.disk_image import BLOCK, DiskImage
 from holdfast.testing.jobs import RUN, Job, Program
 from holdfast.testing.layers import Fault, Faulty, Killed, Layer, Mortal
+from holdfast.testing.persistence import Persistence
 from holdfast.testing.processes import Processes
 from holdfast.testing.recorder import Call, Mark, Step
 
@@ -62,6 +63,8 @@ class Recording:
     """What was known before the log begins."""
     start: int = 0
     """States of shorter prefixes belong to another recording."""
+    replaying: Callable[[DiskImage | None], Persistence] = Persistence
+    """What is promised of a crash."""
 
     @property
     def calls(self) -> int:

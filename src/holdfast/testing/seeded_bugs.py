@@ -87,7 +87,7 @@ def _by_step() -> Iterator[None]:
 
 
 @contextmanager
-def _no_mark() -> Iterator[None]:
+def no_mark() -> Iterator[None]:
     """A dead save is freed without the mark that keeps it from committing late."""
 
     def free_at_once(repo: Repo, id: CheckpointId, **_: Any) -> bool:
@@ -285,7 +285,7 @@ BUGS: tuple[Bug, ...] = (
         patch=_taken_for_own,
         scenarios=("take-over during a save",),
     ),
-    Bug("no aborted mark", "a late commit names freed packs", patch=_no_mark, scenarios=("take-over during a save",)),
+    Bug("no aborted mark", "a late commit names freed packs", patch=no_mark, scenarios=("take-over during a save",)),
     Bug(
         "directory known is durable",
         "a directory that a dead process made and did not flush is lost",

@@ -1,0 +1,174 @@
+"""The campaign: recordings in many interleavings, each judged after a crash of the machine and of single nodes."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Final
+
+from holdfast.errors import HoldfastError
+from holdfast.testing.checker import Checker
+from holdfast.testing.checker import check as look
+from holdfast.testing.crash_states import BugResult, Campaign, Result
+from holdfast.testing.expectations import Expected
+from holdfast.testing.exploration import crash_states, violation
+from holdfast.testing.going_on import ends, go_on
+from holdfast.testing.persistence import Persistence
+from holdfast.testing.rank_crashes.bugs import BUGS, Bug
+from holdfast.testing.rank_crashes.jobs import Seeded
+from holdfast.testing.rank_crashes.nodes import NodePersistence
+from holdfast.testing.rank_crashes.scenarios import SCENARIOS, End, restart
+from holdfast.testing.recorder import Mark
+from holdfast.testing.scenarios import NOTHING, Recording
+from holdfast.testing.simulated_disk import SimulatedDisk
+
+RESTART_ONE_IN: Final = 41
+"""Of the states that are judged, one in so many is handed to a restarted job of one to three ranks."""
+CRASHED: Final = 6
+"""Interleavings of which a bug's crash states are looked at."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One recording. `part`: only one in so many of its prefixes is looked at."""
+
+    scenario: str
+    seed: int
+    schedule: int
+    each: int
+    nodes: bool = False
+    end: End | None = None
+    part: int = 1
+
+
+def run_unit(unit: Unit, restart_one_in: int = RESTART_ONE_IN) -> Result:
+    logging.getLogger("stamina").setLevel(logging.ERROR)
+    result = Result(f"{unit.scenario}{', nodes of their own' if unit.nodes else ''}")
+    try:
+        recording = SCENARIOS[unit.scenario].record(unit.seed, unit.schedule, end=unit.end, nodes=unit.nodes)
+    except (HoldfastError, AssertionError) as error:
+        result.violations.append(f"{unit}: the program itself fails: {type(error).__name__}: {error}")
+        return result
+    if recording is None:
+        return result
+    check, seen = Checker(), set[bytes]()
+    for state in crash_states(recording, each=unit.each, seed=unit.seed, seen=seen, part=unit.part):
+        result.judged += 1
+        problems = check(SimulatedDisk.holding(state.image), state.expected)
+        if problems:
+            result.violations.append(str(violation(recording, state, problems, check)))
+        elif state.fingerprint[0] * 256 + state.fingerprint[1] < 65536 // restart_one_in:
+            result.restarts += 1
+            problems = go_on(recording, state, check, unit.seed, NOTHING, crashed=_restart)
+            if problems:
+                named = "\n    ".join(problems)
+                result.violations.append(f"{recording.name}: crash after call {state.prefix - 1}\n    {named}")
+    result.states = len(seen)
+    result.fingerprints = b"".join(sorted(seen))
+    return result
+
+
+def _restart(*words: object) -> Recording:
+    base, opening, seed, name, _ = words
+    return restart(base, opening, seed, name, Seeded())  # type: ignore[arg-type]
+
+
+def units(seed: int, each: int) -> Iterator[Unit]:
+    """Without end: each scenario on one machine and on nodes, then with ends of ranks and of the whole job; over and
+    over in other interleavings."""
+    chance = random.Random(seed)
+    lengths = {name: scenario.length(seed) for name, scenario in SCENARIOS.items()}
+    schedule = 0
+    while True:
+        for name, (whole, of_ranks) in lengths.items():
+            for nodes in (False, True):
+                yield Unit(name, seed, schedule, each // 4 if nodes else each, nodes)
+            ends = [End(chance.randrange(8, max(whole, 9)))]
+            ends += [End(chance.randrange(4, max(spent, 5)), rank) for rank, spent in enumerate(of_ranks)]
+            for number, end in enumerate(ends):
+                yield Unit(name, seed, schedule, each // 4, bool((schedule + number) % 2), end)
+        schedule += 1
+
+
+def run(wanted: int, seed: int, *, each: int, workers: int, say: Callable[[str], None]) -> Campaign:
+    """Judges at least `wanted` distinct disks."""
+    campaign, began = Campaign(wanted), time.monotonic()
+    source = units(seed, each)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        under_way: set[Future[Result]] = set()
+        while len(campaign.distinct) < wanted or under_way:
+            while len(under_way) < 2 * workers and len(campaign.distinct) < wanted:
+                under_way.add(pool.submit(run_unit, next(source)))
+            done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            for future in done:
+                campaign.add(future.result())
+            rate = len(campaign.distinct) / (time.monotonic() - began)
+            say(
+                f"{len(campaign.distinct):,} of {wanted:,} states, {campaign.recordings} recordings, "
+                f"{rate:,.0f} states/s, {len(campaign.violations)} rules broken"
+            )
+    return campaign
+
+
+def hunt(bug: Bug, seed: int = 1, *, each: int = 10, limit: int = 8000, schedules: int = 60) -> BugResult:
+    """Seeds one bug and looks for it: first in what many interleavings come to without any crash, then in the crash
+    states of a few, at most `limit`."""
+    logging.getLogger("stamina").setLevel(logging.ERROR)
+    states = 0
+    looks: tuple[Callable[[Recording], Iterator[str]], ...] = (_at_its_end, lambda found: _crashed(found, seed, each))
+    with bug.patch():
+        for count, found_in in zip((schedules, CRASHED), looks, strict=True):
+            for recording in _buggy(bug, seed, count):
+                if isinstance(recording, str):
+                    return BugResult(bug.name, bug.breaks, True, states, recording)
+                for how in found_in(recording):
+                    states += 1
+                    if how:
+                        return BugResult(bug.name, bug.breaks, True, states, how)
+                    if states >= limit:
+                        return BugResult(bug.name, bug.breaks, False, states, "")
+    return BugResult(bug.name, bug.breaks, False, states, "")
+
+
+def _at_its_end(recording: Recording) -> Iterator[str]:
+    expected = Expected.after(step for step in recording.log if isinstance(step, Mark))
+    problems = look(SimulatedDisk.holding(ends(recording)[0]), expected)
+    yield f"{recording.name}, without any crash: {problems[0]}" if problems else ""
+
+
+def _crashed(recording: Recording, seed: int, each: int) -> Iterator[str]:
+    """What is wrong with each state, on one machine and on nodes; one in sixteen is handed to a restarted job."""
+    for replaying in (Persistence, NodePersistence):
+        checking, check = replace(recording, replaying=replaying), Checker()
+        for number, state in enumerate(crash_states(checking, each=each, seed=seed, seen=set())):
+            problems = check(SimulatedDisk.holding(state.image), state.expected)
+            if problems:
+                yield str(violation(checking, state, problems, check))
+            elif number % 16 == 0:
+                problems = go_on(checking, state, check, seed, NOTHING)
+                yield f"{checking.name}, crash after call {state.prefix - 1}: {problems[0]}" if problems else ""
+            else:
+                yield ""
+
+
+def _buggy(bug: Bug, seed: int, schedules: int) -> Iterator[Recording | str]:
+    """Recordings with the bug; a text where the program fails by itself."""
+    for schedule in range(schedules):
+        for name in bug.scenarios:
+            try:
+                found = SCENARIOS[name].record(seed, schedule, seeded=bug.seeded)
+            except (HoldfastError, OSError, AssertionError) as error:
+                yield f"{name}: the program itself fails: {type(error).__name__}: {error}"
+                return
+            assert found is not None
+            yield found
+
+
+def hunt_by_name(name: str, seed: int) -> BugResult:
+    """For another process, to which a bug itself cannot be sent."""
+    return hunt(next(bug for bug in BUGS if bug.name == name), seed)

@@ -1,0 +1,353 @@
+"""A job of several ranks that is recorded: each a thread with a store of its own, over one disk and one board.
+
+Ranks save through the engine as a training does; what a process does beside its training (signs of life, leases) is
+left out, so that a recording is the same each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+from unittest import mock
+
+from holdfast.engine import save as saving
+from holdfast.engine.job import About
+from holdfast.engine.joint.party import Together
+from holdfast.engine.queue import Queue, Turn
+from holdfast.engine.save import Saver
+from holdfast.errors import HoldfastError, RanksError
+from holdfast.model import canonical
+from holdfast.model.names import CheckpointId
+from holdfast.policy import keep
+from holdfast.ranks import agreement
+from holdfast.ranks.agreement import Agreement
+from holdfast.ranks.before import Before, Past
+from holdfast.ranks.contract import Board as BoardContract
+from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+from holdfast.ranks.pulse import Pulse
+from holdfast.ranks.roll import Roll
+from holdfast.ranks.session import Session
+from holdfast.ranks.timing import Settings
+from holdfast.repo.attempts import Attempt, claim, joined
+from holdfast.repo.lineage import latest
+from holdfast.repo.manifest import Aborted
+from holdfast.repo.records import decode_attempt, encode_attempt
+from holdfast.repo.repository import Repo
+from holdfast.repo.watch import Watch
+from holdfast.store.backends.filesystem import FileSystem
+from holdfast.store.backends.local import LocalStore
+from holdfast.store.contract import Store
+from holdfast.store.wrappers.retry import Patience, RetryingStore
+from holdfast.testing.checker import PLACE
+from holdfast.testing.expectations import CLAIMED, CLAIMING, OPENED
+from holdfast.testing.jobs import RUN, Faster, Program
+from holdfast.testing.layers import Killed, Layer, Mortal
+from holdfast.testing.processes import Processes
+from holdfast.testing.rank_crashes.state import held, saved, whole_at
+from holdfast.testing.rank_crashes.turns import KINDS, Turns
+from holdfast.upkeep import retention
+
+R = TypeVar("R")
+DEADLINE_S: Final = 60.0
+DEAD_AFTER_S: Final = 5.0
+CLAIMS: Final = 4
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """Where a bug is put in, by rank; nothing by default."""
+
+    above: Callable[[int, FileSystem], FileSystem] = field(default=lambda rank, inner: inner)
+    around: Callable[[int, Store], Store] = field(default=lambda rank, inner: inner)
+
+
+NOTHING: Final = Seeded()
+
+
+@dataclass
+class Life:
+    """Of a rank, or of a whole job: it ends after so many of what changes the disk or the board."""
+
+    left: int | None = None
+    spent: int = 0
+    over: bool = False
+
+    def spend(self) -> None:
+        self.spent += 1
+        if self.left is not None and self.spent > self.left:
+            self.over = True
+
+
+class Seat(Layer):
+    """One rank's place at the disk: its turn comes before every call, and with its life its calls end."""
+
+    def __init__(self, inner: FileSystem, turns: Turns, actor: int, lives: Sequence[Life]) -> None:
+        super().__init__(inner)
+        self.turns, self.actor, self.lives = turns, actor, lives
+
+    def around(self, call: str, path: str, act: Callable[[], R]) -> R:
+        self.point(counts=call in Mortal.CHANGING)
+        return act()
+
+    def point(self, *, counts: bool) -> None:
+        self.living()
+        self.turns.point(self.actor)
+        for life in self.lives if counts else ():
+            life.spend()
+        self.living()
+
+    def living(self) -> None:
+        if any(life.over for life in self.lives):
+            raise Killed
+
+
+class Board(MemoryBoard):
+    """One rank's place at the board that all share."""
+
+    longest_pause_s = 1.0  # type: ignore[misc]
+
+    def __init__(self, shared: MemoryBoard, seat: Seat) -> None:
+        super().__init__()
+        self._values, self._lock = shared._values, shared._lock
+        self._seat = seat
+        self.name = "the board"
+
+    def put(self, key: str, value: bytes, *, timeout: float) -> None:
+        self._posts()
+        super().put(key, value, timeout=timeout)
+
+    def put_if_absent(self, key: str, value: bytes, *, timeout: float) -> bytes:
+        self._posts()
+        return super().put_if_absent(key, value, timeout=timeout)
+
+    def get(self, key: str, *, timeout: float) -> bytes | None:
+        self._seat.point(counts=False)
+        return super().get(key, timeout=timeout)
+
+    def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes | None]:
+        self._seat.point(counts=False)
+        return super().get_many(keys, timeout=timeout)
+
+    def _posts(self) -> None:
+        self._seat.point(counts=True)
+        self._seat.turns.posted()
+
+
+class RankProgram(Program):
+    """A recording of jobs of several ranks."""
+
+    def __init__(self, seed: int, schedule: int, *, seeded: Seeded = NOTHING, **more: Any) -> None:
+        super().__init__(seed, **more)
+        self.seeded = seeded
+        self.schedule = schedule
+        self.acknowledged: set[CheckpointId] = set()
+        self.died_at: int | None = None
+        """How long the log was when the first rank died."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(super().running())
+            stack.enter_context(mock.patch.object(agreement, "_PAST", _PastOfEach(self.processes)))
+            stack.enter_context(mock.patch.object(Pulse, "_run", lambda self: None))
+            stack.enter_context(mock.patch.object(Roll, "_look_for_gap", lambda self: None))
+            stack.enter_context(mock.patch.object(Queue, "start", _at_once))
+            stack.enter_context(mock.patch.object(saving, "stand_back", lambda: None))
+            yield
+
+    def turns(self) -> Turns:
+        def acts(actor: int) -> None:
+            self.processes.current = self.recorder.node = actor
+
+        return Turns(f"{self.seed} {self.schedule}", KINDS[self.schedule % len(KINDS)], acts)
+
+    def acknowledge(self, id: CheckpointId) -> None:
+        """Some rank was told that it is committed."""
+        if id not in self.acknowledged:
+            self.acknowledged.add(id)
+            self.recorder.mark("acknowledged", id)
+
+
+class _PastOfEach:
+    """What each simulated process remembers of the sessions that it has convened: they all are this process."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._each: dict[int, Past] = {}
+
+    @property
+    def _own(self) -> Past:
+        return self._each.setdefault(self._processes.current, Past())
+
+    def before(self, board: BoardContract) -> list[Before]:
+        return self._own.before(board)
+
+    def opened(self, session: Session) -> None:
+        self._own.opened(session)
+
+    def closed(self, session: Session) -> None:
+        self._own.closed(session)
+
+
+def _at_once(self: Queue, save: Any, work: Callable[[Turn | None], None], *, stands_back: bool) -> None:
+    """A save is written before its `save` returns; how it ended is in its handle."""
+    try:
+        work(None)
+    except BaseException as error:
+        if not save.done:
+            raise AssertionError("a writer ended without telling") from error
+
+
+@dataclass
+class RankJob:
+    """The processes of one job. `life`: of all of them; `lives`: of some. `board`: where they meet."""
+
+    program: RankProgram
+    world: int
+    board: MemoryBoard = field(default_factory=MemoryBoard)
+    life: Life = field(default_factory=Life)
+    lives: Mapping[int, Life] = field(default_factory=dict)
+
+    def works(self, turns: Turns, play: Callable[[Member], None]) -> dict[int, Callable[[], None]]:
+        """What each rank does, by the number of its process."""
+        members = [Member(self, rank, turns) for rank in range(self.world)]
+        return {member.actor: lambda member=member: member.live(play) for member in members}  # type: ignore[misc]
+
+    def run(self, play: Callable[[Member], None]) -> None:
+        """This job alone. Raises what a rank raised that no rank may."""
+        turns = self.program.turns()
+        turns.run(self.works(turns, play))
+        raised(turns)
+
+
+def raised(turns: Turns) -> None:
+    for error in turns.raised.values():
+        raise error
+
+
+class Member:
+    """One rank of a job."""
+
+    def __init__(self, job: RankJob, rank: int, turns: Turns) -> None:
+        program = job.program
+        self.job, self.program, self.rank, self.world = job, program, rank, job.world
+        self.actor = program.processes.start()
+        self.seat = Seat(program.recorder, turns, self.actor, [job.life, job.lives.get(rank, Life())])
+        self._filesystem = program.seeded.above(rank, program.above(self.seat))
+        self._settings = Settings(
+            dead_after_s=DEAD_AFTER_S, answer_s=10.0, clock=turns.clock(self.actor, self.seat.living)
+        )
+        self.saver: Saver | None = None
+
+    @property
+    def coordinates(self) -> bool:
+        return self.rank == 0
+
+    def live(self, play: Callable[[Member], None]) -> None:
+        """Meets the others, opens the repository, plays. A rank that finds another one missing ends."""
+        ranks = ThreadRanks(self.rank, self.world, Board(self.job.board, self.seat))
+        try:
+            with Agreement.open(ranks, {"run": RUN}, DEADLINE_S, self._settings) as met:
+                self.agreement = met
+                store = RetryingStore(LocalStore(PLACE, filesystem=self._filesystem), Patience(wait_s=0.0))
+                self.repo = self._opened(self.program.seeded.around(self.rank, store))
+                play(self)
+        except Killed:
+            if self.program.died_at is None:
+                self.program.died_at = len(self.program.recorder.log)
+            raise
+        except RanksError:
+            if self.program.died_at is None:
+                raise
+            # some other rank is gone, and with it this job
+        finally:
+            self.program.processes.end(self.actor)
+            if self.saver is not None:
+                self.saver.close()
+
+    def _opened(self, store: Store) -> Repo:
+        """The coordinator makes the repository, the others find it."""
+        with self.agreement.topic("place") as topic:
+            if self.coordinates:
+                repo = Repo.create_or_open(store)
+                self.program.recorder.mark(OPENED)
+                topic.announce(repo.id.encode())
+                return repo
+            topic.hear(DEADLINE_S)
+            return Repo.open(store)
+
+    def claim(self, *, takeover: bool = False) -> None:
+        """As a Checkpointer does: where `latest` means another one by then, the run is claimed anew."""
+        topic = self.agreement.topic("claim")
+        if self.coordinates:
+            with topic:
+                self.attempt = self._claimed(takeover)
+                topic.announce(encode_attempt(self.attempt.record))
+        else:
+            with topic:
+                record = topic.hear(DEADLINE_S)
+            self.attempt = joined(self.repo, decode_attempt(record, RUN, int(canonical.loads(record)["attempt"])))
+        together = Together(self.repo, self.agreement, deadline_s=DEADLINE_S)
+        self.saver = Saver(self.repo, RUN, lasting=False, party=together)
+        self.saver.attempt = self.attempt
+
+    def _claimed(self, takeover: bool) -> Attempt:
+        mark = self.program.recorder.mark
+        for _ in range(CLAIMS):
+            parent = latest(self.repo, RUN)
+            mark(CLAIMING, RUN, parent)
+            watch = Watch(self.repo, RUN, clock=Faster().clock())
+            attempt = claim(self.repo, RUN, parent, takeover=takeover, wait_s=0.0, observe=watch)
+            mark(CLAIMED, (RUN, attempt.number), parent)
+            if latest(self.repo, RUN, below=attempt.number) == parent:
+                self.mark_closed()
+                return attempt
+            attempt.release()
+        raise AssertionError("the run does not come to rest")
+
+    def save(self, step: int) -> None:
+        """Raises what the save failed with."""
+        assert self.saver is not None
+        id = CheckpointId(RUN, self.attempt.number, step)
+        whole = whole_at(self.program.seed, self.attempt.number, step)
+        if self.coordinates:
+            self.program.recorder.mark("begun", id, saved(whole, self.world))
+        flattened = held(whole, self.rank, self.world)
+        handle = self.saver.save(flattened, step, wait=False, about=About(progress={"step": step}))
+        self.seat.living()
+        try:
+            handle.wait()
+        except HoldfastError:
+            if self.coordinates and isinstance(self.repo.mark(id), Aborted):
+                self.program.recorder.mark("closed", id)
+            raise
+        self.program.acknowledge(id)
+
+    def mark_closed(self) -> None:
+        """Saves of earlier attempts that had not committed by now never will."""
+        for number in self.repo.attempts(RUN):
+            for step in self.repo.steps(RUN, number):
+                id = CheckpointId(RUN, number, step)
+                if isinstance(self.repo.mark(id), Aborted):
+                    self.program.recorder.mark("closed", id)
+
+    def retain(self, newest: int) -> None:
+        """Retention by the coordinator, while others go on."""
+        if not self.coordinates:
+            return
+        mark = self.program.recorder.mark
+        plan = retention.plan_retention(self.repo, self.attempt, keep.latest(newest))
+        going = [id for id in plan.dropped if id != latest(self.repo, RUN)]
+        for id in going:
+            mark("removal begun", id)
+        removed = retention.execute(self.repo, self.attempt, plan)
+        for id in going:
+            mark("removed" if id in removed else "kept", id)
+
+    def release(self) -> None:
+        """On every rank: the end of training."""
+        with self.agreement.topic("end") as topic:
+            topic.gather(b"", DEADLINE_S)
+        self.attempt.release()

@@ -1,0 +1,233 @@
+"""What is recorded: what jobs of two and three ranks do, whoever of them dies when, in an order that a seed draws."""
+
+from __future__ import annotations
+
+import errno
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from holdfast.errors import RanksError, SaveFailed, Superseded
+from holdfast.ranks.memory import MemoryBoard
+from holdfast.store.backends.filesystem import FileSystem
+from holdfast.testing.disk_image import DiskImage
+from holdfast.testing.layers import Fault, Faulty
+from holdfast.testing.persistence import Persistence
+from holdfast.testing.rank_crashes.jobs import NOTHING, Life, Member, RankJob, RankProgram, Seeded, raised
+from holdfast.testing.rank_crashes.nodes import NodePersistence
+from holdfast.testing.recorder import Mark
+from holdfast.testing.scenarios import Recording, silent_threads
+
+DIES_AT: Final = 110
+"""After so much the coordinator of the first job of `restarted` is in the middle of its second save."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Who dies, after so much of what changes disk or board: `rank`, or all of the job at once (None)."""
+
+    after: int
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        return f"{'the job' if self.rank is None else f'rank {self.rank}'} dies after {self.after}"
+
+
+@dataclass
+class Stage:
+    """A program and how its first job ends."""
+
+    program: RankProgram
+    world: int
+    end: End | None = None
+    life: Life = field(default_factory=Life)
+    lives: dict[int, Life] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lives = {rank: Life() for rank in range(self.world)}
+        if self.end is not None:
+            (self.life if self.end.rank is None else self.lives[self.end.rank]).left = self.end.after
+
+    def job(self, board: MemoryBoard | None = None) -> RankJob:
+        """The job that `end` is about."""
+        return RankJob(self.program, self.world, board or MemoryBoard(), self.life, self.lives)
+
+
+def saves(stage: Stage) -> None:
+    """Two saves of one structure: for the second nothing is planned."""
+
+    def play(member: Member) -> None:
+        member.claim()
+        for step in (10, 20):
+            member.save(step)
+        member.release()
+
+    stage.job().run(_job_ends(play))
+
+
+def fails_on_one(stage: Stage) -> None:
+    """A rank's disk fails; the save is given up by all of them, and the next one goes on."""
+
+    def play(member: Member) -> None:
+        member.claim()
+        for step in (10, 20, 30):
+            try:
+                member.save(step)
+            except SaveFailed:
+                continue
+        member.release()
+
+    stage.job().run(_job_ends(play))
+
+
+def retained(stage: Stage) -> None:
+    """The coordinator removes what is not to be kept while others are ahead."""
+
+    def play(member: Member) -> None:
+        member.claim()
+        for step in (10, 20, 30):
+            member.save(step)
+            member.retain(1)
+        member.release()
+
+    stage.job().run(_job_ends(play))
+
+
+def taken_over(stage: Stage) -> None:
+    """Two jobs that claim the run over each other and save on: each may come first wherever they meet."""
+
+    def play(member: Member) -> None:
+        member.claim(takeover=True)
+        for step in (10, 20) if member.world == stage.world else (31,):
+            member.save(step)
+        member.release()
+
+    turns = stage.program.turns()
+    other = RankJob(stage.program, 5 - stage.world)
+    turns.run(stage.job().works(turns, _superseded(play)) | other.works(turns, _superseded(play)))
+    raised(turns)
+
+
+def restarted(stage: Stage) -> None:
+    """A job whose coordinator dies in each stage of a save, begun anew on another number of ranks, at the same board:
+    the topics of the new one have the numbers of the old one's."""
+    board = MemoryBoard()
+
+    def play(member: Member) -> None:
+        member.claim()
+        for step in (10, 20):
+            member.save(step)
+
+    if stage.end is None:
+        stage.lives[0].left = DIES_AT + stage.program.schedule % 24
+    stage.job(board).run(_job_ends(play))
+    RankJob(stage.program, stage.world, board).run(play)
+
+
+def _job_ends(play: Callable[[Member], None]) -> Callable[[Member], None]:
+    """A rank whose save fails because another is gone ends, as its training does."""
+
+    def ending(member: Member) -> None:
+        try:
+            play(member)
+        except (SaveFailed, RanksError):
+            if member.program.died_at is None:
+                raise
+
+    return ending
+
+
+def _superseded(play: Callable[[Member], None]) -> Callable[[Member], None]:
+    def ending(member: Member) -> None:
+        try:
+            play(member)
+        except (Superseded, SaveFailed, RanksError):
+            pass  # or one of the objects that the new owner has freed
+
+    return ending
+
+
+def _second_fails(rank: int) -> list[Fault]:
+    return [
+        Fault("fsync", errno.EIO, f"step-00000020/rank-0000{rank}.safetensors"),
+        Fault("fsync_directory", errno.EIO, "step-00000030", nth=4),
+    ]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    play: Callable[[Stage], None]
+    world: int
+    faults: Callable[[], list[Fault]] = list
+
+    def record(
+        self, seed: int, schedule: int = 0, *, end: End | None = None, seeded: Seeded = NOTHING, nodes: bool = False
+    ) -> Recording | None:
+        """The recording of one interleaving; None if everybody has come to the end alive, and `end` says that somebody
+        dies. Jobs that lost somebody are followed by another, on fewer ranks."""
+        faults = self.faults()
+
+        def beneath(disk: FileSystem) -> FileSystem:
+            return Faulty(disk, *faults) if faults else disk
+
+        program = RankProgram(seed, schedule, seeded=seeded, beneath=beneath, faults=faults)
+        stage = Stage(program, self.world, end)
+        with program.running(), silent_threads():
+            self.play(stage)
+            if end is not None:
+                if program.died_at is None:
+                    return None
+                program.processes.end_all()
+                for fault in program.faults:
+                    fault.times = 0
+                follow(program, 1 + seed % self.world)
+        name = f"{self.name}, schedule {schedule}{f', {end}' if end else ''}{', nodes' if nodes else ''}"
+        replaying: Callable[[DiskImage | None], Persistence] = NodePersistence if nodes else Persistence
+        start = (program.died_at or 0) if end is not None else 0
+        return Recording(name, None, program.recorder.log, start=start, replaying=replaying)
+
+    def length(self, seed: int, schedule: int = 0) -> tuple[int, list[int]]:
+        """How much the job changes in all, and each of its ranks."""
+        program = RankProgram(seed, schedule, beneath=lambda disk: Faulty(disk, *self.faults()))
+        stage = Stage(program, self.world)
+        with program.running(), silent_threads():
+            self.play(stage)
+        return stage.life.spent, [life.spent for life in stage.lives.values()]
+
+
+def follow(program: RankProgram, world: int) -> None:
+    """A restarted job of so many ranks: it opens the place, claims, closes what others left, saves."""
+
+    def play(member: Member) -> None:
+        member.claim()
+        member.save(1000)
+        member.release()
+
+    RankJob(program, world).run(play)
+
+
+def restart(base: DiskImage, opening: tuple[Mark, ...], seed: int, name: str, seeded: Seeded) -> Recording:
+    """Such a job on a disk that a crash left."""
+    program = RankProgram(seed + 7919, zlib.crc32(name.encode()), seeded=seeded, base=base)
+    for _ in range(1000):
+        program.processes.end(program.processes.start())  # numbers that no earlier process had
+    with program.running():
+        follow(program, 1 + seed % 3)
+    return Recording(name, base, program.recorder.log, opening)
+
+
+SCENARIOS: Final[dict[str, Scenario]] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("saves of two ranks", saves, 2),
+        Scenario("saves of three ranks", saves, 3),
+        Scenario("one rank's disk fails", fails_on_one, 3, lambda: _second_fails(1)),
+        Scenario("the coordinator's disk fails", fails_on_one, 2, lambda: _second_fails(0)),
+        Scenario("retention beside saves", retained, 2),
+        Scenario("taken over by more ranks", taken_over, 2),
+        Scenario("taken over by fewer ranks", taken_over, 3),
+        Scenario("restarted at the same board", restarted, 2),
+    )
+}
