@@ -31,10 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = options(MODULE, __doc__, workers=2, bugs=True)
     parser.add_argument("--states", type=int, default=50_000, help="distinct disks to judge")
     parser.add_argument("--each", type=int, default=48, help="states for one prefix of one recording, about")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no recording is begun later")
     chosen = parser.parse_args(arguments)
     sitting, say = Sitting(MODULE, arguments, seed=chosen.seed, packages=["numpy"]), Progress()
     bugs = [] if chosen.no_bugs else run_bugs(chosen.seed, workers=chosen.workers, say=say)
-    campaign = run(chosen.states, chosen.seed, each=chosen.each, workers=chosen.workers, say=say)
+    limits = {"each": chosen.each, "workers": chosen.workers, "seconds": chosen.seconds}
+    campaign = run(chosen.states, chosen.seed, **limits, say=say)
     say.end()
     report = sitting.result(summary(campaign, bugs))
     deliver(report, chosen.json, text(report))

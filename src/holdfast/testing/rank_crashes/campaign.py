@@ -95,14 +95,18 @@ def units(seed: int, each: int) -> Iterator[Unit]:
         schedule += 1
 
 
-def run(wanted: int, seed: int, *, each: int, workers: int, say: Callable[[str], None]) -> Campaign:
-    """Judges at least `wanted` distinct disks."""
+def run(wanted: int, seed: int, *, each: int, workers: int, seconds: float, say: Callable[[str], None]) -> Campaign:
+    """Judges at least `wanted` distinct disks, or as many as can be in so many `seconds`."""
     campaign, began = Campaign(wanted), time.monotonic()
+
+    def goes_on() -> bool:
+        return len(campaign.distinct) < wanted and time.monotonic() - began < seconds
+
     source = units(seed, each)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         under_way: set[Future[Result]] = set()
-        while len(campaign.distinct) < wanted or under_way:
-            while len(under_way) < 2 * workers and len(campaign.distinct) < wanted:
+        while goes_on() or under_way:
+            while len(under_way) < 2 * workers and goes_on():
                 under_way.add(pool.submit(run_unit, next(source)))
             done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
             for future in done:
