@@ -162,7 +162,10 @@ class Checkpointer:
                 memory=saving.memory.tier if saving.memory is not None else None,
             )
             self.prewarm_s = saving.saver.prewarm(snapshots.now()) if company is None else 0.0
-            """Seconds that planning and taking memory took."""
+            """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was
+            restored when training begins."""
+            if isinstance(claiming, ClaimingTogether):
+                claiming.on_claimed = saving.expect
             if behind_fence:
                 saving.capture_beside(state)
             self._training = Training(run, position, snapshots, saving, claiming, catch=policy.catches_signals)

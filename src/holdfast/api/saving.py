@@ -12,6 +12,7 @@ from holdfast.api.company import Company
 from holdfast.api.late import Late
 from holdfast.api.remembering import Remembering, taken_by
 from holdfast.api.remembering_together import remembering
+from holdfast.api.restored import Restored
 from holdfast.api.spent import Spent
 from holdfast.api.stats import Stats
 from holdfast.api.tally import Tally
@@ -43,6 +44,7 @@ OnBusy = Literal["wait", "skip"]
 OnError = Literal["warn", "raise"]
 Capture = Literal["eager", "fenced"]
 
+SHARE_SPARE_BYTES = 1 << 20
 NOTE_DEADLINE_S = 60.0
 """How long the training thread waits for a note that it has to write itself."""
 
@@ -137,6 +139,13 @@ class Saving:
         self.saver.fencing = Fencing(found, self._emitter, self.warn)
         if self.memory is not None:
             self.memory.capture_beside(self.saver.fencing)
+
+    def expect(self, restored: Restored | None) -> None:
+        """Memory for what one of several ranks saves of what was restored: an equal share, and a little more, for who
+        writes what is planned at the first save. A job that starts afresh has no state yet to tell by."""
+        if restored is not None and self.company is not None:
+            share = restored.checkpoint.bytes // self.company.world_size
+            self.saver.expect(share + share // 32 + SHARE_SPARE_BYTES)
 
     def begin(
         self, attempt: Attempt, first_step: int, restored: CheckpointId | None, *, since_s: float | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.api.claiming import Claiming
 from holdfast.api.company import RESTORE_TIMES, Company
 from holdfast.api.reading import ReadingTogether
 from holdfast.api.recalling import AdoptingTogether
+from holdfast.api.restored import Restored
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.joint.memory import JointTier
 from holdfast.engine.restore import RestoreResult
@@ -30,6 +32,8 @@ class ClaimingTogether(Claiming):
         self.company = company
         self._deadline_s = RESTORE_TIMES * company.timeout_s
         self._reading = ReadingTogether(self._repo, self._run, self._prepare, company=company, emitter=self._emitter)
+        self.on_claimed: Callable[[Restored | None], None] | None = None
+        """Called with what was restored, once the run is this job's."""
         tier = more.get("memory")
         if self.adopting is not None and isinstance(tier, JointTier):
             self.adopting = AdoptingTogether(self._repo, tier, self._run, company, self._emitter)
@@ -41,6 +45,12 @@ class ClaimingTogether(Claiming):
     # -- claiming ------------------------------------------------------------------------------------------------------
 
     def claim(self) -> Attempt:
+        attempt = self._claim()
+        if self.on_claimed is not None:
+            self.on_claimed(self.restored)
+        return attempt
+
+    def _claim(self) -> Attempt:
         if self.company.coordinates:
             return self._claim_for_all()
         self._close_own()

@@ -14,7 +14,7 @@ from typing import Final
 
 from holdfast.engine.arenas import ArenaHolder, NotWhole
 from holdfast.engine.planned import Planner, SavePlan
-from holdfast.errors import DeadlineExceeded
+from holdfast.errors import DeadlineExceeded, SaveFailed
 from holdfast.events import Emitter, Warned
 from holdfast.state.contract import Flattened
 
@@ -75,6 +75,20 @@ class Lanes:
                 continue
             if self._make(lane, flattened) is None:
                 break
+
+    def expect(self, nbytes: int) -> None:
+        """Takes the memory of all lanes for images of about `nbytes`, as far as it fits, and touches it. Where an image
+        turns out to be larger, its lane takes other memory."""
+        for number, lane in enumerate(self._all):
+            if lane.taken or lane.arenas.nbytes:
+                return
+            lane.arenas.whole = number > 0
+            try:
+                arena = lane.arenas.acquire(nbytes)
+            except (NotWhole, SaveFailed):
+                return  # the first save says what there is to say
+            if arena.window is not None:
+                return
 
     def take(self, flattened: Flattened, timeout: float = ROOM_DEADLINE_S) -> SavePlan:
         """The plan of a capture into a lane that nobody reads, until `give_back`. To be called while fewer than `most`

@@ -115,6 +115,12 @@ class Saver:
             self._lanes.prepare(flattened)
         return time.perf_counter() - began
 
+    def expect(self, nbytes: int) -> None:
+        """Takes memory for images of about `nbytes` and touches it, where which leaves this process is to write is not
+        known before the first save."""
+        if self.memory is None or self.memory.off:
+            self._lanes.expect(nbytes)
+
     def await_free(self, timeout: float | None) -> bool:
         """Waits until another save may be taken; False if none may after `timeout` seconds."""
         self.hurry()
