@@ -35,6 +35,9 @@ CLAIMS = 3
 class Claiming:
     """Restores one run into one state, and claims it."""
 
+    _apart = False
+    """Whether what this state leaves over may be another rank's."""
+
     def __init__(
         self,
         repo: Repo,
@@ -190,7 +193,9 @@ class Claiming:
         self._counters = Counters.of(manifest)  # before anything is touched: one that cannot be read is passed over
         # Empty mappings take whatever the checkpoint has: positions and random states know their own form.
         self._private = {"data": {}, "random": {}}
-        prepared = prepare(manifest.tree, told.private, told.specs, self._state, private_into=self._private)
+        prepared = prepare(
+            manifest.tree, told.private, told.specs, self._state, private_into=self._private, apart=self._apart
+        )
         moved = self._position.moved(self._counters)
         if moved is not None:
             self._private["random"] = private_entry(self._repo, manifest, moved.donor, "random", self._emitter)

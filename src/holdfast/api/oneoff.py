@@ -177,6 +177,7 @@ def load(
             exclude=exclude,
             rename=rename,
             device=device,
+            apart=ranks.world_size > 1,
         )
 
     if ranks.world_size > 1:

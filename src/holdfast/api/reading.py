@@ -6,6 +6,7 @@ import time
 from typing import Final
 
 from holdfast.api.company import RESTORE_TIMES, Company
+from holdfast.api.leftover import refuse_what_none_takes
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.joint.neighbours import Neighbours
 from holdfast.engine.joint.together import NodeReads
@@ -148,6 +149,7 @@ class ReadingTogether:
             rank, said = min(verdict.reasons.items())
             raise CorruptionError(f"{said.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
         assert prepared is not None and manifest is not None
+        refuse_what_none_takes(self.company, manifest.tree, prepared.left_over, self._deadline_s)
         crashpoint("restore voted for, run not yet claimed")
         state = prepared.apply()
         seconds = time.perf_counter() - began

@@ -27,6 +27,8 @@ AGAIN, CLAIMED = b"again", b"claimed"
 class ClaimingTogether(Claiming):
     """As Claiming, on every rank of a job: each calls the same methods in the same order."""
 
+    _apart = True
+
     def __init__(self, *words: Any, company: Company, **more: Any) -> None:
         super().__init__(*words, **more)
         self.company = company

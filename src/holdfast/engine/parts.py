@@ -22,15 +22,16 @@ from holdfast.engine.packs import OpenPack, open_pack
 from holdfast.engine.portions import Cut, Portions, Runs
 from holdfast.engine.read import LeafReader
 from holdfast.engine.threads import READ_THREADS, hand_out
-from holdfast.errors import CorruptionError
+from holdfast.errors import CorruptionError, ShardMismatch
 from holdfast.events import Emitter, Progress
 from holdfast.model.box import Box
 from holdfast.model.checkpoint import Index, Json, Manifest, PackEntry
 from holdfast.model.dtypes import dtype
 from holdfast.plan.columns import Column, every
+from holdfast.plan.coverage import check_coverage
 from holdfast.plan.holdings import Holdings
 from holdfast.plan.joint_reads import Asked
-from holdfast.plan.reshard import reshard
+from holdfast.plan.reshard import Reshard, reshard
 from holdfast.repo.agreeing import check_rank
 from holdfast.repo.boxes import BoxTable
 from holdfast.repo.index import Table
@@ -79,7 +80,7 @@ class Parts:
         wanted, saved = self._wanted(shared), saved_boxes(self._table, self._paths)
         self._total = int(wanted.nbytes().sum()) + sum(self.whole.specs[leaf].nbytes for leaf, _ in private)
         sinks = [sink for _, sink, _ in shared]
-        plan = reshard(saved, wanted)
+        plan = self._resharded(saved, wanted)
         portions = Portions(plan, saved, wanted, sinks, self._private(private))
         if node is None:
             self._read_alone(portions)
@@ -100,6 +101,23 @@ class Parts:
     def table(self, rank: int) -> Table:
         """The rows of a rank's index, found to agree with `boxes`."""
         return self._of(rank)
+
+    def _resharded(self, saved: Holdings, wanted: Holdings) -> Reshard:
+        """CorruptionError where something that is wanted is missing, or there twice, because the table of parts has not
+        every item once: no save lets that pass, so it is damage. ShardMismatch for what is no fault of the table."""
+        try:
+            return reshard(saved, wanted)
+        except ShardMismatch as error:
+            try:
+                check_coverage(saved)
+            except ShardMismatch as damage:
+                name = f"{self._manifest.id.directory}/{BOXES}"
+                raise CorruptionError(
+                    f"{name} does not have every element of every leaf once: {damage.message}",
+                    subject=damage.subject or name,
+                    hint=f"holdfast verify {self._repo.url}",
+                ) from error
+            raise
 
     # -- what there is -------------------------------------------------------------------------------------------------
 

@@ -148,6 +148,9 @@ class Prepared:
     boxes: Sequence[Box | None] | None = None
     """For each of `wants` the box of the leaf that its sink takes; None: the whole leaf. None for all: every want takes
     a whole leaf, of which then no other want takes anything."""
+    left_over: bytes = b""
+    """Where other ranks have targets of their own: what this one does not take of entries that it names, as bits by
+    `terminals` of the tree. Empty for nothing."""
 
 
 Rename = Mapping[str, str] | Callable[[str], str]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from holdfast.errors import CorruptionError, StateError, StateMismatch
 from holdfast.model.checkpoint import Json
@@ -38,6 +40,7 @@ def prepare(
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     device: Any = None,
+    apart: bool = False,
 ) -> Prepared:
     """Matches a checkpoint with `into`, or plans new values where `into` is None.
 
@@ -47,14 +50,15 @@ def prepare(
     mapping.
     `rename` maps the checkpoint's paths to the target's: a mapping of prefixes, or a function. `include` and `exclude`
     are globs or compiled expressions over the target's paths. `device` is where new tensors and meta targets go
-    (default: host memory).
+    (default: host memory). `apart`: other ranks have targets of their own, and what this one leaves over may be theirs:
+    it is told in `left_over`, and no mismatch.
 
     Raises StateMismatch that lists what does not fit (with `strict`), StateError for targets that cannot be filled at
     all, CorruptionError for a tree that `flatten` cannot have made. The target is unchanged until a sink is filled.
     """
     let_updates_pass()  # what is filled may be what a save still copies
     shared, private = _checked_paths(tree, private_tree, specs)
-    restorer = Restorer(specs, into, Selection(include, exclude), device, strict)
+    restorer = Restorer(specs, into, Selection(include, exclude), device, strict, apart=apart)
     rest, own_nodes = _own_values(private_tree)
     restorer.begin_own(private_tree, len(shared), len(private), own_nodes)
     matched = Renaming(rename).apply(tree) if rename is not None else tree
@@ -68,7 +72,7 @@ def prepare(
     else:
         taken = [join(_OWN_ROOT, path) for path in own_nodes.keys() - set(restorer.own_left())]
         restorer.skipped.extend(path for path in private if not _below_any(path, taken))
-    _check(restorer)
+    _check(restorer, apart=apart)
     if strict and not restorer.selection.everything:
         _check_selection(restorer, matched)
 
@@ -80,7 +84,8 @@ def prepare(
         return state
 
     wants, boxes = restorer.wants()
-    return Prepared(wants, apply, _report(restorer), boxes)
+    left_over = _left_over(restorer, matched) if apart and strict else b""
+    return Prepared(wants, apply, _report(restorer), boxes, left_over)
 
 
 def _own_values(private_tree: Json) -> tuple[Json, dict[str, Json]]:
@@ -166,7 +171,7 @@ def _prune(restorer: Restorer, node: Json, path: str) -> Json:
             if (pruned := _prune(restorer, child, where)) is not _NOTHING
         ]
         return {**node, "i": kept} if kept else _NOTHING
-    if any(restorer.selection.takes(where) for where in _terminals(node, path)):
+    if any(restorer.selection.takes(where) for where in terminals(node, path)):
         return node
     restorer.skipped.append(path)
     return _NOTHING
@@ -175,30 +180,55 @@ def _prune(restorer: Restorer, node: Json, path: str) -> Json:
 _NOTHING: Json = object()
 
 
-def _terminals(node: Json, path: str) -> list[str]:
+def terminals(node: Json, path: str = "") -> list[str]:
+    """The paths of all leaves and plain values, and of what is empty, in the order of the tree."""
     below = children(node, path) if isinstance(node, dict | list) else []
-    return [path] if not below else [one for where, child in below for one in _terminals(child, where)]
+    return [path] if not below else [one for where, child in below for one in terminals(child, where)]
 
 
-def _check(restorer: Restorer) -> None:
+def _left_over(restorer: Restorer, tree: Json) -> bytes:
+    """A bit for each of the tree's terminals; nothing where nothing is left over."""
+    if not restorer.unexpected:
+        return b""
+    taken = set(restorer.unexpected)
+    roots = [path for path in taken if path]
+    bits = [path in taken or _below_any(path, roots) for path in terminals(tree)]
+    return np.packbits(bits).tobytes()
+
+
+def _check(restorer: Restorer, *, apart: bool) -> None:
     if restorer.faults:
         raise StateError(_listed(restorer.faults, "cannot be restored"), subject=_subject(restorer.faults[0]))
     problems = [
         *restorer.mismatched,
         *(f"{path}: not in the checkpoint" for path in restorer.missing),
-        *(f"{path}: in the checkpoint only" for path in restorer.unexpected),
+        *_only_there(() if apart else restorer.unexpected),
     ]
     if restorer.strict and problems:
-        raise StateMismatch(
-            _listed(problems, "the checkpoint and the target differ"),
-            subject=_subject(problems[0]),
-            hint="strict=False restores what fits; rename=, include= and exclude= say what belongs where",
-        )
+        raise _mismatch(problems)
+
+
+def refuse_left_over(paths: Sequence[str]) -> None:
+    """Raises StateMismatch for what no target takes, if there is anything."""
+    if paths:
+        raise _mismatch(_only_there(paths))
+
+
+def _only_there(paths: Iterable[str]) -> list[str]:
+    return [f"{path}: in the checkpoint only" for path in paths]
+
+
+def _mismatch(problems: Sequence[str]) -> StateMismatch:
+    return StateMismatch(
+        _listed(problems, "the checkpoint and the target differ"),
+        subject=_subject(problems[0]),
+        hint="strict=False restores what fits; rename=, include= and exclude= say what belongs where",
+    )
 
 
 def _check_selection(restorer: Restorer, tree: Json) -> None:
     """A pattern that meets nothing is a slip of the pen: nobody asks for nothing."""
-    paths = _terminals(tree, "")
+    paths = terminals(tree, "")
     if paths and not any(map(restorer.selection.takes, paths)):
         raise StateMismatch(
             "include= and exclude= leave nothing of the checkpoint",

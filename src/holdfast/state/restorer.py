@@ -65,9 +65,20 @@ def _order(item: tuple[Box, Any]) -> tuple[int, ...]:
 class Restorer:
     """What one restore is going to do. `target` is what the parameters of optimizers are looked up in."""
 
-    def __init__(self, specs: Sequence[LeafSpec], target: Any, selection: Selection, device: Any, strict: bool) -> None:
+    def __init__(
+        self,
+        specs: Sequence[LeafSpec],
+        target: Any,
+        selection: Selection,
+        device: Any,
+        strict: bool,
+        *,
+        apart: bool = False,
+    ) -> None:
         self.device = device
         self.strict = strict
+        self.apart = apart
+        """Whether other ranks have targets of their own, which take what this one leaves over."""
         self.selection = selection
         self.restored: list[str] = []
         self.created: list[str] = []

@@ -242,3 +242,26 @@ def test_what_lists_its_objects_lists_its_table_of_parts_also_without_begin_json
     assert set(listed(repo, save)) == every
     assert {entry.name.rpartition("/")[2] for entry in save.own()} >= {BOXES}
     assert BOXES not in {entry.name.rpartition("/")[2] for entry in take_census(repo).saves[first].strangers()}
+
+
+def hidden(table: BoxTable) -> BoxTable:
+    """The last part of a leaf of several ends one item before its end."""
+    leaf = int(np.argmax(np.bincount(table.leaf)))
+    shape = table.shape.copy()
+    shape[int(table.bounds[last_part(table, leaf)])] -= 1
+    return replace(table, shape=shape)
+
+
+@pytest.mark.parametrize("change", [moved, hidden])
+def test_a_table_of_parts_with_holes_is_passed_over_for_the_checkpoint_before(
+    repo: Repo, store: MemoryStore, change: Callable[[BoxTable], BoxTable]
+) -> None:
+    first, second = save_jointly(repo)
+    with_table(repo, store, second, change)
+    restored = holdfast.load(repo.url)
+    assert restored.step == first.step
+    assert np.array_equal(restored.state["model"]["rows"], whole(1)["model"]["rows"])
+    ((skipped, why),) = restored.skipped
+    assert skipped == second and f"{second.directory}/{BOXES}" in why
+    with pytest.raises(CorruptionError, match="every element of every leaf once|do not agree"):
+        holdfast.load(repo.url, step=2)

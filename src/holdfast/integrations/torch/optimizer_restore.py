@@ -113,7 +113,8 @@ class _Plan:
         return {self._restorer.number_at(path) for path in paths}
 
     def _match_groups(self) -> list[int | None]:
-        """For each group of the target the number of the saved one with the same parameters."""
+        """For each group of the target the number of the saved one with the same parameters; where other ranks have
+        others of them, with these among them."""
         theirs = [self._marks(parameters) for _, parameters in self._saved.groups]
         free = list(range(len(theirs)))
         found: list[int | None] = []
@@ -121,7 +122,7 @@ class _Plan:
             ours = self._marks([self._paths[id(parameter)] for parameter in group["params"]])
             exact = next((one for one in free if theirs[one] == ours), None)
             best = exact if exact is not None else max(free, key=lambda one: len(theirs[one] & ours), default=None)
-            if exact is None:
+            if exact is None and not (self._restorer.apart and best is not None and ours <= theirs[best]):
                 self._differs(number, ours, theirs[best] if best is not None else set())
             if best is not None:
                 free.remove(best)

@@ -1,0 +1,83 @@
+"""Entries that only some ranks have: each takes its own of a checkpoint, and what none takes is a mismatch on all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import StateMismatch
+from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+
+LAYERS = 5
+
+
+def together(count: int, work: Callable[[Any], Any]) -> Sequence[Any]:
+    """What `work` returns or raises on each rank, each a thread."""
+    board, found = MemoryBoard(), [None] * count
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(ThreadRanks(rank, count, board))
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return found
+
+
+def stage(ranks: Any, value: float = 1.0, layers: int = LAYERS) -> dict[str, Any]:
+    mine = range(ranks.rank, layers, ranks.world_size)
+    return {"model": {f"layer{one}": np.full(3, one * value) for one in mine}, "lr": 0.5 * value}
+
+
+@pytest.mark.parametrize("readers", [2, 3, 5])
+def test_stages_come_back_on_any_number_of_ranks(tmp_path: Path, readers: int) -> None:
+    together(2, lambda ranks: holdfast.save(stage(ranks), tmp_path, ranks=ranks))
+    found = together(readers, lambda ranks: holdfast.load(tmp_path, stage(ranks, 0.0), ranks=ranks).state)
+    for rank, state in enumerate(found):
+        assert state["lr"] == 0.5
+        layers = {name: array.tolist() for name, array in state["model"].items()}
+        assert layers == {f"layer{one}": [one] * 3 for one in range(rank, LAYERS, readers)}
+
+
+def test_what_no_rank_takes_is_a_mismatch_on_all_of_them(tmp_path: Path) -> None:
+    together(2, lambda ranks: holdfast.save(stage(ranks), tmp_path, ranks=ranks))
+    found = together(3, lambda ranks: holdfast.load(tmp_path, stage(ranks, 0.0, LAYERS - 1), ranks=ranks))
+    for error in found:
+        assert isinstance(error, StateMismatch), error
+        assert error.subject == "model/layer4" and "in the checkpoint only" in str(error)
+    lenient = together(
+        3, lambda ranks: holdfast.load(tmp_path, stage(ranks, 0.0, LAYERS - 1), ranks=ranks, strict=False)
+    )
+    assert [restored.step for restored in lenient] == [0, 0, 0]
+    with pytest.raises(StateMismatch, match="in the checkpoint only"):
+        holdfast.load(tmp_path, stage(ThreadRanks(0, 2, MemoryBoard()), 0.0))
+
+
+def test_an_optimizer_of_one_stage_takes_its_part_of_the_groups(tmp_path: Path) -> None:
+    def training(ranks: Any, value: float) -> dict[str, Any]:
+        model = torch.nn.ModuleDict({f"layer{one}": torch.nn.Linear(2, 1) for one in range(ranks.rank, 3, 2)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    def load(ranks: Any) -> list[float]:
+        state = training(ranks, 5.0)
+        holdfast.load(tmp_path, state, ranks=ranks)
+        return [float(one["momentum_buffer"].mean()) for one in state["optimizer"].state.values()]
+
+    together(2, lambda ranks: holdfast.save(training(ranks, 1.0 + ranks.rank), tmp_path, ranks=ranks))
+    assert together(2, load) == [[1.0] * 4, [2.0] * 2]
