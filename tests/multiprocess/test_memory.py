@@ -263,6 +263,28 @@ def test_a_state_that_one_rank_cannot_keep_is_no_loss_of_the_one_before(where: P
     right(first, last)
 
 
+def test_a_rank_that_says_nothing_holds_up_training_once_and_not_for_ever(where: Path) -> None:
+    """Steps are left out of memory then; what all had stays."""
+
+    def before(rank: int) -> None:
+        from holdfast.engine.joint import memory
+        from holdfast.ranks.kept import Kept
+
+        mock.patch.object(memory, "SETTLE_S", 0.2).start()
+        if rank == 1:
+            inner = Kept.whole
+            mock.patch.object(Kept, "whole", lambda self, step: inner(self, step) if step < 5 else None).start()
+
+    first = live(where, steps=14, save=every(steps=100), ends={0: Ends(step=12)}, before=before)
+    assert first[0].killed
+    said = "it is not known whether all ranks have step 5 in memory"
+    assert any(text.startswith(said) for text in first[0].told("SaveSkipped"))
+    last = live(where, steps=14)
+    assert last[0].began in (4, 5)
+    from_memory(last, last[0].began)
+    right(first, last)
+
+
 # -- at other cadences -------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +303,14 @@ def test_a_clock_is_refused_for_ranks_would_keep_different_steps(where: Path) ->
     with pytest.raises(UsageError, match="several ranks") as raised:
         holdfast.Checkpointer(where, {"w": np.ones(3)}, memory=every(minutes=1), ranks=ThreadRanks(0, 2, MemoryBoard()))
     assert "every(steps=" in str(raised.value.hint)
+
+
+def test_a_loop_that_somebody_else_owns(where: Path) -> None:
+    """Nothing is restored by hand: each rank finds out whether there is something, and all find the same."""
+    first = live(where, own_loop=True, ends=SETTLED)
+    last = live(where, own_loop=True)
+    from_memory(last, 7)
+    right(first, last)
 
 
 # -- flush -------------------------------------------------------------------------------------------------------------

@@ -95,13 +95,15 @@ def test_ranks_that_take_the_same_steps_never_come_to_a_standstill(order: list[i
 
 def test_a_rank_that_keeps_none_any_more_is_named() -> None:
     told = [Told(3, 3), Told(3, 3), Told(2, 3, "no room")]
-    assert decide(Decided(2, 1), told) == Decided(2, 3, "rank 2: no room")
+    assert decide(Decided(2, 2), told) == Decided(2, 3, NONE, "rank 2: no room")
     assert decide(Decided(off="rank 1: first"), told).off == "rank 1: first"
 
 
 def test_a_step_that_one_rank_has_missed_is_given_up() -> None:
-    before = Decided(4, 3)
-    assert decide(before, [Told(5, 5), Told(4, 4)]) == Decided(4, 4), "the other may still get it"
+    before = Decided(4, 4)
+    assert decide(before, [Told(5, 5), Told(4, 4)]) == Decided(4, 5, 5), "the other may still get it"
+    assert decide(before, [Told(5, 8), Told(4, 4)]) == Decided(4, 8, 5), "who has it has left out others since"
     assert decide(before, [Told(5, 5), Told(4, 5)]) == Decided(4, 5)
-    assert decide(before, [Told(5, 5), Told(6, 6)]) == Decided(4, 5)
-    assert decide(before, [Told(5, 5), Told(5, 5)]) == Decided(5, 4)
+    assert decide(before, [Told(5, 5), Told(6, 6)]) == Decided(4, 6, 6)
+    assert decide(before, [Told(5, 6), Told(6, 6)]) == Decided(4, 6)
+    assert decide(before, [Told(5, 8), Told(5, 5)]) == Decided(5, 8)

@@ -33,8 +33,8 @@ JOIN_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one rank says: the newest step that it has whole, the newest that it is past, having it or not, and why it
-    keeps none any more."""
+    """What one rank says: the newest step that it has whole, the newest that it is past, having it or not (never below
+    `whole`), and why it keeps none any more."""
 
     whole: int = NONE
     past: int = NONE
@@ -43,37 +43,38 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """`common`: the newest step that all have had, which they keep. Of those above it none up to `void` will ever be
-    one. `off`: why nobody keeps any more."""
+    """`common`: the newest step that all have had, which they keep. Of those above it, up to `past`, which some rank is
+    past, at most one may still become one that all have: `hope`. `off`: why nobody keeps any more."""
 
     common: int = NONE
-    void: int = NONE
+    past: int = NONE
+    hope: int = NONE
     off: str = ""
 
     def open(self, told: Told) -> bool:
         """Whether the step that a rank has may still become the one that all keep."""
-        return told.whole > max(self.common, self.void)
+        return told.whole > self.common and (told.whole > self.past or told.whole == self.hope)
 
 
 def decide(before: Decided, told: Sequence[Told]) -> Decided:
     """What follows from what all ranks say. `told` may be old: what a rank has said stands until it is decided."""
     off = before.off or next((f"rank {rank}: {one.off}" for rank, one in enumerate(told) if one.off), "")
-    first = told[0].whole
-    common = first if all(one.whole == first for one in told) else NONE
-    past = max(max(one.whole, one.past) for one in told)
-    missed = any(max(one.whole, one.past) == past != one.whole for one in told)
-    void = past if missed else past - 1
-    return Decided(max(before.common, common), max(before.void, void), off)
+    newest = max(told, key=lambda one: one.past)
+    step = newest.whole
+    hope = step if all(one.whole == step for one in told if one.past >= step) else NONE
+    common = step if all(one.whole == step for one in told) else NONE
+    common = max(before.common, common)
+    return Decided(common, max(before.past, newest.past), hope if hope > common else NONE, off)
 
 
 class Kept:
-    """The same on each rank. `whole`, `missed`, `off` and `settle` may be called by any thread."""
+    """The same on each rank. To be called by any thread."""
 
     def __init__(self, session: Session, common: int = NONE) -> None:
         """`common`: the step that all have already, `NONE` if there is none."""
         self._session = session
         self._told = Told(common, common)
-        self._decided = Decided(common, NONE)
+        self._decided = Decided(common)
         self._others = [self._told] * session.world_size
         self._changed = threading.Condition()
         self._new = threading.Event()
@@ -178,7 +179,7 @@ class Kept:
         """On the coordinator: what those say who were behind when they were last heard."""
         session = self._session
         self._others[session.rank] = told
-        behind = [rank for rank, one in enumerate(self._others) if rank and max(one.whole, one.past) < told.past]
+        behind = [rank for rank, one in enumerate(self._others) if rank and one.past < told.past]
         raws = self._board.get_many([session.key("kept", rank) for rank in behind], timeout=timeout)
         for rank, raw in zip(behind, raws, strict=True):
             if raw is not None:
@@ -189,7 +190,7 @@ class Kept:
             before = self._decided
         decided = decide(before, self._others)
         if decided != before:
-            raw = json.dumps([decided.common, decided.void, decided.off]).encode()
+            raw = json.dumps([decided.common, decided.past, decided.hope, decided.off]).encode()
             self._board.put(self._session.key("common"), raw, timeout=timeout)
             self._follow(decided)
 
