@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign exact-resume-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
+.PHONY: setup demo test lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
 setup: $(STAMP)
 
@@ -106,6 +106,10 @@ ranks-campaign: setup
 
 exact-resume-campaign: setup
 	$(BIN)/python -m holdfast.testing.exact_resume --json $(RESULTS)/r8_exact_resume.json
+
+# About ten minutes.
+resume-ranks-campaign: setup
+	$(BIN)/python -m holdfast.testing.resume_ranks --json $(RESULTS)/r8_ranks.json
 
 fault-campaign: setup
 	$(BIN)/python -m holdfast.testing.faulty_disk --seed 1 --cases 0 --seconds 1500 --json $(RESULTS)/r4_faults.json

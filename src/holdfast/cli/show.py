@@ -26,10 +26,10 @@ EXAMPLES = examples(
     "holdfast show /data/checkpoints model/head.weight   # its first values, statistics, and parts",
     "holdfast show /data/checkpoints --timing            # how long saves held training, how fast they were written",
 )
-CERTIFICATE = ("exact", "reasons", "caveats", "covers", "leaves_out", "code", "versions", "settings")
+CERTIFICATE = ("exact", "reasons", "caveats", "at_other_ranks", "covers", "leaves_out", "code", "versions", "settings")
 SHOWN_RANKS = 4
 """Ranks whose own values are shown."""
-ITEM_BY_ITEM = ("reasons", "caveats", "covers", "leaves_out")
+ITEM_BY_ITEM = ("reasons", "caveats", "at_other_ranks", "covers", "leaves_out")
 
 
 def show(
@@ -130,7 +130,12 @@ def _about(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ..
         yield "saved by", _joined(saved_by)
     yield "parent", str(manifest.parent) if manifest.parent else "none: begun from nothing"
     if manifest.progress:
-        yield "progress", ", ".join(f"{name} {_short(value)}" for name, value in manifest.progress.items())
+        yield "progress", ", ".join(f"{name} {_short(value)}" for name, value in _counts(manifest.progress))
+    cursor, alike = (manifest.progress.get(name) for name in ("data", "alike"))
+    if isinstance(cursor, Mapping):
+        yield "data", f"{cursor.get('used')} of {cursor.get('samples')} samples of epoch {cursor.get('epoch')} are used"
+    if alike:
+        yield "random", f"alike on all ranks: {_joined(alike)}"
     metrics = with_notes(manifest.metrics, notes)
     if metrics:
         yield "metrics", ", ".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items()))
@@ -139,6 +144,10 @@ def _about(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ..
     kinds = [note.kind for note in notes if note.kind != "metric"]
     if kinds:
         yield "noted", ", ".join(kinds)
+
+
+def _counts(progress: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in progress.items() if name not in ("data", "alike"))
 
 
 def _unlogged(manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, str]:

@@ -111,10 +111,10 @@ class ResumableSampler(Sampler[int]):
         if not self.shuffle:
             return None
         generator = torch.Generator()
-        generator.manual_seed(_mix(self.chosen_seed(), epoch))
+        generator.manual_seed(_mix(self._chosen_seed(), epoch))
         return torch.randperm(len(self.data_source), generator=generator)
 
-    def chosen_seed(self) -> int:
+    def _chosen_seed(self) -> int:
         """The seed; the first time that it is asked for, where none was given, it is chosen."""
         if self.seed is None:
             self.seed = _signed(torch.initial_seed()) if self.world_size == 1 else 0
