@@ -64,7 +64,8 @@ class Checkpointer:
     - `takeover`: claim the run even if its owner lives.
     - `memory`: when the state is also kept in memory that outlives the process (`every(steps=1)`), so that a crash
       loses a step and not all since the last save. It takes `in_flight` + 1 times the state's size of /dev/shm, from
-      which saves are written too, and a restart on this machine goes on from it by itself. None: never.
+      which saves are written too, and a restart on this machine goes on from it by itself. Of several ranks each
+      keeps what it holds, twice, at the same steps as the others, and all go on from there or none. None: never.
     - `memory_budget`: bytes of host memory that saving may use.
     - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
       the next forward and backward run, and the optimizer's step waits for the copy.
