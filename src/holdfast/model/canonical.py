@@ -37,6 +37,9 @@ TAIL: Final = len(_SEAL) + 32 + len(b'"}')
 _NOT_SHAPE: Final = bytes(byte for byte in range(256) if byte not in b'"[]{} \t\r\n')
 _DIGITS: Final = bytes(ord("0") if chr(byte) in "0123456789" else byte for byte in range(256))
 _LONG: Final = b"0" * 16
+_BRACKETS: Final = b"[]{}"
+_SHORT: Final = 4096
+"""Bytes of a text that is decoded strictly at once: looking whether it need be would cost more."""
 _MINUS_NOUGHT: Final = re.compile(rb"-0(?:[,\]}]|\Z)")
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 _QUIET_NAN: Final = 0x7FF8000000000000
@@ -73,7 +76,7 @@ def loads(data: bytes) -> Json:
     _check_shape(data)
     try:
         text = data.decode("ascii")
-        return _usual(data, text) if _has_usual_integers(data) else _DECODER.decode(text)
+        return _usual(data, text) if len(data) > _SHORT and _has_usual_integers(data) else _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, CorruptionError):
             raise
@@ -183,6 +186,8 @@ def _check_shape(data: bytes) -> None:
     plain = _ESCAPE.sub(b"", data) if b"\\" in data else data
     # Two quotes in a row can go: whatever remains is inside or outside a string as before.
     text = plain.translate(None, _NOT_SHAPE).replace(b'""', b"")
+    if b'"' not in text and not text.strip(_BRACKETS) and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return  # nothing but a few brackets: no column need be made of them
     shape = np.frombuffer(text, dtype=np.uint8)
     if b'"' in text:
         shape = shape[(np.cumsum(shape == ord('"'), dtype=np.int64) & 1) == 0]

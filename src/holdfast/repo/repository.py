@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from itertools import chain
 
 from holdfast.codec.digest import CHUNK_BYTES, DIGEST_NAME, digest
 from holdfast.errors import (
@@ -267,7 +268,8 @@ class Repo:
 
 def _entry(manifest: Manifest, rank: int) -> IndexEntry:
     wanted = layout.index_file(rank)
-    for entry in manifest.indexes:
+    # By rank: of thousands of indexes not each is looked at for each.
+    for entry in chain(manifest.indexes[rank : rank + 1], manifest.indexes):
         if entry.name == wanted:
             return entry
     raise CorruptionError(f"the manifest of {manifest.id} names no index {wanted}", subject=manifest.id.manifest)
