@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
+.PHONY: setup demo test lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
 setup: $(STAMP)
 
@@ -103,6 +103,14 @@ kill-campaign-memory: setup
 # About five minutes; two cores.
 ranks-campaign: setup
 	$(BIN)/python -m holdfast.testing.rank_kills --kills 200 --seed 1 --json $(RESULTS)/r5_ranks.json
+
+# About twenty minutes on two cores: pairs of layouts over four processes and over simulated ranks, and bugs seeded.
+layouts-campaign: setup
+	$(BIN)/python -m holdfast.testing.layouts --pairs 250 --simulated 280 --seed 1 --json $(RESULTS)/layouts.json
+
+# About ten minutes and 12 GiB of memory; one core. Its times are of the processor.
+scale-campaign: setup
+	$(BIN)/python -m holdfast.testing.many_ranks --json $(RESULTS)/p11_many_ranks.json
 
 exact-resume-campaign: setup
 	$(BIN)/python -m holdfast.testing.exact_resume --json $(RESULTS)/r8_exact_resume.json
