@@ -42,3 +42,22 @@ def outcomes(count: int, work: Callable[[Agreement], Any]) -> Sequence[Any]:
     for thread in threads:
         thread.join(120)
     return found
+
+
+def together(count: int, work: Callable[[Any], Any]) -> Sequence[Any]:
+    """What `work` returns or raises on each rank, each a thread."""
+    board = MemoryBoard()
+    found: list[Any] = [None] * count
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(ThreadRanks(rank, count, board))
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return found

@@ -54,6 +54,11 @@ def nowhere(shape: Sequence[int]) -> Layout:
     return Layout(tuple(shape), tuple(shape), (), "replicated")
 
 
+def nothing(whole: Shape, local: Shape, placement: Literal["box", "replicated"] = "box") -> Layout:
+    """A local tensor without elements. One of a tensor that has none at all is that tensor: somebody must hold it."""
+    return Layout(whole, local, () if prod(whole) else (_all_of(whole),), placement)
+
+
 def _all_of(shape: Sequence[int]) -> Part:
     return Part((), (0,) * len(shape), tuple(shape))
 
@@ -65,7 +70,7 @@ def at_offsets(local: Sequence[int], whole: Sequence[int], offsets: Sequence[int
     if more < 0:
         raise UsageError(f"a tensor of shape {list(local)} is no part of one of shape {list(whole)}", hint="whole=")
     layout = checked(Layout(whole, local, (Part((), offsets, (1,) * more + local),)))
-    return layout if prod(local) else Layout(whole, local, ())
+    return layout if prod(local) else nothing(whole, local)
 
 
 def in_boxes(
@@ -82,7 +87,8 @@ def in_boxes(
         cut = tuple(one.indices(length)[:2] for one, length in zip(slices, local, strict=False))
         shape = tuple(max(stop - start, 0) for start, stop in cut) + local[len(cut) :]
         parts.append(Part(cut, tuple(offsets), (1,) * (len(whole) - len(shape)) + shape))
-    return checked(Layout(whole, local, tuple(part for part in parts if prod(part.shape))))
+    found = checked(Layout(whole, local, tuple(part for part in parts if prod(part.shape))))
+    return found if found.parts else nothing(whole, local)
 
 
 def fused_along(local: Sequence[int], sizes: Sequence[int] | None, dim: int, rank: int, of: int) -> Layout:
@@ -121,7 +127,7 @@ def flat_range(length: int, whole: Sequence[int], begin: int) -> Layout:
         offsets, shape = _largest_box(at, begin + length, whole)
         parts.append(Part(((at - begin, at - begin + prod(shape)),), offsets, shape))
         at += prod(shape)
-    return Layout(whole, (length,), tuple(parts))
+    return Layout(whole, (length,), tuple(parts)) if parts else nothing(whole, (length,))
 
 
 def _largest_box(at: int, end: int, whole: Shape) -> tuple[Shape, Shape]:
@@ -144,7 +150,7 @@ def crossed(whole: Shape, spans: dict[int, list[Span]], *, placement: Literal["b
     every = [joined(spans[dim]) if dim in spans else [(0, length)] for dim, length in enumerate(whole)]
     local = tuple(sum(stop - start for start, stop in found) for found in every)
     if 0 in local:
-        return Layout(whole, local, (), placement)
+        return nothing(whole, local, placement)
     if all(len(found) == 1 for found in every):
         return Layout(whole, local, (Part((), tuple(found[0][0] for found in every), local),), placement)
     last = max(dim for dim, found in enumerate(every) if len(found) > 1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.joint_ranks import together
 
 import holdfast
 from holdfast.errors import (
@@ -27,24 +27,6 @@ from holdfast.policy import every
 from holdfast.ranks.memory import MemoryBoard, ThreadRanks
 
 ROWS = 12
-
-
-def together(count: int, work: Callable[[Any], Any]) -> Sequence[Any]:
-    """What `work` returns or raises on each rank, each a thread."""
-    board, found = MemoryBoard(), [None] * count
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = work(ThreadRanks(rank, count, board))
-        except BaseException as error:  # noqa: BLE001 - told to the test
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return found
 
 
 def whole(number: float = 1.0) -> Any:
