@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 
 from holdfast.codec.digest import chunk_starts
 from holdfast.errors import CorruptionError, DuplicatePath
+from holdfast.image.header import build_header, parse_header
 from holdfast.image.layout import plan_layout, stored_name
 from holdfast.model.checkpoint import Index, PackEntry
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
-from holdfast.repo.boxes import BoxTable, decode_boxes, encode_boxes
+from holdfast.repo import columns
+from holdfast.repo import index as index_module
+from holdfast.repo.boxes import COLUMNS, BoxTable, decode_boxes, encode_boxes
 from holdfast.repo.index import decode_index, decode_table, encode_index
 
 ID = CheckpointId("gpt", 3, 500)
@@ -187,3 +191,48 @@ def test_the_table_of_another_save_or_another_place_is_refused() -> None:
     for data in (encode_boxes(TABLE, ID, "f" * 32), encode_boxes(TABLE, CheckpointId("gpt", 3, 501), SAVE)):
         with pytest.raises(CorruptionError, match="not the table of this checkpoint"):
             read(data)
+
+
+def widths(data: bytes) -> dict[str, str]:
+    return {name: entry.code for name, entry in parse_header(data, name="it").items()}
+
+
+def test_columns_of_several_ranks_are_as_narrow_as_their_numbers() -> None:
+    data = encode_boxes(TABLE, ID, SAVE)
+    assert {"U8"} == set(widths(data).values())
+    wide = replace(TABLE, row=np.array([0, 300, 70_000]), whole=np.array([8, 2**33, 6, 6, 6, 0]))
+    found = widths(encode_boxes(wide, ID, SAVE))
+    assert (found["row"], found["whole"], found["leaf"], found["rank"]) == ("U32", "U64", "U8", "U8")
+    assert list(found)[:2] == ["whole", "row"], "the widest first: each column is aligned for its items"
+    read_back = read(encode_boxes(wide, ID, SAVE))
+    assert read_back.row.tolist() == [0, 300, 70_000] and read_back.whole.tolist()[1] == 2**33
+
+
+def test_wide_columns_of_several_ranks_are_read_as_well() -> None:
+    with patch.object(columns, "narrowest", lambda _, kinds: list(kinds)):
+        data = encode_boxes(TABLE, ID, SAVE), encode_index(index_of(), ID)
+    assert widths(data[0])["leaf"] == widths(data[1])["leaf"] == "U64"
+    assert read(data[0]).leaf.tolist() == TABLE.leaf.tolist()
+    assert tuple(decode_index(data[1], id=ID, rank=2, tree=TREE).specs) == ROWS
+
+
+@pytest.mark.parametrize("code", ["I8", "F32", "U64", "BOOL"])
+def test_a_column_is_no_wider_than_it_may_be_and_of_whole_numbers(code: str) -> None:
+    header = [(name, "U8", (0,)) for name, _, _ in COLUMNS if name != "rank"]
+    data = build_header([("rank", code, (0,)), *header], {}, align=64)
+    with pytest.raises(CorruptionError, match="'rank' is no row of U32"):
+        read(data)
+
+
+def test_an_index_of_one_process_has_wide_columns_and_no_others() -> None:
+    alone = replace(index_of(ROWS[2:3], (0,)), leaf=None, tree_leaves=None, private=None)
+    data = encode_index(alone, ID)
+    assert widths(data)["leaf"] == "U64" and widths(data)["dtype"] == "U16"
+
+    def narrowly(*args: Any, save_id: str, narrow: bool) -> bytes:
+        return columns.encode_columns(*args, save_id=save_id, narrow=True)
+
+    with patch.object(index_module, "encode_columns", narrowly):
+        narrow = encode_index(alone, ID)
+    with pytest.raises(CorruptionError, match="no row of U64"):
+        decode_table(narrow, id=ID, rank=2)
