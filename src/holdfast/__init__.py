@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from holdfast.errors import HoldfastError
     from holdfast.guard.preempted import Preempted
     from holdfast.integrations.torch.declarations import declare
+    from holdfast.model.spread import RankTimings
     from holdfast.model.timing import Timing
     from holdfast.policy import every, keep, on
     from holdfast.ranks.shared_files import SharedFiles
@@ -34,6 +35,7 @@ _HOME = {
     "HoldfastError": "holdfast.errors",
     "Opened": "holdfast.api.opened",
     "Preempted": "holdfast.guard.preempted",
+    "RankTimings": "holdfast.model.spread",
     "Repository": "holdfast.api.repository",
     "Restored": "holdfast.api.restored",
     "Save": "holdfast.engine.handle",
@@ -62,6 +64,7 @@ __all__ = [
     "HoldfastError",
     "Opened",
     "Preempted",
+    "RankTimings",
     "Repository",
     "Restored",
     "Save",

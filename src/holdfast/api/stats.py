@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from holdfast.model.spread import RankTimings
 from holdfast.model.timing import Timing
 from holdfast.report.measures import count, seconds, size
 
@@ -63,6 +64,8 @@ class Stats:
     """Where the time of the last committed save went."""
     usual: Timing | None = None
     """Medians over the last 50 committed saves, of each part by itself."""
+    ranks: RankTimings | None = None
+    """Of several ranks: where the time of the last committed save went on each of them."""
     disk_age_s: float | None = None
     """Of the newest committed state; None where there is none."""
     memory_age_s: float | None = None
@@ -89,6 +92,8 @@ class Stats:
         lines = [f"{name:<{wide}}  {value}" for name, value in facts]
         if self.last is not None and self.usual is not None:
             lines += ["", *_table(self.last, self.usual)]
+        if self.ranks is not None:
+            lines += ["", *slowest_lines(self.ranks)]
         return "\n".join(lines)
 
     def _facts(self) -> Iterator[tuple[str, str]]:
@@ -123,6 +128,22 @@ def _table(last: Timing, usual: Timing) -> list[str]:
     rows.insert(0, ("", "last save", "median"))
     wide = [max(len(row[place]) for row in rows) for place in range(3)]
     return [f"{name:<{wide[0]}}  {one:>{wide[1]}}  {other:>{wide[2]}}" for name, one, other in rows]
+
+
+def slowest_lines(ranks: RankTimings) -> list[str]:
+    """For each part of a save of several ranks the one that took longest, and how the others are spread."""
+    rows = [
+        (name.strip(), f"rank {part.slowest[0][0]}", *map(say, (part.slowest[0][1], part.median, part.least)))
+        for name, field, say in (*((name, field, _cell) for name, field in ROWS), ("bytes", "bytes", _bytes))
+        if (part := ranks.parts.get(field)) is not None
+    ]
+    rows.insert(0, (f"of {ranks.ranks} ranks", "slowest", "most", "median", "least"))
+    wide = [max(len(row[place]) for row in rows) for place in range(5)]
+    return ["  ".join((f"{row[0]:<{wide[0]}}", *(f"{row[at]:>{wide[at]}}" for at in range(1, 5)))) for row in rows]
+
+
+def _bytes(value: float) -> str:
+    return size(round(value))
 
 
 def _cell(value: float) -> str:

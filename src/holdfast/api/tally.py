@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.api.stats import Stats
 from holdfast.engine.handle import Save
+from holdfast.model.spread import RankTimings
 from holdfast.model.timing import Timing
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Tally:
         """By what became no save."""
         self._in_flight: list[tuple[Save, float]] = []
         self._timings: deque[Timing] = deque(maxlen=RECENT)
+        self._ranks: RankTimings | None = None
         self._began_s: float | None = None
         self._ended_s: float | None = None
 
@@ -80,6 +82,7 @@ class Tally:
             elapsed_s=until - self._began_s if self._began_s is not None else 0.0,
             last=self._timings[-1] if self._timings else None,
             usual=medians(self._timings) if self._timings else None,
+            ranks=self._ranks,
             disk_age_s=now - self.durable_s if self.durable_s is not None else None,
             memory_age_s=now - newest_s if newest_s is not None else None,
         )
@@ -93,6 +96,7 @@ class Tally:
             elif save.committed:
                 self._committed += 1
                 self._timings.append(save.timing)
+                self._ranks = save.ranks
                 self.durable_s = due_s
             else:
                 self._failed += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from holdfast.cli import output
 from holdfast.cli.columns import Columns
 from holdfast.errors import CheckpointNotFound, CorruptionError
 from holdfast.model.names import CheckpointId, attempt_key
+from holdfast.model.spread import RankTimings
 from holdfast.model.timing import Timing
 from holdfast.report.measures import seconds, size
 
@@ -28,6 +29,8 @@ class Row:
     bytes: int | None = None
     timing: Timing | None = None
     message: str = ""
+    ranks: RankTimings | None = None
+    """Of each rank, where several have saved it."""
 
     def json(self) -> dict[str, Any]:
         timing = self.timing
@@ -37,6 +40,7 @@ class Row:
             "held_s": round(timing.held_s, 6) if timing is not None else None,
             "bandwidth": round(timing.bandwidth) if timing is not None and timing.bandwidth is not None else None,
             "timing": timing.told() if timing is not None else None,
+            "ranks": _ranks_json(self.ranks) if self.ranks is not None else None,
             "message": self.message or None,
         }
 
@@ -50,6 +54,13 @@ def show_timing(repo: Repo, run: str, only: CheckpointId | None, *, json: bool) 
         return
     output.line(f"run {run}")
     _table(rows)
+    last = rows[-1] if rows else None
+    if last is not None and last.ranks is not None:
+        from holdfast.api.stats import slowest_lines
+
+        output.line(f"\nstep {last.id.step}")
+        for text in slowest_lines(last.ranks):
+            output.line(text)
     if all(row.timing is None for row in rows):
         output.story("none of them says where the time of its save went")
 
@@ -67,7 +78,28 @@ def _row(repo: Repo, id: CheckpointId) -> Row | None:
         return None  # removed since it was listed
     except CorruptionError as error:
         return Row(id, message=error.message)
-    return Row(id, manifest.bytes, Timing.read(manifest.environment.get(KEY), manifest.bytes))
+    told = manifest.environment.get(KEY)
+    ranks = RankTimings.read(told.get("ranks")) if isinstance(told, Mapping) else None
+    return Row(id, manifest.bytes, Timing.read(told, manifest.bytes), ranks=ranks)
+
+
+def _ranks_json(ranks: RankTimings) -> dict[str, Any]:
+    """Each part in seconds; of very many ranks the slowest, and quantiles."""
+    return {
+        "ranks": ranks.ranks,
+        "parts": {
+            name: {
+                "least": part.quantiles[0],
+                "quarter": part.quantiles[1],
+                "median": part.quantiles[2],
+                "three_quarters": part.quantiles[3],
+                "most": part.quantiles[4],
+                "slowest": [{"rank": rank, "value": value} for rank, value in part.slowest],
+                "each": list(part.each) or None,
+            }
+            for name, part in ranks.parts.items()
+        },
+    }
 
 
 def _table(rows: Sequence[Row]) -> None:

@@ -10,6 +10,7 @@ from typing import Final, Literal
 from holdfast.engine.clock import Clock
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 from holdfast.model.names import CheckpointId
+from holdfast.model.spread import RankTimings
 from holdfast.model.timing import Timing
 
 State = Literal["planned", "capturing", "writing", "committed", "failed"]
@@ -41,6 +42,8 @@ class Save:
         self.seconds = 0.0
         self.begun_s: float | None = None
         """When it began to be written, by the monotonic clock."""
+        self.ranks: RankTimings | None = None
+        """Of several ranks: where the time went on each of them. Known once it is committed."""
         self.clock = Clock()
         """For the engine, which tells it where the time goes."""
         self.error: HoldfastError | None = None

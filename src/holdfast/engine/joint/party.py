@@ -27,12 +27,14 @@ from holdfast.engine.joint.replicas import Compared, Replicas, check_replicas, c
 from holdfast.engine.joint.rounds import STEP, Rounds, phase, same
 from holdfast.engine.joint.sharing import JointPlan, Share
 from holdfast.engine.joint.steps import Steps, through
+from holdfast.engine.joint.timings import own_timing, spread_over, timings_of
 from holdfast.engine.joint.whereabouts import shared_progress, whereabouts
 from holdfast.engine.party import Told
 from holdfast.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, in_words
 from holdfast.model import canonical
 from holdfast.model.canonical import Spelled
 from holdfast.model.checkpoint import Index, IndexEntry, Json, Manifest, Receipt
+from holdfast.model.spread import RankTimings
 from holdfast.plan.assign import Strategy
 from holdfast.plan.union import unite
 from holdfast.ranks.agreement import Agreement
@@ -210,6 +212,7 @@ class Together:
             "index": {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name},
             "packs": [[pack.name, pack.length] for pack in index.packs],
             "replicas": len(replicas),
+            "timing": own_timing(save) if timed else {},
             "tree": under.digest,
         }
         data = replicas + (under.tree.text if under.tells_tree else b"")
@@ -224,6 +227,8 @@ class Together:
             yield from self._tell_rows(under, save)
         crashpoint("commit heard, not yet reported")
         self._under.pop(save.save_id, None)
+        if timed:
+            save.ranks = RankTimings.read(heard.head["timing"])
         if not self.coordinates:
             told(_told(save, index, heard.head))
 
@@ -243,8 +248,9 @@ class Together:
         for post in posts:
             receipts += [Receipt(f"{directory}/{name}", int(length), repo.url) for name, length in post.head["packs"]]
         receipts.append(boxes)
+        timings = timings_of([post.head["timing"] for post in posts])
         manifest = manifest_about(
-            job.timed() if timed else job.about,
+            spread_over(job.timed(), timings) if timed else job.about,
             id=save.id,
             save_id=save.save_id,
             tree=tree.value,
@@ -261,7 +267,7 @@ class Together:
         commit(repo, manifest, receipts, tree=tree)
         crashpoint("manifest durable, not yet announced")
         said = {"bytes": manifest.bytes, "content": manifest.content, "leaves": manifest.leaves}
-        topic.announce(Post(GO, said, b"").encode())
+        topic.announce(Post(GO, {**said, "timing": timings.told()}, b"").encode())
 
     def _tell_rows(self, under: _Under, save: Save) -> Steps[None]:
         """Something that ranks hold alike is not the same on all of them: which it is, ends the save on all."""

@@ -1,0 +1,77 @@
+"""Where the time of a save goes on each rank: told on all of them, in the checkpoint, and by `holdfast show`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.cli import main
+from holdfast.engine.writing import SaveWriter
+from holdfast.policy import every
+from holdfast.testing.rank_kills.processes import Job, Plan
+from holdfast.testing.rank_kills.training import Numbers
+
+SLOW_S = 0.5
+
+
+def trained(plan: Plan, rank: int) -> Mapping[str, Any]:
+    if rank == 1:
+        original = SaveWriter._index
+
+        def slowly(self: Any, job: Any) -> Any:
+            time.sleep(SLOW_S)
+            return original(self, job)
+
+        SaveWriter._index = slowly  # type: ignore[method-assign]
+    numbers = Numbers(rank, plan.world)
+    with holdfast.Checkpointer(
+        plan.where,
+        numbers.state(),
+        save=every(steps=3),
+        ranks=plan.ranks(rank),
+        ranks_timeout=plan.timeout_s,
+    ) as ckpt:
+        for number in ckpt.steps(plan.steps):
+            numbers.step(number + 1)
+        ckpt.wait()
+        stats = ckpt.stats
+    assert stats.ranks is not None
+    part = stats.ranks.parts["index_s"]
+    return {"slowest": part.slowest[0], "median": part.median, "each": part.each, "text": str(stats)}
+
+
+def show(plan: Plan, *more: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["show", str(plan.where), "--timing", *more])
+    assert left.value.code in (0, None)
+
+
+def test_the_slowest_rank_is_named_on_all_of_them_and_in_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Plan(tmp_path, 3, 3, timeout_s=30.0)
+    with Job(plan, trained) as job:
+        assert job.wait(60)
+        found = [job.ended[rank] for rank in range(3)]
+    assert {one.status for one in found} == {0}, found
+    for one in found:
+        rank, most = one.told["slowest"]
+        assert rank == 1 and most >= SLOW_S > one.told["median"]
+        assert len(one.told["each"]) == 3
+        line = next(text for text in one.told["text"].splitlines() if text.startswith("index "))
+        assert "rank 1" in line and "of 3 ranks" in one.told["text"]
+    show(plan, "--json")
+    ranks = json.loads(capsys.readouterr().out)["checkpoints"][-1]["ranks"]
+    index = ranks["parts"]["index_s"]
+    assert (ranks["ranks"], index["slowest"][0]["rank"]) == (3, 1)
+    assert index["each"][1] >= SLOW_S and index["median"] == pytest.approx(found[0].told["median"], abs=1e-5)
+    assert sum(ranks["parts"]["bytes"]["each"]) > 0
+    show(plan)
+    shown = capsys.readouterr().out
+    assert any(text.startswith("index ") and "rank 1" in text for text in shown.splitlines()), shown
