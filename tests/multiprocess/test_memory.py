@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -136,6 +138,33 @@ def test_killed_after_the_claim_before_the_others_have_heard_of_it(where: Path) 
     last = live(where)
     from_memory(last, last[0].began)
     right(last)
+
+
+POINTS = (
+    "memory image captured, not sealed",
+    "memory image sealed",
+    "image captured",
+    "ready told, not yet begun",
+    "begun, nothing written",
+    "parts put and told, manifest not yet",
+    "commit heard, not yet reported",
+)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_again_and_again_wherever_it_is(where: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    jobs = []
+    for _ in range(5):
+        end = Ends(at=chance.choice(POINTS), count=chance.randint(1, 9))
+        jobs.append(live(where, ends={chance.randrange(2): end}))
+    jobs.append(live(where))
+    right(*jobs)
+    for before, after in pairwise(jobs):
+        if before[0].killed:
+            reached = min(max(life.digests) for life in before)
+            assert reached - 2 <= after[0].began, "at most the step that was under way, and the one that was sealed"
+    assert max(jobs[-1][0].digests) == 40
 
 
 # -- damaged, gone, elsewhere ------------------------------------------------------------------------------------------

@@ -1,0 +1,197 @@
+"""What each of several ranks keeps in memory: all that it holds, read back into a state that holds the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.joint_ranks import on_ranks
+from tests.joint_saves import held
+from tests.memory_training import shared_memory
+
+from holdfast.engine.candidates import Candidate
+from holdfast.engine.images import Image
+from holdfast.engine.job import About
+from holdfast.engine.joint.memory import JointTier
+from holdfast.engine.joint.recalling import recall
+from holdfast.engine.remembering import MemorySaver
+from holdfast.engine.restore import Told
+from holdfast.errors import CorruptionError, ShardMismatch
+from holdfast.events import Emitter
+from holdfast.image import slots
+from holdfast.model.checkpoint import Manifest
+from holdfast.model.names import CheckpointId
+from holdfast.ranks.agreement import Agreement
+from holdfast.repo.adoption import Adoptable
+from holdfast.repo.attempts import claim, joined
+from holdfast.repo.repository import Repo
+from holdfast.state import Flattener
+from holdfast.state.contract import Prepared
+from holdfast.state.prepare import prepare
+from holdfast.store.registry import open_store
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
+
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def root() -> Iterator[Path]:
+    with shared_memory() as found:
+        yield found
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Repo:
+    return Repo.create_or_open(open_store(tmp_path / "ckpts"))
+
+
+def flattened(rank: int, of: int, step: int) -> Any:
+    return Flattener(held(rank, of, step), private={"mine": np.full(2, rank)}).flatten()
+
+
+def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS) -> JointTier:
+    """A tier that has kept `steps` steps, as all ranks know."""
+    rank, of = agreement.rank, agreement.world_size
+    attempt = claim(repo, "main", None) if rank == 0 else None
+    with agreement.topic("claimed") as topic:
+        topic.gather(b"", 30)
+    record = repo.find_attempt("main", 1)
+    assert record is not None
+    attempt = attempt or joined(repo, record)
+    tier = JointTier(repo, "main", agreement, deadline_s=30, emitter=Emitter())
+    tier.claimed(attempt, flattened(rank, of, 0))
+    tier.agree(None)
+    saver = MemorySaver(repo, tier, Emitter(), rank=rank)
+    for step in range(1, steps + 1):
+        assert saver.save(flattened(rank, of, step), CheckpointId("main", 1, step), About(progress={"step": step}))
+    assert saver.join(30)
+    assert tier._kept is not None and tier._kept.settle(30) == steps
+    attempt.release()
+    return tier
+
+
+def leave(tier: JointTier, agreement: Agreement) -> None:
+    with agreement.topic("end") as topic:
+        topic.gather(b"", 30)
+    tier.close(None)
+
+
+def opened(tier: JointTier, step: int) -> Image:
+    half, footer = next(one for one in tier.mine() if one[1].id.step == step)
+    return tier.open(Candidate(half, footer, Adoptable(None, durable=False)))
+
+
+def test_each_rank_has_the_newest_two_and_all_have_one_save_id(repo: Repo) -> None:
+    def work(agreement: Agreement) -> dict[int, tuple[str, int, int]]:
+        tier = keeping(repo, agreement)
+        assert tier.sealed is not None and tier.sealed.id.step == STEPS
+        found = {footer.id.step: (footer.save_id, footer.rank, footer.ranks) for _, footer in tier.mine()}
+        leave(tier, agreement)
+        return found
+
+    found = on_ranks(3, work)
+    for step in (STEPS - 1, STEPS):
+        assert len({each[step][0] for each in found}) == 1
+        assert [each[step][1:] for each in found] == [(rank, 3) for rank in range(3)]
+    assert all(len(each) == 2 for each in found)
+
+
+def recalled(image: Image, target: dict[str, Any], private: dict[str, Any], *, verify: bool = True) -> None:
+    def match(manifest: Manifest, told: Told) -> Prepared:
+        return prepare(manifest.tree, told.private, told.specs, target, private_into=private)
+
+    found = recall(image, match, verify=verify)
+    assert len(found.manifest.indexes) == image.footer.ranks
+    found.read(image, Emitter())
+    found.prepared.apply()
+
+
+def test_a_rank_reads_back_what_it_holds_and_asks_no_other(repo: Repo) -> None:
+    def work(agreement: Agreement) -> bool:
+        rank, of = agreement.rank, agreement.world_size
+        tier = keeping(repo, agreement)
+        target, private, expected = held(rank, of, 0), {"mine": np.zeros(2, np.int64)}, held(rank, of, STEPS)
+        image = opened(tier, STEPS)
+        recalled(image, target, private)
+        image.close()
+        same = [np.array_equal(target["model"][name].value, expected["model"][name].value)
+                for name in ("rows", "columns")]  # fmt: skip
+        same.append(np.array_equal(target["model"]["bias"], expected["model"]["bias"]))
+        same.append(np.array_equal(private["mine"], np.full(2, rank)))
+        same.append(np.array_equal(target["seed"].value["order"], np.full(3, rank)))
+        leave(tier, agreement)
+        return all(same)
+
+    assert on_ranks(3, work) == [True] * 3
+
+
+def test_a_state_that_is_cut_otherwise_is_refused_untouched(repo: Repo) -> None:
+    def work(agreement: Agreement) -> tuple[str, bool]:
+        rank, of = agreement.rank, agreement.world_size
+        tier = keeping(repo, agreement)
+        target, before = held((rank + 1) % of, of, 0), held((rank + 1) % of, of, 0)
+        image = opened(tier, STEPS)
+        with pytest.raises(ShardMismatch) as raised:
+            recalled(image, target, {"mine": np.zeros(2, np.int64)})
+        image.close()
+        leave(tier, agreement)
+        return raised.value.message, np.array_equal(target["model"]["rows"].value, before["model"]["rows"].value)
+
+    for message, untouched in on_ranks(2, work):
+        assert "this rank holds another part of it" in message and untouched
+
+
+def test_what_is_changed_by_a_bit_is_found_before_anything_is_filled(repo: Repo, root: Path) -> None:
+    def work(agreement: Agreement) -> bool:
+        rank, of = agreement.rank, agreement.world_size
+        tier = keeping(repo, agreement)
+        half, footer = next(one for one in tier.mine() if one[1].id.step == STEPS)
+        assert half.slot.arena is not None
+        half.slot.arena.buffer[footer.image // 2] ^= 0x10
+        target, before = held(rank, of, 0), held(rank, of, 0)
+        image = opened(tier, STEPS)
+        with pytest.raises(CorruptionError):
+            recalled(image, target, {"mine": np.zeros(2, np.int64)})
+        image.close()
+        leave(tier, agreement)
+        return all(
+            np.array_equal(target["model"][name].value, before["model"][name].value) for name in ("rows", "columns")
+        )
+
+    assert on_ranks(2, work) == [True, True]
+
+
+def test_where_one_rank_has_no_slots_none_keeps_states(repo: Repo) -> None:
+    from holdfast.image.lasting import take
+
+    taken = take(repo.id, "main", 1, 0, of=2)
+
+    def work(agreement: Agreement) -> str:
+        rank, of = agreement.rank, agreement.world_size
+        attempt = claim(repo, "main", None) if rank == 0 else None
+        with agreement.topic("claimed") as topic:
+            topic.gather(b"", 30)
+        told: list[str] = []
+        tier = JointTier(repo, "main", agreement, deadline_s=30, emitter=Emitter(), warn=told.append)
+        record = repo.find_attempt("main", 1)
+        assert record is not None
+        tier.claimed(attempt or joined(repo, record), flattened(rank, of, 0))
+        tier.agree(None)
+        assert not tier.on and tier.begin(flattened(rank, of, 1), writing=False) is None
+        leave(tier, agreement)
+        if attempt is not None:
+            attempt.release()
+        return "; ".join(told)
+
+    try:
+        told = on_ranks(2, work)
+    finally:
+        taken.leave()
+    assert "rank 1 keeps none (its slots are taken" in told[0]
+    assert told[1].startswith("states are not kept in memory: its slots are taken")
+    assert list(slots.occupied(slots.SHARED_MEMORY)) == []
