@@ -16,8 +16,7 @@ Array = np.ndarray[Any, Any]
 def check_rank(boxes: BoxTable, table: Table, name: str) -> None:
     """CorruptionError, naming the first row that differs, unless the table of parts (called `name`) has each row of
     the rank's index that belongs to a shared leaf, once, as the same box of the same leaf and dtype."""
-    there = np.flatnonzero(boxes.rank == table.rank)
-    there = there[np.argsort(boxes.row[there], kind="stable")]
+    there = boxes.of_rank(table.rank)
     if not np.array_equal(boxes.row[there], np.arange(table.shared)):
         message = f"{name} does not have each of the {table.shared} rows of {table.name} once"
         raise CorruptionError(message, subject=name)

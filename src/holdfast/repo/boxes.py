@@ -8,7 +8,7 @@ the indexes that it needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
@@ -57,6 +57,7 @@ class BoxTable:
     code: Array
     whole: Array
     ends: Array
+    _by_rank: list[tuple[Array, Array]] = field(default_factory=list, init=False)
 
     def __len__(self) -> int:
         return len(self.leaf)
@@ -74,6 +75,16 @@ class BoxTable:
     def of_ranks(self) -> list[int]:
         """The ranks that have any part, ascending."""
         found: list[int] = np.unique(self.rank).tolist()
+        return found
+
+    def of_rank(self, rank: int) -> Array:
+        """Which parts one rank has, by row of its index. Many ranks may be asked for: the order is made once."""
+        if not self._by_rank:
+            by_rank = np.lexsort((self.row, self.rank))
+            self._by_rank[:] = [(by_rank, self.rank[by_rank])]
+        order, ranks = self._by_rank[0]
+        begin, end = np.searchsorted(ranks, (rank, rank + 1)).tolist()
+        found: Array = order[begin:end]
         return found
 
 

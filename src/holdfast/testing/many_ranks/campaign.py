@@ -38,7 +38,9 @@ DIGEST_BYTES: Final = 16
 
 
 def mesh_of(ranks: int, leaves: int, *, columns: int = COLUMNS, copies: int = 1) -> Mesh:
-    """Boxes of about 2 x 4 items; no length is a multiple of the ranks, so that boxes differ by an item."""
+    """Boxes of about 2 x 4 items; no length is a multiple of the ranks, so that boxes differ by an item. The ranks are a
+    multiple of `columns` times `copies`."""
+    assert not ranks % (columns * copies), f"{ranks} ranks make no mesh of {columns} columns, {copies} times"
     return Mesh(ranks, leaves, (2 * (ranks // columns // copies) + 1, 4 * columns + 1), columns, copies)
 
 
@@ -46,7 +48,8 @@ def measure(mesh: Mesh, *, look_at: int = 8) -> dict[str, Any]:
     """Two saves over `mesh`, and a restore of the second one by `look_at` ranks of half as many. AssertionError where
     something is not as it has to be."""
     gc.collect()
-    gc.freeze()  # what the other ranks hold here would be looked through on the coordinator's time
+    collecting = gc.isenabled()
+    gc.disable()  # what the other ranks hold here would be looked through on the coordinator's time
     job = ManyRanks(mesh, f"many-ranks-{mesh.ranks}-{mesh.leaves}-{mesh.copies}")
     try:
         job.save(1, "first")
@@ -69,7 +72,8 @@ def measure(mesh: Mesh, *, look_at: int = 8) -> dict[str, Any]:
         }
     finally:
         job.close()
-        gc.unfreeze()
+        if collecting:
+            gc.enable()
 
 
 def _check(job: ManyRanks, manifest: Manifest) -> None:
