@@ -133,6 +133,20 @@ class RestoredEvent(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RanksBehind(Event):
+    """The first of several ranks has waited `seconds` for `ranks`, which are behind: for what, and what these have said
+    that they do, in words. Told after two seconds, and each time that it has become twice as long."""
+
+    run: str
+    phase: str
+    ranks: tuple[int, ...]
+    seconds: float
+    who: str
+    """The ranks, as people name them."""
+    doing: str
+
+
+@dataclass(frozen=True, slots=True)
 class Removed(Event):
     id: CheckpointId
     reason: str

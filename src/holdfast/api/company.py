@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.handle import Save
 from holdfast.errors import HoldfastError, RanksDisagree, RanksError, UsageError, in_words
-from holdfast.events import Emitter, Warned
+from holdfast.events import Emitter, RanksBehind, Warned
 from holdfast.model.names import run_key
+from holdfast.plan.naming import rank_names
 from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
 from holdfast.ranks.agreement import Agreement
 from holdfast.ranks.contract import Ranks
@@ -80,6 +81,7 @@ class Company:
         told = {"call": f"holdfast.{call}", "run": run_key(run), "version": __version__, **(facts or {})}
         agreement = Agreement.open(ranks, told, timeout_s, settings(timeout_s))
         company = cls(agreement, run, emitter, timeout_s)
+        agreement.session.behind = company._behind
         crashpoint("ranks met, repository not yet opened")
         try:
             return company, company._open(where, create=call != "load")
@@ -164,6 +166,11 @@ class Company:
             except RanksError as error:
                 self._wished = False
                 self._emitter.emit(Warned(f"the other ranks could not be asked to save: {error.message}", self._run))
+
+    def _behind(self, phase: str, ranks: Sequence[int], waited_s: float) -> None:
+        if ranks:
+            doing = self.agreement.session.watch.describe(ranks)
+            self._emitter.emit(RanksBehind(self._run, phase, tuple(ranks), waited_s, rank_names(ranks), doing))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

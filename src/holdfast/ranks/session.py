@@ -24,6 +24,8 @@ _PAUSE_SHARE: Final = 0.1
 """Of the time waited so far: so much longer than it must does a wait take at most."""
 _EACH_S: Final = 20e-6
 """Of a pause for each rank: together they ask the board 50,000 times a second at most, until pauses are longest."""
+_BEHIND_S: Final = 2.0
+"""After so long it is told for whom the coordinator waits, and again after twice the time, as long as it waits."""
 _SHORTEST_S: Final = 0.05
 """A question to the board gets at least so long, however near the deadline is."""
 
@@ -41,6 +43,8 @@ class Session:
         self.roll = Roll(board, self.key, self.watch, settings)
         self.phase = ""
         """What this rank does, as it last reported."""
+        self.behind: Callable[[str, Sequence[int], float], None] | None = None
+        """Called on the coordinator, by whichever thread waits: for what, for which ranks, and for how long so far."""
         self._waiting: list[str] = []
         self._lock = threading.Lock()
 
@@ -104,6 +108,7 @@ class Session:
         """
         clock, longest_s = self.settings.clock, self.board.longest_pause_s
         began, least_s = clock.now(), max(_FIRST_PAUSE_S, self.world_size * _EACH_S)
+        told_s = _BEHIND_S
         with self._told(phase):
             while True:
                 reason: RanksError | None = None
@@ -117,6 +122,9 @@ class Session:
                         raise self.lost(error, phase, missing()) from error
                 if reason is not None:
                     return give_up(reason)
+                if self.behind is not None and self.is_coordinator and clock.now() - began >= told_s:
+                    told_s *= 2
+                    self.behind(phase, [rank for rank in missing() if rank != self.rank], clock.now() - began)
                 pause = min(max((clock.now() - began) * _PAUSE_SHARE, least_s), longest_s)
                 clock.sleep(min(pause, max(deadline.remaining_s, _FIRST_PAUSE_S)))
 

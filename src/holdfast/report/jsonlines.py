@@ -83,4 +83,6 @@ def plain(value: object) -> Any:
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, tuple):
+        return [plain(one) for one in value]
     return str(value)

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import IO, TYPE_CHECKING
 
-from holdfast.events import Committed, Event, Progress, RestoredEvent, SaveFailedEvent
+from holdfast.events import Committed, Event, Progress, RanksBehind, RestoredEvent, SaveFailedEvent
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -37,10 +37,14 @@ class ProgressBar:
         match event:
             case Progress(phase, subject, done, total) if total >= self._min_bytes:
                 self._move((phase, subject), done, total)
+            case RanksBehind(run, phase, _, _, who):
+                self._wait_for(run, phase, who)
             case Committed(id) | SaveFailedEvent(id):
                 self._end(("save", str(id)))
+                self._end(("behind", id.run))
             case RestoredEvent(id):
                 self._end(("restore", str(id)))
+                self._end(("behind", id.run))
             case _:
                 pass
 
@@ -68,6 +72,18 @@ class ProgressBar:
             if now - moved >= INTERVAL_S and self._bars is not None:
                 self._tasks[key] = (task, now)
                 self._bars.update(task, completed=done, total=total)
+
+    def _wait_for(self, run: str, phase: str, who: str) -> None:
+        """A bar without an end: which ranks are behind."""
+        stream = self._stream or sys.stderr
+        if stream is None or not stream.isatty():
+            return
+        words = f"{phase}: waiting for {who}"
+        with self._lock:
+            if ("behind", run) in self._tasks and self._bars is not None:
+                self._bars.update(self._tasks["behind", run][0], description=words)
+            else:
+                self._tasks["behind", run] = (self._start(stream).add_task(words, total=None), time.monotonic())
 
     def _end(self, key: tuple[str, str]) -> None:
         if self._tasks:

@@ -32,6 +32,8 @@ def sentence(event: events.Event) -> str | None:
             return f"{id} is damaged and was passed over: {reason}"
         case events.RestoredEvent(id, nbytes, took):
             return f"restored {id}: {size(nbytes)} in {seconds(took)}"
+        case events.RanksBehind(run, phase, _, waited, _, doing):
+            return f"{run}: {phase} has waited {seconds(waited)} for {doing}"
         case events.Removed(id, reason):
             return f"removed {id}: {reason}"
         case events.LeafDemoted(path, reason):

@@ -31,6 +31,7 @@ EVENTS = [
     events.Removed(ID, "not among the newest 3"),
     events.LeafDemoted("model/embed.weight", "it was changed in place"),
     events.Warned("shared memory does not fit", "/dev/shm"),
+    events.RanksBehind("gpt", "put 3", (1, 4), 2.0, "ranks 1 and 4", "rank 1 (last reported 'writing', 3.0 s ago)"),
     events.Remembered(ID, 3 << 30, 0.12, 0.25),
     events.Adopted(ID, 4.0, ID),
     events.SaveDelayed("gpt", 520, 0.25),
@@ -67,6 +68,7 @@ def test_the_story_is_one_line_for_what_a_person_wants_to_know():
         "removed gpt/a0007/500: not among the newest 3",
         "model/embed.weight is captured eagerly from now on: it was changed in place",
         "shared memory does not fit",
+        "gpt: put 3 has waited 2.00 s for rank 1 (last reported 'writing', 3.0 s ago)",
         "gpt/a0007/500 is sealed in memory: 3.00 GiB in 0.25 s",
         "going on from memory: gpt/a0007/500, sealed 4.00 s ago; the newest durable checkpoint is gpt/a0007/500",
         "gpt: the save of step 520 has waited 0.25 s for the one before",
@@ -157,6 +159,7 @@ def test_log_levels(caplog):
         ("INFO", "removed"),
         ("WARNING", "model/embed.weight"),
         ("WARNING", "shared"),
+        ("INFO", "gpt:"),
         ("INFO", "going"),
         ("INFO", "gpt:"),
     ]

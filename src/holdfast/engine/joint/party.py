@@ -177,6 +177,7 @@ class Together:
                 self._announce_go(topic, under, job, attempt)
             heard = self._rounds.heard(topic, save)
         crashpoint("begun, nothing written")
+        self._agreement.report(f"writing its part of step {save.step}")
         under.tells_tree = self.rank in heard.head["trees"]
         under.put = self._agreement.topic("put", topic.number)
 
