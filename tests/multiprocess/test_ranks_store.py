@@ -1,0 +1,98 @@
+"""A job whose store server dies, with the process of the first rank or with torchrun's agent: all survivors say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import holdfast
+from holdfast.repo.repository import Repo
+from holdfast.store.registry import open_store
+
+PROGRAM = Path(__file__).with_name("store_program.py")
+PATIENCE_S = 150.0
+
+
+def until(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+@contextmanager
+def running(place: Path, commands: list[tuple[list[str], dict[str, str]]]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Their processes; all that is below them is killed at the end."""
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for command, more in commands:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **more}
+            with (place / "log").open("ab") as log:
+                started.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        yield started
+    finally:
+        pids = [int(path.read_text()) for path in place.glob("pid-*")] + [one.pid for one in started]
+        for pid in pids:
+            try:
+                process = psutil.Process(pid)
+                if str(place) in " ".join(process.cmdline()):
+                    process.kill()
+            except psutil.Error:
+                continue
+        for one in started:
+            one.wait()
+
+
+def commits(place: Path) -> int:
+    try:
+        repo = Repo.open(open_store(place / "checkpoints"))
+    except holdfast.HoldfastError:
+        return 0
+    return sum(len(list(repo.committed("main", attempt))) for attempt in repo.attempts("main"))
+
+
+def said(place: Path, rank: int) -> dict[str, Any]:
+    path = place / f"said-{rank}.json"
+    until(path.exists)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_the_first_rank_dies_and_the_store_with_it(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+    commands = [([sys.executable, str(PROGRAM), str(tmp_path)], {**shared, "RANK": str(rank)}) for rank in range(3)]
+    with running(tmp_path, commands) as processes:
+        until(lambda: commits(tmp_path))
+        processes[0].send_signal(signal.SIGKILL)
+        for rank in (1, 2):
+            found = said(tmp_path, rank)
+            assert found["behind"] == "RankStoreLost", found
+            assert found["ranks"] == [0] and "rank 0 serves it" in found["message"] and found["phase"], found
+    holdfast.load(tmp_path / "checkpoints")
+
+
+def test_the_agent_of_torchrun_dies_and_the_store_with_it(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with running(tmp_path, [([*torchrun, str(PROGRAM), str(tmp_path)], {})]) as (agent,):
+        until(lambda: commits(tmp_path))
+        os.kill(agent.pid, signal.SIGKILL)
+        for rank in (0, 1):
+            found = said(tmp_path, rank)
+            assert found["behind"] == "RankStoreLost", found
+            assert "where the ranks meet, is lost" in found["message"] and found["phase"], found
+    holdfast.load(tmp_path / "checkpoints")
