@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def run(work: Callable[[Job, argparse.Namespace], None], options: argparse.Names
         subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **about, "RANK": str(rank)})
         for rank in range(options.ranks)
     ]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # no rank stays behind
     try:
         codes = [one.wait() for one in started]
     finally:
