@@ -140,7 +140,11 @@ class NodeReads:
             return None
         low, high = int(dealt.low[number]), int(dealt.high[number])
         lead = low % PAGE
-        found = self._beside[int(dealt.owner[number])].block(number, int(dealt.at[number]), lead + high - low)
+        beside = self._beside[int(dealt.owner[number])]
+        found = beside.block(number, int(dealt.at[number]), lead + high - low)
+        if beside.silent:
+            beside.silent = False
+            self._say(f"{beside.rank} is dead, or has read nothing for {self._timing.patience_s:g} s")
         return None if found is None else found[lead:]
 
     def done(self) -> None:
@@ -182,10 +186,10 @@ class NodeReads:
         before = group - SECTIONS
         if before < 0:
             return True
-        for place, one in enumerate(self._beside):
+        for one in self._beside:
             if not one.await_passed(before + 2):
                 if not self._closed:
-                    self._alone(f"neighbour {place} did not go on for {self._timing.patience_s:g} s")
+                    self._alone(f"{one.rank} did not go on for {self._timing.patience_s:g} s")
                 return False
         return True
 
@@ -208,6 +212,9 @@ class NodeReads:
 
     def _alone(self, why: str) -> None:
         self._own.leave()
+        self._say(why)
+
+    def _say(self, why: str) -> None:
         self._emitter.emit(Warned(f"this rank reads for itself what its neighbours on this node read too: {why}"))
 
 

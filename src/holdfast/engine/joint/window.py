@@ -161,6 +161,12 @@ class Beside:
         self._expected = (0, 0, 0)
         self._lock = threading.Lock()
         self._gone = False
+        self.silent = False
+        """Whether it was waited for in vain."""
+
+    @property
+    def rank(self) -> str:
+        return f"rank {self._place.slot.name.partition('-')[0]}"
 
     def asked(self, until: float) -> bytes | None:
         """What the rank asks for, once it says so; None where it does not, until the time `until`."""
@@ -194,8 +200,8 @@ class Beside:
         def over() -> bool:
             return page["out"] != 0 or (self._mapped() and self._marks is not None and self._marks[number] != 0)
 
-        if not over() and not self._wait(over, lambda: page["loaded"], gone=False):
-            self._gone = True
+        if not over() and not self._wait(over, lambda: page["loaded"], gone=False) and not self._gone:
+            self._gone = self.silent = True
         if self._marks is None or self._marks[number] != READ:
             return None
         assert self._blocks is not None
