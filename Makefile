@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
+.PHONY: setup demo test lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
 setup: $(STAMP)
 
@@ -111,6 +111,16 @@ layouts-campaign: setup
 # About ten minutes and 12 GiB of memory; one core. Its times are of the processor.
 scale-campaign: setup
 	$(BIN)/python -m holdfast.testing.many_ranks --json $(RESULTS)/p11_many_ranks.json
+
+# Every phase: a rank, the coordinator, a TCP store, a directory; and old jobs that come back. Five minutes on two cores.
+ranks-phases-campaign: setup
+	$(BIN)/python -m holdfast.testing.rank_phases --json $(RESULTS)/r5_phases.json
+
+ranks-crash-campaign: setup
+	$(BIN)/python -m holdfast.testing.rank_crashes --states 100000 --seconds 1200 --seed 1 --json $(RESULTS)/r1_ranks.json
+
+ranks-stateful-campaign: setup
+	$(BIN)/python -m holdfast.testing.stateful --ranks --examples 100 --seed 1 --json $(RESULTS)/r_stateful_ranks.json
 
 exact-resume-campaign: setup
 	$(BIN)/python -m holdfast.testing.exact_resume --json $(RESULTS)/r8_exact_resume.json
