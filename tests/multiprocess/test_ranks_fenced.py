@@ -1,0 +1,70 @@
+"""Fenced saves of torch's optimizers on several ranks: their images are those of eager saves, bit for bit; what is
+changed behind the optimizer's back tears a save, and a torn one is never committed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.repo.repository import Repo
+from holdfast.store.registry import open_store
+
+PROGRAM = Path(__file__).with_name("fenced_program.py")
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("fenced")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(PROGRAM), str(where)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return where
+
+
+def committed(where: Path) -> list[int]:
+    repo = Repo.open(open_store(where))
+    return sorted(step for attempt in repo.attempts("main") for step in repo.committed("main", attempt))
+
+
+def tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return {name: one for key, child in children for name, one in tensors(child, f"{path}/{key}").items()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_fenced_images_are_those_of_eager_saves(place: Path, kind: str) -> None:
+    steps = committed(place / f"{kind}-fenced")
+    assert steps == committed(place / f"{kind}-eager") == list(range(1, STEPS + 1))
+    assert_equal(place / f"{kind}-fenced", place / f"{kind}-eager", steps)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_no_torn_image_is_ever_committed(place: Path, kind: str) -> None:
+    steps = committed(place / f"{kind}-fenced-meddled")
+    assert set(steps) >= {1, 2, 3, STEPS} and len(steps) >= STEPS - 2, steps
+    assert_equal(place / f"{kind}-fenced-meddled", place / f"{kind}-eager-meddled", steps)
+
+
+def assert_equal(fenced: Path, eager: Path, steps: list[int]) -> None:
+    for step in steps:
+        one, other = (tensors(holdfast.load(where, step=step).state) for where in (fenced, eager))
+        assert one.keys() == other.keys() and len(one) > 10
+        differing = [name for name in one if not torch.equal(one[name], other[name])]
+        assert not differing, (step, differing)
