@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.testing.stateful.campaign import BUGS, caught, histories
-from holdfast.testing.stateful.machine import counted
+from holdfast.testing.stateful.keeping import counted
+from holdfast.testing.stateful.ranks import RankProduct
 
 QUICK = ("rm asks nobody", "the oldest step is the latest", "verify finds nothing", "retention takes what it wants")
 
@@ -14,6 +15,17 @@ def test_i2_i3_i4_i5_i6_i7_i11_hold_in_random_histories() -> None:
     counted.clear()
     histories(12, None, steps=20)  # raises what contradicts the model
     assert counted["histories"] >= 12 and counted["steps"] >= 120, "and something has happened that could"
+
+
+def test_i2_i3_i4_i6_i7_i11_hold_in_random_histories_of_several_ranks() -> None:
+    counted.clear()
+    histories(5, None, steps=9, product=RankProduct)
+    assert counted["histories"] >= 5 and counted["race"] + counted["a rank dies"] >= 5, "and ranks were lost"
+
+
+@pytest.mark.parametrize("name", ["rm asks nobody", "the oldest step is the latest"])
+def test_a_seeded_bug_contradicts_the_model_of_several_ranks_too(name: str) -> None:
+    assert caught(next(bug for bug in BUGS if bug.name == name), 12, 1, RankProduct)
 
 
 @pytest.mark.parametrize("name", QUICK)

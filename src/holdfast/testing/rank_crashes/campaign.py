@@ -119,7 +119,7 @@ def run(wanted: int, seed: int, *, each: int, workers: int, seconds: float, say:
     return campaign
 
 
-def hunt(bug: Bug, seed: int = 1, *, each: int = 10, limit: int = 8000, schedules: int = 60) -> BugResult:
+def hunt(bug: Bug, seed: int = 1, *, each: int = 4, limit: int = 3000, schedules: int = 18) -> BugResult:
     """Seeds one bug and looks for it: first in what many interleavings come to without any crash, then in the crash
     states of a few, at most `limit`."""
     logging.getLogger("stamina").setLevel(logging.ERROR)

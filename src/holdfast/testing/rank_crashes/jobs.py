@@ -17,7 +17,7 @@ from holdfast.engine.job import About
 from holdfast.engine.joint.party import Together
 from holdfast.engine.queue import Queue, Turn
 from holdfast.engine.save import Saver
-from holdfast.errors import HoldfastError, RanksError
+from holdfast.errors import CorruptionError, HoldfastError, RanksError
 from holdfast.model import canonical
 from holdfast.model.names import CheckpointId
 from holdfast.policy import keep
@@ -143,13 +143,20 @@ class RankProgram(Program):
         self.seeded = seeded
         self.schedule = schedule
         self.acknowledged: set[CheckpointId] = set()
+        self.wholes: dict[CheckpointId, dict[str, Any]] = {}
+        """What was to be saved, all of it."""
         self.died_at: int | None = None
         """How long the log was when the first rank died."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        with super().running(), self.alone_with_its_turns():
+            yield
+
+    @contextmanager
+    def alone_with_its_turns(self) -> Iterator[None]:
+        """Nothing of a process happens beside its training."""
         with ExitStack() as stack:
-            stack.enter_context(super().running())
             stack.enter_context(mock.patch.object(agreement, "_PAST", _PastOfEach(self.processes)))
             stack.enter_context(mock.patch.object(Pulse, "_run", lambda self: None))
             stack.enter_context(mock.patch.object(Roll, "_look_for_gap", lambda self: None))
@@ -162,6 +169,12 @@ class RankProgram(Program):
             self.processes.current = self.recorder.node = actor
 
         return Turns(f"{self.seed} {self.schedule}", KINDS[self.schedule % len(KINDS)], acts)
+
+    def store(self, rank: int, seat: Seat) -> Store:
+        """The store as this rank has it."""
+        filesystem = self.seeded.above(rank, self.above(seat))
+        store = RetryingStore(LocalStore(PLACE, filesystem=filesystem), Patience(wait_s=0.0))
+        return self.seeded.around(rank, store)
 
     def acknowledge(self, id: CheckpointId) -> None:
         """Some rank was told that it is committed."""
@@ -209,6 +222,8 @@ class RankJob:
     board: MemoryBoard = field(default_factory=MemoryBoard)
     life: Life = field(default_factory=Life)
     lives: Mapping[int, Life] = field(default_factory=dict)
+    stays: bool = False
+    """Whether its processes live on when they have played."""
 
     def works(self, turns: Turns, play: Callable[[Member], None]) -> dict[int, Callable[[], None]]:
         """What each rank does, by the number of its process."""
@@ -235,7 +250,6 @@ class Member:
         self.job, self.program, self.rank, self.world = job, program, rank, job.world
         self.actor = program.processes.start()
         self.seat = Seat(program.recorder, turns, self.actor, [job.life, job.lives.get(rank, Life())])
-        self._filesystem = program.seeded.above(rank, program.above(self.seat))
         self._settings = Settings(
             dead_after_s=DEAD_AFTER_S, answer_s=10.0, clock=turns.clock(self.actor, self.seat.living)
         )
@@ -251,10 +265,10 @@ class Member:
         try:
             with Agreement.open(ranks, {"run": RUN}, DEADLINE_S, self._settings) as met:
                 self.agreement = met
-                store = RetryingStore(LocalStore(PLACE, filesystem=self._filesystem), Patience(wait_s=0.0))
-                self.repo = self._opened(self.program.seeded.around(self.rank, store))
+                self.repo = self._opened(self.program.store(self.rank, self.seat))
                 play(self)
         except Killed:
+            self.job.stays = False
             if self.program.died_at is None:
                 self.program.died_at = len(self.program.recorder.log)
             raise
@@ -263,7 +277,8 @@ class Member:
                 raise
             # some other rank is gone, and with it this job
         finally:
-            self.program.processes.end(self.actor)
+            if not self.job.stays:
+                self.program.processes.end(self.actor)
             if self.saver is not None:
                 self.saver.close()
 
@@ -278,12 +293,13 @@ class Member:
             topic.hear(DEADLINE_S)
             return Repo.open(store)
 
-    def claim(self, *, takeover: bool = False) -> None:
-        """As a Checkpointer does: where `latest` means another one by then, the run is claimed anew."""
+    def claim(self, *, takeover: bool = False, parent: CheckpointId | None = None) -> None:
+        """As a Checkpointer does: where `latest` means another one by then, the run is claimed anew; not where `parent`
+        says what to go on from."""
         topic = self.agreement.topic("claim")
         if self.coordinates:
             with topic:
-                self.attempt = self._claimed(takeover)
+                self.attempt = self._claimed(takeover, parent)
                 topic.announce(encode_attempt(self.attempt.record))
         else:
             with topic:
@@ -293,15 +309,15 @@ class Member:
         self.saver = Saver(self.repo, RUN, lasting=False, party=together)
         self.saver.attempt = self.attempt
 
-    def _claimed(self, takeover: bool) -> Attempt:
+    def _claimed(self, takeover: bool, chosen: CheckpointId | None) -> Attempt:
         mark = self.program.recorder.mark
         for _ in range(CLAIMS):
-            parent = latest(self.repo, RUN)
+            parent = chosen or latest(self.repo, RUN)
             mark(CLAIMING, RUN, parent)
             watch = Watch(self.repo, RUN, clock=Faster().clock())
             attempt = claim(self.repo, RUN, parent, takeover=takeover, wait_s=0.0, observe=watch)
             mark(CLAIMED, (RUN, attempt.number), parent)
-            if latest(self.repo, RUN, below=attempt.number) == parent:
+            if chosen or latest(self.repo, RUN, below=attempt.number) == parent:
                 self.mark_closed()
                 return attempt
             attempt.release()
@@ -313,6 +329,7 @@ class Member:
         id = CheckpointId(RUN, self.attempt.number, step)
         whole = whole_at(self.program.seed, self.attempt.number, step)
         if self.coordinates:
+            self.program.wholes[id] = whole
             self.program.recorder.mark("begun", id, saved(whole, self.world))
         flattened = held(whole, self.rank, self.world)
         handle = self.saver.save(flattened, step, wait=False, about=About(progress={"step": step}))
@@ -330,8 +347,14 @@ class Member:
         for number in self.repo.attempts(RUN):
             for step in self.repo.steps(RUN, number):
                 id = CheckpointId(RUN, number, step)
-                if isinstance(self.repo.mark(id), Aborted):
+                if self._is_closed(id):
                     self.program.recorder.mark("closed", id)
+
+    def _is_closed(self, id: CheckpointId) -> bool:
+        try:
+            return isinstance(self.repo.mark(id), Aborted)
+        except CorruptionError:
+            return False  # a directory that somebody has copied
 
     def retain(self, newest: int) -> None:
         """Retention by the coordinator, while others go on."""
