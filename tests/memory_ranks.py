@@ -102,12 +102,13 @@ OnStep = Callable[[Any, int, int], None]
 @dataclass(frozen=True)
 class Ends:
     """When one rank is killed: once it has completed `step` (`settled`: and all ranks are known to have it in memory),
-    or the `count`-th time that it comes to the crash point `at`."""
+    or the `count`-th time that it comes to the crash point `at`. `alone`: it ends there, and no launcher minds."""
 
     step: int | None = None
     settled: bool = False
     at: str = ""
     count: int = 1
+    alone: bool = False
 
 
 def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, end: Ends, **options: Any) -> None:
@@ -168,7 +169,7 @@ def live(
                 if roots is not None:
                     stack.enter_context(mock.patch.object(slots, "SHARED_MEMORY", str(roots[rank])))
                 if end.at:
-                    stack.enter_context(armed(end.at, Kill(end.count)))
+                    stack.enter_context(armed(end.at, (lambda: os._exit(3)) if end.alone else Kill(end.count)))
                 if before is not None:
                     before(rank)
                 train(where, Log(logs[rank]), steps, rank, ranks, where.parent / f"pace-{name}", end, **options)
