@@ -2,8 +2,9 @@
 
     python benchmarks/p11_planning.py
 
-A first plan is all that the coordinator decides when a structure is new: what the ranks say is put together and
-checked, every distinct box is given to one rank, and it is proved that every item is written exactly once. Tensors are
+A first plan is all that the coordinator does when a structure is new: what the ranks have posted is decoded, put
+together and checked, every distinct box is given to one rank, it is proved that every item is written exactly once, and
+what each rank is told of it is encoded. (`make scale-campaign` has the rest of a save, and bytes.) Tensors are
 4096 x 1024, in three layouts: rows over all ranks; rows and columns over a mesh with 8 columns; the same with every box
 on two ranks. A cached plan is the look-up of it and of one rank's own lines. Growth is the slope of a least-squares
 line through the logarithms of sizes and times, over five sizes, for the leaves (at 1,000 ranks) and for the ranks.
@@ -15,13 +16,17 @@ Every plan that is timed is looked at: its bytes are those of the state, and the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from harness import Contender, Result, arguments, compare, median_interval, note, report, workplace
 
-from holdfast.plan.assign import Assignment, assign, written
+from holdfast.engine.joint.sharing import JointPlan, plan_together
+from holdfast.engine.joint.structure import Said, encode_said, understand
+from holdfast.engine.parts import saved_boxes
+from holdfast.plan.assign import CHUNK_BYTES, Assignment, assign, written
 from holdfast.plan.coverage import check_coverage
 from holdfast.plan.holdings import Holdings, Shards, gather
 from holdfast.plan.reshard import reshard
@@ -64,6 +69,18 @@ class Mesh:
 MESHES = (Mesh("rows", 1, 1), Mesh(JUDGED, 8, 1), Mesh("rows and columns, twice", 8, 2))
 
 
+def posted(said: Sequence[Shards], leaves: int) -> tuple[list[bytes], dict[str, Any]]:
+    """What the ranks post, and the tree that all of them have, by its digest."""
+    nodes = [[f"layers.{leaf}.weight", {"!": "leaf", "n": leaf, "as": "torch"}] for leaf in range(leaves)]
+    posts = [encode_said(Said(f"{rank:032x}", "tree", rows)) for rank, rows in enumerate(said)]
+    return posts, {"tree": {"!": "dict", "i": nodes}}
+
+
+def first_plan(posts: Sequence[bytes], trees: Mapping[str, Any]) -> tuple[JointPlan, list[bytes]]:
+    said = [understand(post, rank) for rank, post in enumerate(posts)]
+    return plan_together(said, trees, chunk_bytes=CHUNK_BYTES)
+
+
 def plan(said: Sequence[Shards], leaves: int) -> tuple[Holdings, Assignment, Holdings]:
     held = gather(said, leaves=leaves)
     made = assign(held, world_size=len(said))
@@ -84,16 +101,17 @@ class Sizes:
         name = f"first plan, {mesh.name}: {leaves} leaves, {ranks} ranks"
         if name in self.entries:
             return name
-        said = mesh.said(ranks, leaves)
+        posts, trees = posted(mesh.said(ranks, leaves), leaves)
 
         def measure() -> float:
             begun = time.perf_counter()
-            _, made, boxes = plan(said, leaves)
+            made, told = first_plan(posts, trees)
             seconds = time.perf_counter() - begun
+            boxes = saved_boxes(made.table, made.held.paths)
             nbytes = boxes.nbytes()
-            assert int(nbytes.sum()) == leaves * int(np.prod(WHOLE)) * ITEM_BYTES
+            assert len(told) == ranks and int(nbytes.sum()) == leaves * int(np.prod(WHOLE)) * ITEM_BYTES
             loads = np.zeros(ranks, np.int64)
-            np.add.at(loads, made.rank, nbytes)
+            np.add.at(loads, boxes.rank, nbytes)
             self.shares[name] = round(float(loads.max() / loads.mean()), 3)
             return seconds
 

@@ -71,20 +71,25 @@ def describe(flattened: Flattened, spelled: bytes) -> bytes:
         [(spec.dtype, spec.itemsize) for spec in specs],
         [PLACEMENTS.index(spec.placement) for spec in specs],
     )
+    return encode_said(Said(flattened.fingerprint, hashlib.sha256(spelled).hexdigest(), found))
+
+
+def encode_said(said: Said) -> bytes:
+    rows = said.rows
     head = {
-        "axes": found.whole.shape[1],
-        "digest": hashlib.sha256(spelled).hexdigest(),
-        "dtypes": list(found.dtypes),
-        "fingerprint": flattened.fingerprint,
+        "axes": rows.whole.shape[1],
+        "digest": said.digest,
+        "dtypes": list(rows.dtypes),
+        "fingerprint": said.fingerprint,
     }
     columns = {
-        "leaf": found.leaf,
-        "ndim": found.ndim,
-        "offsets": found.offsets.reshape(-1),
-        "shape": found.shape.reshape(-1),
-        "whole": found.whole.reshape(-1),
-        "dtype": found.dtype,
-        "placement": found.placement,
+        "leaf": rows.leaf,
+        "ndim": rows.ndim,
+        "offsets": rows.offsets.reshape(-1),
+        "shape": rows.shape.reshape(-1),
+        "whole": rows.whole.reshape(-1),
+        "dtype": rows.dtype,
+        "placement": rows.placement,
         "head": encode_json(head),
     }
     return encode_columns(columns, _KINDS, narrow=True)
