@@ -61,6 +61,8 @@ class Parts:
         self._paths: Sequence[str] = leaf_paths(manifest.tree)
         self._tables: dict[int, Table] = {}
         self._boxes = repo.boxes(manifest)
+        if self._boxes is not None:
+            _check_sizes(self._boxes, manifest, self._paths)
         self._table = _table_of(self._of(0)) if self._boxes is None else self._boxes
         self._own = own
         self._done = 0
@@ -297,6 +299,29 @@ def _pack_number(saver: int, pack: int | Column) -> int | Column:
 
 def _number_of(table: Table, entry: PackEntry) -> int:
     return _pack_number(table.rank, table.packs.index(entry))
+
+
+def _check_sizes(table: BoxTable, manifest: Manifest, paths: Sequence[str]) -> None:
+    """CorruptionError where the parts of a leaf are not as many items as the leaf, or are more bytes than all packs:
+    memory is taken by the sizes of leaves, before any of these are proved."""
+    name = f"{manifest.id.directory}/{BOXES}"
+    items, whole = _volumes(table.shape, table.bounds), _volumes(table.whole, table.ends)
+    size = _sizes(table)
+    if float((items * size[table.leaf]).sum()) > manifest.bytes or float((whole * size).sum()) > manifest.bytes:
+        raise CorruptionError(f"{name} tells of more than the {manifest.bytes} bytes that were saved", subject=name)
+    found = np.bincount(table.leaf, items, table.leaves) if len(table) else np.zeros(table.leaves)
+    if not np.array_equal(found, whole):
+        path = paths[int(np.argmax(found != whole))]
+        raise CorruptionError(f"{name} does not have every element of every leaf once: {path}", subject=path)
+
+
+def _volumes(flat: Column, bounds: Column) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """How many items each row of a ragged column of lengths has; floats, which are exact up to 2^53."""
+    found: np.ndarray[Any, np.dtype[np.float64]] = _spread(flat, bounds, int(np.diff(bounds).max(initial=1)), 1).astype(
+        np.float64
+    )
+    volumes: np.ndarray[Any, np.dtype[np.float64]] = found.prod(axis=1)
+    return volumes
 
 
 def _table_of(index: Table) -> BoxTable:

@@ -115,11 +115,14 @@ def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
         raise found.refuse("names another checkpoint than its own")
     parent = found.checkpoint("parent")
     check_parent(parent, id.run, id.attempt + 1, found)
+    indexes = _indexes(found)
+    if len(indexes) > 1 and "boxes" not in found.values:
+        raise found.refuse("names several ranks' indexes and no table of parts")
     return Manifest(
         id=id,
         save_id=found.hex("save_id", 32),
         tree=tree,
-        indexes=_indexes(found),
+        indexes=indexes,
         content=found.hex("content", 64),
         bytes=found.whole("bytes"),
         leaves=found.whole("leaves"),

@@ -101,8 +101,6 @@ def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
 def _read_boxes(repo: Repo, found: Inspection, manifest: Manifest) -> BoxTable | None:
     """The table of parts, whether it has every element of every leaf once; None where there is none to go by."""
     if manifest.boxes is None:
-        if len(manifest.indexes) > 1:
-            found.error("names several ranks' indexes and no table of parts", found.id.manifest)
         return None
     name = f"{found.id.directory}/{manifest.boxes.name}"
     try:

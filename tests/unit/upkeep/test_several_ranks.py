@@ -263,5 +263,5 @@ def test_a_table_of_parts_with_holes_is_passed_over_for_the_checkpoint_before(
     assert np.array_equal(restored.state["model"]["rows"], whole(1)["model"]["rows"])
     ((skipped, why),) = restored.skipped
     assert skipped == second and f"{second.directory}/{BOXES}" in why
-    with pytest.raises(CorruptionError, match="every element of every leaf once|do not agree"):
+    with pytest.raises(CorruptionError, match=r"every element of every leaf once|do not agree"):
         holdfast.load(repo.url, step=2)
