@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 TASK_BYTES: Final = 1 << 20
 GAP_BYTES: Final = 256 << 10
@@ -121,7 +122,7 @@ def _groups(start: Column, stop: Column, limit: int, gap: int) -> Column:
     return np.array(bounds, np.int64)
 
 
-def _runs(want: Column, position: Column, size: Column, small: Column, tasks: Column) -> Column:
+def _runs(want: Column, position: Column, size: Column, small: Flags, tasks: Column) -> Column:
     """The first chunk of each run, and how many chunks there are. A run begins with each task of `tasks`."""
     if not len(want):
         return np.zeros(1, np.int64)
