@@ -10,16 +10,18 @@ from typing import Final
 
 from holdfast.testing.campaigns import Progress, Sitting, deliver, options
 from holdfast.testing.rank_phases.campaign import everything, play, summary
+from holdfast.testing.rank_phases.returning import cuts
 
 MODULE: Final = "holdfast.testing.rank_phases"
 
 
 def main() -> None:
     parser = options(MODULE, __doc__, workers=6)
+    parser.add_argument("--only-returning", action="store_true", help="only old jobs that come back")
     given = parser.parse_args()
     import torch.distributed  # noqa: F401 - once, before ranks are forked
 
-    what = everything()
+    what = [*cuts()] if given.only_returning else everything()
     sitting, say = Sitting(MODULE, None, seed=None, packages=["numpy", "torch"]), Progress()
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="holdfast-phases-") as place:

@@ -25,7 +25,7 @@ from holdfast.testing.rank_phases.places import DirectoryDeath, MetAt, Server, S
 WORLD: Final = 3
 BEGUN: Final = 6
 STEPS: Final = 18
-TIMEOUT_S: Final = 5.0
+TIMEOUT_S: Final = 8.0
 SLACK_S: Final = 60.0
 """So much later than its deadline a rank may have ended: the machine may be busy."""
 OLD_TIMEOUT_S: Final = 60.0

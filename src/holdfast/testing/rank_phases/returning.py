@@ -62,7 +62,7 @@ class CutOff:
         self.cut = cut
         self.place = Path(shutil.copytree(start, place))
         death = Death(0, CUTS[cut.phase], cut.nth, number=signal.SIGSTOP)
-        self.job = Job(Plan(self.place, WORLD, STEPS, timeout_s=TIMEOUT_S, death=death))
+        self.job = Job(Plan(self.place, WORLD, STEPS, timeout_s=2 * TIMEOUT_S, death=death))
 
     def __enter__(self) -> CutOff:
         self.job.__enter__()
@@ -87,7 +87,7 @@ class CutOff:
         """Whether all of it have ended after that."""
         for rank in set(self.job.pids) - self.job.ended.keys():
             self.job.send(rank, signal.SIGCONT)
-        return self.job.wait(RESTORE_TIMES * TIMEOUT_S + SLACK_S)
+        return self.job.wait(RESTORE_TIMES * 2 * TIMEOUT_S + SLACK_S)
 
 
 def _stopped(pid: int) -> bool:
