@@ -135,6 +135,7 @@ class Recorder:
             if not self._covers(path):  # the directory above the root, which is durable before the recording starts
                 self.inner.fsync_directory(path)
                 return
+            self.inner.status(path)  # one that is gone is the disk's to refuse
             call = Call("fsync_directory", self._below(path), self._lookup(path))
             self._flush(call, lambda: self.inner.fsync_directory(path))
 

@@ -90,6 +90,8 @@ def _check_findings(world: World, model: Model) -> None:
     assert set(model.marked) <= marked, f"gc marked {marked}, not {set(model.marked)}"
     # A mark on what was closed or brought back since speaks of nothing any more; the next gc clears it away.
     assert not marked & set(model.committed), f"marks on checkpoints: {marked}"
+    removing = told.pop("removing", set())
+    assert removing <= model.removing, f"removals of {removing} were begun, and {model.removing} by who has died"
     assert not told, f"not expected: {told}"
     for place in model.copies:
         assert any(_lies_in(one, place) for one in copies), f"the copy {place} is not shown"
@@ -101,6 +103,7 @@ def _means(finding: Finding) -> str:
     for words, meaning in (
         ("an unfinished save", "unfinished"),
         ("removed;", "removed"),
+        ("a removal was begun", "removing"),
         ("gc has found", "marked"),
         ("a copied directory", "copy"),
         ("is a copy of", "copy"),

@@ -24,6 +24,8 @@ class Model:
     damaged: dict[CheckpointId, set[str]] = field(default_factory=dict)
     flips: dict[str, tuple[int, int]] = field(default_factory=dict)
     copies: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    removing: set[CheckpointId] = field(default_factory=set)
+    """Whose removal a process has begun that died then: its tombstone may still be there."""
 
     def highest(self, run: str) -> int:
         return max((number for name, number in self.parents if name == run), default=0)

@@ -216,9 +216,10 @@ class RankProduct(Keeping):
         self.world.operator()
         lived, before = bool(self.alive), self.model.highest(RUN)
         self.begun |= program.wholes
-        going: set[object] = set()
+        going: set[CheckpointId] = set()
         for mark in [step for step in program.recorder.log if isinstance(step, Mark)]:
             if mark.label == "removal begun":
+                assert isinstance(mark.subject, CheckpointId)
                 going.add(mark.subject)
             elif mark.label == CLAIMED:
                 assert isinstance(mark.subject, tuple) and isinstance(mark.detail, CheckpointId | None)
@@ -239,6 +240,7 @@ class RankProduct(Keeping):
                 counted["a claim that nobody was told of"] += 1
                 assert number > before, "an attempt's number is used again"
                 self.model.claim(RUN, number, record.parent)
+        self.model.removing |= going
         for id in [id for id in going & self.model.committed.keys() if not self.world.repo.exists(id)]:
             counted["death in a removal"] += 1
             self.model.forget(id)
