@@ -71,13 +71,19 @@ def test_what_is_whole_is_called_whole_and_every_byte_of_it_was_read(
     assert report.bytes_read == sum(read)
 
 
-def test_a_changed_byte_of_any_object_is_found_and_its_object_named(repo: Repo, store: MemoryStore) -> None:
+def test_a_flipped_bit_of_any_object_is_found_and_its_object_named_and_so_its_rank(
+    repo: Repo, store: MemoryStore
+) -> None:
     (id,) = save_jointly(repo, 3, (1,))
-    for name, length in objects_of(store, id).items():
-        for place in np.linspace(0, length - 1, 7).astype(int).tolist():
+    chance = np.random.default_rng(5)
+    struck = objects_of(store, id)
+    assert {name.partition(".")[2] for name in struck} == {"index", "safetensors", "json"}
+    assert {f"rank-0000{rank}.{kind}" for rank in range(3) for kind in ("index", "safetensors")} < struck.keys()
+    for name, length in struck.items():
+        for place in {0, length - 1, *chance.integers(0, length, 16).tolist()}:
             before = data_of(store, f"{id.directory}/{name}")
             changed = bytearray(before)
-            changed[place] ^= 4
+            changed[place] ^= 1 << int(chance.integers(8))
             replace_object(store, f"{id.directory}/{name}", bytes(changed))
             found = errors(repo, id)
             assert found and {one[0] for one in found} == {name}, (name, place, found)

@@ -1,0 +1,63 @@
+"""What one process makes of a checkpoint of many: every tensor as a whole, compared with what was meant."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.api.oneoff import load
+from holdfast.api.opened import open as open_checkpoint
+from holdfast.model.names import CheckpointId
+from holdfast.repo.repository import Repo
+from holdfast.store.contract import Where
+from holdfast.testing.layouts.states import PLAIN, Pair, wholes
+from holdfast.testing.layouts.trainings import alone
+from holdfast.testing.layouts.truth import differences, digest
+
+
+def judge(pair: Pair, where: Where, step: int) -> list[str]:
+    """What is wrong with the checkpoint as one process sees it."""
+    truth = wholes(pair)
+    return [*_opened(truth, where, step), *_loaded(pair, truth, where, step)]
+
+
+def _opened(truth: Mapping[str, Any], where: Where, step: int) -> list[str]:
+    """Leaf by leaf, without restoring anything."""
+    with open_checkpoint(where, step=step) as opened:
+        found = {path: opened[path].torch() for path in opened if not opened[path].private}
+    told = [f"opened: {one}" for one in differences(found, truth)]
+    if not told and digest(found) != digest(truth):
+        told.append("opened: another digest")
+    return told
+
+
+def _loaded(pair: Pair, truth: Mapping[str, Any], where: Where, step: int) -> list[str]:
+    """Restored whole: into nothing, or into a training of one process."""
+    if pair.trained is None:
+        state = load(where, step=step).state
+        found = {f"t/{name}": value for name, value in state["t"].items()}
+    else:
+        training = alone(pair.trained, pair.other, fresh=pair.fresh)
+        state = {**training.state(), "plain": {}}
+        load(where, state, step=step)
+        found = training.read()
+    told = [] if state["plain"] == PLAIN else [f"loaded: plain values are {state['plain']}"]
+    return told + [f"loaded: {one}" for one in differences(found, truth)]
+
+
+def line_digest(repo: Repo, id: CheckpointId) -> str:
+    """Of everything that two saves of one state in one layout have in common: who wrote which box, and its bytes."""
+    found, manifest = hashlib.sha256(), repo.manifest(id)
+    boxes = repo.boxes(manifest)
+    if boxes is not None:
+        for column in (boxes.leaf, boxes.rank, boxes.row, boxes.origin, boxes.shape, boxes.bounds, boxes.whole):
+            found.update(f"{column.shape} ".encode() + column.tobytes())
+    for rank in range(len(manifest.indexes)):
+        index = repo.index(manifest, rank)
+        for spec in index.specs:
+            if not spec.private:
+                found.update(f"{spec.path} {spec.dtype} {spec.shape} {spec.offsets} ".encode())
+        shared = sum(not spec.private for spec in index.specs)
+        found.update(index.digests[: int(index.chunk_start[shared])].tobytes())
+    return found.hexdigest()
