@@ -56,7 +56,20 @@ def _modules(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def _unsaved(modules: list[tuple[str, torch.nn.Module]]) -> Iterator[str]:
     for name, module in modules:
+        if _lays_buckets_anew(module):
+            yield (
+                f"{name}: DistributedDataParallel lays gradients into buckets anew after a process's first step, so "
+                "sums over more than two ranks add up in another order in it (find_unused_parameters=True keeps one)"
+            )
         if any(parameter.grad is not None for parameter in module.parameters()):
             yield f"{name}: gradients are not saved; they matter where they are not cleared before the next backward"
         if len({inner.training for inner in module.modules()}) > 1:
             yield f"{name}: some submodules are in train mode and some in eval mode; the mode is not saved"
+
+
+def _lays_buckets_anew(module: torch.nn.Module) -> bool:
+    """Whether the first step after a resume rounds sums otherwise than the same step without one."""
+    wrapper = getattr(torch.nn.parallel, "DistributedDataParallel", None)
+    if wrapper is None or not isinstance(module, wrapper) or torch.distributed.get_world_size(module.process_group) < 3:
+        return False
+    return not module.find_unused_parameters or module.static_graph

@@ -103,16 +103,18 @@ CASES: Final[dict[str, Case]] = {
     "fsdp2, 2 ranks, 4, 3": Case((2, 4, 3), EDGES, "fsdp2"),
     "fsdp2, 3 ranks, 2, 4, nothing at random": Case((3, 2, 4), INSIDE, "fsdp2", **REPEATS),
 }
-CURSOR, DATA, OPTIMIZER, BIT, RANDOM = (
+CURSOR, DATA, OPTIMIZER, BIT, RANDOM, BUCKETS = (
     "the cursor off by one",
     "the data outside the state",
     "the optimizer outside the state",
     "one bit of a restored tensor",
     "random generators left as they are",
+    "buckets that torch lays anew",
 )
 CONTROLS: Final[dict[str, Case]] = {
     **{name: Case(WORLDS, INSIDE, wrong=name) for name in (CURSOR, DATA, OPTIMIZER, BIT, RANDOM)},
     f"{CURSOR}, fsdp2": Case(WORLDS, INSIDE, "fsdp2", wrong=CURSOR),
+    BUCKETS: Case((4, 4, 4), INSIDE, wrong=BUCKETS),
     "another step than the last": Case((2, 2), (End(3),), wrong="another step than the last"),
 }
 """Jobs that do not go on as they have to: a judge that calls one of them right sees nothing."""

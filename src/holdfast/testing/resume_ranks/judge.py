@@ -128,11 +128,12 @@ def _bitwise(whole: Life, lives: Sequence[Life]) -> Iterator[str]:
 
 def _told(case: Case, lives: Sequence[Life]) -> Iterator[str]:
     """The certificate says what is not the same on another number of ranks."""
-    for before, after in pairwise(lives):
+    for number, after in enumerate(lives[1:]):
+        # What one process has given to all is alike on them from then on.
+        own = case.streams == "of each rank" and min(case.worlds[: number + 1]) > 1
         for line in after.began:
             said, words = line["certificate"], f"and gone on with by {after.world}"
             if not any("sums over ranks" in one and words in one for one in said["caveats"]):
                 yield "the certificate does not say that sums are added up in another order"
-            own = case.streams == "of each rank" and before.world > 1
             if said["exact"] is own or any("random generators (" in one for one in said["reasons"]) is not own:
                 yield f"the certificate says of random streams: {said['reasons']}"

@@ -56,7 +56,7 @@ class Training:
         plain = nn.Sequential(
             nn.Linear(WIDTH, 17), nn.Dropout(0.2 if case.dropout else 0.0), nn.GELU(), nn.Linear(17, 5), nn.Linear(5, 1)
         )
-        self.model = _wrapped(plain, case.wrapper, world)
+        self.model = _wrapped(plain, case.wrapper, world, rebuckets=case.wrong == cases.BUCKETS)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4)
         random.seed(5)
@@ -90,11 +90,13 @@ class Training:
         return found
 
 
-def _wrapped(plain: nn.Module, wrapper: str, world: int) -> nn.Module:
+def _wrapped(plain: nn.Module, wrapper: str, world: int, *, rebuckets: bool) -> nn.Module:
     if world == 1:
         return plain
     if wrapper == "ddp":
-        return DistributedDataParallel(plain)
+        # Else torch lays the gradients into buckets anew after the first step of each process, and more than two ranks
+        # then add up in another order than in that step.
+        return DistributedDataParallel(plain, find_unused_parameters=not rebuckets)
     mesh = init_device_mesh("cpu", (world,))
     for layer in plain:  # type: ignore[attr-defined]
         if isinstance(layer, nn.Linear):
