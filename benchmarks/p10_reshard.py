@@ -17,7 +17,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,11 @@ class State:
         self.rank, self.of = rank, of
         self.bytes = ROWS * self.columns * 4 * leaves
 
-    def wholes(self) -> Mapping[str, torch.Tensor]:
+    def wholes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """One after the other: all of them at once are a state for each process."""
         generator = torch.Generator().manual_seed(0)
-        return {
-            f"layers.{number}.weight": torch.randn(ROWS, self.columns, generator=generator)
-            for number in range(self.leaves)
-        }
+        for number in range(self.leaves):
+            yield f"layers.{number}.weight", torch.randn(ROWS, self.columns, generator=generator)
 
     def part(self, layout: str) -> tuple[slice, slice]:
         everything = slice(None)
@@ -73,7 +72,7 @@ class State:
     def local(self, layout: str, *, filled: bool) -> dict[str, torch.Tensor]:
         cut = self.part(layout)
         if filled:
-            return {name: one[cut].contiguous() for name, one in self.wholes().items()}
+            return {name: one[cut].clone(memory_format=torch.contiguous_format) for name, one in self.wholes()}
         shape = torch.empty(ROWS, self.columns, device="meta")[cut].shape
         return {f"layers.{number}.weight": torch.zeros(shape) for number in range(self.leaves)}
 
@@ -149,6 +148,8 @@ class Restoring:
         self.job, self.state, self.place, self.cold = job, state, place, cold
         self.how = ""
         self.asked: dict[str, list[int]] = {}
+        self._into = {layout: state.local(layout, filled=False) for layout in LAYOUTS}
+        """One destination for all that restore in a layout: four states over all processes."""
 
     def contender(self, name: str, root: Path, restore: Callable[[], float]) -> Contender:
         measured = self.job.contender(name, restore)
@@ -167,7 +168,7 @@ class Restoring:
 
     def ours(self, name: str, layout: str, directory: str) -> Contender:
         root = self.place / "ours" / directory
-        local = self.state.local(layout, filled=False)
+        local = self._into[layout]
         self.asked[name] = []
 
         def measure() -> float:
@@ -185,16 +186,17 @@ class Restoring:
 
     def peer(self, name: str, layout: str, directory: str) -> Contender:
         root = self.place / "dcp" / directory
-        into = self.state.tensors(layout, self.state.local(layout, filled=False))
+        into = self.state.tensors(layout, self._into[layout])
         return self.contender(name, root, lambda: peers.dcp_load(into, root))
 
     def check(self, layout: str, directory: str) -> None:
         """What is timed is the whole work: the bytes are there."""
-        local, wanted = self.state.local(layout, filled=False), self.state.local(layout, filled=True)
+        local = self._into[layout]
         checkpointer = holdfast.Checkpointer(self.place / "ours" / directory, self.state.declared(layout, local))
         checkpointer.restore()
         checkpointer.close()
-        assert all(torch.equal(local[name], one) for name, one in wanted.items()), "not what was saved"
+        cut = self.state.part(layout)
+        assert all(torch.equal(local[name], one[cut]) for name, one in self.state.wholes()), "not what was saved"
 
 
 def measure(job: Job, options: argparse.Namespace, state: State, place: Path) -> None:
