@@ -253,9 +253,10 @@ class RankProduct(Keeping):
     def _left(self, program: Histories, lived: bool) -> None:
         """Unfinished saves, and whose processes live."""
         for job, actors in program.groups:
-            numbers = [number for name, number in self.model.parents if name == RUN]
-            if job.stays and numbers and len(program.groups) == 1:
-                self.alive[max(numbers)] = actors
+            marks = [step for step in program.recorder.log if isinstance(step, Mark) and step.label == CLAIMED]
+            claimed = [mark.subject[1] for mark in marks if isinstance(mark.subject, tuple)]
+            if job.stays and claimed and len(program.groups) == 1:
+                self.alive[max(claimed)] = actors
             else:
                 for actor in actors:
                     self.world.processes.end(actor)
