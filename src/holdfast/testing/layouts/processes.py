@@ -101,7 +101,8 @@ def _live(rank: int, store: str, pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    files = dist.FileStore(store, PROCESSES)
+    group: Any = dist
+    files = group.FileStore(store, PROCESSES)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", store=files, rank=rank, world_size=PROCESSES, timeout=timeout)
     meshes = Meshes()

@@ -132,7 +132,11 @@ def make(pair: Pair, side: int, seed: str, rank: int, meshes: Meshes | None = No
             held = _as_array(held) if pair.arrays else held
             values[leaf.path], locals_[f"t/{leaf.path}"] = held.value, held.local
     mine = content(seed, f"{OWN}{rank}", torch.int64, (rank + 1, 2))
-    state = {"t": values, "own": per_rank({"numbers": mine, "name": f"rank {rank}"}), "plain": dict(PLAIN)}
+    state: dict[str, Any] = {
+        "t": values,
+        "own": per_rank({"numbers": mine, "name": f"rank {rank}"}),
+        "plain": dict(PLAIN),
+    }
     return Made(state, lambda: {**locals_, **_own(state["own"])})
 
 

@@ -217,14 +217,17 @@ def _wrapped(
         module = _declared(values, rank, spread.world)
     else:
         module = Net(values)
-        module = _WRAPS.get(spread.kind, lambda module, *_: module)(module, spread, meshes)
+        wrap = _WRAPS.get(spread.kind)
+        module = module if wrap is None else wrap(module, spread, meshes)
     parameters = list(module.parameters())
     return Training(module, OPTIMIZERS[trained.optimizer](parameters))
 
 
 def _ddp(module: nn.Module, spread: Spread, meshes: Meshes) -> nn.Module:
     group = meshes.get(*meshes_of_spread(spread)[0]).get_group()
-    return nn.parallel.DistributedDataParallel(module, process_group=group)
+    wrap: Any = nn.parallel.DistributedDataParallel
+    wrapped: nn.Module = wrap(module, process_group=group)
+    return wrapped
 
 
 def _fsdp(module: nn.Module, spread: Spread, meshes: Meshes) -> nn.Module:
@@ -238,7 +241,8 @@ def _fsdp(module: nn.Module, spread: Spread, meshes: Meshes) -> nn.Module:
         more["shard_placement_fn"] = along_the_last
     for layer in _layers(module)[: spread.number % 3]:
         fully_shard(layer, mesh=mesh, **more)
-    return fully_shard(module, mesh=mesh, **more)
+    fully_shard(module, mesh=mesh, **more)
+    return module
 
 
 def _tp(module: nn.Module, mesh: Any) -> nn.Module:
@@ -247,7 +251,8 @@ def _tp(module: nn.Module, mesh: Any) -> nn.Module:
 
 def _fsdp_around_tp(module: nn.Module, spread: Spread, meshes: Meshes) -> nn.Module:
     mesh = meshes.get(*meshes_of_spread(spread)[0])
-    return fully_shard(_tp(module, mesh["two"]), mesh=mesh["one"])
+    fully_shard(_tp(module, mesh["two"]), mesh=mesh["one"])
+    return module
 
 
 _WRAPS: Final[Mapping[str, Callable[[nn.Module, Spread, Meshes], nn.Module]]] = {
@@ -272,7 +277,7 @@ def _declared(values: Mapping[str, torch.Tensor], rank: int, world: int) -> nn.M
     sizes = [size for size in (third, width - third) if size]
 
     def cut(one: torch.Tensor) -> torch.Tensor:
-        return torch.cat([piece.chunk(world)[rank] for piece in one.split(sizes)])
+        return torch.cat([piece.chunk(world)[rank] for piece in torch.split(one, sizes)])
 
     module = Net(
         {
