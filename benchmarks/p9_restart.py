@@ -62,7 +62,7 @@ def child_options(parser: argparse.ArgumentParser) -> None:
 
 
 def checkpointer(place: Path, state: dict[str, Any]) -> holdfast.Checkpointer:
-    # Nothing is saved to the store: what comes back can only have come from memory.
+    # Only an older step is in the store: what comes back as the newest can only have come from memory.
     return holdfast.Checkpointer(
         place / "ours", state, save=holdfast.every(steps=1_000_000), memory=holdfast.every(steps=1)
     )
@@ -78,6 +78,10 @@ def train(options: argparse.Namespace) -> None:
     (options.at / "held.json").write_text(json.dumps(fingerprints(state)), encoding="ascii")
     ckpt = checkpointer(options.at, state)
     for step in ckpt.steps(STEPS):
+        if step == 0:
+            older = ckpt.save()
+        elif step == 1:
+            older.wait()  # so that there is something to fall back to, as there is in a training
         if step == STEPS - 1:
             peers.torch_save(state, options.at / "state.pt")
     wait_for_seal(ckpt)
