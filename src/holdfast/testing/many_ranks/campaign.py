@@ -38,7 +38,7 @@ DIGEST_BYTES: Final = 16
 
 
 def mesh_of(ranks: int, leaves: int, *, columns: int = COLUMNS, copies: int = 1) -> Mesh:
-    """Boxes of about 2 x 4 items; no length is a multiple of the ranks, so that boxes differ by an item. The ranks are a
+    """Boxes of about 2 x 4 items; no length is a multiple of the ranks, so boxes differ by an item. The ranks are a
     multiple of `columns` times `copies`."""
     assert not ranks % (columns * copies), f"{ranks} ranks make no mesh of {columns} columns, {copies} times"
     return Mesh(ranks, leaves, (2 * (ranks // columns // copies) + 1, 4 * columns + 1), columns, copies)

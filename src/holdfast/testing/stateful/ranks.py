@@ -6,7 +6,7 @@ from an older step, claim over jobs that live, and race with them; a person does
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -140,7 +140,7 @@ class RankProduct(Keeping):
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: list(self.model.walk(RUN)) or not self.model.of_run(RUN))
+    @precondition(lambda self: any(self.model.walk(RUN)) or not self.model.of_run(RUN))
     @rule(wanted=jobs, schedule=st.integers(0, 10**6))
     def train(self, wanted: Wanted, schedule: int) -> None:
         """One job, from its start to its end."""
@@ -153,7 +153,7 @@ class RankProduct(Keeping):
         elif raised:
             raise raised[0]
 
-    @precondition(lambda self: list(self.model.walk(RUN)) or not self.model.of_run(RUN))
+    @precondition(lambda self: any(self.model.walk(RUN)) or not self.model.of_run(RUN))
     @rule(first=jobs, second=jobs, schedule=st.integers(0, 10**6))
     def race(self, first: Wanted, second: Wanted, schedule: int) -> None:
         """Two jobs at once, each of which claims over whoever has the run. What either raises is its own business."""
@@ -174,7 +174,8 @@ class RankProduct(Keeping):
         program = Histories(self.world, schedule)
         several = len(all_wanted) > 1
         line = [id for id in self.model.walk(RUN)]
-        works, turns = {}, program.turns()
+        works: dict[int, Callable[[], None]] = {}
+        turns = program.turns()
         for number, wanted in enumerate(all_wanted):
             job = self._job(program, wanted)
             before = set(works)
