@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
+.PHONY: setup demo test test-long lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# What takes long and is looked at from another side by `make test` too.
+test-long: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 lint: setup
 	$(BIN)/ruff check .
@@ -87,6 +91,9 @@ bench-ranks: setup
 		$(BIN)/python benchmarks/ranks_restore.py --ranks $$ranks --gib $$gib --cache hot || exit 1; \
 		$(BIN)/python benchmarks/ranks_restore.py --ranks $$ranks --gib $$gib --cache cold || exit 1; \
 	done; done
+	for cache in hot cold; do \
+		$(BIN)/python benchmarks/p10_reshard.py --savers 3 --ranks 2 --gib 1 --cache $$cache || exit 1; \
+	done
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
 

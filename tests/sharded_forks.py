@@ -35,9 +35,8 @@ def rows_of(rank: int, width: int) -> list[Any]:
     fully_shard(model, mesh=mesh["dp"])
     found = flatten({"model": model})
     return [
-        [spec.offsets[0], source[:, 0].tolist()]
+        [spec.offsets[0] if spec.offsets is not None else 0, source[:, 0].tolist()]
         for spec, source in zip(found.specs, found.sources, strict=True)
-        if spec.offsets is not None
     ]
 
 

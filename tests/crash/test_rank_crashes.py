@@ -34,7 +34,10 @@ def test_i1_i3_i4_hold_after_a_crash_of_several_ranks_at_any_call(name: str, nod
     assert result.states > 10
 
 
-@pytest.mark.parametrize("end", [End(80), End(120), End(60, 0), End(100, 0), End(20, 2), End(35, 2)], ids=str)
+LONG = [pytest.param(end, marks=pytest.mark.long) for end in (End(100, 0), End(35, 2))]
+
+
+@pytest.mark.parametrize("end", [End(80), End(120), End(60, 0), End(20, 2), *LONG], ids=str)
 def test_a_job_after_one_that_lost_a_rank_relies_on_nothing_that_is_not_durable(end: End) -> None:
     result = run_unit(Unit("saves of three ranks", SEED, end.after, each=3, nodes=True, end=end, part=5), 60)
     assert result.violations == []

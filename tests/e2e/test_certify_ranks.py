@@ -61,6 +61,7 @@ def test_what_differs_on_one_rank_is_named_with_step_leaf_and_rank(
     assert (found["difference"]["step"], found["difference"]["first"]) == (step, "rows")
 
 
+@pytest.mark.long
 def test_a_job_of_torchrun_is_certified(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = [str(EXAMPLES / "ranks_fsdp2.py"), "--where", str(tmp_path / "checkpoints"), "--steps", "20"]

@@ -256,7 +256,7 @@ LIES: dict[str, Callable[[Footer], Footer]] = {
     "no image": lambda footer: replace(footer, image=0),
     "another index": lambda footer: replace(footer, index=Part(footer.index.length, bytes(16))),
     "another save": lambda footer: replace(footer, save_id="0" * 32),
-    "another rank": lambda footer: replace(footer, rank=3),
+    "another rank": lambda footer: replace(footer, rank=3, ranks=4),
     "a later step": lambda footer: replace(footer, id=replace(footer.id, step=30)),
 }
 

@@ -179,7 +179,7 @@ POINTS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_killed_again_and_again_wherever_it_is(where: Path, seed: int) -> None:
     chance = random.Random(seed)
     jobs = []
@@ -212,7 +212,7 @@ def test_a_rank_that_dies_while_all_look_into_memory_is_waited_for_no_longer_tha
 # -- damaged, gone, elsewhere ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("harm", ["removed", "torn", "tampered", "described wrongly"])
 def test_where_one_rank_has_no_whole_image_all_go_back_to_the_step_before(
     where: Path, root: Path, rank: int, harm: str

@@ -35,7 +35,7 @@ def job(where: Path, *words: str, ranks: int = 2) -> list[dict[str, Any]] | None
     return [json.loads(Path(f"{where}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("capture", ["eager", "fenced"])
+@pytest.mark.parametrize("capture", [pytest.param("eager", marks=pytest.mark.long), "fenced"])
 def test_a_killed_job_goes_on_from_memory_to_the_same_bits(tmp_path: Path, capture: str) -> None:
     whole = job(tmp_path / "whole")
     job(tmp_path / "parts", "--kill", "8", "--capture", capture)

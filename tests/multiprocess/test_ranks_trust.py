@@ -70,7 +70,7 @@ def cases() -> Iterable[tuple[str, int, signal.Signals]]:
     yield from ((point, 0, number) for point in COORDINATOR for number in (KILL, STOP))
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2))])
 def test_whoever_is_killed_or_stopped_wherever_the_others_say_so_and_the_job_goes_on(
     begun: Path, tmp_path: Path, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 import holdfast
@@ -62,6 +63,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.long
 def test_a_job_that_is_stopped_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert run("ranks_fsdp2", tmp_path / "whole", 2, 30).startswith("step 30 on 2 ranks")
     run("ranks_fsdp2", tmp_path / "parts", 2, 17)
@@ -81,6 +83,7 @@ def test_any_number_of_ranks_goes_on_from_what_others_have_saved(tmp_path: Path)
     assert parents == [None, CheckpointId("main", 1, 10), CheckpointId("main", 2, 15)]
 
 
+@pytest.mark.long
 def test_tensor_parallelism_inside_fsdp(tmp_path: Path) -> None:
     run("ranks_tp_fsdp2", tmp_path / "tp", 4, 10)
     before = state_of(tmp_path / "tp", 10)
@@ -89,6 +92,7 @@ def test_tensor_parallelism_inside_fsdp(tmp_path: Path) -> None:
     assert equal(before, state_of(tmp_path / "tp", 10))
 
 
+@pytest.mark.long
 def test_a_job_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     where = tmp_path / "checkpoints"
     job = subprocess.Popen(

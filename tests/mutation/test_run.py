@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 RUN = Path(__file__).with_name("run.py")
 SUMS = """
 def double(a):
@@ -119,6 +121,7 @@ def test_tests_that_fail_only_beside_others_kill_nothing(tmp_path: Path) -> None
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.long
 def test_a_slice_of_the_run_from_end_to_end(tmp_path: Path) -> None:
     """Three changes of one module of the product, with that module's own tests."""
     scope = ["--scope", "src/holdfast/repo/deadline.py", "--tests", "tests/unit/repo/test_deadline.py"]

@@ -104,6 +104,7 @@ def costs(stats: holdfast.Stats) -> None:
     assert_type(stats.held_share, float)
     assert_type(stats.disk_age_s, float | None)
     assert_type(stats.usual, holdfast.Timing | None)
+    assert_type(stats.ranks, holdfast.RankTimings | None)
 
 
 def one_off(place: Path, state: dict[str, object]) -> None:

@@ -24,6 +24,8 @@ from holdfast.ranks.timing import Deadline, Settings
 from holdfast.ranks.watch import NAMED
 
 PHASE: Final = "handshake"
+_BEYOND: Final = 1024
+"""Ranks of a larger job that are told at once what is wrong; the others are at their deadline."""
 
 
 class Handshake:
@@ -128,6 +130,8 @@ class Joining(Handshake):
     def __init__(self, board: Board, hello: Hello, settings: Settings) -> None:
         super().__init__(board, hello, settings)
         self._silent = [0]
+        self._foreign = ""
+        """Who has offered a session to a job of another size."""
 
     def _look(self, timeout: float) -> bool | None:
         keys = [OFFER, self._door("hello", self.hello.rank), self._door("hello", 0)]
@@ -151,6 +155,12 @@ class Joining(Handshake):
             keys = [self.session.key("ack", rank) for rank in ranks]
             acks = self.board.get_many(keys, timeout=self.session.patience_s(deadline))
             self._silent = [rank for rank, ack in zip(ranks, acks, strict=True) if ack is None] or [0]
+        elif deadline.passed and self._foreign:
+            # Only now: what a dead process was refused for says nothing about this job, as long as another may come.
+            raw = self.board.get(self._door("refused", self._foreign), timeout=self.session.patience_s(deadline))
+            error = decode(raw, self._foreign, PHASE).error(self.hello.rank) if raw is not None else None
+            if isinstance(error, RanksError):
+                return error
         return super()._over(deadline)
 
     def missing(self) -> list[int]:
@@ -170,6 +180,7 @@ class Joining(Handshake):
                 self.session.id, self.acknowledged = session.id, True
         elif offer.world_size != self.hello.world_size and offer.by not in self._complained:
             self._complained.add(offer.by)
+            self._foreign = offer.by
             self._put(self._door("stray", offer.by), self.hello.encode())
 
     def _is_open(self, timeout: float) -> bool:
@@ -284,12 +295,22 @@ class Convening(Handshake):
             ranks=(0, other.rank),
             phase=PHASE,
         )
-        self._refuse_all(error, other.nonce)
+        self._refuse_all(error, other.nonce, *self._beyond(other.world_size))
         raise error
 
+    def _beyond(self, world_size: int) -> list[str]:
+        """Those who take the job for a larger one. Who comes later finds what this rank leaves under its own number."""
+        if world_size <= self.hello.world_size:
+            return []
+        ranks = range(self.hello.world_size, min(world_size, self.hello.world_size + _BEYOND))
+        keys = [self._door("hello", rank) for rank in ranks]
+        raws = self.session.ask(lambda timeout: self.board.get_many(keys, timeout=timeout), PHASE)
+        return [self.hello.nonce, *(hello.nonce for hello in map(Hello.decode, raws) if hello is not None)]
+
     def _refuse_all(self, error: RanksDisagree, *more: str) -> None:
+        own = {self.hello.nonce} - set(more)
         nonces = {hello.nonce for hello in self._hellos.values()} | set(more)
-        self._refuse(error, sorted(nonces - {self.hello.nonce}))
+        self._refuse(error, sorted(nonces - own))
 
     def _opened(self, timeout: float) -> bool:
         message = Message(self.session.id, PHASE, 0)
