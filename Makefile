@@ -23,7 +23,7 @@ test: setup
 
 # What takes long and is looked at from another side by `make test` too.
 test-long: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
+	$(BIN)/python -m pytest -n 2 --dist worksteal --long
 
 lint: setup
 	$(BIN)/ruff check .

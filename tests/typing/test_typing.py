@@ -27,6 +27,7 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (Path(holdfast.__file__).parent / "py.typed").exists()
 
 
+@pytest.mark.long  # `make lint` looks too
 def test_mypy_understands_what_is_right_and_refuses_what_is_wrong() -> None:
     names = [str(HERE / name) for name in ("public_surface.py", "wrong_use.py")]
     done = subprocess.run(
@@ -39,6 +40,7 @@ def test_mypy_understands_what_is_right_and_refuses_what_is_wrong() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long  # `make lint` looks too
 def test_pyright_understands_what_is_right_and_refuses_what_is_wrong() -> None:
     # It would ask the network for its newest version: the one that is installed does.
     settled = os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
