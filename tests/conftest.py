@@ -14,10 +14,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = config.getoption("--long")
-    chosen = [item for item in items if (item.get_closest_marker("long") is not None) == wanted]
-    if len(chosen) < len(items):
-        named = any("::" in word for word in config.args)  # who names a test wants it, however long it takes
-        left_out = [] if named and not wanted else [item for item in items if item not in set(chosen)]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = chosen
+    if any("::" in word for word in config.args) and not wanted:
+        return  # who names a test wants it, however long it takes
+    left_out = [item for item in items if (item.get_closest_marker("long") is not None) != wanted]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if (item.get_closest_marker("long") is not None) == wanted]

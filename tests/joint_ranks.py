@@ -25,23 +25,13 @@ def on_ranks(count: int, work: Callable[[Agreement], Result]) -> list[Result]:
 
 def outcomes(count: int, work: Callable[[Agreement], Any]) -> Sequence[Any]:
     """What `work` returns or raises on each rank."""
-    board = MemoryBoard()
-    found: list[Any] = [None] * count
     settings = Settings(beat_s=0.05, dead_after_s=30, answer_s=10)
 
-    def run(rank: int) -> None:
-        try:
-            with Agreement.open(ThreadRanks(rank, count, board), {"run": "main"}, DEADLINE_S, settings) as agreement:
-                found[rank] = work(agreement)
-        except BaseException as error:  # noqa: BLE001 - told to the test
-            found[rank] = error
+    def agreed(ranks: ThreadRanks) -> Any:
+        with Agreement.open(ranks, {"run": "main"}, DEADLINE_S, settings) as agreement:
+            return work(agreement)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return found
+    return together(count, agreed)
 
 
 def together(count: int, work: Callable[[Any], Any]) -> Sequence[Any]:

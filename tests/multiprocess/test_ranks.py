@@ -177,3 +177,19 @@ def test_ranks_that_take_the_job_for_another_size(tmp_path: Path, sizes: tuple[i
             kind, message, *_ = process.heard()
             assert kind == "RanksDisagree", message
             assert f"world size is '{sizes[0]}' on rank 0" in message and f"'{sizes[1]}' on rank" in message
+
+
+def test_a_rank_of_a_larger_job_that_comes_late_is_told_at_its_deadline(tmp_path: Path) -> None:
+    with Job("files", 3, str(tmp_path / "ranks")) as job:
+        job.processes = [job.process(0, 2), job.process(1, 3), job.process(2, 3)]
+        for process in job.processes:
+            assert process.heard() == "ready"
+        first, second, late = job.processes
+        for process in (first, second):
+            process.tell("handshake", FACTS)
+        for process in (first, second):
+            assert process.heard()[0] == "RanksDisagree"
+        late.tell("handshake", FACTS)
+        kind, message, *_ = late.heard()
+        assert kind == "RanksDisagree", message
+        assert "world size is '2' on rank 0" in message and "'3' on rank 1" in message

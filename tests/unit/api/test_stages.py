@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +12,9 @@ import torch
 import holdfast
 from holdfast.errors import StateMismatch
 from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+from joint_ranks import together
 
 LAYERS = 5
-
-
-def together(count: int, work: Callable[[Any], Any]) -> Sequence[Any]:
-    """What `work` returns or raises on each rank, each a thread."""
-    board, found = MemoryBoard(), [None] * count
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = work(ThreadRanks(rank, count, board))
-        except BaseException as error:  # noqa: BLE001 - told to the test
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return found
 
 
 def stage(ranks: Any, value: float = 1.0, layers: int = LAYERS) -> dict[str, Any]:

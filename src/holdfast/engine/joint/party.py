@@ -281,7 +281,11 @@ class Together:
                 plan, digests = under.plan, [post.data for post in self._rounds.posts(topic, save)]
                 assert plan is not None, "planned before"
                 check_replicas(plan.held, plan.replicas, plan.compared(under.all_replicas), digests)
-                raise ShardMismatch("what several ranks hold alike was not the same on all of them, and is now")
+                raise ShardMismatch(
+                    f"{save.id}: what several ranks hold alike was not the same on all of them, and is now",
+                    subject=str(save.id),
+                    hint="something writes to the state while it is saved: save where training stands still",
+                )
             topic.hear(self._deadline_s, phase(topic, save))
 
     def _tree(self, plan: JointPlan, under: _Under, save: Save, posts: Sequence[Post]) -> Spelled:
