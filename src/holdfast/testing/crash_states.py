@@ -8,13 +8,15 @@ more than one bug passed unseen.
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 from holdfast.errors import HoldfastError
 from holdfast.testing.campaigns import Progress, Sitting, deliver, options
@@ -25,6 +27,8 @@ from holdfast.testing.rot import rot
 from holdfast.testing.scenarios import NOTHING, SCENARIOS, Recording, killed
 from holdfast.testing.seeded_bugs import BUGS, Bug
 from holdfast.testing.simulated_disk import SimulatedDisk
+
+Job = TypeVar("Job")
 
 MODULE = "holdfast.testing.crash_states"
 RESTART_ONE_IN = 23
@@ -204,15 +208,26 @@ class Campaign:
         return [text for result in self.families.values() for text in result.violations]
 
 
-def run(wanted: int, seed: int, *, each: int, workers: int, say: Callable[[str], None]) -> Campaign:
-    """Judges at least `wanted` distinct disks."""
+def run(
+    wanted: int,
+    units: Iterator[Job],
+    judge: Callable[[Job], Result],
+    *,
+    workers: int,
+    seconds: float = math.inf,
+    say: Callable[[str], None],
+) -> Campaign:
+    """Judges at least `wanted` distinct disks, or as many as can be in so many `seconds`."""
     campaign, began = Campaign(wanted), time.monotonic()
-    source = units(seed, each)
+
+    def goes_on() -> bool:
+        return len(campaign.distinct) < wanted and time.monotonic() - began < seconds
+
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         under_way: set[Future[Result]] = set()
-        while len(campaign.distinct) < wanted or under_way:
-            while len(under_way) < 2 * workers and len(campaign.distinct) < wanted:
-                under_way.add(pool.submit(run_unit, next(source)))
+        while goes_on() or under_way:
+            while len(under_way) < 2 * workers and goes_on():
+                under_way.add(pool.submit(judge, next(units)))
             done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
             for future in done:
                 campaign.add(future.result())
@@ -224,13 +239,15 @@ def run(wanted: int, seed: int, *, each: int, workers: int, say: Callable[[str],
     return campaign
 
 
-def run_bugs(seed: int, *, workers: int, say: Callable[[str], None]) -> list[BugResult]:
+def run_bugs(
+    names: Sequence[str], hunt: Callable[[str, int], BugResult], seed: int, *, workers: int, say: Callable[[str], None]
+) -> list[BugResult]:
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        futures = [pool.submit(_hunt_by_name, bug.name, seed) for bug in BUGS]
+        futures = [pool.submit(hunt, name, seed) for name in names]
         results = []
         for number, future in enumerate(futures, 1):
             results.append(future.result())
-            say(f"bugs: {number} of {len(BUGS)} seeded, {sum(found.caught for found in results)} caught")
+            say(f"bugs: {number} of {len(names)} seeded, {sum(found.caught for found in results)} caught")
     return results
 
 
@@ -240,8 +257,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=400, help="states for one prefix of one scenario, at most")
     chosen = parser.parse_args(arguments)
     sitting, say = Sitting(MODULE, arguments, seed=chosen.seed), Progress()
-    bugs = [] if chosen.no_bugs else run_bugs(chosen.seed, workers=chosen.workers, say=say)
-    campaign = run(chosen.states, chosen.seed, each=chosen.each, workers=chosen.workers, say=say)
+    names = [] if chosen.no_bugs else [bug.name for bug in BUGS]
+    bugs = run_bugs(names, _hunt_by_name, chosen.seed, workers=chosen.workers, say=say)
+    campaign = run(chosen.states, units(chosen.seed, chosen.each), run_unit, workers=chosen.workers, say=say)
     say.end()
     report = sitting.result(summary(campaign, bugs))
     deliver(report, chosen.json, text(report))

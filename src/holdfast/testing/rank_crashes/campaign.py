@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import random
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Final
 
 from holdfast.errors import HoldfastError
 from holdfast.testing.checker import Checker
 from holdfast.testing.checker import check as look
-from holdfast.testing.crash_states import BugResult, Campaign, Result
+from holdfast.testing.crash_states import BugResult, Result
 from holdfast.testing.expectations import Expected
 from holdfast.testing.exploration import crash_states, violation
 from holdfast.testing.going_on import ends, go_on
@@ -93,30 +90,6 @@ def units(seed: int, each: int) -> Iterator[Unit]:
             for number, end in enumerate(ends):
                 yield Unit(name, seed, schedule, each // 4, bool((schedule + number) % 2), end)
         schedule += 1
-
-
-def run(wanted: int, seed: int, *, each: int, workers: int, seconds: float, say: Callable[[str], None]) -> Campaign:
-    """Judges at least `wanted` distinct disks, or as many as can be in so many `seconds`."""
-    campaign, began = Campaign(wanted), time.monotonic()
-
-    def goes_on() -> bool:
-        return len(campaign.distinct) < wanted and time.monotonic() - began < seconds
-
-    source = units(seed, each)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        under_way: set[Future[Result]] = set()
-        while goes_on() or under_way:
-            while len(under_way) < 2 * workers and goes_on():
-                under_way.add(pool.submit(run_unit, next(source)))
-            done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-            for future in done:
-                campaign.add(future.result())
-            rate = len(campaign.distinct) / (time.monotonic() - began)
-            say(
-                f"{len(campaign.distinct):,} of {wanted:,} states, {campaign.recordings} recordings, "
-                f"{rate:,.0f} states/s, {len(campaign.violations)} rules broken"
-            )
-    return campaign
 
 
 def hunt(bug: Bug, seed: int = 1, *, each: int = 4, limit: int = 3000, schedules: int = 18) -> BugResult:
