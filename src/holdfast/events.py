@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.model.names import CheckpointId
+from holdfast.model.spread import RankTimings
 from holdfast.model.timing import Timing
 
 
@@ -130,6 +131,8 @@ class RestoredEvent(Event):
     seconds: float
     content: str = ""
     """The digest of all that the checkpoint holds."""
+    ranks: RankTimings | None = None
+    """Of several ranks: where the time went on each of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from campaign_slices import outcome_of, reported
 from holdfast.testing.exact_resume.campaign import MODULE, Outcome, fresh, outcome, summary
 from holdfast.testing.exact_resume.cases import CASES, CONTROLS, QUICK, End
 from holdfast.testing.exact_resume.data import own_order
@@ -20,22 +18,12 @@ TOLD = ("a generator outside the state", "the average outside the state", "gradi
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("exact") / "out.json"
-    command = [sys.executable, "-m", MODULE, "--json", str(out), "--cases", *QUICK, *TOLD]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert out.exists(), done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(out.read_text())
-    assert done.returncode == 0, found
-    return found
-
-
-def _of(report: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(one for one in report["outcomes"] if one["name"] == name)
-    return found
+    return reported(MODULE, [*QUICK, *TOLD], out, 280)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_r8_a_resumed_run_ends_in_the_state_of_an_uninterrupted_one(report: dict[str, Any], name: str) -> None:
-    found = _of(report, name)
+    found = outcome_of(report, name)
     assert found["result"] == "equal"
     assert found["went_on_from"] == [end.goes_on_from for end in CASES[name].ends]
     assert found["leaves"] > 10
@@ -43,7 +31,7 @@ def test_r8_a_resumed_run_ends_in_the_state_of_an_uninterrupted_one(report: dict
 
 @pytest.mark.parametrize("name", TOLD)
 def test_r8_the_comparison_tells_training_that_does_not_resume_exactly(report: dict[str, Any], name: str) -> None:
-    assert _of(report, name)["result"].startswith("model/0.weight: byte ")
+    assert outcome_of(report, name)["result"].startswith("model/0.weight: byte ")
     assert report["controls_told"] == report["controls"] == len(TOLD)
 
 

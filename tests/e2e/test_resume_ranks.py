@@ -3,13 +3,11 @@ the campaign, in processes."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from campaign_slices import outcome_of, reported
 from holdfast.testing.exact_resume.cases import End
 from holdfast.testing.resume_ranks.campaign import MODULE, Outcome, summary
 from holdfast.testing.resume_ranks.cases import CASES, CONTROLS, QUICK, QUICK_CONTROLS, Case
@@ -19,22 +17,12 @@ from holdfast.testing.resume_ranks.judge import Life, differences, drawn, lives_
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("resume") / "out.json"
-    command = [sys.executable, "-m", MODULE, "--json", str(out), "--cases", *QUICK, *QUICK_CONTROLS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert out.exists(), done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(out.read_text())
-    assert done.returncode == 0, found
-    return found
-
-
-def _of(report: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(one for one in report["outcomes"] if one["name"] == name)
-    return found
+    return reported(MODULE, [*QUICK, *QUICK_CONTROLS], out, 900)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_r8_any_number_of_ranks_goes_on_with_what_was_saved(report: dict[str, Any], name: str) -> None:
-    found = _of(report, name)
+    found = outcome_of(report, name)
     assert found["result"] == "as it has to be"
     assert found["steps"] >= 13 and found["tensors"] > 50
     if CASES[name].repeats:
@@ -44,7 +32,9 @@ def test_r8_any_number_of_ranks_goes_on_with_what_was_saved(report: dict[str, An
 
 @pytest.mark.parametrize("name", QUICK_CONTROLS)
 def test_r8_a_job_that_does_not_go_on_as_it_has_to_is_told(report: dict[str, Any], name: str) -> None:
-    assert _of(report, name)["result"].startswith("step 4 took samples" if "cursor" in name else "rank 0 of 2 began")
+    assert outcome_of(report, name)["result"].startswith(
+        "step 4 took samples" if "cursor" in name else "rank 0 of 2 began"
+    )
     assert report["controls_told"] == report["controls"] == len(QUICK_CONTROLS)
 
 

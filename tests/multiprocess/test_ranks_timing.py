@@ -1,4 +1,5 @@
-"""Where the time of a save goes on each rank: told on all of them, in the checkpoint, and by `holdfast show`."""
+"""Where the time of a save and of a restore goes on each rank: told on all of them, in the checkpoint, and by
+`holdfast show`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ import pytest
 
 import holdfast
 from holdfast.cli import main
+from holdfast.engine.parts import Parts
 from holdfast.engine.writing import SaveWriter
+from holdfast.events import Event, RestoredEvent
 from holdfast.policy import every
+from holdfast.report.story import sentence
 from holdfast.testing.rank_kills.processes import Job, Plan
 from holdfast.testing.rank_kills.training import Numbers
 
@@ -75,3 +79,53 @@ def test_the_slowest_rank_is_named_on_all_of_them_and_in_the_checkpoint(
     show(plan)
     shown = capsys.readouterr().out
     assert any(text.startswith("index ") and "rank 1" in text for text in shown.splitlines()), shown
+
+
+class Told:
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RestoredEvent):
+            self.sentences.append(sentence(event) or "")
+
+
+def resumed(plan: Plan, rank: int) -> Mapping[str, Any]:
+    if rank == 1:
+        original = Parts.read
+
+        def slowly(self: Any, *arguments: Any) -> int:
+            time.sleep(SLOW_S)
+            return original(self, *arguments)
+
+        Parts.read = slowly  # type: ignore[method-assign]
+    numbers, told = Numbers(rank, plan.world), Told()
+    ranks = plan.ranks(rank)
+    with holdfast.Checkpointer(
+        plan.where, numbers.state(), ranks=ranks, ranks_timeout=plan.timeout_s, sinks=[told]
+    ) as ckpt:
+        restored = ckpt.restore()
+    assert restored is not None and restored.ranks is not None
+    parts = restored.ranks.parts
+    slowest = {name: part.slowest[0] for name, part in parts.items()}
+    return {"slowest": slowest, "each": {name: part.each for name, part in parts.items()}, "told": told.sentences}
+
+
+def test_the_slowest_rank_of_a_restore_is_named_on_all_of_them(tmp_path: Path) -> None:
+    plan = Plan(tmp_path, 3, 3, timeout_s=30.0)
+    with Job(plan) as job:
+        assert job.wait(60)
+    with Job(plan, resumed) as job:
+        assert job.wait(60)
+        found = [job.ended[rank] for rank in range(3)]
+    assert {one.status for one in found} == {0}, found
+    assert len({json.dumps(one.told["slowest"]) for one in found}) == 1
+    for one in found:
+        rank, most = one.told["slowest"]["read_s"]
+        assert rank == 1 and most >= SLOW_S
+        assert one.told["slowest"]["seconds"][0] == 1
+        assert one.told["slowest"]["wait_s"][0] != 1, "who is slow has not waited for the others"
+        each = one.told["each"]
+        assert len(each["bytes"]) == 3 and min(each["bytes"]) > 0
+        assert each["seconds"] == pytest.approx([a + b for a, b in zip(each["match_s"], each["read_s"], strict=True)])
+        assert len(one.told["told"]) == 1 and "rank 1 was the slowest" in one.told["told"][0]

@@ -6,12 +6,12 @@ import time
 from typing import Final
 
 from holdfast.api.company import RESTORE_TIMES, Company
-from holdfast.api.leftover import refuse_what_none_takes
+from holdfast.api.outcome import Outcome, agreed, refuse_what_none_takes
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.joint.neighbours import Neighbours
 from holdfast.engine.joint.together import NodeReads
 from holdfast.engine.joint.window import Timing
-from holdfast.engine.restore import Prepare, RestoreResult, choose, chosen, exactly, fetch
+from holdfast.engine.restore import Prepare, RestoreResult, Told, choose, chosen, exactly, fetch
 from holdfast.errors import CorruptionError, RankFailed, in_words
 from holdfast.events import CandidateSkipped, Emitter, RestoredEvent
 from holdfast.model import canonical
@@ -119,25 +119,33 @@ class ReadingTogether:
         own: BaseException | None = None
         prepared: Prepared | None = None
         manifest: Manifest | None = None
-        moved = 0
+        outcome = Outcome()
         try:
             manifest = _manifest(data, id)
-            rank, of = self.company.rank, self.company.world_size
             prepared, moved = fetch(
-                self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter, node=node
+                self._repo,
+                manifest,
+                self._matched(outcome, began),
+                rank=self.company.rank,
+                of=self.company.world_size,
+                emitter=self._emitter,
+                node=node,
             )
+            waited = 0.0 if node is None else node.waited_s
+            outcome.done(time.perf_counter() - began, waited, moved, prepared.left_over)
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
             own = error
+            outcome.reason = (DAMAGED if isinstance(own, CorruptionError) else "") + in_words(own)
             if node is not None:
                 node.absent()
-        reason = "" if own is None else (DAMAGED if isinstance(own, CorruptionError) else "") + in_words(own)
         crashpoint("part restored, not yet voted for")
         with self._topic() as topic:
-            verdict = topic.vote(own is None, reason, self._deadline_s, f"the restore of {id}")
-        if not verdict:
+            heard = agreed(topic, outcome, self._deadline_s, f"the restore of {id}")
+        if not heard.verdict:
             if own is not None and not isinstance(own, CorruptionError):
                 raise own
-            fatal = {rank: said for rank, said in verdict.reasons.items() if not said.startswith(DAMAGED)}
+            reasons = heard.verdict.reasons
+            fatal = {rank: said for rank, said in reasons.items() if not said.startswith(DAMAGED)}
             if fatal:
                 rank, said = min(fatal.items())
                 raise RankFailed(
@@ -146,15 +154,25 @@ class ReadingTogether:
                     ranks=tuple(fatal),
                     phase="restore",
                 )
-            rank, said = min(verdict.reasons.items())
+            rank, said = min(reasons.items())
             raise CorruptionError(f"{said.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
         assert prepared is not None and manifest is not None
-        refuse_what_none_takes(self.company, manifest.tree, prepared.left_over, self._deadline_s)
+        refuse_what_none_takes(manifest.tree, heard.left_over)
         crashpoint("restore voted for, run not yet claimed")
         state = prepared.apply()
         seconds = time.perf_counter() - began
-        self._emitter.emit(RestoredEvent(id, moved, seconds, manifest.content))
-        return RestoreResult(id, manifest, state, prepared.report, moved, seconds)
+        self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, heard.ranks))
+        return RestoreResult(id, manifest, state, prepared.report, outcome.nbytes, seconds, ranks=heard.ranks)
+
+    def _matched(self, outcome: Outcome, began: float) -> Prepare:
+        """`prepare`, and when it was over."""
+
+        def prepare(manifest: Manifest, told: Told) -> Prepared:
+            prepared = self._prepare(manifest, told)
+            outcome.match_s = time.perf_counter() - began
+            return prepared
+
+        return prepare
 
 
 def _manifest(data: bytes, id: CheckpointId) -> Manifest:

@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.engine.restore import RestoreResult
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId
+from holdfast.model.spread import RankTimings
 from holdfast.report.measures import seconds
 from holdfast.state.contract import LoadReport
 
@@ -51,6 +52,7 @@ class Restored:
     seconds: float
     skipped: tuple[tuple[CheckpointId, str], ...] = ()
     memory_s: float | None = None
+    ranks: RankTimings | None = None
 
     @property
     def source(self) -> str:
@@ -76,4 +78,5 @@ class Restored:
             seconds=result.seconds,
             skipped=result.skipped,
             memory_s=memory_s,
+            ranks=result.ranks,
         )

@@ -60,7 +60,7 @@ class Parts:
         self._emitter = emitter
         self._paths: Sequence[str] = leaf_paths(manifest.tree)
         self._tables: dict[int, Table] = {}
-        self._boxes = repo.boxes(manifest)
+        self._boxes = repo.boxes(manifest, len(self._paths))
         if self._boxes is not None:
             _check_sizes(self._boxes, manifest, self._paths)
         self._table = _table_of(self._of(0)) if self._boxes is None else self._boxes
@@ -134,7 +134,7 @@ class Parts:
         return found
 
     def _index(self, rank: int) -> Index:
-        return self._of(rank).index(self._manifest.tree)
+        return self._of(rank).index(self._manifest.tree, self._paths)
 
     def _specs(self, private: Json) -> Specs:
         """The shared leaves, each as a whole, then those of the private tree."""

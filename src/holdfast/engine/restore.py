@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from holdfast.engine.joint.together import NodeReads
@@ -18,6 +18,7 @@ from holdfast.events import CandidateSkipped, Emitter, RestoredEvent, Warned
 from holdfast.model.checkpoint import Json, Manifest
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId, run_key
+from holdfast.model.spread import RankTimings
 from holdfast.repo.lineage import latest, resolve, walk
 from holdfast.repo.repository import Repo
 from holdfast.state.collector import collector_paused
@@ -43,7 +44,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """What was restored, from where, and what was passed over on the way."""
+    """What was restored, from where, and what was passed over on the way. `ranks`: of several, where the time went on
+    each."""
 
     id: CheckpointId
     manifest: Manifest
@@ -52,6 +54,7 @@ class RestoreResult:
     bytes: int
     seconds: float
     skipped: tuple[tuple[CheckpointId, str], ...] = ()
+    ranks: RankTimings | None = None
 
 
 class _Vanished(Exception):
@@ -191,12 +194,4 @@ def fetch(
 
 
 def _with_skipped(result: RestoreResult, skipped: Sequence[tuple[CheckpointId, str]]) -> RestoreResult:
-    return RestoreResult(
-        result.id,
-        result.manifest,
-        result.state,
-        result.report,
-        result.bytes,
-        result.seconds,
-        tuple(skipped),
-    )
+    return replace(result, skipped=tuple(skipped))

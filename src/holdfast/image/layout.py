@@ -1,8 +1,10 @@
 """The layout of an image: which leaf lies where in which pack.
 
-Leaves are ordered by their natural alignment (the item size, for every usual dtype) descending, then by path, so that
-each is aligned without a hole: safetensors refuses holes. A pack's tensors begin at a multiple of 4096; packs too,
-so that an image is written in aligned blocks. Beyond a header of 64 MiB or 500,000 leaves a further pack is begun.
+Leaves are ordered by the largest power of two, 64 at most, that divides their length, descending, then by path: so each
+is aligned to that power without a hole, for safetensors refuses holes. Large tensors begin at lines of the processor's
+cache then: a copy into the image takes a quarter longer where they do not. A pack's tensors begin at a multiple of
+4096; packs too, so that an image is written in aligned blocks. Beyond a header of 64 MiB or 500,000 leaves a further
+pack is begun.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from holdfast.model.paths import METADATA
 
 SAVE_ID_KEY: Final = "holdfast.save_id"
 SAVE_ID_CHARACTERS: Final = 32
+_LINE: Final = 64
+"""Bytes of a line of the cache."""
 _PREFIX: Final = f'{{"{METADATA}":{{{json.dumps(SAVE_ID_KEY)}:"'
 _SAVE_ID_AT: Final = 8 + len(_PREFIX)
 
@@ -139,7 +143,7 @@ def _forms(specs: Sequence[LeafSpec]) -> list[_Form]:
             nbytes = spec.nbytes
             plain = kind.code is not None
             form = known[key] = _Form(
-                -_natural(kind.size), nbytes, kind.code or "U8", spec.shape if plain else (nbytes,)
+                -_alignment(nbytes), nbytes, kind.code or "U8", spec.shape if plain else (nbytes,)
             )
         found.append(form)
     return found
@@ -161,9 +165,9 @@ def _arrange(specs: Sequence[LeafSpec], forms: Sequence[_Form]) -> Array:
     return np.fromiter((one[-1] for one in ranked), np.int64, len(ranked))
 
 
-def _natural(itemsize: int) -> int:
-    """The largest power of two that divides the item size: numpy has items of 12 bytes, which must not shift others."""
-    return itemsize & -itemsize if itemsize else 1
+def _alignment(nbytes: int) -> int:
+    """At least the natural alignment of the items, for a length is a multiple of theirs."""
+    return min(nbytes & -nbytes, _LINE) if nbytes else _LINE
 
 
 def _split(

@@ -1,4 +1,4 @@
-"""Where the time of one save of several ranks went on each of them, in a form that stays small for thousands."""
+"""Where the time of what several ranks do went on each of them, in a form that stays small for thousands."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from holdfast.model.timing import Timing
 FULL: Final = 64
 """So many ranks at most are told one by one; of more the slowest, and how the others are spread."""
 SLOWEST: Final = 8
-PARTS: Final = ("held_s", *(field.name for field in fields(Timing)))
+_OF_A_SAVE: Final = ("held_s", *(field.name for field in fields(Timing)))
+_OF_A_RESTORE: Final = ("match_s", "read_s")
+PARTS: Final = (*_OF_A_SAVE, *_OF_A_RESTORE)
 _MOST: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a save over its ranks, in seconds (of `bytes`: in bytes). `quantiles`: the least, a quarter, half,
-    three quarters, the most. `slowest`: rank and value, the largest first. `each`: by rank, where they are not too
-    many to be told one by one; else empty."""
+    """One part of a save or a restore over its ranks, in seconds (of `bytes`: in bytes). `quantiles`: the least, a
+    quarter, half, three quarters, the most. `slowest`: rank and value, the largest first. `each`: by rank, where they
+    are not too many to be told one by one; else empty."""
 
     quantiles: tuple[float, float, float, float, float]
     slowest: tuple[tuple[int, float], ...]
@@ -47,7 +49,9 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class RankTimings:
     """Where the time of one save went on each of its `ranks`, until that rank had put its part: by the names of
-    `Timing`, `held_s` (how long training was held) and `bytes` among them. Parts that are 0 everywhere are left out."""
+    `Timing`, `held_s` (how long training was held) and `bytes` among them. Of a restore, until the rank's part was
+    there, verified: `match_s`, finding what it needs of the checkpoint, `read_s`, both together `seconds`; `wait_s`,
+    for what its neighbours on the node ask for; and `bytes`. Parts that are 0 everywhere are left out."""
 
     ranks: int
     parts: Mapping[str, Part]
@@ -55,8 +59,12 @@ class RankTimings:
     @classmethod
     def of(cls, timings: Sequence[Timing]) -> RankTimings:
         """`timings[r]`: of rank r."""
-        found = {name: [float(getattr(one, name)) for one in timings] for name in PARTS}
-        return cls(len(timings), {name: Part.of(values) for name, values in found.items() if any(values)})
+        return cls.of_parts(len(timings), {name: [float(getattr(one, name)) for one in timings] for name in _OF_A_SAVE})
+
+    @classmethod
+    def of_parts(cls, ranks: int, parts: Mapping[str, Sequence[float]]) -> RankTimings:
+        """`parts[name][r]`: of rank r."""
+        return cls(ranks, {name: Part.of(values) for name, values in parts.items() if any(values)})
 
     def told(self) -> dict[str, Any]:
         """As a manifest says it: whole microseconds, and bytes."""

@@ -53,6 +53,11 @@ class Topic:
         """The key of what comes of it."""
         return self._session.key("topics", self.kind, self.number, "outcome")
 
+    @property
+    def coordinates(self) -> bool:
+        """Whether this rank collects and announces."""
+        return self._session.is_coordinator
+
     def post_key(self, rank: int) -> str:
         return self._session.key("topics", self.kind, self.number, "posts", rank)
 

@@ -6,6 +6,7 @@ against what is there before it is used, for a digest keeps accidents out, not a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -138,10 +139,11 @@ class Table:
             offsets, whole = tuple(self.origin[cut].tolist()), tuple(self.whole[cut].tolist())
         return LeafSpec(path, self.names[int(self.code[row])], shape, row >= self.shared, offsets, whole)
 
-    def index(self, tree: Json) -> Index:
-        """The whole index; CorruptionError where `tree` (the manifest's) does not name its shared leaves."""
+    def index(self, tree: Json, tree_paths: Sequence[str] | None = None) -> Index:
+        """The whole index; CorruptionError where `tree` (the manifest's) does not name its shared leaves. `tree_paths`:
+        those that it names, where they are known."""
         head = Fields({}, self.name)
-        paths = _paths(tree, "the manifest's tree", head)
+        paths = _paths(tree, "the manifest's tree", head) if tree_paths is None else list(tree_paths)
         named = self.shared if self.tree_leaves is None else self.tree_leaves
         if named != len(paths):
             raise head.refuse(f"has {named} shared leaves, the manifest's tree has {len(paths)}")

@@ -232,14 +232,20 @@ class Repo:
             raise CorruptionError(f"{found.name} belongs to another save than its manifest", subject=found.name)
         return found
 
-    def boxes(self, manifest: Manifest) -> BoxTable | None:
-        """Which rank has which part of which leaf; None where one rank has them all. Raises like `index`."""
+    def boxes(self, manifest: Manifest, leaves: int | None = None) -> BoxTable | None:
+        """Which rank has which part of which leaf; None where one rank has them all. Raises like `index`. `leaves`: of
+        the manifest's tree, where that is known."""
         entry = manifest.boxes
         if entry is None:
             return None
         data = self.index_bytes(manifest.id, entry)
-        ranks, leaves = len(manifest.indexes), len(leaf_paths(manifest.tree))
-        return decode_boxes(data, id=manifest.id, save_id=manifest.save_id, ranks=ranks, leaves=leaves)
+        return decode_boxes(
+            data,
+            id=manifest.id,
+            save_id=manifest.save_id,
+            ranks=len(manifest.indexes),
+            leaves=len(leaf_paths(manifest.tree)) if leaves is None else leaves,
+        )
 
     def packs(self, manifest: Manifest, rank: int = 0) -> tuple[PackEntry, ...]:
         """The packs that one rank's index names; nothing else of it is read, nor of the tree. Raises like `index`."""

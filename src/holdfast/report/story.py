@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast import events
+from holdfast.model.spread import RankTimings
 from holdfast.report.measures import count, seconds, size
 
 
@@ -30,8 +31,8 @@ def sentence(event: events.Event) -> str | None:
             return f"{run}: the save of step {step} has waited {seconds(waited)} for the one before"
         case events.CandidateSkipped(id, reason):
             return f"{id} is damaged and was passed over: {reason}"
-        case events.RestoredEvent(id, nbytes, took):
-            return f"restored {id}: {size(nbytes)} in {seconds(took)}"
+        case events.RestoredEvent(id, nbytes, took, _, ranks):
+            return f"restored {id}: {size(nbytes)} in {seconds(took)}{_slowest(ranks)}"
         case events.RanksBehind(run, phase, _, waited, _, doing):
             return f"{run}: {phase} has waited {seconds(waited)} for {doing}"
         case events.Removed(id, reason):
@@ -42,3 +43,12 @@ def sentence(event: events.Event) -> str | None:
             return message
         case _:
             return None
+
+
+def _slowest(ranks: RankTimings | None) -> str:
+    """The rank that took longest, where there are several."""
+    took = None if ranks is None else ranks.parts.get("seconds")
+    if took is None:
+        return ""
+    rank, longest = took.slowest[0]
+    return f"; rank {rank} was the slowest with {seconds(longest)}, the median {seconds(took.median)}"

@@ -209,7 +209,7 @@ def test_leaves_worth_it_are_copied_as_one_part_beside_a_writer(arenas, monkeypa
     monkeypatch.setattr(capture, "PART_BYTES", 1024)
     leaves = [("float32", count, 0) for count in (100, 300, 50, 255, 256)]
     for splits, asked in (
-        (True, [("copy", 0, 1), ("part", 1, 0, 1200), ("copy", 2, 4), ("part", 4, 0, 1024)]),
+        (True, [("part", 0, 0, 1024), ("copy", 1, 2), ("part", 2, 0, 1200), ("copy", 3, 5)]),
         (False, [("copy", 0, 5)]),
     ):
         state = flattened(leaves, splits)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from holdfast.engine.joint.together import WINDOW_BYTES, NodeReads
 from holdfast.engine.joint.window import Place, Timing
@@ -13,7 +14,7 @@ from holdfast.events import Emitter
 from holdfast.image import slots
 from holdfast.image.arena import free_shared_memory
 from holdfast.model import canonical
-from holdfast.model.checkpoint import Owner
+from holdfast.model.checkpoint import Json, Owner
 from holdfast.plan.joint_reads import MOST_RANKS
 from holdfast.ranks.agreement import Agreement
 from holdfast.repo.liveness import this_process
@@ -36,20 +37,19 @@ class Neighbours:
         """Who is here; None where this rank is alone on its node, or its node has no shared memory. One round of
         messages: every rank calls it. Raises what `Topic.gather` does."""
         free_shared_memory()
-        me = this_process()
-        said = canonical.dumps([_memory_here(), list(astuple(me))])
+        own = [_memory_here(), *astuple(this_process())]
+        phase = "telling where each rank runs"
         with agreement.topic("node") as topic:
-            all_said = [canonical.loads(one) for one in topic.gather(said, deadline_s, "telling where each rank runs")]
-        here = all_said[agreement.rank]
-        found = [
-            (rank, Owner(*owner))
-            for rank, (memory, owner) in enumerate(all_said)
-            if memory and [memory, owner[0], owner[1]] == [here[0], me.host, me.boot]
-        ]
-        if not 1 < len(found) <= MOST_RANKS:
+            topic.post(canonical.dumps(own))
+            if agreement.is_coordinator:
+                said = [canonical.loads(one) for one in topic.collect(deadline_s, phase)]
+                topic.announce(b"", [canonical.dumps(one) for one in _beside_each(said)])
+            topic.hear(deadline_s, phase)
+            told = canonical.loads(topic.answer())
+        if not told:
             return None
-        ranks = [rank for rank, _ in found]
-        return cls(agreement.session.id, ranks, [owner for _, owner in found], ranks.index(agreement.rank))
+        ranks = [rank for rank, _ in told]
+        return cls(agreement.session.id, ranks, [Owner(*owner) for _, owner in told], ranks.index(agreement.rank))
 
     def reads(self, number: int, *, timing: Timing, emitter: Emitter, window_bytes: int = WINDOW_BYTES) -> NodeReads:
         """What is read together of one checkpoint. `number`: the same on all ranks, and another each time."""
@@ -58,6 +58,16 @@ class Neighbours:
             for rank, owner in zip(self.ranks, self.owners, strict=True)
         ]
         return NodeReads(places, self.own, timing=timing, window_bytes=window_bytes, emitter=emitter)
+
+
+def _beside_each(said: Sequence[Sequence[Any]]) -> list[Json]:
+    """By rank who is on its node, this rank too: rank and process of each. Empty where that is nobody else, or too
+    many. Each is told only of its own: what thousands tell thousands does not fit anywhere."""
+    found: dict[tuple[Any, ...], list[Json]] = {}
+    places = [(memory, *owner[:2]) for memory, *owner in said]
+    for rank, (place, (_, *owner)) in enumerate(zip(places, said, strict=True)):
+        found.setdefault(place, []).append([rank, owner])
+    return [found[place] if place[0] and 1 < len(found[place]) <= MOST_RANKS else [] for place in places]
 
 
 def _memory_here() -> str:

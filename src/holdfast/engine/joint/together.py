@@ -62,6 +62,8 @@ class NodeReads:
         self._joined = False
         self._group = 0
         self._closed = False
+        self.waited_s = 0.0
+        """Until all had said what they ask for."""
 
     def join(self, asked: Asked, packs: Mapping[int, OpenPack]) -> Dealt | None:
         """Tells the others what this rank asks for, hears what they do, and begins to read its part of what several
@@ -83,8 +85,10 @@ class NodeReads:
     def _agreed(self, data: bytes) -> Dealt | None:
         """The blocks that all have come to, with room made for this rank's own. `data`: what it asks for."""
         self._own.ask(data)
-        until = time.monotonic() + self._timing.patience_s
+        began = time.monotonic()
+        until = began + self._timing.patience_s
         said = [data if place == self._me else _heard(one.asked(until)) for place, one in enumerate(self._beside)]
+        self.waited_s = time.monotonic() - began
         told = [one for one in map(_decode, said) if one is not None]
         block_bytes = min(TASK_BYTES, self._section // 2 - 2 * PAGE)
         if len(told) < len(said) or block_bytes < LEAST_BLOCK_BYTES:

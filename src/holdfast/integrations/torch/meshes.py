@@ -24,10 +24,13 @@ def is_dtensor(value: Any) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor: a DTensor's local tensor, or the tensor itself."""
-    if not is_dtensor(tensor):
-        return tensor
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    if type(local).__name__ == "AsyncCollectiveTensor":
+    return held_by(tensor) if is_dtensor(tensor) else tensor
+
+
+def held_by(tensor: Any) -> torch.Tensor:
+    """A DTensor's local tensor, arrived."""
+    local: torch.Tensor = tensor._local_tensor
+    if type(local) is not torch.Tensor and type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()  # type: ignore[attr-defined]
     return local
 
@@ -43,12 +46,29 @@ def layout_of(tensor: Any, path: str) -> Layout:
     StateError, naming the path, for a sum that has not been made yet, and for a placement or a local tensor that it
     cannot explain.
     """
-    spec, whole = tensor._spec, tuple(tensor.shape)
-    mesh, placements = spec.mesh, tuple(spec.placements)
+    spec, local = tensor._spec, local_of(tensor).shape
+    placements = spec.placements
+    # By type too: in some versions a strided shard is equal to one that is not.
+    form = (id(spec.mesh), placements, *map(type, placements), tensor.shape, local, getattr(spec, "shard_order", None))
+    known = _known.get(form)
+    if known is not None and known[0] is spec.mesh:
+        return known[1]
+    layout = _read_layout(tensor, spec, path or ROOT)
+    if len(_known) >= _KNOWN_MOST:
+        _known.clear()
+    _known[form] = (spec.mesh, layout)
+    return layout
+
+
+_known: Final[dict[Any, tuple[Any, Layout]]] = {}
+"""By mesh, placements and shapes: the mesh, and what was read. States have many tensors of few forms."""
+
+
+def _read_layout(tensor: Any, spec: Any, where: str) -> Layout:
+    whole, mesh, placements = tuple(tensor.shape), spec.mesh, tuple(spec.placements)
     sizes, at = tuple(mesh.shape), mesh.get_coordinate()
-    where = path or ROOT
     for size, placement in zip(sizes, placements, strict=True):
-        _check(placement, size, path)
+        _check(placement, size, where)
     sharded = _by_dimension(placements, sizes)
     if at is None:
         return Layout(whole, whole, (), "box" if sharded else "replicated")
@@ -64,29 +84,20 @@ def layout_of(tensor: Any, path: str) -> Layout:
 
 
 _Cuts = tuple[tuple[int, int, int], ...]
-_known: dict[Any, Layout] = {}
 _KNOWN_MOST: Final = 4096
 
 
 def _cut_layout(whole: Shape, local: Shape, cuts: dict[int, _Cuts], where: str) -> Layout:
-    """The layout of a tensor whose dimensions are cut so. States have many tensors of few forms."""
-    form = (whole, local, *cuts.items())
-    layout = _known.get(form)
-    if layout is not None:
-        return layout
+    """The layout of a tensor whose dimensions are cut so."""
     layout = crossed(whole, {dim: _spans(whole[dim], local[dim], each, where) for dim, each in cuts.items()})
     if 0 in layout.local and 0 in local:
-        layout = nothing(whole, local)  # an empty part of FSDP's may be empty in other dimensions too
-    elif layout.local != local:
+        return nothing(whole, local)  # an empty part of FSDP's may be empty in other dimensions too
+    if layout.local != local:
         raise _unexplained(where, local, layout.local)
-    if len(_known) >= _KNOWN_MOST:
-        _known.clear()
-    _known[form] = layout
     return layout
 
 
-def _check(placement: Any, size: int, path: str) -> None:
-    where = path or ROOT
+def _check(placement: Any, size: int, where: str) -> None:
     if placement.is_partial() and size > 1:
         raise StateError(
             f"{where}: a Partial DTensor holds a part of a sum on each rank, and no values to save",

@@ -179,13 +179,16 @@ class _Plan:
 
     def _part(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk | None:
         """State that lies as its parameter lies, a part of a global tensor; None for any other."""
-        restorer, layout = self._restorer, layout_like(held.parameter, held.path)
+        restorer = self._restorer
         spec = restorer.spec(node, path)[1]
         kind = TORCH_DTYPES.get(spec.dtype)
         present = isinstance(now, torch.Tensor) and now.dtype is kind and not now.is_meta
         if present and is_dtensor(now) and spec.shape == tuple(now.shape) and not restorer.private:
             return tensors.restore(now, node, path, restorer)
-        if layout is None or kind is None or key == "step" or not spec.shape or spec.shape != layout.whole:
+        if kind is None or key == "step" or not spec.shape:
+            return None
+        layout = layout_like(held.parameter, held.path)
+        if layout is None or spec.shape != layout.whole:
             return None
         if present and tensors.is_dense(now) and tuple(now.shape) == layout.local and attached(now) is None:
             return restore_shard(Shard(now, layout), node, path, restorer)

@@ -10,11 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.errors import StateError
-from holdfast.integrations.torch import tensors
+from holdfast.integrations.torch import sharded, tensors
 from holdfast.integrations.torch.looks import Entries
 from holdfast.integrations.torch.meshes import alone, is_dtensor
 from holdfast.integrations.torch.replicas import replicas_in
-from holdfast.integrations.torch.sharded import layout_like
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import Placement
 from holdfast.model.paths import join
@@ -91,7 +90,7 @@ def _shared_parameters(writer: Writer) -> Collection[int]:
 
 def _placement(parameter: Any, path: str, writer: Writer) -> tuple[Layout | None, Placement]:
     """How state of a parameter's shape lies, where not as it is; and how all its other state relates to the ranks."""
-    layout = layout_like(parameter, path) if isinstance(parameter, torch.Tensor) else None
+    layout = sharded.layout_like(parameter, path) if isinstance(parameter, torch.Tensor) else None
     if layout is None or (is_dtensor(parameter) and alone(parameter)):
         return None, "replicated" if id(parameter) in _shared_parameters(writer) else "whole"
     return layout, "replicated"
@@ -102,7 +101,7 @@ def marked(value: Any, layout: Layout | None) -> Any:
 
     A step count is the same for every part; a DTensor says itself where it lies.
     """
-    if layout is None:
+    if layout is None or is_dtensor(value):
         return value
     if type(value) is dict:
         return {key: one if key == "step" else marked(one, layout) for key, one in value.items()}
@@ -121,20 +120,19 @@ class _Place:
         self.name = paths[id(key)] if self.named else writer.closed(key, f"{path} (a key)")
         below = self.name if self.named else segment(self.name)
         self._path = join(join(path, "state" if self.named else "other"), below)
-        self._entries: Entries | None = None
+        self._entries: Entries | sharded.Entries | None = None
         self._layout, placement = _placement(key, self.name if self.named else path, writer)
         with writer.placed(placement) if placement != "whole" else nullcontext():
             self.node = self._first(value, writer)
 
     def _first(self, value: Any, writer: Writer) -> Json:
-        if (
-            type(value) is dict
-            and value
-            and self._layout is None
-            and all(tensors.is_dense(one) and type(key) is str for key, one in value.items())
-        ):
-            self._entries = Entries(value, self._path, writer)
-            return {"!": "dict", "i": self._entries.pairs}
+        if type(value) is dict and value and all(type(key) is str and key.isascii() for key in value):
+            if self._layout is not None and all(tensors.is_dense(one) or is_dtensor(one) for one in value.values()):
+                self._entries = sharded.Entries(marked(value, self._layout), self._path, writer)
+            elif self._layout is None and all(map(tensors.is_dense, value.values())):
+                self._entries = Entries(value, self._path, writer)
+            if self._entries is not None:
+                return {"!": "dict", "i": self._entries.pairs}
         return writer.encode(marked(value, self._layout), self._path)
 
     def again(self, state: Mapping[Any, Any], replay: Writer) -> None:
@@ -146,7 +144,7 @@ class _Place:
         elif type(value) is not dict:
             raise Changed
         else:
-            self._entries.again(value, replay)
+            self._entries.again(marked(value, self._layout), replay)
 
 
 def _split(places: Sequence[_Place]) -> tuple[list[Json], list[Json]]:

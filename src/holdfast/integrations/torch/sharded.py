@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -14,14 +14,15 @@ from holdfast.errors import StateError
 from holdfast.integrations.torch import tensors
 from holdfast.integrations.torch.device import TORCH_DTYPES
 from holdfast.integrations.torch.forms import Look, form_of, geometry, look
-from holdfast.integrations.torch.meshes import alone, is_dtensor, layout_of, local_of
+from holdfast.integrations.torch.meshes import alone, held_by, is_dtensor, layout_of, local_of
 from holdfast.model.box import Box
 from holdfast.model.checkpoint import Json
+from holdfast.model.paths import join
 from holdfast.state.contract import Sink
 from holdfast.state.declared import Shard, attached
 from holdfast.state.layouts import Layout, everywhere, taken
 from holdfast.state.memory import Geometry
-from holdfast.state.nodes import LEAVES, ROOT, kind_of
+from holdfast.state.nodes import LEAVES, ROOT, kind_of, segment
 from holdfast.state.registry import Refresh
 from holdfast.state.restorer import Restorer, Thunk
 from holdfast.state.telling import Told
@@ -36,7 +37,7 @@ def encode_shard(value: Shard, path: str, writer: Writer) -> tuple[Json, Refresh
     def refresh(now: Shard, replay: Writer) -> Json:
         if now.layout != layout:
             raise Changed
-        return again(now.value, replay)
+        return again(now.value, now.value, replay)
 
     return node, refresh
 
@@ -46,14 +47,36 @@ def encode_dtensor(tensor: Any, path: str, writer: Writer) -> tuple[Json, Refres
     layout = layout_of(tensor, path)
     local = local_of(tensor)
     node, again = _encode(tensor, local, layout, path, writer)
-    spec = tensor._spec
+    kind, spec = type(tensor), tensor._spec
 
     def refresh(now: Any, replay: Writer) -> Json:
-        if not is_dtensor(now) or not (now._spec is spec or now._spec == spec):
+        if type(now) is not kind or not (now._spec is spec or now._spec == spec):
             raise Changed
-        return again(now, replay)
+        return again(now, held_by(now), replay)
 
     return node, refresh
+
+
+class Entries:
+    """A dictionary of which all values are tensors, DTensors or shards: told one by one, without a step of the walk for
+    each. `pairs`: keys and nodes."""
+
+    def __init__(self, entries: Mapping[str, Any], path: str, writer: Writer) -> None:
+        self.pairs: list[Json] = []
+        self._told: list[tuple[str, type, Refresh]] = []
+        for key, value in entries.items():
+            encode = encode_shard if type(value) is Shard else tensors.encode
+            node, refresh = encode(value, join(path, segment(key)), writer)
+            self.pairs.append([key, node])
+            self._told.append((key, type(value), refresh))
+
+    def again(self, entries: Mapping[str, Any], replay: Writer) -> None:
+        if len(entries) != len(self._told):
+            raise Changed
+        for (key, value), (name, kind, refresh) in zip(entries.items(), self._told, strict=True):
+            if type(value) is not kind or key != name:
+                raise Changed
+            refresh(value, replay)
 
 
 def _declared_local(tensor: torch.Tensor, layout: Layout, path: str) -> torch.Tensor:
@@ -69,8 +92,9 @@ def _declared_local(tensor: torch.Tensor, layout: Layout, path: str) -> torch.Te
 
 def _encode(
     tensor: torch.Tensor, local: torch.Tensor, layout: Layout, path: str, writer: Writer
-) -> tuple[Json, Refresh]:
-    """Rows of `local`; `tensor` is what the state holds, and what a name of the leaf is known by."""
+) -> tuple[Json, Callable[[torch.Tensor, torch.Tensor, Writer], Json]]:
+    """Rows of `local`; `tensor` is what the state holds, and what a name of the leaf is known by. What is returned
+    beside the node tells both again."""
     tensors.check(local, path)
     if local.layout is not torch.strided:
         raise StateError(f"{path or ROOT}: a part of a sparse tensor has no representation", subject=path or ROOT)
@@ -89,13 +113,12 @@ def _encode(
         node = writer.rows(path, known.about, known.spec[0], layout, told, device=known.device, tensor=tensor)
     kind, held = type(tensor), weakref.ref(tensor) if not layout.parts else None
 
-    def refresh(now: torch.Tensor, replay: Writer) -> Json:
-        held_now = local_of(now)
-        if type(now) is not kind or seen_as(now, held_now) != seen or (held is not None and held() is not now):
+    def refresh(now: torch.Tensor, local: torch.Tensor, replay: Writer) -> Json:
+        if type(now) is not kind or seen_as(now, local) != seen or (held is not None and held() is not now):
             raise Changed
         for part in layout.parts:
-            source = _source(held_now, part)
-            replay.again(source, source.data_ptr() or id(held_now))
+            source = _source(local, part)
+            replay.again(source, source.data_ptr() or id(local))
         return node
 
     return node, refresh
