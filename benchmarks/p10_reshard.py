@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,9 @@ import harness
 import peers
 import torch
 import torch.distributed as dist
-from harness import GIB, Contender, Result, Target, arguments, compare, drop_cache, median_interval, timed, warm_cache
+from harness import GIB, Contender, Result, Target, arguments, compare, median_interval, timed
 from p5_restore import cache_option
-from ranks_job import Job, ranks_option
+from ranks_job import Job, Restores, ranks_option, start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -141,30 +139,15 @@ def save(job: Job, state: State, place: Path, kinds: Mapping[str, str]) -> None:
         peers.dcp_save(state.tensors(layout, local), where)
 
 
-class Restoring:
+class Restoring(Restores):
     """Restores, each from files of its own, in the same condition of the cache."""
 
     def __init__(self, job: Job, state: State, place: Path, *, cold: bool) -> None:
-        self.job, self.state, self.place, self.cold = job, state, place, cold
-        self.how = ""
+        super().__init__(job, cold=cold)
+        self.state, self.place = state, place
         self.asked: dict[str, list[int]] = {}
         self._into = {layout: state.local(layout, filled=False) for layout in LAYOUTS}
         """One destination for all that restore in a layout: four states over all processes."""
-
-    def contender(self, name: str, root: Path, restore: Callable[[], float]) -> Contender:
-        measured = self.job.contender(name, restore)
-
-        def measure() -> float:
-            self.job.alone(lambda: self._prepare(root))
-            return measured.measure()
-
-        return Contender(name, measure)
-
-    def _prepare(self, root: Path) -> None:
-        if self.cold:
-            self.how = drop_cache(root)
-        else:
-            warm_cache(root)
 
     def ours(self, name: str, layout: str, directory: str) -> Contender:
         root = self.place / "ours" / directory
@@ -212,7 +195,7 @@ def measure(job: Job, options: argparse.Namespace, state: State, place: Path) ->
     seconds = compare(contenders, rounds=options.rounds or 15, own="rows: resharded", note=job.note)
     made = f"p10_reshard_{options.savers}to{options.ranks}_{options.cache}"
     result = Result(made, seconds, state.bytes, sized=True, speeds=False)
-    result.facts["cache"] = f"cold: {restoring.how}" if restoring.cold else "hot: each file read once before"
+    result.facts["cache"] = restoring.condition
     result.facts["ranks"] = {"saved by": options.savers, "restored by": options.ranks}
     result.memory = {f"asked of the store, {name}": counts[1:] for name, counts in restoring.asked.items()}
     for layout in LAYOUTS:
@@ -239,35 +222,17 @@ def work(options: argparse.Namespace) -> None:
     job.end()
 
 
-def start(phase: str, ranks: int, place: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    threads = max((os.cpu_count() or 1) // ranks, 1)
-    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), PHASE: phase}
-    about |= {"OMP_NUM_THREADS": str(threads), "LOCAL_WORLD_SIZE": str(ranks), PLACE: str(place)}
-    started = [
-        subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **about, "RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    try:
-        codes = [one.wait() for one in started]
-    finally:
-        for one in started:
-            one.kill()
-    if any(codes):
-        sys.exit(next(code for code in codes if code))
-
-
 def main() -> None:
     options = arguments(__doc__ or "", add=options_here)
     if PHASE in os.environ:
         work(options)
         return
     with harness.workplace(options) as place:
-        start("save resharded", options.savers, place)
-        start("save same", options.ranks, place)
-        start("restore", options.ranks, place)
+        phases = {"save resharded": options.savers, "save same": options.ranks, "restore": options.ranks}
+        for phase, ranks in phases.items():
+            code = start(ranks, {PHASE: phase, PLACE: str(place)})
+            if code:
+                sys.exit(code)
 
 
 if __name__ == "__main__":

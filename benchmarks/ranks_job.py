@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,23 +44,28 @@ def run(work: Callable[[Job, argparse.Namespace], None], options: argparse.Names
         work(job, options)
         job.end()
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # no rank stays behind
+    sys.exit(start(options.ranks))
+
+
+def start(ranks: int, more: Mapping[str, str] | None = None) -> int:
+    """This command on every rank, with `more` in its environment: the first exit status that is not 0, or 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    threads = max((os.cpu_count() or 1) // options.ranks, 1)
-    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(options.ranks)}
-    about |= {"OMP_NUM_THREADS": str(threads), "LOCAL_WORLD_SIZE": str(options.ranks)}
+    threads = max((os.cpu_count() or 1) // ranks, 1)
+    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), **(more or {})}
+    about |= {"OMP_NUM_THREADS": str(threads), "LOCAL_WORLD_SIZE": str(ranks)}
     started = [
         subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **about, "RANK": str(rank)})
-        for rank in range(options.ranks)
+        for rank in range(ranks)
     ]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # no rank stays behind
     try:
         codes = [one.wait() for one in started]
     finally:
         for one in started:
             one.kill()
-    sys.exit(next((code for code in codes if code), 0))
+    return next((code for code in codes if code), 0)
 
 
 class Job:
@@ -149,6 +154,33 @@ class Sharded(Training):
     def dictionaries(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
+
+
+class Restores:
+    """Restores by all ranks, each from files in the same condition of the page cache."""
+
+    def __init__(self, job: Job, *, cold: bool) -> None:
+        self.job, self.cold = job, cold
+        self.how = ""
+
+    def contender(self, name: str, root: Path, restore: Callable[[], float]) -> Contender:
+        restored = self.job.contender(name, restore)
+
+        def measure() -> float:
+            self.job.alone(lambda: self._prepare(root))
+            return restored.measure()
+
+        return Contender(name, measure)
+
+    def _prepare(self, root: Path) -> None:
+        if self.cold:
+            self.how = harness.drop_cache(root)
+        else:
+            harness.warm_cache(root)
+
+    @property
+    def condition(self) -> str:
+        return f"cold: {self.how}" if self.cold else "hot: each file read once before"
 
 
 def memcpy(job: Job, tensors: Sequence[torch.Tensor]) -> Contender:

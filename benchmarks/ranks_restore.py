@@ -11,14 +11,13 @@ read; at least twice as fast as `dcp.load`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 import peers
 import raw
 import torch
-from harness import Contender, Target, arguments, compare, drop_cache, timed, warm_cache
-from ranks_job import Job, Sharded, memcpy, ranks_option, run
+from harness import Contender, Target, arguments, compare, timed
+from ranks_job import Job, Restores, Sharded, memcpy, ranks_option, run
 
 import holdfast
 
@@ -34,13 +33,13 @@ def options_here(parser: argparse.ArgumentParser) -> None:
     ranks_option(parser)
 
 
-class Reading:
+class Reading(Restores):
     """Restores of one training, from files of each, all in the same condition of the cache."""
 
     def __init__(self, job: Job, training: Sharded, place: Path, *, cold: bool) -> None:
-        self.job, self.training, self.cold = job, training, cold
+        super().__init__(job, cold=cold)
+        self.training = training
         self.ours, self.dcp = place / "ours", place / "dcp"
-        self.how = ""
         self.state = training.dictionaries()
         with holdfast.Checkpointer(self.ours, training.objects()) as checkpointer:
             checkpointer.step_done()
@@ -48,21 +47,6 @@ class Reading:
         job.emptied(self.dcp)
         peers.dcp_save(self.state, self.dcp)
         self.pack = next(self.ours.rglob(f"rank-{job.rank:05d}.safetensors"))
-
-    def contender(self, name: str, root: Path, restore: Callable[[], float]) -> Contender:
-        restored = self.job.contender(name, restore)
-
-        def measure() -> float:
-            self.job.alone(lambda: self._prepare(root))
-            return restored.measure()
-
-        return Contender(name, measure)
-
-    def _prepare(self, root: Path) -> None:
-        if self.cold:
-            self.how = drop_cache(root)
-        else:
-            warm_cache(root)
 
     def own(self) -> Contender:
         """Each by a Checkpointer of its own: the ranks meet outside the figure."""
@@ -104,7 +88,7 @@ def measured(job: Job, options: argparse.Namespace) -> None:
         contenders = [memcpy(job, tensors), read, reading.own(), loaded]
         seconds = compare(contenders, rounds=options.rounds or ROUNDS, own=OWN, note=job.note)
         result = job.result(f"restore_{options.cache}", seconds, tensors)
-        result.facts["cache"] = f"cold: {reading.how}" if reading.cold else "hot: each file read once before"
+        result.facts["cache"] = reading.condition
         result.facts["raw_piece_mib"] = piece >> 20
         if reading.cold:
             text = "share of the raw direct read's speed >= 0.90"

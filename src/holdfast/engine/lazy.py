@@ -94,6 +94,10 @@ class LazyReader:
         cut = slice(int(self._table.bounds[row]), int(self._table.bounds[row + 1]))
         return [(self._table.rank, Box.whole(tuple(self._table.dims[cut].tolist())))]
 
+    def views(self, row: int) -> bool:
+        """Whether the bytes of a row lie in memory, where they are looked at."""
+        return self._pack(int(self._table.pack[row])).view is not None
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -142,7 +146,9 @@ class LazyReader:
         target = target[turned]
         paces = tuple(stride * itemsize for stride in region.strides)
         chunk = self._table.chunk_bytes
-        for block in blocks(region, itemsize, block_bytes=max(BLOCK_BYTES, chunk), gap_bytes=chunk):
+        # What lies in memory is digested and taken chunk by chunk, while the processor still has it.
+        most = chunk if self.views(row) else max(BLOCK_BYTES, chunk)
+        for block in blocks(region, itemsize, block_bytes=most, gap_bytes=chunk):
             self._block(row, path, block, target, paces)
 
     def _block(self, row: int, path: str, block: Block, target: np.ndarray[Any, Any], paces: tuple[int, ...]) -> None:
@@ -152,7 +158,8 @@ class LazyReader:
 
     def _run(self, row: int, path: str, start: int, out: Buffer) -> None:
         """A run of bytes; a long one that has to be read is read by several threads, cut between chunks."""
-        stop, step = start + len(out), max(BLOCK_BYTES // self._table.chunk_bytes, 1) * self._table.chunk_bytes
+        views, chunk = self.views(row), self._table.chunk_bytes
+        stop, step = start + len(out), chunk if views else max(BLOCK_BYTES // chunk, 1) * chunk
 
         def piece(low: int) -> None:
             begin, end = max(low, start), min(low + step, stop)
@@ -160,7 +167,7 @@ class LazyReader:
             np.positive(data[begin - base : end - base], out=out[begin - start : end - start])
 
         lows: Sequence[int] = range(start // step * step, stop, step)
-        if len(lows) < 4 or self._pack(int(self._table.pack[row])).view is not None:
+        if len(lows) < 4 or views:
             for low in lows:
                 piece(low)
         else:

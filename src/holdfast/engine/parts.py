@@ -8,7 +8,7 @@ are opened.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,7 +21,7 @@ from holdfast.engine.lazy import LazyReader
 from holdfast.engine.packs import OpenPack, open_pack
 from holdfast.engine.portions import Cut, Portions, Runs
 from holdfast.engine.read import LeafReader
-from holdfast.engine.threads import READ_THREADS, hand_out
+from holdfast.engine.threads import COPY_THREADS, READ_THREADS, hand_out
 from holdfast.errors import CorruptionError, ShardMismatch
 from holdfast.events import Emitter, Progress
 from holdfast.model.box import Box
@@ -198,7 +198,7 @@ class Parts:
             for one in cuts:
                 if one.saver not in readers:
                     readers[one.saver] = LazyReader(self._repo, self._manifest.id, self._of(one.saver))
-            hand_out(lambda one: self._add(one.read(readers[one.saver])), cuts, READ_THREADS)
+            self._read_cuts(cuts, readers)
         finally:
             for reader in readers.values():
                 reader.close()
@@ -229,8 +229,7 @@ class Parts:
             node.at(group)
             lines = np.flatnonzero(step == group)
             self._read_runs(runs.some(lines[lines < len(runs)]), node)
-            some = [cuts[line - len(runs)] for line in lines[lines >= len(runs)].tolist()]
-            hand_out(lambda one: self._add(one.read(readers[one.saver])), some, READ_THREADS)
+            self._read_cuts([cuts[line - len(runs)] for line in lines[lines >= len(runs)].tolist()], readers)
 
     def _open(self, saver: int, stack: ExitStack) -> Iterator[tuple[int, OpenPack]]:
         """The packs of a rank by the numbers that all readers call them by."""
@@ -259,6 +258,11 @@ class Parts:
             found.low[at] = offset + low[at] // chunk * chunk
             found.high[at] = offset + np.minimum(-(-high[at] // chunk) * chunk, table.length[row[at]].astype(np.int64))
         return found
+
+    def _read_cuts(self, cuts: Sequence[Cut], readers: Mapping[int, LazyReader]) -> None:
+        views = all(readers[saver].views(row) for saver, row in {(one.saver, one.row) for one in cuts})
+        threads = COPY_THREADS if views else READ_THREADS
+        hand_out(lambda one: self._add(one.read(readers[one.saver])), cuts, threads)
 
     def _read_runs(self, runs: Runs, node: NodeReads | None = None) -> None:
         """What lies side by side, row by row, as of one rank after the other."""

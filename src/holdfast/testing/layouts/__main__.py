@@ -28,7 +28,11 @@ def main() -> None:
         place = Path(name)
         simulated = pool.submit(simulate, given.simulated, given.seed)
         hunted = None if given.no_bugs else pool.submit(hunt_simulated, given.seed)
+        told = 0
         for real in over_processes(given.pairs, given.seed, place):
+            for fault in real.faults[told:]:
+                print(f"\n{fault}", file=sys.stderr, flush=True)  # what breaks the campaign off does not lose it
+            told = len(real.faults)
             progress(f"{real.pairs} of {given.pairs} pairs over processes, {len(real.faults)} faults")
         for found in () if given.no_bugs else hunt(given.seed, place):
             bugs.append(found)
