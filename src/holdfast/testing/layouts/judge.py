@@ -47,17 +47,23 @@ def _loaded(pair: Pair, truth: Mapping[str, Any], where: Where, step: int) -> li
 
 
 def line_digest(repo: Repo, id: CheckpointId) -> str:
-    """Of everything that two saves of one state in one layout have in common: who wrote which box, and its bytes."""
+    """Of everything that two saves of one state in one layout have in common: who wrote which box, and its bytes. In
+    which order is left out: an optimizer has its parameters' state in that of the checkpoint it came from."""
     found, manifest = hashlib.sha256(), repo.manifest(id)
-    boxes = repo.boxes(manifest)
-    if boxes is not None:
-        for column in (boxes.leaf, boxes.rank, boxes.row, boxes.origin, boxes.shape, boxes.bounds, boxes.whole):
-            found.update(f"{column.shape} ".encode() + column.tobytes())
     for rank in range(len(manifest.indexes)):
         index = repo.index(manifest, rank)
-        for spec in index.specs:
-            if not spec.private:
-                found.update(f"{spec.path} {spec.dtype} {spec.shape} {spec.offsets} ".encode())
-        shared = sum(not spec.private for spec in index.specs)
-        found.update(index.digests[: int(index.chunk_start[shared])].tobytes())
+        ends = index.chunk_start.tolist()
+        rows = [
+            (
+                spec.path,
+                spec.dtype,
+                spec.shape,
+                spec.offsets,
+                spec.whole,
+                index.digests[ends[row] : ends[row + 1]].tobytes(),
+            )
+            for row, spec in enumerate(index.specs)
+            if not spec.private
+        ]
+        found.update(repr((rank, sorted(rows, key=repr))).encode())
     return found.hexdigest()
