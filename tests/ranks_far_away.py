@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+import forked
 from holdfast.image import slots
 
 NBYTES = 24 << 20
@@ -95,8 +95,7 @@ def job(
     place: Path, of: int, *, save: bool = False, killed: dict[int, int] | None = None
 ) -> tuple[str, dict[int, Any]]:
     """The session, and what each rank said that came to say something."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["holdfast.api.checkpointer", "holdfast.ranks.shared_files"])
+    context = forked.context()
     processes, pipes = [], []
     for rank in range(of):
         here, there = context.Pipe()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -10,6 +9,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import forked
 
 DEADLINE_S = 1.5
 DEAD_S = 1.0
@@ -134,8 +135,7 @@ class Job:
         return other
 
     def process(self, rank: int, world_size: int | None = None) -> Process:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "holdfast.ranks.agreement"])
+        context = forked.context()
         here, there = context.Pipe()
         arguments = (self.backend, rank, world_size or self.world_size, self.place, there)
         process = context.Process(target=begin, args=arguments, daemon=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import forked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -19,19 +20,12 @@ PATIENCE_S = 300
 
 def job(where: Path, *words: str, ranks: int = 2) -> list[dict[str, Any]] | None:
     """What each rank has told at its end; None where the job was killed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [*launcher, str(PROGRAM), str(where), *words],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=environment,
-    )
+    log = where.with_suffix(".log")
+    status = forked.job(PROGRAM, ranks, str(where), *words, log=log, timeout=PATIENCE_S)
     if "--kill" in words:
-        assert "Signal 9" in done.stderr, done.stderr[-4000:]
+        assert -signal.SIGKILL in status, forked.told(log, ranks)
         return None
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert not any(status), forked.told(log, ranks)
     return [json.loads(Path(f"{where}-{rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -3,15 +3,13 @@ changed behind the optimizer's back tears a save, and a torn one is never commit
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import forked
 import holdfast
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
@@ -23,16 +21,8 @@ STEPS = 8
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("fenced")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(PROGRAM), str(where)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    status = forked.job(PROGRAM, 2, str(where), log=where / "log", timeout=280)
+    assert not any(status), forked.told(where / "log", 2)
     return where
 
 

@@ -4,13 +4,11 @@ saved comes back into parts and wholes alike. Each process group runs all of its
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 import sharded_program
 
 PROGRAM = Path(sharded_program.__file__)
@@ -23,22 +21,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, st
 
 
 def _run(world: int, place: Path) -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    logs = [place / f"log.{rank}" for rank in range(world)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, str(PROGRAM), str(rank), str(world), str(place / "store"), str(place / "out")]
-        with log.open("w") as out:
-            ranks.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
-    try:
-        for rank in ranks:
-            rank.wait(DEADLINE_S)
-    finally:
-        for rank in ranks:
-            rank.kill()
+    log = place / "log"
+    forked.job(PROGRAM, world, str(place / "out"), log=log, timeout=DEADLINE_S)
     found: dict[str, str] = json.loads((place / "out").read_text()) if (place / "out").exists() else {}
-    told = "\n".join(f"rank {rank}: {log.read_text()[-4000:]}" for rank, log in enumerate(logs))
-    return {name: found.get(name, told) for name in sharded_program.CHECKS[world]}
+    return {name: found.get(name, forked.told(log, world)) for name in sharded_program.CHECKS[world]}
 
 
 @pytest.mark.parametrize(
