@@ -47,23 +47,15 @@ def _loaded(pair: Pair, truth: Mapping[str, Any], where: Where, step: int) -> li
 
 
 def line_digest(repo: Repo, id: CheckpointId) -> str:
-    """Of everything that two saves of one state in one layout have in common: who wrote which box, and its bytes. In
-    which order is left out: an optimizer has its parameters' state in that of the checkpoint it came from."""
-    found, manifest = hashlib.sha256(), repo.manifest(id)
+    """Of everything that two saves of one state in one layout have in common: the boxes, and their bytes. In which order
+    is left out, for an optimizer has its parameters' state in that of the checkpoint it came from; and so is which of
+    several replicas has written what, which goes by the order."""
+    found, manifest = [], repo.manifest(id)
     for rank in range(len(manifest.indexes)):
         index = repo.index(manifest, rank)
         ends = index.chunk_start.tolist()
-        rows = [
-            (
-                spec.path,
-                spec.dtype,
-                spec.shape,
-                spec.offsets,
-                spec.whole,
-                index.digests[ends[row] : ends[row + 1]].tobytes(),
-            )
-            for row, spec in enumerate(index.specs)
-            if not spec.private
-        ]
-        found.update(repr((rank, sorted(rows, key=repr))).encode())
-    return found.hexdigest()
+        for row, spec in enumerate(index.specs):
+            if not spec.private:
+                digests = index.digests[ends[row] : ends[row + 1]].tobytes()
+                found.append(repr((spec.path, spec.dtype, spec.shape, spec.offsets, spec.whole, digests)))
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
