@@ -47,7 +47,7 @@ def _loaded(pair: Pair, truth: Mapping[str, Any], where: Where, step: int) -> li
 
 
 def line_digest(repo: Repo, id: CheckpointId) -> str:
-    """Of everything that two saves of one state in one layout have in common: the boxes, and their bytes. In which order
+    """Of all that two saves of one state in one layout have in common: the boxes, and their bytes. In which order
     is left out, for an optimizer has its parameters' state in that of the checkpoint it came from; and so is which of
     several replicas has written what, which goes by the order."""
     found, manifest = [], repo.manifest(id)
