@@ -28,6 +28,7 @@ from holdfast.state.nodes import (
     SEQUENCES,
     WRAPPERS,
     children,
+    is_part,
     is_plain,
     items,
     kind_of,
@@ -273,7 +274,10 @@ def _as_column(known: dict[Any, int], count: int) -> Column:
 
 
 def _held(node: Json) -> str:
-    return {"leaf": "holds a tensor of its own there", "alias": "ties it to another"}.get(kind_of(node), "no tensor")
+    kind = kind_of(node)
+    if kind == "leaf" and is_part(node):
+        return f"holds a part of a {node.get('dtype')} tensor of shape {node.get('shape')}"
+    return {"leaf": "holds a tensor of its own there", "alias": "ties it to another"}.get(kind, "no tensor")
 
 
 def _shown(node: Json) -> str:

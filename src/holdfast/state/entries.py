@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import groupby
 from typing import Any, Final
 
@@ -58,14 +58,13 @@ def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: b
     if same is None:
         entries, theirs = _paired(pairs, like, path)
         thunks, same = _restored(plan, entries)
-    empty = len(like) == 0
     for key, child in theirs:
         where = join(path, segment(key))
         if root:
             plan.skipped.append(where)
         elif not plan.takes(where):
             continue
-        elif empty or (is_plain(child) and kind_of(node) != "module"):
+        elif _fills(plan, child, like) or (is_plain(child) and kind_of(node) != "module"):
             thunks.append((key_thunk(plan, key, {}, where)(), plan.rebuild(child, where)))
         else:
             plan.unexpected.append(where)
@@ -81,6 +80,12 @@ def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: b
         return like
 
     return apply
+
+
+def _fills(plan: Restorer, child: Json, like: Sized) -> bool:
+    """Whether an empty target takes what the checkpoint has. One of several ranks takes no tensors so: where its stage
+    or its experts have none, they are others'."""
+    return not len(like) and (not plan.apart or is_plain(child))
 
 
 def _paired(pairs: list[tuple[Any, Json]], like: Any, path: str) -> tuple[list[_Entry], list[tuple[Any, Json]]]:
@@ -169,7 +174,7 @@ def _list_entries(plan: Restorer, node: Json, like: list[Any], path: str) -> Thu
     plan.missing.extend(join(path, str(n)) for n in range(len(theirs), len(like)) if plan.takes(join(path, str(n))))
     for number in range(len(like), len(theirs)):
         where = join(path, str(number))
-        if not like or is_plain(theirs[number]):
+        if _fills(plan, theirs[number], like) or is_plain(theirs[number]):
             thunks.append(plan.rebuild(theirs[number], where))
         else:
             plan.unexpected.append(where)

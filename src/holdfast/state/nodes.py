@@ -137,6 +137,11 @@ def is_bytes(node: Json) -> bool:
     return kind_of(node) in LEAVES and node.get("as") == "bytes"
 
 
+def is_part(node: Json) -> bool:
+    """Whether a node is a leaf that was saved as a global tensor, of which each rank may hold a part."""
+    return kind_of(node) in LEAVES and "shape" in node
+
+
 def number_of(node: Json, count: int, path: str = "") -> int:
     """The leaf number that a leaf or alias node names, below `count`."""
     number = node.get("n")

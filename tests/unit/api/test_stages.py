@@ -22,7 +22,7 @@ def stage(ranks: Any, value: float = 1.0, layers: int = LAYERS) -> dict[str, Any
     return {"model": {f"layer{one}": np.full(3, one * value) for one in mine}, "lr": 0.5 * value}
 
 
-@pytest.mark.parametrize("readers", [2, 3, 5])
+@pytest.mark.parametrize("readers", [2, 3, 5, 7])
 def test_stages_come_back_on_any_number_of_ranks(tmp_path: Path, readers: int) -> None:
     together(2, lambda ranks: holdfast.save(stage(ranks), tmp_path, ranks=ranks))
     found = together(readers, lambda ranks: holdfast.load(tmp_path, stage(ranks, 0.0), ranks=ranks).state)
@@ -30,6 +30,19 @@ def test_stages_come_back_on_any_number_of_ranks(tmp_path: Path, readers: int) -
         assert state["lr"] == 0.5
         layers = {name: array.tolist() for name, array in state["model"].items()}
         assert layers == {f"layer{one}": [one] * 3 for one in range(rank, LAYERS, readers)}
+
+
+def test_a_rank_without_experts_is_given_none(tmp_path: Path) -> None:
+    def experts(ranks: Any, value: float, holders: int) -> dict[str, Any]:
+        mine = np.full(2, value + ranks.rank)
+        held = {"w": holdfast.shard(mine, whole=(holders, 2), offsets=(ranks.rank, 0))} if ranks.rank < holders else {}
+        return {"experts": held, "scale": {} if value < 0 else {"by": 0.5}}
+
+    together(2, lambda ranks: holdfast.save(experts(ranks, 1.0, 2), tmp_path, ranks=ranks))
+    found = together(3, lambda ranks: holdfast.load(tmp_path, experts(ranks, -5.0, 2), ranks=ranks).state)
+    assert [one["experts"]["w"].value.tolist() for one in found[:2]] == [[1.0, 1.0], [2.0, 2.0]]
+    assert found[2]["experts"] == {}
+    assert [one["scale"] for one in found] == [{"by": 0.5}] * 3, "plain values belong to all"
 
 
 def test_what_no_rank_takes_is_a_mismatch_on_all_of_them(tmp_path: Path) -> None:
