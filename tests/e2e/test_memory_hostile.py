@@ -210,6 +210,8 @@ def test_a_trainer_that_the_kernel_kills_for_its_memory_loses_one_step_at_most(w
     with memory_group(limit=160 * MIB) as group:
 
         def greedy(ckpt, step, state):
+            if step == 11:
+                ckpt.wait()  # while a save is being written the steps beside it share one slot
             if step == 13:
                 take_until_killed()
 
@@ -247,6 +249,7 @@ def test_a_limit_that_is_lowered_under_a_training(where: Path, root: Path) -> No
                 except OSError:
                     assert group.version == 1, "version 1 refuses a limit that is below what is in use"
             if step == 5:
+                ckpt.wait()
                 state["model"]["more"] = np.full(2 * MIB, 5.0)
                 group.limit(group.usage + 78 * MIB)  # for a window, and not for one image more
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from holdfast.api.company import RESTORE_TIMES, Company
@@ -12,7 +15,7 @@ from holdfast.engine.joint.neighbours import Neighbours
 from holdfast.engine.joint.together import NodeReads
 from holdfast.engine.joint.window import Timing
 from holdfast.engine.restore import Prepare, RestoreResult, Told, choose, chosen, exactly, fetch
-from holdfast.errors import CorruptionError, RankFailed, in_words
+from holdfast.errors import CheckpointNotFound, CorruptionError, RankFailed, in_words
 from holdfast.events import CandidateSkipped, Emitter, RestoredEvent
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Manifest
@@ -24,6 +27,10 @@ from holdfast.state.contract import Prepared
 
 TRY, NONE = b"try", b"none"
 DAMAGED: Final = "damaged: "
+_PASSED_OVER: Final = (CorruptionError, CheckpointNotFound)
+TOLD_BYTES: Final = 64 << 10
+"""A longer manifest is not told: each rank reads it. That of thousands of ranks, told to each of them, does not fit
+through the one place where they meet."""
 PATIENCE_S: Final = 30.0
 """A neighbour that has read nothing for so long is not waited for: each rank reads for itself then."""
 
@@ -68,9 +75,11 @@ class ReadingTogether:
 
     def _tried(self, id: CheckpointId) -> RestoreResult:
         data = self._repo.manifest_bytes(id)
+        mark = hashlib.sha256(data).hexdigest()
+        told = data if len(data) <= TOLD_BYTES else b""
         with self._topic() as topic:
-            topic.announce(b"\n".join([TRY, canonical.dumps([id.run, id.attempt, id.step]), data]))
-        return self._read(id, data)
+            topic.announce(b"\n".join([TRY, canonical.dumps([id.run, id.attempt, id.step, mark]), told]))
+        return self._read(id, lambda: data)
 
     # -- the others ----------------------------------------------------------------------------------------------------
 
@@ -81,24 +90,31 @@ class ReadingTogether:
             if heard == NONE:
                 return None
             _, name, data = heard.split(b"\n", 2)
-            run, attempt, step = canonical.loads(name)
+            run, attempt, step, mark = canonical.loads(name)
             id = CheckpointId(run, attempt, step)
             try:
-                return self._read(id, data)
+                return self._read(id, partial(self._found, id, mark, data))
             except CorruptionError as error:
                 self._emitter.emit(CandidateSkipped(id, error.message))
+
+    def _found(self, id: CheckpointId, mark: str, told: bytes) -> bytes:
+        """The manifest as it was told, or as this rank finds it; CorruptionError where it is not the coordinator's."""
+        data = told or self._repo.manifest_bytes(id)
+        if hashlib.sha256(data).hexdigest() != mark:
+            raise CorruptionError(f"the manifest of {id} is not the one that the coordinator has read", subject=str(id))
+        return data
 
     # -- every rank ----------------------------------------------------------------------------------------------------
 
     def _topic(self) -> Topic:
         return self.company.agreement.topic("restore")
 
-    def _read(self, id: CheckpointId, data: bytes) -> RestoreResult:
+    def _read(self, id: CheckpointId, manifest: Callable[[], bytes]) -> RestoreResult:
         """Reads this rank's part, votes, and sets what is plain once all have voted for it. CorruptionError where some
-        rank found it damaged; what else went wrong on this rank, or RankFailed where it did on another."""
+        rank found it damaged, or gone; what else went wrong on this rank, or RankFailed where it did on another."""
         node = self._beside()
         try:
-            return self._read_beside(id, data, node)
+            return self._read_beside(id, manifest, node)
         finally:
             if node is not None:
                 node.close()
@@ -114,14 +130,14 @@ class ReadingTogether:
         patience_s = min(PATIENCE_S, self.company.timeout_s / 4)
         return self._neighbours.reads(self._round, timing=Timing(patience_s), emitter=self._emitter)
 
-    def _read_beside(self, id: CheckpointId, data: bytes, node: NodeReads | None) -> RestoreResult:
+    def _read_beside(self, id: CheckpointId, told: Callable[[], bytes], node: NodeReads | None) -> RestoreResult:
         began = time.perf_counter()
         own: BaseException | None = None
         prepared: Prepared | None = None
         manifest: Manifest | None = None
         outcome = Outcome()
         try:
-            manifest = _manifest(data, id)
+            manifest = _manifest(told(), id)
             prepared, moved = fetch(
                 self._repo,
                 manifest,
@@ -135,14 +151,14 @@ class ReadingTogether:
             outcome.done(time.perf_counter() - began, waited, moved, prepared.left_over)
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
             own = error
-            outcome.reason = (DAMAGED if isinstance(own, CorruptionError) else "") + in_words(own)
+            outcome.reason = (DAMAGED if isinstance(own, _PASSED_OVER) else "") + in_words(own)
             if node is not None:
                 node.absent()
         crashpoint("part restored, not yet voted for")
         with self._topic() as topic:
             heard = agreed(topic, outcome, self._deadline_s, f"the restore of {id}")
         if not heard.verdict:
-            if own is not None and not isinstance(own, CorruptionError):
+            if own is not None and not isinstance(own, _PASSED_OVER):
                 raise own
             reasons = heard.verdict.reasons
             fatal = {rank: said for rank, said in reasons.items() if not said.startswith(DAMAGED)}
