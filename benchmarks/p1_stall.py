@@ -100,6 +100,7 @@ def main() -> None:
         torch_file = place / "state.pt"
         contenders = [
             Contender("memcpy", memcpy),
+            Contender(raw.MemcpyOverWritten.name, raw.MemcpyOverWritten(tensors, place / "raw")),
             own,
             dcp_stall(place, state, "thread"),
             *([] if options.without_process else [dcp_stall(place, state, "process")]),

@@ -98,9 +98,9 @@ def stall(saves: Saves, options: argparse.Namespace) -> None:
     job = saves.job
     checkpointer, own = saves.loop(OURS["stall"], wait=False)
     beside = [saves.dcp_stall(kind) for kind in KINDS if kind in options.beside]
-    seconds = compare(
-        [memcpy(job, saves.tensors), own, *beside], rounds=options.rounds or ROUNDS, own=own.name, note=job.note
-    )
+    over = raw.MemcpyOverWritten(saves.tensors, saves.place / f"raw-{job.rank}")
+    contenders = [memcpy(job, saves.tensors), job.contender(over.name, over), own, *beside]
+    seconds = compare(contenders, rounds=options.rounds or ROUNDS, own=own.name, note=job.note)
     checkpointer.close()
     result = job.result("stall", seconds, saves.tensors)
     left_out(result, options, KINDS)
