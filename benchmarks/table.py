@@ -236,7 +236,24 @@ def _planning() -> Row:
 
 def rows_of_ranks() -> list[Row]:
     """Of jobs of several processes; each figure is the slowest rank's."""
-    return [row for ranks in RANKS for size in SIZES for row in _of_ranks(ranks, size)]
+    return [row for ranks in RANKS for size in SIZES for row in _of_ranks(ranks, size)] + _reshards()
+
+
+def _reshards() -> list[Row]:
+    """Of three savers and two readers."""
+    caches = (("hot", "from the page cache"), ("cold", "from a cold disk"))
+    onto = (("rows", "rows"), ("columns", "columns"), ("replicas", "all of it on each"))
+    return [
+        Row(
+            f"p10_reshard_3to2_{cache}_1gib",
+            f"rows of 3 ranks restored on 2 as {words}, {heat}, {{gib}} GiB",
+            f"{layout}: resharded",
+            ((f"{layout}: resharded, dcp.load", "`dcp.load`"),),
+            (f"{layout}: same layout", "saved as it is restored"),
+        )
+        for cache, heat in caches
+        for layout, words in onto
+    ]
 
 
 def _of_ranks(ranks: int, size: str) -> list[Row]:
