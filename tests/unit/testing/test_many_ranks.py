@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.testing.many_ranks.campaign import campaign, growth, measure, mesh_of
+from holdfast.testing.many_ranks.campaign import LEAVES, RANKS, campaign, growth, measure, mesh_of, meshes
 from holdfast.testing.many_ranks.states import ALIKE
 
 
@@ -60,3 +60,10 @@ def test_the_campaign_tells_growth_over_ranks_and_leaves() -> None:
     assert len(said) == 4 and len(found["sizes"]) == 4
     assert found["growth_in_ranks"]["first: plan, coordinator_board_bytes"]["exponent"] > 0.5
     assert found["growth_in_leaves"]["first: plan, coordinator_board_bytes"] > 0
+
+
+def test_every_size_of_the_whole_campaign_makes_a_mesh() -> None:
+    twice, over_ranks, over_leaves = meshes(RANKS, LEAVES)
+    assert twice.copies == 2 and abs(twice.ranks - RANKS[0]) < 16
+    assert [mesh.ranks for mesh in over_ranks] == list(RANKS)
+    assert over_ranks[-1].entries >= 1_000_000 and over_leaves[-1].entries == 1_000_000

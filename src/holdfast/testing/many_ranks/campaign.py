@@ -113,6 +113,13 @@ def growth(found: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str
     return grown
 
 
+def meshes(ranks: Sequence[int], leaves: Sequence[int]) -> tuple[Mesh, list[Mesh], list[Mesh]]:
+    """One of which every box is on two ranks; those over ranks; those over leaves."""
+    twice = max(ranks[0] // (2 * COLUMNS), 1) * 2 * COLUMNS
+    over_ranks = [mesh_of(count, leaves[0]) for count in ranks]
+    return mesh_of(twice, leaves[0], copies=2), over_ranks, [mesh_of(ranks[0], count) for count in leaves]
+
+
 def campaign(ranks: Sequence[int], leaves: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
     """All sizes, and what they say of growth."""
     known: dict[Mesh, dict[str, Any]] = {}
@@ -123,14 +130,14 @@ def campaign(ranks: Sequence[int], leaves: Sequence[int], say: Callable[[str], N
             say(f"{mesh.ranks:,} ranks, {mesh.entries:,} shard entries")
         return known[mesh]
 
-    over_ranks = [one(mesh_of(count, leaves[0])) for count in ranks]
-    over_leaves = [one(mesh_of(ranks[0], count)) for count in leaves]
-    copied = one(mesh_of(ranks[0], leaves[0], copies=2))
-    in_leaves = growth(over_leaves, [count + ALIKE for count in leaves]) if len(leaves) > 1 else {}
+    twice, in_ranks, in_leaves = meshes(ranks, leaves)
+    copied = one(twice)
+    over_ranks, over_leaves = [one(mesh) for mesh in in_ranks], [one(mesh) for mesh in in_leaves]
+    grown = growth(over_leaves, [count + ALIKE for count in leaves]) if len(leaves) > 1 else {}
     return {
         "sizes": [*over_ranks, *over_leaves[1:], copied],
         "growth_in_ranks": growth(over_ranks, ranks) if len(ranks) > 1 else {},
-        "growth_in_leaves": {name: one["exponent"] for name, one in in_leaves.items()},
+        "growth_in_leaves": {name: one["exponent"] for name, one in grown.items()},
     }
 
 
