@@ -112,7 +112,7 @@ def panels_of_ranks(documents: dict[str, Any]) -> list[Panel]:
         first = f"{ranks} ranks: "
         lost = tuple(f"lost to a {name}" for name in (SAVERS[0], FENCED_SAVERS[0], *SAVERS[1:3]))
         copies, writes, reads = "copies by all ranks", "raw direct writes by all ranks", "raw direct reads by all ranks"
-        held, readers = f"{first}training held by a", ("holdfast restore()", "dcp.load")
+        held, readers = f"{first}held by a", ("holdfast restore()", "dcp.load")
         wanted = [
             Panel("stall", f"{held}n asynchronous save", "memcpy", copies, SAVERS, 1.05),
             Panel("fenced", f"{held} fenced save", "memcpy", copies, FENCED_SAVERS, 0.05),
