@@ -83,9 +83,9 @@ def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: b
 
 
 def _fills(plan: Restorer, child: Json, like: Sized) -> bool:
-    """Whether an empty target takes what the checkpoint has. One of several ranks takes no tensors so: where its stage
-    or its experts have none, they are others'."""
-    return not len(like) and (not plan.apart or is_plain(child))
+    """Whether an empty target takes what the checkpoint has. One of several ranks takes no tensors so, but of what is
+    its own: where its stage or its experts have none, they are others'."""
+    return not len(like) and (not plan.apart or plan.private or is_plain(child))
 
 
 def _paired(pairs: list[tuple[Any, Json]], like: Any, path: str) -> tuple[list[_Entry], list[tuple[Any, Json]]]:
