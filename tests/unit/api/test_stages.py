@@ -75,3 +75,16 @@ def test_an_optimizer_of_one_stage_takes_its_part_of_the_groups(tmp_path: Path) 
 
     together(2, lambda ranks: holdfast.save(training(ranks, 1.0 + ranks.rank), tmp_path, ranks=ranks))
     assert together(2, load) == [[1.0] * 4, [2.0] * 2]
+
+
+def test_what_is_a_ranks_own_fills_what_is_empty(tmp_path: Path) -> None:
+    def state(ranks: Any, own: dict[str, Any]) -> dict[str, Any]:
+        return {"w": holdfast.replicated(np.ones(2)), "mine": holdfast.per_rank(own)}
+
+    def saved(ranks: Any) -> dict[str, Any]:
+        return state(ranks, {"keys": np.full(3, ranks.rank), "more": {"x": np.arange(2) + ranks.rank}})
+
+    together(2, lambda ranks: holdfast.save(saved(ranks), tmp_path, ranks=ranks))
+    found = together(2, lambda ranks: holdfast.load(tmp_path, state(ranks, {}), ranks=ranks).state["mine"].value)
+    assert [own["keys"].tolist() for own in found] == [[0] * 3, [1] * 3]
+    assert [own["more"]["x"].tolist() for own in found] == [[0, 1], [1, 2]]
