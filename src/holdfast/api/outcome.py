@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +13,8 @@ from holdfast.model import canonical
 from holdfast.model.checkpoint import Json
 from holdfast.model.spread import RankTimings
 from holdfast.ranks.contract import Verdict
-from holdfast.ranks.topic import Topic
+from holdfast.ranks.topic import REASON, Topic
 from holdfast.state.prepare import refuse_left_over, terminals
-
-_REASON: Final = 2000
-"""Characters of a reason that are told to the others."""
 
 
 @dataclass(slots=True)
@@ -40,7 +37,8 @@ class Outcome:
 
     def encode(self) -> bytes:
         took = [*(round(one * 1e6) for one in (self.match_s, self.read_s, self.wait_s)), self.nbytes]
-        return canonical.dumps({"reason": self.reason[:_REASON], "took": took}) + b"\n" + self.left_over
+        reason = self.reason[:REASON].encode("utf-8", "replace").decode()  # it may quote what is no text
+        return canonical.dumps({"reason": reason, "took": took}) + b"\n" + self.left_over
 
     @classmethod
     def decode(cls, data: bytes) -> Outcome:

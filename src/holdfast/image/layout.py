@@ -2,7 +2,7 @@
 
 Leaves are ordered by the largest power of two, 64 at most, that divides their length, descending, then by path: so each
 is aligned to that power without a hole, for safetensors refuses holes. Large tensors begin at lines of the processor's
-cache then: a copy into the image takes a quarter longer where they do not. A pack's tensors begin at a multiple of
+cache then: a copy into the image takes longer where they do not. A pack's tensors begin at a multiple of
 4096; packs too, so that an image is written in aligned blocks. Beyond a header of 64 MiB or 500,000 leaves a further
 pack is begun.
 """

@@ -21,7 +21,7 @@ from holdfast.ranks.timing import Deadline
 
 Found = TypeVar("Found")
 
-_REASON: Final = 2000
+REASON: Final = 2000
 """Characters of a reason that are told to the others."""
 
 
@@ -187,7 +187,7 @@ class Topic:
 
         Raises RanksMissing, RankFailed, RanksDisagree, RankStoreLost.
         """
-        self.post(b"" if ok else b"\n" + reason[:_REASON].encode("utf-8", "replace"))
+        self.post(b"" if ok else b"\n" + reason[:REASON].encode("utf-8", "replace"))
         if self._session.is_coordinator:
             votes = enumerate(self.collect(deadline, phase))
             verdict = Verdict({rank: vote[1:].decode("utf-8", "replace") for rank, vote in votes if vote})
@@ -204,7 +204,7 @@ class Topic:
         """
         rank, phase = self._session.rank, phase or self.phase
         error = RankFailed(
-            f"{phase}: rank {rank} has failed: {reason[:_REASON]}",
+            f"{phase}: rank {rank} has failed: {reason[:REASON]}",
             subject=f"rank {rank}",
             hint=f"look at the log of rank {rank}",
             ranks=(rank,),

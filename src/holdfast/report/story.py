@@ -47,7 +47,7 @@ def sentence(event: events.Event) -> str | None:
 
 def _slowest(ranks: RankTimings | None) -> str:
     """The rank that took longest, where there are several."""
-    took = None if ranks is None else ranks.parts.get("seconds")
+    took = None if ranks is None or ranks.ranks < 2 else ranks.parts.get("seconds")
     if took is None:
         return ""
     rank, longest = took.slowest[0]

@@ -10,6 +10,7 @@ from holdfast.api.oneoff import load
 from holdfast.api.opened import open as open_checkpoint
 from holdfast.model.names import CheckpointId
 from holdfast.repo.repository import Repo
+from holdfast.state import leaf_paths
 from holdfast.store.contract import Where
 from holdfast.testing.layouts.states import PLAIN, Pair, wholes
 from holdfast.testing.layouts.trainings import alone
@@ -46,10 +47,9 @@ def _loaded(pair: Pair, truth: Mapping[str, Any], where: Where, step: int) -> li
     return told + [f"loaded: {one}" for one in differences(found, truth)]
 
 
-def line_digest(repo: Repo, id: CheckpointId) -> str:
-    """Of all that two saves of one state in one layout have in common: the boxes, and their bytes. In which order
-    is left out, for an optimizer has its parameters' state in that of the checkpoint it came from; and so is which of
-    several replicas has written what, which goes by the order."""
+def line_of(repo: Repo, id: CheckpointId, *, ordered: bool) -> str:
+    """The digest of what two saves of one state in one layout have in common: the boxes, and their bytes; where they
+    tell the leaves in one order, also who has written which, and in which row."""
     found, manifest = [], repo.manifest(id)
     for rank in range(len(manifest.indexes)):
         index = repo.index(manifest, rank)
@@ -57,5 +57,15 @@ def line_digest(repo: Repo, id: CheckpointId) -> str:
         for row, spec in enumerate(index.specs):
             if not spec.private:
                 digests = index.digests[ends[row] : ends[row + 1]].tobytes()
-                found.append(repr((spec.path, spec.dtype, spec.shape, spec.offsets, spec.whole, digests)))
+                who = (rank, row) if ordered else ()
+                found.append(repr((spec.path, spec.dtype, spec.shape, spec.offsets, spec.whole, digests, who)))
     return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
+
+
+def same_line(repo: Repo, one: CheckpointId, other: CheckpointId) -> bool:
+    """Whether two checkpoints of one state in one layout are alike. An optimizer has its parameters' state in the order
+    of the checkpoint it came from, and which of several replicas writes what goes by the order: so who has written what
+    is compared where the order is the same."""
+    orders = [leaf_paths(repo.manifest(id).tree) for id in (one, other)]
+    ordered = orders[0] == orders[1]
+    return line_of(repo, one, ordered=ordered) == line_of(repo, other, ordered=ordered)
