@@ -338,7 +338,7 @@ def _line(row: Row, document: Document) -> str:
 def size(document: Document) -> str:
     """Of the state, in GiB."""
     gib = document["state"]["gib"]
-    return f"{gib:.0f}" if gib > 0.95 else f"{gib:.1f}"
+    return f"{gib:.0f}" if gib > 0.95 else f"{gib:.2f}".removesuffix("0")
 
 
 def _figure(row: Row, value: float) -> str:

@@ -39,6 +39,7 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer}
     memory = every(steps=1) if options.memory else None
     when = every(steps=10) | on.end() | on.signal()
+    loss: torch.Tensor | None = None
     with holdfast.Checkpointer(options.where, state, save=when, keep=keep.latest(2), memory=memory) as ckpt:
         for step in ckpt.steps(options.steps):
             batch = torch.randn(24, 64, generator=torch.Generator().manual_seed(step))
@@ -49,7 +50,8 @@ def main() -> None:
             optimizer.step()
             ckpt.log(loss=loss.item())
         if rank == 0:
-            print(f"step {ckpt.step} on {world} ranks, loss {loss.item():.4f}" if ckpt.step else "nothing to do")
+            trained = "there was nothing left to do" if loss is None else f"loss {loss.item():.4f}"
+            print(f"step {ckpt.step} on {world} ranks, {trained}")
     if several:
         dist.destroy_process_group()
 

@@ -44,6 +44,7 @@ def main() -> None:
     groups = parallel(model, world) if several else 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     state = {"model": model, "optimizer": optimizer}
+    loss: torch.Tensor | None = None
     with holdfast.Checkpointer(
         options.where, state, save=every(steps=10) | on.end() | on.signal(), keep=keep.latest(2)
     ) as ckpt:
@@ -56,7 +57,8 @@ def main() -> None:
             optimizer.step()
             ckpt.log(loss=loss.item())
         if rank == 0:
-            print(f"step {ckpt.step} on {world} ranks, loss {loss.item():.4f}" if ckpt.step else "nothing to do")
+            trained = "there was nothing left to do" if loss is None else f"loss {loss.item():.4f}"
+            print(f"step {ckpt.step} on {world} ranks, {trained}")
     if several:
         dist.destroy_process_group()
 

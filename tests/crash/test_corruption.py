@@ -1,4 +1,4 @@
-"""A fixed-seed slice of the corruption campaign, every seeded bug, and what the campaign itself rests on."""
+"""A fixed-seed slice of the corruption campaign, some seeded bugs, and what the campaign itself rests on."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from holdfast.testing.corruption.judge import judge, same
 from holdfast.testing.corruption.peers import PEERS, flipped_bits
 from holdfast.testing.corruption.shapes import SHAPES, build_shape
 from holdfast.testing.corruption.units import Unit, run_unit, shape_of
+from slices import thinned
 
 SEED = 20
 
@@ -28,7 +29,7 @@ def test_i5_every_fault_is_told_and_no_other_bytes_are_read(name: str) -> None:
     assert tally.legal < 10
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", thinned(BUGS, 3), ids=lambda bug: bug.name)
 def test_a_seeded_bug_is_caught(bug: Bug) -> None:
     found = hunt(bug, SEED, limit=2500)
     assert found.caught, f"{bug.name}: {bug.breaks}; not seen in {found.faults} faults"

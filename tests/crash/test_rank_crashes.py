@@ -11,6 +11,7 @@ from holdfast.testing.rank_crashes.nodes import NodePersistence
 from holdfast.testing.rank_crashes.scenarios import SCENARIOS, End
 from holdfast.testing.rank_crashes.turns import KINDS
 from holdfast.testing.recorder import Call
+from slices import crossed, thinned
 
 SEED = 20
 QUICK = (
@@ -25,8 +26,7 @@ QUICK = (
 )
 
 
-@pytest.mark.parametrize("nodes", [False, True], ids=["machine", "nodes"])
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(("name", "nodes"), crossed(list(SCENARIOS), [False, True]))
 def test_i1_i3_i4_hold_after_a_crash_of_several_ranks_at_any_call(name: str, nodes: bool) -> None:
     schedule = list(SCENARIOS).index(name)
     result = run_unit(Unit(name, SEED, schedule, each=3, nodes=nodes, part=9), restart_one_in=60)
@@ -34,10 +34,9 @@ def test_i1_i3_i4_hold_after_a_crash_of_several_ranks_at_any_call(name: str, nod
     assert result.states > 10
 
 
-LONG = [pytest.param(end, marks=pytest.mark.long) for end in (End(100, 0), End(35, 2))]
-
-
-@pytest.mark.parametrize("end", [End(80), End(120), End(60, 0), End(20, 2), *LONG], ids=str)
+@pytest.mark.parametrize(
+    "end", thinned([End(80), End(100, 0), End(120), End(35, 2), End(60, 0), End(20, 2)], 2), ids=str
+)
 def test_a_job_after_one_that_lost_a_rank_relies_on_nothing_that_is_not_durable(end: End) -> None:
     result = run_unit(Unit("saves of three ranks", SEED, end.after, each=3, nodes=True, end=end, part=5), 60)
     assert result.violations == []

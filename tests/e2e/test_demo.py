@@ -18,7 +18,7 @@ def holdfast(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_demo_kills_resumes_and_proves(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    done = holdfast("demo", "--kills", "2", "--steps", "24", "--save-every", "4", "--json", "--keep", str(kept))
+    done = holdfast("demo", "--kills", "2", "--steps", "16", "--save-every", "4", "--json", "--keep", str(kept))
     assert done.returncode == 0, done.stderr
     account = json.loads(done.stdout)
     assert account["schema"] == "holdfast.demo/1"
@@ -39,7 +39,7 @@ def test_without_shared_memory_the_demo_says_so_and_comes_back_from_disk(tmp_pat
         "from holdfast.image import slots; from holdfast.cli import main; "
         f"slots.SHARED_MEMORY = {str(tmp_path / 'none')!r}; main()"
     )
-    command = [sys.executable, "-c", code, "demo", "--kills", "1", "--steps", "16", "--save-every", "4"]
+    command = [sys.executable, "-c", code, "demo", "--kills", "1", "--steps", "10", "--save-every", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "EQUAL" in done.stdout and "from memory" not in done.stdout
@@ -55,7 +55,7 @@ def test_the_script_to_take_home_goes_on_where_it_was(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "step    20" in run(20)
-    assert run(20) == ""
+    assert "step    10" in run(10)
+    assert run(10) == ""
     listed = json.loads(holdfast("ls", str(tmp_path), "--json").stdout)
-    assert [one["step"] for one in listed["runs"][0]["checkpoints"]][:3] == [20, 18, 16]
+    assert [one["step"] for one in listed["runs"][0]["checkpoints"]][:3] == [10, 8, 6]

@@ -35,6 +35,7 @@ def test_r8_the_comparison_tells_training_that_does_not_resume_exactly(report: d
     assert report["controls_told"] == report["controls"] == len(TOLD)
 
 
+@pytest.mark.long
 def test_r8_a_process_is_an_interpreter_of_its_own_unless_it_is_forked(tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
     assert fresh("stopped, killed, terminated", tmp_path / "place", "pieces", End(2)) == 0

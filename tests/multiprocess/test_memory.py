@@ -28,9 +28,18 @@ from holdfast.upkeep.flush import execute, plan_flush
 from holdfast.upkeep.verify import assert_whole
 from memory_ranks import ROWS, WIDTH, Ends, live, untouched
 from memory_training import Kill, Life, shared_memory
+from slices import crossed, thinned
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
+GOING_ON = [
+    "what is in memory told, choice not yet heard",
+    "memory image found, not adopted",
+    "memory image looked into, not yet voted for",
+    "restore voted for, run not yet claimed",
+    "memory image adopted, not yet claimed",
+    "claimed, memory image not yet resealed",
+]
 EXPECTED = {ranks: untouched(ranks) for ranks in (2, 3)}
 SETTLED = {rank: Ends(step=7, settled=True) for rank in (0, 1)}
 """Both ranks have steps 6 and 7 in memory, and nothing is in the store."""
@@ -100,8 +109,7 @@ def test_a_crash_loses_at_most_one_step(where: Path, root: Path) -> None:
     assert files(root) == [], "a good end leaves nothing"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("at", ["memory image captured, not sealed", "memory image sealed"])
+@pytest.mark.parametrize(("at", "rank"), crossed(["memory image captured, not sealed", "memory image sealed"], [0, 1]))
 def test_killed_between_the_seals_of_two_ranks(where: Path, rank: int, at: str) -> None:
     """The other one may have sealed the step, and may not have; some step is common to both either way."""
     first = live(where, ends={rank: Ends(at=at, count=6)})
@@ -111,18 +119,7 @@ def test_killed_between_the_seals_of_two_ranks(where: Path, rank: int, at: str) 
     right(first, last)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "at",
-    [
-        "what is in memory told, choice not yet heard",
-        "memory image found, not adopted",
-        "memory image looked into, not yet voted for",
-        "restore voted for, run not yet claimed",
-        "memory image adopted, not yet claimed",
-        "claimed, memory image not yet resealed",
-    ],
-)
+@pytest.mark.parametrize(("at", "rank"), crossed(GOING_ON, [0, 1]))
 def test_killed_while_going_on_from_memory(where: Path, rank: int, at: str) -> None:
     """Nothing is lost by it, also where one rank has sealed its image anew and the other one has not."""
     live(where, ends=SETTLED)
@@ -143,7 +140,7 @@ def test_killed_after_the_claim_before_the_others_have_heard_of_it(where: Path) 
     right(last)
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", thinned([0, 1], 2))
 def test_a_fast_rank_does_not_let_go_of_what_a_slow_one_still_needs(where: Path, slow: int) -> None:
     """One rank is killed while it is still sealing step 6, after the other has had every chance to take step 7 in the
     place of step 5: then no step would be common to both."""
@@ -179,7 +176,7 @@ POINTS = (
 )
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", thinned([0, 1], 2))
 def test_killed_again_and_again_wherever_it_is(where: Path, seed: int) -> None:
     chance = random.Random(seed)
     jobs = []
@@ -195,10 +192,7 @@ def test_killed_again_and_again_wherever_it_is(where: Path, seed: int) -> None:
     assert max(jobs[-1][0].digests) == 40
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "at", ["what is in memory told, choice not yet heard", "memory image looked into, not yet voted for"]
-)
+@pytest.mark.parametrize(("at", "rank"), crossed([GOING_ON[0], GOING_ON[2]], [0, 1]))
 def test_a_rank_that_dies_while_all_look_into_memory_is_waited_for_no_longer_than_allowed(
     where: Path, rank: int, at: str
 ) -> None:
@@ -212,8 +206,7 @@ def test_a_rank_that_dies_while_all_look_into_memory_is_waited_for_no_longer_tha
 # -- damaged, gone, elsewhere ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("harm", ["removed", "torn", "tampered", "described wrongly"])
+@pytest.mark.parametrize(("harm", "rank"), crossed(["removed", "torn", "tampered", "described wrongly"], [0, 1]))
 def test_where_one_rank_has_no_whole_image_all_go_back_to_the_step_before(
     where: Path, root: Path, rank: int, harm: str
 ) -> None:
@@ -293,7 +286,7 @@ def test_where_one_rank_has_no_room_none_keeps_states(where: Path, root: Path) -
     right(job)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", thinned([0, 1], 2))
 def test_where_one_rank_runs_out_of_room_all_stop_keeping_states(where: Path, root: Path, rank: int) -> None:
     def on_step(ckpt: Any, own: int, step: int) -> None:
         if own == rank and step == 5:
@@ -308,7 +301,7 @@ def test_where_one_rank_runs_out_of_room_all_stop_keeping_states(where: Path, ro
     right(job)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", thinned([0, 1], 2))
 def test_a_state_that_one_rank_cannot_keep_is_no_loss_of_the_one_before(where: Path, rank: int) -> None:
     """Step 6 fails to be sealed on one rank: 5 stays on both, and 7 becomes the common one."""
 

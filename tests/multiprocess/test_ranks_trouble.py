@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.engine.joint import party
 from holdfast.engine.joint.party import Together
 from holdfast.engine.writing import SaveWriter
 from holdfast.errors import SaveFailed, StoreError, StoreFull
@@ -96,7 +97,11 @@ TROUBLES = {
     ("what", "rank"),
     [(what, rank) for what in TROUBLES for rank in (0, 1) if (what, rank) != ("its last word", 1)],
 )
-def test_what_fails_on_one_rank_fails_that_save_on_all_and_no_other(tmp_path: Path, what: str, rank: int) -> None:
+def test_what_fails_on_one_rank_fails_that_save_on_all_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, rank: int
+) -> None:
+    """All ranks compare what they hold alike at the same saves afterwards too."""
+    monkeypatch.setattr(party, "COMPARE_EVERY", 2)
     owner, name, error, words = TROUBLES[what]
 
     def work(plan: Plan, here: int) -> Mapping[str, Any]:
@@ -235,6 +240,21 @@ def test_a_signal_to_one_rank_ends_all_at_one_saved_step(tmp_path: Path, rank: i
     plan = Plan(tmp_path, 3, 10**6, timeout_s=8.0)
     assert [one.status for one in ended(plan, work)] == [128 + signal.SIGTERM] * 3
     assert len(committed(plan)) == 1
+
+
+def test_a_signal_behind_the_last_step_ends_the_process_with_its_status(tmp_path: Path) -> None:
+    def work(plan: Plan, rank: int) -> Mapping[str, Any]:
+        numbers = Numbers(rank, plan.world)
+        save = on.end() | on.signal()
+        with holdfast.Checkpointer(plan.where, numbers.state(), ranks=plan.ranks(rank), save=save) as ckpt:
+            for number in ckpt.steps(plan.steps):
+                numbers.step(number + 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    plan = Plan(tmp_path, 2, 3, timeout_s=8.0)
+    assert [one.status for one in ended(plan, work)] == [128 + signal.SIGTERM] * 2
+    assert committed(plan) == [3]
 
 
 def test_one_rank_decides_by_its_clock_and_its_metrics_for_all(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_tests_that_fail_by_themselves_kill_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.long
 def test_tests_that_fail_only_beside_others_kill_nothing(tmp_path: Path) -> None:
     """They pass when it is seen what they reach, and fail when the mutants are run: none of those counts."""
     once = "\n\ndef test_once(tmp_path_factory):\n    import os, pathlib\n"

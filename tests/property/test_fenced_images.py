@@ -115,7 +115,7 @@ def in_a_new_place(check: Callable[[Path], None]) -> None:
         shutil.rmtree(place)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(trainings)
 @pytest.mark.filterwarnings("ignore")
 def test_where_only_optimizers_write_every_image_is_the_state(drawn: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ WRITERS: dict[str, Callable[[torch.Tensor], object]] = {
 COUNTED = {"in place", "fill", "one row", "copy"}
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=14, deadline=None, derandomize=True)
 @given(
     width=st.integers(4, 12),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),

@@ -40,7 +40,7 @@ def images(place: Path, drawn: dict[str, Any], capture: str) -> tuple[dict[int, 
     return found, told
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(trainings)
 @pytest.mark.filterwarnings("ignore")
 def test_an_image_in_memory_is_the_same_fenced_or_eager(drawn: dict[str, Any]) -> None:

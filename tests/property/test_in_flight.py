@@ -49,7 +49,7 @@ def state_of(number: int, size: int) -> dict[str, Any]:
     return {"w": source.random(500), "n": number, f"of {size}": source.integers(0, 256, size, np.uint8)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(steps, st.integers(1, 4), st.none() | st.integers(1, 4))
 def test_what_does_not_fail_is_committed_in_order_and_as_it_was(todo: list[Step], k: int, images: int | None) -> None:
     """`images`: how many of the largest state's the budget holds."""

@@ -148,14 +148,17 @@ class Company:
     ) -> Decision:
         """Whether all ranks save this step. `alike` is what each decides by itself; `ours` the coordinator for all, at
         a step that is still to come; and so does who has to take another save in place of one that was `torn`."""
-        if torn is not None and moment.step > torn.step:
-            self._wish(f"in place of the torn save of step {torn.step}")
-        if self.coordinates and (wanted := ours.decide(moment, history)).save:
-            self._wish(wanted.reason)
         agreed, self._agreed = self._agreed, None
         decision = alike.decide(moment, history)
         new = history.last_saved_step is None or moment.step > history.last_saved_step
-        return Decision(True, agreed) if agreed is not None and new and not decision.save else decision
+        if agreed is not None and new and not decision.save:
+            decision = Decision(True, agreed)
+        if not decision.save:  # else what there is to wish for comes now
+            if torn is not None and moment.step > torn.step:
+                self._wish(f"in place of the torn save of step {torn.step}")
+            if self.coordinates and (wanted := ours.decide(moment, history)).save:
+                self._wish(wanted.reason)
+        return decision
 
     def _wish(self, reason: str) -> None:
         """Once until it comes."""

@@ -23,6 +23,7 @@ class Leaving:
         self._act = act
         self._watch = SignalWatch() if catch else None
         self._busy = False
+        self._left = False
 
     @property
     def watched(self) -> bool:
@@ -32,6 +33,11 @@ class Leaving:
     def signal(self) -> str | None:
         """The name of the first signal that came."""
         return self._watch.name if self._watch is not None else None
+
+    @property
+    def owed(self) -> bool:
+        """Whether a signal has come that nobody has left for."""
+        return self.signal is not None and not self._left
 
     def install(self) -> None:
         if self._watch is not None:
@@ -60,6 +66,7 @@ class Leaving:
     def leave(self, name: str | None = None) -> Never:
         """Ends the process as the signal asked: the one that came here, or the one called `name` that came to another
         process of the job."""
+        self._left = True
         watch = self._watch
         if watch is not None and watch.deferred is not None:
             raise watch.deferred

@@ -15,7 +15,7 @@ from holdfast.engine.joint.neighbours import Neighbours
 from holdfast.engine.joint.together import NodeReads
 from holdfast.engine.joint.window import Timing
 from holdfast.engine.restore import Prepare, RestoreResult, Told, choose, chosen, exactly, fetch
-from holdfast.errors import CheckpointNotFound, CorruptionError, RankFailed, in_words
+from holdfast.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
 from holdfast.events import CandidateSkipped, Emitter, RestoredEvent
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Manifest
@@ -48,9 +48,12 @@ class ReadingTogether:
         self._met = False
         self._neighbours: Neighbours | None = None
         self._round = 0
+        self.raised_by_all = False
+        """Whether the last restore has ended by a vote that all have heard: nobody waits for more of it."""
 
     def restore(self, resume_from: int | str) -> RestoreResult | None:
         """What the coordinator chooses; None, on all ranks, where the run has no checkpoint."""
+        self.raised_by_all = False
         return self._choose(resume_from) if self.company.coordinates else self._follow()
 
     # -- the coordinator -----------------------------------------------------------------------------------------------
@@ -62,11 +65,12 @@ class ReadingTogether:
                 result, _ = choose(self._repo, self._run, self._tried, self._emitter)
             else:
                 result = exactly(self._repo, chosen(self._repo, self._run, resume_from), self._tried)
-        except RankFailed:
+        except (RankFailed, RanksMissing):
             raise
         except BaseException as error:
-            with self._topic() as topic:
-                topic.fail(in_words(error))
+            if not self.raised_by_all:
+                with self._topic() as topic:
+                    topic.fail(in_words(error))
             raise
         if result is None:
             with self._topic() as topic:
@@ -156,6 +160,7 @@ class ReadingTogether:
                 node.absent()
         crashpoint("part restored, not yet voted for")
         with self._topic() as topic:
+            self.raised_by_all = True
             heard = agreed(topic, outcome, self._deadline_s, f"the restore of {id}")
         if not heard.verdict:
             if own is not None and not isinstance(own, _PASSED_OVER):
@@ -171,9 +176,11 @@ class ReadingTogether:
                     phase="restore",
                 )
             rank, said = min(reasons.items())
+            self.raised_by_all = False  # all wait for the next choice
             raise CorruptionError(f"{said.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
         assert prepared is not None and manifest is not None
         refuse_what_none_takes(manifest.tree, heard.left_over)
+        self.raised_by_all = False
         crashpoint("restore voted for, run not yet claimed")
         state = prepared.apply()
         seconds = time.perf_counter() - began

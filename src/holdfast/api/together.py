@@ -48,8 +48,12 @@ class ClaimingTogether(Claiming):
 
     def claim(self) -> Attempt:
         attempt = self._claim()
-        if self.on_claimed is not None:
-            self.on_claimed(self.restored)
+        try:
+            if self.on_claimed is not None:
+                self.on_claimed(self.restored)
+        except BaseException:
+            attempt.release()
+            raise
         return attempt
 
     def _claim(self) -> Attempt:
@@ -71,11 +75,16 @@ class ClaimingTogether(Claiming):
         try:
             attempt = super().claim()
         except BaseException as error:
-            with self._claims() as topic:
-                topic.fail(in_words(error))
+            if not self._reading.raised_by_all:
+                with self._claims() as topic:
+                    topic.fail(in_words(error))
             raise
-        with self._claims() as topic:
-            topic.announce(CLAIMED + b"\n" + encode_attempt(attempt.record))
+        try:
+            with self._claims() as topic:
+                topic.announce(CLAIMED + b"\n" + encode_attempt(attempt.record))
+        except BaseException:
+            attempt.release()
+            raise
         return attempt
 
     def _restore_anew(self) -> None:

@@ -223,6 +223,8 @@ class Training:
         self._say_what_is_left()
         if ended_well:
             self.saving.raise_failure()
+            if self._leaving.owed:  # it came behind the last step of several ranks, or while this was closing
+                self._leaving.leave()
 
     def _wait_until(self, until: float) -> None:
         try:

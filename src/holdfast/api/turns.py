@@ -21,8 +21,7 @@ class Turns:
     ranks the coordinator decides it, and the others hear from it, at each save that may be skipped: each by itself
     would find its own writer at work, or just done.
 
-    `missed` is called with the step of a save that the coordinator takes and this rank has not come to, so that nobody
-    waits for it.
+    `missed` is called with the step of a save that other ranks take and this one does not, so that nobody waits for it.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Turns:
         self._company = company if company is not None and company.world_size > 1 else None
         self._missed = missed
         self._ahead: tuple[int, bool] | None = None
-        """What was decided for a step that this rank has not come to."""
+        """What was decided, for a step that this rank has not come to yet."""
 
     def await_for(self, step: int, *, must: bool) -> float | None:
         """Returns when the save may be taken, with the seconds that it has waited; None if it is skipped.
@@ -62,7 +61,9 @@ class Turns:
             return 0.0
         began = time.monotonic()
         if not self._saver.await_free(BUSY_DEADLINE_S):
-            raise self._stuck(step)
+            stuck = self._stuck(step)
+            self._missed(step, stuck)
+            raise stuck
         return time.monotonic() - began
 
     def skipped(self, step: int) -> SaveFailed:
@@ -81,16 +82,19 @@ class Turns:
             with agreement.topic("turn") as topic:
                 topic.announce(canonical.dumps([step, skip]))
             return skip
-        while self._ahead is None or self._ahead[0] < step:
-            with agreement.topic("turn") as topic:
-                heard = canonical.loads(topic.hear(company.timeout_s, f"whether step {step} is saved"))
-            self._ahead = int(heard[0]), bool(heard[1])
-            if self._ahead[0] < step and not self._ahead[1]:
-                self._missed(self._ahead[0], self._apart(self._ahead[0], step))
-        decided, skip = self._ahead
-        if decided > step:
-            raise self._apart(decided, step)
-        return skip
+        while True:
+            if self._ahead is None:
+                with agreement.topic("turn") as topic:
+                    heard = canonical.loads(topic.hear(company.timeout_s, f"whether step {step} is saved"))
+                self._ahead = int(heard[0]), bool(heard[1])
+            decided, skip = self._ahead
+            if decided > step:
+                raise self._apart(decided, step)
+            self._ahead = None
+            if decided == step:
+                return skip
+            if not skip:
+                self._missed(decided, self._apart(decided, step))
 
     def _apart(self, decided: int, step: int) -> RanksDisagree:
         return RanksDisagree(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = exitcodes.examples(
     "holdfast certify /data/checkpoints -- python train.py",
     "holdfast certify /data/checkpoints --steps 50 --more 50 -- python train.py --lr 3e-4",
-    "holdfast certify s3://bucket/ckpts --scratch /nvme --json -- torchrun --nproc-per-node 8 train.py",
+    "holdfast certify /data/checkpoints --scratch /nvme --json -- torchrun --nproc-per-node 8 train.py",
 )
 STATUS = {"exact": 0, "inexact": 20, "unrepeatable": 21}
 SHOWN = 8

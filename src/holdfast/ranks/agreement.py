@@ -9,7 +9,7 @@ from typing import Final
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.ranks.before import Before, Past
-from holdfast.ranks.contract import Ranks
+from holdfast.ranks.contract import Board, Ranks
 from holdfast.ranks.handshake import Convening, Joining
 from holdfast.ranks.hello import Hello
 from holdfast.ranks.leftovers import Leftovers
@@ -50,6 +50,16 @@ class Agreement:
         settings = settings or Settings()
         until = deadline if isinstance(deadline, Deadline) else settings.deadline(deadline)
         board = ranks.board()
+        try:
+            return cls._met(ranks, facts, board, settings, until)
+        except BaseException:
+            board.close()
+            raise
+
+    @classmethod
+    def _met(
+        cls, ranks: Ranks, facts: Mapping[str, str], board: Board, settings: Settings, until: Deadline
+    ) -> Agreement:
         hello = Hello(ranks.rank, ranks.world_size, facts)
         if ranks.world_size == 1:
             session, before = Session(hello.nonce, 0, 1, board, settings), []
@@ -113,6 +123,8 @@ class Agreement:
         if proposal is None or self.world_size == 1:
             return proposal
         topic = self._leftovers.of(KIND, proposal.number)
+        if topic is None:
+            return None  # refused, and ended by the coordinator's own pulse, since this rank came to the step
         try:
             return proposal if topic.hear(deadline, f"{topic.phase} (save at step {step})") == b"1" else None
         finally:
@@ -127,6 +139,7 @@ class Agreement:
         """This rank takes part no longer: whoever waits for it raises RankFailed, with `reason`. Raises nothing."""
         self._pulse.stop(reason)
         _PAST.closed(self.session)
+        self.session.board.close()
 
     def __enter__(self) -> Agreement:
         return self

@@ -35,21 +35,23 @@ class _Call(Generic[Result]):
         self.ended.set()
 
 
+_Calls = queue.SimpleQueue[_Call[object] | None]
+
+
 class Line:
     """One thread that makes calls one after another. `lost` makes the error of a fault that the place reported."""
 
     def __init__(self, name: str, lost: Callable[[Exception], HoldfastError]) -> None:
         self.name = name
         self._lost = lost
-        self._calls: queue.SimpleQueue[_Call[object]] = queue.SimpleQueue()
+        self._calls: _Calls = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
     def call(self, work: Callable[[], Result], timeout: float) -> Result:
         """What `work` returns. RankStoreLost after `timeout` seconds, or for what it raises."""
         call = _Call(work)
-        self._start()
-        self._calls.put(call)  # type: ignore[arg-type]
+        self._put(call)  # type: ignore[arg-type]
         began = time.monotonic()
         if not call.ended.wait(max(0.0, timeout)):
             call.given_up = True
@@ -64,12 +66,24 @@ class Line:
             raise call.error
         return call.result  # type: ignore[return-value]
 
-    def _start(self) -> None:
+    def close(self, last: Callable[[], None] = lambda: None) -> None:
+        """The thread makes the calls that were asked for, then `last`, and ends; further calls take another one."""
+        with self._starting:
+            if self._thread is not None:
+                self._calls.put(_Call[object](last))
+                self._calls.put(None)
+                self._thread, self._calls = None, queue.SimpleQueue()
+
+    def _put(self, call: _Call[object]) -> None:
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="holdfast-ranks-board", daemon=True)
+                self._thread = threading.Thread(
+                    target=_work, args=(self._calls,), name="holdfast-ranks-board", daemon=True
+                )
                 self._thread.start()
+            self._calls.put(call)
 
-    def _work(self) -> None:
-        while True:
-            self._calls.get().run()
+
+def _work(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        call.run()

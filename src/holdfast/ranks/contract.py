@@ -77,6 +77,10 @@ class Board(Protocol):
         """Removes them; those that are not there are no error."""
         ...
 
+    def close(self) -> None:
+        """Gives threads and connections back. Waits for nobody; who uses the board again takes others."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

@@ -35,10 +35,10 @@ class Leftovers:
             self._open.setdefault(kind, {})[number] = topic
         return topic
 
-    def of(self, kind: str, number: int) -> Topic:
-        """The topic of that number, opened before."""
+    def of(self, kind: str, number: int) -> Topic | None:
+        """The topic of that number, if it is open."""
         with self._lock:
-            return self._open[kind][number]
+            return self._open.get(kind, {}).get(number)
 
     def live(self) -> dict[str, list[int]]:
         """The first and last number of each kind that may be on the board."""

@@ -42,6 +42,9 @@ class MemoryBoard:
             for key in keys:
                 self._values.pop(key, None)
 
+    def close(self) -> None:
+        """There is nothing to give back."""
+
     def keys(self) -> list[str]:
         """What is there, sorted; for tests of what is left behind."""
         with self._lock:

@@ -40,7 +40,8 @@ class Proposals:
         self._step_s = 0.0
         self._armed: Proposal | None = None
         self._seen = 0
-        self._wishes: list[tuple[int, str]] = []
+        self._wishes: list[tuple[int, str, int]] = []
+        """Rank, reason, and the step that this rank had completed."""
         self._open: Proposal | None = None
         self._lead = 1
 
@@ -54,7 +55,7 @@ class Proposals:
                 self._step_s = spent if self._step_s == 0 else 0.5 * (self._step_s + spent)
             self._step, self._reached_at = step, now
             if self._alone and self._wishes:
-                by, reason = self._wishes[0]
+                by, reason, _ = self._wishes[0]
                 self._wishes.clear()
                 self._seen += 1
                 return Proposal(self._seen, step, reason, by)
@@ -72,11 +73,14 @@ class Proposals:
 
     # -- every rank, in the background
 
-    def answer(self, proposal: Proposal) -> bool | None:
-        """Whether this rank can save there; None if it has answered already."""
+    def new(self, proposal: Proposal) -> bool:
+        """Whether this rank has not answered it yet."""
         with self._lock:
-            if proposal.number <= self._seen:
-                return None
+            return proposal.number > self._seen
+
+    def answer(self, proposal: Proposal) -> bool:
+        """Whether this rank can save there; from now on it will wait there. Once, of one that is `new`."""
+        with self._lock:
             self._seen = proposal.number
             if self._step >= proposal.step:
                 return False
@@ -93,14 +97,14 @@ class Proposals:
 
     def wish(self, by: int, reason: str) -> None:
         with self._lock:
-            self._wishes.append((by, reason))
+            self._wishes.append((by, reason, self._step))
 
     def next(self) -> Proposal | None:
         """What is to be proposed now: one at a time, for all wishes since the one before."""
         with self._lock:
             if self._alone or self._open is not None or not self._wishes:
                 return None
-            by, reason = self._wishes[0]
+            by, reason, _ = self._wishes[0]
             ahead = math.ceil(self._latency_s / self._step_s) if self._step_s > 0 else 1
             lead = min(_FURTHEST, max(self._lead, ahead))
             self._open = Proposal(self._seen + 1, max(self._step, 0) + lead, reason, by)
@@ -111,11 +115,12 @@ class Proposals:
             return self._open
 
     def decided(self, agreed: bool) -> None:
-        """The one that is open has been announced. Where it was refused, the wish stands, for further ahead."""
+        """The one that is open has been announced. Where it was refused, the wish stands, for further ahead; and so
+        does what was wished for behind the step that is saved."""
         with self._lock:
-            self._open = None
-            if agreed:
-                self._wishes.clear()
+            saved, self._open = self._open, None
+            if agreed and saved is not None:
+                self._wishes = [wish for wish in self._wishes if wish[2] >= saved.step]
                 self._lead = 1
             else:
                 self._lead = min(_FURTHEST, self._lead * 2)

@@ -38,6 +38,9 @@ class Pulse:
         self._stopped = threading.Event()
         self._asked = ""
         self._deciding: Topic | None = None
+        self._unpublished: Proposal | None = None
+        self._owed: tuple[Topic, bool] | None = None
+        """An answer that is not on the board yet."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -102,11 +105,14 @@ class Pulse:
     def _propose(self) -> None:
         if self._session.is_coordinator:
             self._hear_wish()
+            self._publish()  # what the board did not take at the beat before
             self._decide()
             proposal = self._proposals.next()
             if proposal is not None:
-                self._publish(proposal)
+                self._deciding, self._unpublished = self._topic(KIND, proposal.number), proposal
+                self._publish()
         else:
+            self._tell_answer()
             keys = [self._session.key("proposal"), self._session.roll.key]
             raw, word = self._session.board.get_many(keys, timeout=self._session.settings.answer_s)
             self._session.roll.listen(word)
@@ -122,33 +128,47 @@ class Pulse:
                 self._asked = wish["token"]
                 self._proposals.wish(wish["rank"], wish["reason"])
 
-    def _publish(self, proposal: Proposal) -> None:
-        self._deciding = self._topic(KIND, proposal.number)
-        names = ("number", "step", "reason", "by")
-        raw = json.dumps({name: getattr(proposal, name) for name in names}).encode()
-        key = self._session.key("proposal")
-        self._session.ask(lambda timeout: self._session.board.put(key, raw, timeout=timeout), KIND)
-        self._answer(proposal)
+    def _publish(self) -> None:
+        """Puts the proposal that is not on the board yet, and this rank's own answer to it."""
+        proposal = self._unpublished
+        if proposal is not None:
+            names = ("number", "step", "reason", "by")
+            raw = json.dumps({name: getattr(proposal, name) for name in names}).encode()
+            key = self._session.key("proposal")
+            self._session.ask(lambda timeout: self._session.board.put(key, raw, timeout=timeout), KIND)
+            self._unpublished = None
+            self._answer(proposal)
+        self._tell_answer()
 
     def _answer(self, proposal: Proposal) -> None:
-        can = self._proposals.answer(proposal)
-        if can is not None:
+        if self._proposals.new(proposal):
+            # The topic first: training may come to the step, and wait there, as soon as it is armed.
             topic = self._deciding if self._deciding is not None else self._topic(KIND, proposal.number)
-            topic.post(b"1" if can else b"0")
+            self._owed = topic, self._proposals.answer(proposal)
+        self._tell_answer()
+
+    def _tell_answer(self) -> None:
+        if self._owed is not None:
+            topic, can = self._owed
+            topic.post(b"1" if can else b"0", again=True)
+            self._owed = None
             if not can and not self._session.is_coordinator:
                 topic.end()
 
     def _decide(self) -> None:
         """Announces what came of the proposal that is open, if all have answered. Waits for nobody."""
         topic = self._deciding
-        if topic is None:
+        if topic is None or self._unpublished is not None:
             return
         try:
-            answers = topic.collected()
-            if answers is None:
-                return
-            agreed = all(answer == b"1" for answer in answers)
-            topic.announce(b"1" if agreed else b"0")
+            standing = topic.outcome()  # announced at the beat before, by a call whose answer did not come
+            if standing is None:
+                answers = topic.collected()
+                if answers is None:
+                    return
+                standing = b"1" if all(answer == b"1" for answer in answers) else b"0"
+                topic.announce(standing)
+            agreed = standing == b"1"
         except RankStoreLost:
             raise
         except RanksError:

@@ -73,25 +73,37 @@ class FilesBoard:
     def delete(self, keys: Sequence[str], *, timeout: float) -> None:
         self._line.call(lambda: self._delete(keys), timeout)
 
+    def close(self) -> None:
+        self._line.close()
+
     def _path(self, key: str) -> Path:
         return self.root.joinpath(*key.split("/"))
 
     def _temporary(self, path: Path, value: bytes) -> Path:
         temporary = path.with_name(f".{secrets.token_hex(8)}")
-        for _ in range(3):  # the directory may be removed, with the last key in it, between the two calls
+        tries = 4  # the directory may be removed, with the last key in it, between the two calls
+        while True:
+            tries -= 1
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_bytes(value)
             except FileNotFoundError:
-                continue
-            return temporary
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(value)
-        return temporary
+                if not tries:
+                    raise
+            except BaseException:
+                temporary.unlink(missing_ok=True)  # a full disk takes names, and no bytes
+                raise
+            else:
+                return temporary
 
     def _put(self, key: str, value: bytes) -> None:
         path = self._path(key)
-        self._temporary(path, value).replace(path)
+        temporary = self._temporary(path, value)
+        try:
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def _put_if_absent(self, key: str, value: bytes) -> bytes:
         path = self._path(key)

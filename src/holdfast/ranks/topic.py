@@ -64,13 +64,15 @@ class Topic:
     def answer_key(self, rank: int) -> str:
         return self._session.key("topics", self.kind, self.number, "answers", rank)
 
-    def post(self, data: bytes) -> None:
-        """Tells the coordinator. One round trip, waits for nobody. Raises RankStoreLost."""
+    def post(self, data: bytes, *, again: bool = False) -> None:
+        """Tells the coordinator. One round trip, waits for nobody. Raises RankStoreLost; then the coordinator counts on
+        it no longer, unless it is to be told `again`."""
         message = Message(self._session.id, self.name, self._session.rank, facts={"low": self._low()}, data=data)
         try:
             self._put(self.post_key(self._session.rank), message)
         except RankStoreLost:
-            self._session.roll.give_up(self.name)
+            if not again:
+                self._session.roll.give_up(self.name)
             raise
         self.posted = True
 
@@ -217,9 +219,12 @@ class Topic:
 
     def check(self) -> None:
         """One look, without waiting: raises what the topic has failed with, if it has, and RankStoreLost."""
+        self.outcome()
+
+    def outcome(self) -> bytes | None:
+        """As `check`; what has been announced, if anything has been."""
         raw = self._session.ask(lambda timeout: self._session.board.get(self.register, timeout=timeout), self.phase)
-        if raw is not None:
-            self._understood(decode(raw, self._session.id, self.name))
+        return None if raw is None else self._understood(decode(raw, self._session.id, self.name)).data
 
     def end(self) -> None:
         """This rank needs nothing more of it. When none does, it is removed from the board."""

@@ -130,6 +130,12 @@ class TorchBoard:
 
         self._ask(ask, timeout)
 
+    def close(self) -> None:
+        def drop() -> None:
+            self._store = None
+
+        self._line.close(drop)
+
     def _ask(self, work: Callable[[Any], Result], timeout: float) -> Result:
         def ask() -> Result:
             if self._store is None:

@@ -11,8 +11,9 @@ import pytest
 
 import holdfast
 from holdfast.api.company import settings
-from holdfast.errors import RankFailed, RanksMissing, UsageError
+from holdfast.errors import RankFailed, RanksError, RanksMissing, RankStoreLost, UsageError
 from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+from holdfast.ranks.topic import Topic
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), True, "600"])
@@ -61,3 +62,31 @@ def test_what_is_raised_after_the_ranks_have_met_is_told_to_the_others(tmp_path:
         thread.join(30)
     assert isinstance(found[1], UsageError)
     assert isinstance(found[0], RankFailed) and "resume_from=1.5" in str(found[0])
+
+
+def test_a_claim_that_cannot_be_announced_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board, found, announce = MemoryBoard(), {}, Topic.announce
+
+    def announcing(topic: Topic, data: bytes, each: Any = ()) -> None:
+        if topic.kind == "claim":
+            raise RankStoreLost("the board does not answer")
+        announce(topic, data, each)
+
+    def build(rank: int) -> None:
+        try:
+            ranks = ThreadRanks(rank, 2, board)
+            with holdfast.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=ranks, ranks_timeout=20.0) as ckpt:
+                ckpt.save(wait=True)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            found[rank] = error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Topic, "announce", announcing)
+        threads = [threading.Thread(target=build, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert isinstance(found[0], RankStoreLost) and isinstance(found[1], RanksError)
+    with holdfast.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=holdfast.Solo()) as ckpt:
+        assert ckpt.save(wait=True).committed, "nobody has the run"

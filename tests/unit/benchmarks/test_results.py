@@ -82,7 +82,7 @@ def test_every_size_of_what_is_measured_at_several_has_a_row(modules, id, own, f
     document |= {"median_s": {}, "median_bytes": {}, figures: {own: 0.0213}}
     made = table.block({id + size: document})
     (line,) = (line for line in made.splitlines() if f"results/{id}{size}.json" in line)
-    assert ", 0.1 GiB |" in line
+    assert ", 0.14 GiB |" in line
     shown = {"median_s": "**21.3 ms**", "share_lost": "**2.1 %**", "median_bytes": "**0 MiB**"}
     assert shown[figures] in line
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from holdfast.errors import RankFailed, RanksDisagree, RanksError, RanksMissing,
 from holdfast.ranks.agreement import Agreement
 from holdfast.ranks.bounded import Line
 from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+from holdfast.ranks.shared_files import FilesBoard, SharedFiles
 from holdfast.ranks.solo import Solo
 from holdfast.ranks.timing import Clock, Deadline, Settings
 from holdfast.ranks.watch import Watch, beat
@@ -292,3 +295,54 @@ def test_posts_of_ranks_that_gave_up_unheard_are_not_believed_after_a_gap() -> N
         left = pool.submit(run, 1)
         assert run(0) == (1,)
         assert left.result() == (1,)
+
+
+def test_ranks_that_meet_again_and_again_leave_no_thread_behind(tmp_path) -> None:
+    def working():
+        return [thread for thread in threading.enumerate() if thread.name == "holdfast-ranks-board"]
+
+    def run(rank):
+        with Agreement.open(SharedFiles(tmp_path, rank, 2), {"run": "main"}, PATIENT_S, QUICK) as agreement:
+            with agreement.topic("end") as topic:
+                topic.gather(b"", PATIENT_S)
+            return working()
+
+    before = working()
+    for _ in range(3):
+        with ThreadPoolExecutor(2) as pool:
+            assert any(pool.map(run, range(2)))
+    for thread in working():
+        if thread not in before:
+            thread.join(PATIENT_S)
+    assert set(working()) <= set(before)
+
+
+def test_a_line_that_was_closed_takes_another_thread() -> None:
+    line, last = Line("a place", RankStoreLost), []
+    assert line.call(threading.get_ident, PATIENT_S) == line.call(threading.get_ident, PATIENT_S)
+    thread = line._thread
+    line.close(lambda: last.append(threading.current_thread()))
+    thread.join(PATIENT_S)
+    assert last == [thread] and not thread.is_alive()
+    assert line.call(threading.current_thread, PATIENT_S) is not thread
+    line.close()
+
+
+@pytest.mark.parametrize("call", ["write_bytes", "replace"])
+def test_a_directory_that_takes_no_more_is_not_filled_with_names(tmp_path, monkeypatch, call) -> None:
+    board = FilesBoard(tmp_path)
+    original = getattr(Path, call)
+
+    def full(path, *words):
+        if call == "write_bytes":
+            original(path, b"")
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    board.put("beat/0", b"1", timeout=PATIENT_S)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, call, full)
+        with pytest.raises(RankStoreLost, match="no space left"):
+            board.put("beat/0", b"2", timeout=PATIENT_S)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0", "beat"]
+    assert board.get("beat/0", timeout=PATIENT_S) == b"1"
+    board.close()

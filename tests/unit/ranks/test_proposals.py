@@ -11,8 +11,9 @@ from holdfast.ranks.proposals import Proposal, Proposals
 def test_who_has_passed_the_step_refuses_and_who_has_not_waits_there() -> None:
     rank = Proposals(1, 2, 1.0)
     assert rank.reached(5, 0.0) is None
+    assert rank.new(Proposal(1, 5, "late", 0))
     assert rank.answer(Proposal(1, 5, "late", 0)) is False
-    assert rank.answer(Proposal(1, 5, "late", 0)) is None
+    assert not rank.new(Proposal(1, 5, "late", 0))
     proposal = Proposal(2, 7, "in time", 0)
     assert rank.answer(proposal) is True
     assert rank.armed == proposal
@@ -53,6 +54,21 @@ def test_a_wish_that_was_refused_stands_and_is_tried_further_ahead() -> None:
     assert coordinator.next() is None
 
 
+def test_what_is_wished_for_behind_the_step_that_is_saved_stands() -> None:
+    """Training may be past the step before it is noted that all have agreed to it."""
+    coordinator = Proposals(0, 2, 1.0)
+    coordinator.wish(0, "before it")
+    proposal = coordinator.next()
+    assert proposal is not None
+    coordinator.answer(proposal)
+    coordinator.wish(0, "before it too")
+    assert coordinator.reached(proposal.step, 0.0) == proposal
+    coordinator.wish(0, "behind it")
+    coordinator.decided(True)
+    after = coordinator.next()
+    assert after is not None and after.reason == "behind it"
+
+
 def test_alone_a_wish_is_met_at_once() -> None:
     alone = Proposals(0, 1, 3.0)
     alone.wish(0, "a signal")
@@ -72,9 +88,8 @@ def test_all_ranks_save_at_the_same_step_or_none_does(events: list[tuple[str, in
     for what, which in [*events, *(("hear", rank) for rank in range(world_size))]:
         rank = which % world_size
         if what == "hear":
-            answer = ranks[rank].answer(proposal)
-            if answer is not None:
-                answers[rank] = answer
+            if ranks[rank].new(proposal):
+                answers[rank] = ranks[rank].answer(proposal)
         elif rank not in waiting:
             steps[rank] += 1
             if ranks[rank].reached(steps[rank], 0.0) is not None:

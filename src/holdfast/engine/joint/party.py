@@ -94,7 +94,6 @@ class Together:
         self._planning = Planning(agreement, self._rounds, strategy, repo.chunk_bytes)
         self._share: Share | None = None
         self._under: dict[str, _Under] = {}
-        self._taken = 0
         self._replicas = Replicas()
 
     @property
@@ -144,8 +143,7 @@ class Together:
         topic.end()
 
     def _taken_by(self, share: Share, topic: Topic, flattened: Flattened, save: Save, *, anew: bool) -> Flattened:
-        all_replicas = anew or self._taken % COMPARE_EVERY == 0
-        self._taken += 1
+        all_replicas = anew or topic.number % COMPARE_EVERY == 0  # the number is the same on all ranks
         rows = share.sometimes if all_replicas else share.always
         digests = self._replicas.digests(flattened, rows.rows)
         plan = self._planning.plan

@@ -90,12 +90,9 @@ def stops(*steps: int) -> tuple[End, ...]:
 EPOCHS: Final[dict[str, Any]] = {"epochs": 3}
 QUICK: Final[dict[str, Case]] = {
     "steps, in process": Case(ends=stops(4, 6, 7, 12)),
-    "steps, every step": Case(ends=stops(*range(1, 15))),
     "steps, generator of the loader": Case(data.own_generator, stops(5, 6, 13)),
     "steps, our sampler": Case(data.our_sampler, stops(4, 6, 7)),
-    "steps, with replacement": Case(data.with_replacement, stops(4, 6, 7)),
     "steps, 2 workers": Case(partial(data.shuffled, num_workers=2), stops(4, 6, 13)),
-    "steps, persistent workers": Case(partial(data.shuffled, num_workers=2, persistent_workers=True), stops(4, 6, 13)),
     "steps, stateful loader": Case(data.stateful, stops(4, 6, 7, 12)),
     "steps, stateful loader with 2 workers": Case(partial(data.stateful, num_workers=2), stops(4, 6, 13)),
     "epochs, in process": Case(ends=stops(4, 6, 7, 17), **EPOCHS),
@@ -121,6 +118,9 @@ LOADERS: Final[dict[str, Callable[[], Any]]] = {
 }
 CASES: Final[dict[str, Case]] = {
     **QUICK,
+    "steps, every step": Case(ends=stops(*range(1, 15))),
+    "steps, with replacement": Case(data.with_replacement, stops(4, 6, 7)),
+    "steps, persistent workers": Case(partial(data.shuffled, num_workers=2, persistent_workers=True), stops(4, 6, 13)),
     "killed every third step": Case(ends=tuple(End(step, "killed") for step in (4, 7, 10, 13))),
     "epochs, stopped, killed, terminated": Case(**EPOCHS),
     "interpreters of their own": Case(fresh=True),

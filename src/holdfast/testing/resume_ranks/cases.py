@@ -66,7 +66,7 @@ REPEATS: Final[dict[str, Any]] = {"loader": "the rest left out", "dropout": Fals
 """Nothing is random in a step, and no sample comes twice: ends on other ranks agree but for rounding."""
 
 QUICK: Final[dict[str, Case]] = {
-    "ddp, 4 ranks, 2, 3": Case(WORLDS, INSIDE),
+    "ddp, 1 rank, 3, 2": Case((1, 3, 2), INSIDE),
     "fsdp2, 4 ranks, 2, 3, nothing at random": Case(WORLDS, INSIDE, "fsdp2", **REPEATS),
     "fsdp2, 2 ranks again": Case((2, 2, 2), INSIDE, "fsdp2"),
 }
@@ -97,9 +97,9 @@ CASES: Final[dict[str, Case]] = {
         for at_edges in (False, True)
     },
     **{f"{wrapper}, 4 ranks, 2, 3, {name}": case for wrapper in WRAPPERS for name, case in _kinds(wrapper).items()},
+    "ddp, 4 ranks, 2, 3": Case(WORLDS, INSIDE),
     "ddp, 2 ranks, 4, 3": Case((2, 4, 3), INSIDE),
     "ddp, 3 ranks, 1, 4, nothing at random": Case((3, 1, 4), INSIDE, **REPEATS),
-    "ddp, 1 rank, 3, 2": Case((1, 3, 2), INSIDE),
     "fsdp2, 2 ranks, 4, 3": Case((2, 4, 3), EDGES, "fsdp2"),
     "fsdp2, 3 ranks, 2, 4, nothing at random": Case((3, 2, 4), INSIDE, "fsdp2", **REPEATS),
 }

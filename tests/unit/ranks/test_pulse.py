@@ -1,0 +1,94 @@
+"""Saves that are agreed on in the background, over a board that fails for one call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from holdfast.errors import RankStoreLost
+from holdfast.ranks.agreement import Agreement
+from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+from holdfast.ranks.proposals import Proposal
+from holdfast.ranks.timing import Settings
+
+QUICK = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=5.0, probe_s=0.05)
+PATIENT_S = 30.0
+
+
+class Failing(MemoryBoard):
+    """Fails once, where a key is put that `which` chooses; `late`: it is put all the same."""
+
+    def __init__(self, which: Callable[[str], bool], *, late: bool = False) -> None:
+        super().__init__()
+        self._which, self._late = which, late
+        self.failed = 0
+
+    def _meddle(self, put: Callable[[], Any], key: str) -> Any:
+        if self.failed or not self._which(key):
+            return put()
+        self.failed += 1
+        if self._late:
+            put()
+        lost = RankStoreLost("the board does not answer")
+        lost.lasting = True  # asked again at the next beat, not within this one
+        raise lost
+
+    def put(self, key: str, value: bytes, *, timeout: float) -> None:
+        self._meddle(lambda: MemoryBoard.put(self, key, value, timeout=timeout), key)
+
+    def put_if_absent(self, key: str, value: bytes, *, timeout: float) -> bytes:
+        found: bytes = self._meddle(lambda: MemoryBoard.put_if_absent(self, key, value, timeout=timeout), key)
+        return found
+
+
+FAULTS: dict[str, Callable[[], Failing]] = {
+    "the proposal": lambda: Failing(lambda key: key.endswith("/proposal")),
+    "the proposal, which comes all the same": lambda: Failing(lambda key: key.endswith("/proposal"), late=True),
+    "the first rank's answer": lambda: Failing(lambda key: key.endswith("proposal/1/posts/0")),
+    "another rank's answer": lambda: Failing(lambda key: key.endswith("proposal/1/posts/1")),
+    "the announcement": lambda: Failing(lambda key: key.endswith("proposal/1/outcome")),
+    "the announcement, which comes all the same": lambda: Failing(
+        lambda key: key.endswith("proposal/1/outcome"), late=True
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_call_that_the_board_does_not_answer_is_made_again(fault: str) -> None:
+    board, together = FAULTS[fault](), threading.Barrier(2)
+
+    def run(rank: int) -> list[Proposal | None]:
+        with Agreement.open(ThreadRanks(rank, 2, board), {"run": "main"}, PATIENT_S, QUICK) as agreement:
+            if rank == 0:
+                agreement.want("the clock")
+            found: list[Proposal | None] = []
+            for step in range(1, 100_000):
+                together.wait(PATIENT_S)  # as training's own collectives
+                found.append(agreement.at(step, PATIENT_S))
+                if found[-1] is not None:
+                    break
+            together.wait(PATIENT_S)
+            return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, (0, 1))
+    assert board.failed == 1
+    assert len(first) == len(second) and first[-1] == second[-1]
+    assert first[-1] is not None and first[-1].reason == "the clock"
+
+
+def test_a_proposal_that_came_to_nothing_at_its_very_step_is_no_save() -> None:
+    """The background of the first rank may end the topic between the two looks of the training thread."""
+
+    def run(rank: int) -> Proposal | None:
+        with Agreement.open(ThreadRanks(rank, 2, board), {"run": "main"}, PATIENT_S, QUICK) as agreement:
+            agreement._proposals.answer(Proposal(1, 3, "the clock", 0))
+            return agreement.at(3, PATIENT_S)
+
+    board = MemoryBoard()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, (0, 1))) == [None, None]
