@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast
+from factored import Factored
 from holdfast.errors import StateError, StateMismatch
 from holdfast.state import Flattener, flatten, prepare
 from holdfast.state.wholes import Wholes, forms_of
@@ -454,6 +455,29 @@ def meta_models_get_their_part() -> None:
     step(other, again)
     for path, array in wholes(other, again).items():
         same(array, wholes(model, optimizer)[path])
+
+
+@check(2)
+def state_of_another_shape_than_its_parameter() -> None:
+    """It is a whole on every rank, and a DTensor again, so that the next step can be taken."""
+    for build in (sharded, lambda: nn.parallel.DistributedDataParallel(net())):
+        model = build()
+        optimizer = trained(model, Factored)
+        saved = Saved({"model": model, "optimizer": optimizer})
+        for stepped in (True, False):
+            other = sharded()
+            again = trained(other, Factored) if stepped else Factored(other.parameters())
+            saved.load({"model": other, "optimizer": again})
+            for state in again.state.values():
+                assert {key: isinstance(value, DTensor) for key, value in state.items()} == {"step": False, "row": True}
+            for path, array in wholes(other, again).items():
+                same(array, saved.arrays[path])
+            if build is sharded:
+                step(other, again)
+                if stepped:
+                    step(model, optimizer)
+                for path, array in wholes(other, again).items():
+                    same(array, wholes(model, optimizer)[path])
 
 
 def split(mesh: Any, width: int = 6) -> nn.Module:

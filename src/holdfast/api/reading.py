@@ -1,4 +1,4 @@
-"""Restoring as one of several ranks: the coordinator chooses, all read, all vote."""
+"""Restoring as one of several ranks: the coordinator chooses, all match it with what they hold, read, and vote."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from functools import partial
 from typing import Final
 
 from holdfast.api.company import RESTORE_TIMES, Company
-from holdfast.api.outcome import Outcome, agreed, refuse_what_none_takes
+from holdfast.api.outcome import Outcome, agreed, fits, refuse_what_none_takes
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.joint.neighbours import Neighbours
 from holdfast.engine.joint.together import NodeReads
 from holdfast.engine.joint.window import Timing
-from holdfast.engine.restore import Prepare, RestoreResult, Told, choose, chosen, exactly, fetch
+from holdfast.engine.restore import Matched, Prepare, RestoreResult, choose, chosen, exactly, match
 from holdfast.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
 from holdfast.events import CandidateSkipped, Emitter, RestoredEvent
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
+from holdfast.ranks.contract import Verdict
 from holdfast.ranks.topic import Topic
 from holdfast.repo.manifest import Aborted, decode_manifest
 from holdfast.repo.repository import Repo
-from holdfast.state.contract import Prepared
 
 TRY, NONE = b"try", b"none"
 DAMAGED: Final = "damaged: "
@@ -114,8 +114,9 @@ class ReadingTogether:
         return self.company.agreement.topic("restore")
 
     def _read(self, id: CheckpointId, manifest: Callable[[], bytes]) -> RestoreResult:
-        """Reads this rank's part, votes, and sets what is plain once all have voted for it. CorruptionError where some
-        rank found it damaged, or gone; what else went wrong on this rank, or RankFailed where it did on another."""
+        """Reads this rank's part once the checkpoint fits all ranks, votes, and sets what is plain once all have voted
+        for it. CorruptionError where some rank found it damaged, or gone; StateMismatch on all where none takes some of
+        it; what else went wrong on this rank, or RankFailed where it did on another."""
         node = self._beside()
         try:
             return self._read_beside(id, manifest, node)
@@ -136,66 +137,79 @@ class ReadingTogether:
 
     def _read_beside(self, id: CheckpointId, told: Callable[[], bytes], node: NodeReads | None) -> RestoreResult:
         began = time.perf_counter()
-        own: BaseException | None = None
-        prepared: Prepared | None = None
-        manifest: Manifest | None = None
         outcome = Outcome()
+        manifest, matched = self._matched(id, told, outcome)
+        own: BaseException | None = None
+        began_reading = time.perf_counter()
         try:
-            manifest = _manifest(told(), id)
-            prepared, moved = fetch(
-                self._repo,
-                manifest,
-                self._matched(outcome, began),
-                rank=self.company.rank,
-                of=self.company.world_size,
-                emitter=self._emitter,
-                node=node,
-            )
-            waited = 0.0 if node is None else node.waited_s
-            outcome.done(time.perf_counter() - began, waited, moved, prepared.left_over)
+            outcome.nbytes = matched.read(node)
+            outcome.wait_s = 0.0 if node is None else node.waited_s
+            outcome.read_s = max(time.perf_counter() - began_reading - outcome.wait_s, 0.0)
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
             own = error
-            outcome.reason = (DAMAGED if isinstance(own, _PASSED_OVER) else "") + in_words(own)
+            outcome.reason = _reason(error)
             if node is not None:
                 node.absent()
         crashpoint("part restored, not yet voted for")
         with self._topic() as topic:
             self.raised_by_all = True
-            heard = agreed(topic, outcome, self._deadline_s, f"the restore of {id}")
-        if not heard.verdict:
-            if own is not None and not isinstance(own, _PASSED_OVER):
-                raise own
-            reasons = heard.verdict.reasons
-            fatal = {rank: said for rank, said in reasons.items() if not said.startswith(DAMAGED)}
-            if fatal:
-                rank, said = min(fatal.items())
-                raise RankFailed(
-                    f"rank {rank} cannot restore {id}: {said}",
-                    subject=f"rank {rank}",
-                    ranks=tuple(fatal),
-                    phase="restore",
-                )
-            rank, said = min(reasons.items())
-            self.raised_by_all = False  # all wait for the next choice
-            raise CorruptionError(f"{said.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
-        assert prepared is not None and manifest is not None
-        refuse_what_none_takes(manifest.tree, heard.left_over)
+            verdict, ranks = agreed(topic, outcome, self._deadline_s, f"the restore of {id}")
+        self._check(verdict, own, id)
         self.raised_by_all = False
         crashpoint("restore voted for, run not yet claimed")
-        state = prepared.apply()
+        state = matched.prepared.apply()
         seconds = time.perf_counter() - began
-        self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, heard.ranks))
-        return RestoreResult(id, manifest, state, prepared.report, outcome.nbytes, seconds, ranks=heard.ranks)
+        self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, ranks))
+        return RestoreResult(id, manifest, state, matched.prepared.report, outcome.nbytes, seconds, ranks=ranks)
 
-    def _matched(self, outcome: Outcome, began: float) -> Prepare:
-        """`prepare`, and when it was over."""
-
-        def prepare(manifest: Manifest, told: Told) -> Prepared:
-            prepared = self._prepare(manifest, told)
+    def _matched(self, id: CheckpointId, told: Callable[[], bytes], outcome: Outcome) -> tuple[Manifest, Matched]:
+        """The checkpoint, matched on every rank with what it holds: where it does not fit some rank, or all leave some
+        of it over, nothing of any target has changed."""
+        began = time.perf_counter()
+        found: tuple[Manifest, Matched] | None = None
+        own: BaseException | None = None
+        rank, of = self.company.rank, self.company.world_size
+        try:
+            manifest = _manifest(told(), id)
+            found = manifest, match(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
             outcome.match_s = time.perf_counter() - began
-            return prepared
+        except Exception as error:  # noqa: BLE001 - told to all, and raised here after they have heard it
+            own = error
+        left_over = None if found is None else found[1].prepared.left_over
+        reason = "" if own is None else _reason(own)
+        with self._topic() as topic:
+            self.raised_by_all = True
+            verdict, left = fits(topic, reason, left_over, self._deadline_s, f"the match of {id}")
+        self._check(verdict, own, id)
+        assert found is not None
+        refuse_what_none_takes(left_over, left)
+        self.raised_by_all = False
+        return found
 
-        return prepare
+    def _check(self, verdict: Verdict, own: BaseException | None, id: CheckpointId) -> None:
+        """Raises where some rank is against: what was raised on this one, RankFailed for what was on another, or
+        CorruptionError where all that is wrong is that the checkpoint is damaged, or gone."""
+        if verdict:
+            return
+        if own is not None and not isinstance(own, _PASSED_OVER):
+            raise own
+        reasons = verdict.reasons
+        fatal = {rank: said for rank, said in reasons.items() if not said.startswith(DAMAGED)}
+        if fatal:
+            rank, said = min(fatal.items())
+            raise RankFailed(
+                f"rank {rank} cannot restore {id}: {said}",
+                subject=f"rank {rank}",
+                ranks=tuple(fatal),
+                phase="restore",
+            )
+        rank, said = min(reasons.items())
+        self.raised_by_all = False  # all wait for the next choice
+        raise CorruptionError(f"{said.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
+
+
+def _reason(error: BaseException) -> str:
+    return (DAMAGED if isinstance(error, _PASSED_OVER) else "") + in_words(error)
 
 
 def _manifest(data: bytes, id: CheckpointId) -> Manifest:

@@ -168,6 +168,31 @@ def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -
     return RestoreResult(id, manifest, state, prepared.report, moved, seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A checkpoint that has been matched with a target, of which nothing has changed yet. `read` fills it, all but what
+    is plain, which `prepared.apply` sets, and returns the bytes; it is given the ranks beside this one, each of which
+    does the same."""
+
+    prepared: Prepared
+    read: Callable[[NodeReads | None], int]
+
+
+def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of: int = 1, emitter: Emitter) -> Matched:
+    """Matches a checkpoint with a target, as one of so many ranks. What belongs to one rank comes back where as many
+    ranks have saved it as there are."""
+    own = rank if of == len(manifest.indexes) else None
+    if manifest.boxes is None and own is not None:
+        index = repo.index(manifest)
+        prepared = prepare(manifest, index)
+        if prepared.boxes is None:
+            return Matched(prepared, lambda _: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter))
+        return Matched(prepared, lambda _: Parts(repo, manifest, own, emitter).read(prepared))
+    parts = Parts(repo, manifest, own, emitter)
+    prepared = prepare(manifest, parts.whole)
+    return Matched(prepared, lambda node: parts.read(prepared, node))
+
+
 def fetch(
     repo: Repo,
     manifest: Manifest,
@@ -178,19 +203,9 @@ def fetch(
     emitter: Emitter,
     node: NodeReads | None = None,
 ) -> tuple[Prepared, int]:
-    """Matches a checkpoint with a target and fills it, all but what is plain, which `apply` of what is returned sets;
-    and the bytes that were read. What belongs to one rank comes back where as many ranks have saved it as there are.
-    `node`: the ranks beside this one, each of which does the same."""
-    own = rank if of == len(manifest.indexes) else None
-    if manifest.boxes is None and own is not None:
-        index = repo.index(manifest)
-        prepared = prepare(manifest, index)
-        if prepared.boxes is None:
-            return prepared, read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
-        return prepared, Parts(repo, manifest, own, emitter).read(prepared)
-    parts = Parts(repo, manifest, own, emitter)
-    prepared = prepare(manifest, parts.whole)
-    return prepared, parts.read(prepared, node)
+    """`match`, and what it has found is read; and the bytes that were."""
+    found = match(repo, manifest, prepare, rank=rank, of=of, emitter=emitter)
+    return found.prepared, found.read(node)
 
 
 def _with_skipped(result: RestoreResult, skipped: Sequence[tuple[CheckpointId, str]]) -> RestoreResult:

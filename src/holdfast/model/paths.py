@@ -7,6 +7,7 @@ pack names), `~3` a leading `#` of a string key. A segment that starts with `#` 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from holdfast.errors import Unserialisable
@@ -39,3 +40,11 @@ def unescape(segment: str) -> str:
 def join(parent: str, segment: str) -> str:
     """`segment` (escaped already) below `parent`; the root is the empty path."""
     return f"{parent}/{segment}" if parent else segment
+
+
+def lineage(path: str) -> Iterator[str]:
+    """The path, and all that it lies below, but the root."""
+    yield path
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path

@@ -77,7 +77,7 @@ def coalesce(
     task_bytes: int = TASK_BYTES,
     gap_bytes: int = GAP_BYTES,
 ) -> ReadPlan:
-    """Tasks that cover every byte of the wanted leaves once, in the order of the pack.
+    """Tasks that cover every byte of the wanted leaves once, in the order of the pack. Wanted ranges may overlap.
 
     One row for each wanted leaf, int64 [wanted]: `want` is what the plan calls it, `offset` and `length` are bytes in
     the pack, `chunk_start` is the row of its first digest. A task is at most `task_bytes` long unless one chunk is
@@ -88,7 +88,9 @@ def coalesce(
     row, start = row[order], start[order]
     position = offset[row] + start
     size = np.minimum(length[row] - start, max(task_bytes // chunk_bytes, 1) * chunk_bytes)
-    bounds = _groups(position, position + size, task_bytes, gap_bytes)
+    # One leaf may be wanted whole and in part: then a piece may end before the one that begins before it does.
+    reached = np.maximum.accumulate(position + size)
+    bounds = _groups(position, reached, task_bytes, gap_bytes)
     piece, within = cut(size, chunk_bytes)
     # Pieces and chunks: a piece is what a task reads of a leaf, whole chunks of it.
     at = position[piece] + within
@@ -108,8 +110,8 @@ def coalesce(
 
 
 def _groups(start: Column, stop: Column, limit: int, gap: int) -> Column:
-    """Where to cut ascending ranges into groups of at most `limit` bytes, or of one longer range, without a gap of more
-    than `gap` bytes inside: the first of each, and how many there are."""
+    """Where to cut ranges, by where they begin, into groups of at most `limit` bytes, or of one longer range, without a
+    gap of more than `gap` bytes inside: the first of each, and how many there are. `stop`: where all up to each end."""
     starts, stops = start.tolist(), stop.tolist()
     breaks = [*(np.flatnonzero(start[1:] - stop[:-1] > gap) + 1).tolist(), len(starts)]
     bounds, at, coming = [0], 0, 0
@@ -138,10 +140,10 @@ def _runs(want: Column, position: Column, size: Column, small: Flags, tasks: Col
 def _tasks(position: Column, size: Column, bounds: Column, runs: Column) -> list[ReadTask]:
     if not len(position):
         return []
-    firsts, lasts = bounds[:-1], bounds[1:] - 1
+    firsts = bounds[:-1]
     columns = (
         position[firsts],
-        position[lasts] + size[lasts],
+        np.maximum.reduceat(position + size, firsts),
         runs[:-1],
         runs[1:],
         np.add.reduceat(size, firsts),

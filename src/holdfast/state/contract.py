@@ -15,6 +15,7 @@ import numpy as np
 from holdfast.model.box import Box
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
+from holdfast.state.left_over import LeftOver
 
 Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -148,9 +149,8 @@ class Prepared:
     boxes: Sequence[Box | None] | None = None
     """For each of `wants` the box of the leaf that its sink takes; None: the whole leaf. None for all: every want takes
     a whole leaf, of which then no other want takes anything."""
-    left_over: bytes = b""
-    """Where other ranks have targets of their own: what this one does not take of entries that it names, as bits by
-    `terminals` of the tree. Empty for nothing."""
+    left_over: LeftOver | None = None
+    """Where other ranks have targets of their own: what this one does not take; None for nothing."""
 
 
 Rename = Mapping[str, str] | Callable[[str], str]

@@ -194,14 +194,34 @@ def _list_entries(plan: Restorer, node: Json, like: list[Any], path: str) -> Thu
 def stateful(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
     if kind_of(node) != "object":
         return plan.mismatch(like, path, plan.words(node), f"an object ({type_name(type(like))})")
-    if not plan.takes(path):
+    if not plan.takes_some(node, path):
         return lambda: like
     if node.get("type") != type_name(type(like)):
         plan.notes.append(f"{path or ROOT}: saved by a {node.get('type')}, restored into a {type_name(type(like))}")
-    hints = like.state_dict() if any(kind_of(one) in _NEEDS_CLASS for _, one in walk(node["v"])) else ABSENT
+    asked = any(kind_of(one) in _NEEDS_CLASS for _, one in walk(node["v"])) or not plan.selection.everything
+    present = like.state_dict() if asked else ABSENT
     before = len(plan.created)
-    state = plan.rebuild(node["v"], path, hints)
+    state = _chosen(plan, node["v"], present, path)
     plan.restored.extend(plan.created[before:] or [path or ROOT])
     del plan.created[before:]
     plan.later(path, lambda: like.load_state_dict(state()))
     return lambda: like
+
+
+def _chosen(plan: Restorer, node: Json, present: Any, path: str) -> Thunk:
+    """A new value of a node, in which what include and exclude leave out of a dictionary is what it is at present."""
+    if plan.selection.everything or kind_of(node) != "dict" or not isinstance(present, Mapping):
+        return plan.rebuild(node, path, present)
+    entries, theirs = _paired(items(node), present, path)
+    kept: dict[Any, Any] = {}
+    thunks: dict[Any, Thunk] = {}
+    for key, child, now, where in entries:
+        if child is not ABSENT and plan.takes_some(child, where):
+            thunks[key] = _chosen(plan, child, now, where)
+        elif child is not ABSENT or not plan.selection.takes(where):
+            kept[key] = now
+    for key, child in theirs:
+        where = join(path, segment(key))
+        if plan.takes_some(child, where):
+            thunks[key_thunk(plan, key, {}, where)()] = plan.rebuild(child, where)
+    return lambda: kept | {key: thunk() for key, thunk in thunks.items()}

@@ -99,6 +99,12 @@ def children(node: Json, path: str) -> list[tuple[str, Json]]:
     return []
 
 
+def terminals(node: Json, path: str = "") -> list[str]:
+    """The paths of all leaves and plain values, and of what is empty, in the order of the tree."""
+    below = children(node, path) if isinstance(node, dict | list) else []
+    return [path] if not below else [one for where, child in below for one in terminals(child, where)]
+
+
 def walk(node: Json, path: str = "") -> Iterator[tuple[str, Json]]:
     """Every node below and at `node`, parents first, in order. CorruptionError where it is nested too deeply."""
     stack: list[tuple[int, str, Json]] = [(0, path, node)]

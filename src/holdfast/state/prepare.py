@@ -6,17 +6,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from holdfast.errors import CorruptionError, StateError, StateMismatch
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
-from holdfast.model.paths import join
+from holdfast.model.paths import join, lineage
 from holdfast.state import registry
 from holdfast.state.collector import collector_paused
 from holdfast.state.contract import LoadReport, Prepared, Rename, Rows
 from holdfast.state.entries import mapping_entries
-from holdfast.state.nodes import OWN, PRIVATE, children, items, kind_of, leaf_paths, name_of
+from holdfast.state.left_over import LeftOver, left_over
+from holdfast.state.nodes import OWN, PRIVATE, children, items, kind_of, leaf_paths, name_of, terminals
 from holdfast.state.ownership import let_updates_pass
 from holdfast.state.restorer import Restorer, Thunk
 from holdfast.state.selection import Patterns, Renaming, Selection
@@ -70,8 +69,8 @@ def prepare(
         own = _root(restorer, rest, private_into, PRIVATE)
         restorer.skipped.extend(join(_OWN_ROOT, path) for path in restorer.own_left())
     else:
-        taken = [join(_OWN_ROOT, path) for path in own_nodes.keys() - set(restorer.own_left())]
-        restorer.skipped.extend(path for path in private if not _below_any(path, taken))
+        taken = {join(_OWN_ROOT, path) for path in own_nodes.keys() - set(restorer.own_left())}
+        restorer.skipped.extend(path for path in private if taken.isdisjoint(lineage(path)))
     _check(restorer, apart=apart)
     if strict and not restorer.selection.everything:
         _check_selection(restorer, matched)
@@ -84,8 +83,8 @@ def prepare(
         return state
 
     wants, boxes = restorer.wants()
-    left_over = _left_over(restorer, matched) if apart and strict else b""
-    return Prepared(wants, apply, _report(restorer), boxes, left_over)
+    left = _left_over(restorer, matched) if apart and strict else None
+    return Prepared(wants, apply, _report(restorer), boxes, left)
 
 
 def _own_values(private_tree: Json) -> tuple[Json, dict[str, Json]]:
@@ -104,10 +103,6 @@ def _own_values(private_tree: Json) -> tuple[Json, dict[str, Json]]:
 
 
 _OWN_ROOT = join(PRIVATE, OWN)
-
-
-def _below_any(path: str, roots: Sequence[str]) -> bool:
-    return any(path == root or path.startswith(f"{root}/") for root in roots)
 
 
 def _checked_paths(tree: Json, private_tree: Json, specs: Sequence[LeafSpec]) -> tuple[list[str], list[str]]:
@@ -180,20 +175,13 @@ def _prune(restorer: Restorer, node: Json, path: str) -> Json:
 _NOTHING: Json = object()
 
 
-def terminals(node: Json, path: str = "") -> list[str]:
-    """The paths of all leaves and plain values, and of what is empty, in the order of the tree."""
-    below = children(node, path) if isinstance(node, dict | list) else []
-    return [path] if not below else [one for where, child in below for one in terminals(child, where)]
-
-
-def _left_over(restorer: Restorer, tree: Json) -> bytes:
-    """A bit for each of the tree's terminals; nothing where nothing is left over."""
-    if not restorer.unexpected:
-        return b""
-    taken = set(restorer.unexpected)
-    roots = [path for path in taken if path]
-    bits = [path in taken or _below_any(path, roots) for path in terminals(tree)]
-    return np.packbits(bits).tobytes()
+def _left_over(restorer: Restorer, tree: Json) -> LeftOver | None:
+    # Of what is skipped: entries that the target does not name. Below them are a rank's own, and what the selection
+    # tells by itself.
+    aside, selection = [path for path in restorer.skipped if "/" not in path], restorer.selection
+    if selection.everything and not restorer.unexpected and not aside:
+        return None
+    return left_over(tree, restorer.unexpected, aside, selection.takes)
 
 
 def _check(restorer: Restorer, *, apart: bool) -> None:

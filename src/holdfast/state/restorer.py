@@ -19,7 +19,7 @@ from holdfast.model.leaf import LeafSpec
 from holdfast.state import registry
 from holdfast.state.contract import Buffer, Form, Rows, Sink
 from holdfast.state.memory import Geometry
-from holdfast.state.nodes import LEAVES, ROOT, kind_of, leaf_nodes, number_of
+from holdfast.state.nodes import LEAVES, ROOT, kind_of, leaf_nodes, number_of, terminals
 from holdfast.state.owners import owners
 from holdfast.state.selection import Selection
 
@@ -228,6 +228,13 @@ class Restorer:
     def takes(self, path: str) -> bool:
         """Whether `path` is to be restored; if not, that is noted."""
         taken = self.selection.takes(path)
+        if not taken:
+            self.skipped.append(path)
+        return taken
+
+    def takes_some(self, node: Json, path: str) -> bool:
+        """Whether anything of `node` is to be restored; if not, that is noted."""
+        taken = self.selection.everything or any(map(self.selection.takes, terminals(node, path)))
         if not taken:
             self.skipped.append(path)
         return taken

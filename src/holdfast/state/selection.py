@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import StateMismatch, UsageError
 from holdfast.model.checkpoint import Json
-from holdfast.model.paths import join
+from holdfast.model.paths import join, lineage
 from holdfast.state.contract import Rename
 from holdfast.state.nodes import KEYED, NAMED, items, kind_of, segment, sequence
 
@@ -33,13 +33,6 @@ def _matchers(patterns: Patterns | None) -> list[Callable[[str], Any]] | None:
     return found
 
 
-def _lineage(path: str) -> Iterator[str]:
-    yield path
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path
-
-
 class Selection:
     """`include` and `exclude`: globs over whole paths (`*` crosses `/`), or compiled expressions, searched for.
 
@@ -54,9 +47,9 @@ class Selection:
     def takes(self, path: str) -> bool:
         if self.everything:
             return True
-        if any(match(one) for one in _lineage(path) for match in self._exclude):
+        if any(match(one) for one in lineage(path) for match in self._exclude):
             return False
-        return self._include is None or any(match(one) for one in _lineage(path) for match in self._include)
+        return self._include is None or any(match(one) for one in lineage(path) for match in self._include)
 
 
 def renamer(rename: Rename) -> Callable[[str], str]:

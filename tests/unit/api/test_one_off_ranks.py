@@ -177,3 +177,18 @@ def test_damage_that_one_rank_meets_moves_all_to_the_one_before(tmp_path: Path) 
     assert [one.step for one in found] == [0] * 3
     found = together(3, lambda ranks: holdfast.load(tmp_path, into=state(ranks, 0.0), ranks=ranks, step=1))
     assert all(isinstance(one, CorruptionError | RankFailed) for one in found), found
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_long_bytes_that_all_ranks_hold_are_written_in_parts(tmp_path: Path, kind: type) -> None:
+    blob = kind(np.random.default_rng(0).bytes(2 << 20))
+
+    def held(empty: bool = False) -> dict[str, Any]:
+        return {"blob": kind() if empty else blob, "w": np.ones(3)}
+
+    saved = together(2, lambda ranks: holdfast.save(held(), tmp_path, ranks=ranks))[0]
+    packs = sorted((tmp_path / saved.id.directory).glob("rank-*.safetensors"))
+    assert len(packs) == 2 and all(pack.stat().st_size > len(blob) // 4 for pack in packs)
+    assert holdfast.load(tmp_path).state["blob"] == blob
+    for restored in together(2, lambda ranks: holdfast.load(tmp_path, held(empty=True), ranks=ranks)):
+        assert restored.state["blob"] == blob and type(restored.state["blob"]) is kind

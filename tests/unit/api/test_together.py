@@ -11,7 +11,7 @@ import pytest
 
 import holdfast
 from holdfast.api.company import settings
-from holdfast.errors import RankFailed, RanksError, RanksMissing, RankStoreLost, UsageError
+from holdfast.errors import RankFailed, RanksError, RanksMissing, RankStoreLost, StateMismatch, UsageError
 from holdfast.ranks.memory import MemoryBoard, ThreadRanks
 from holdfast.ranks.topic import Topic
 
@@ -90,3 +90,30 @@ def test_a_claim_that_cannot_be_announced_is_given_back(tmp_path: Path, monkeypa
     assert isinstance(found[0], RankStoreLost) and isinstance(found[1], RanksError)
     with holdfast.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=holdfast.Solo()) as ckpt:
         assert ckpt.save(wait=True).committed, "nobody has the run"
+
+
+def test_a_restore_that_all_ranks_have_refused_is_refused_again_when_it_is_tried_again(tmp_path: Path) -> None:
+    """Nobody waits for what another has said before, nor hears it."""
+    holdfast.save({"model": {"a": np.ones(3), "b": np.ones(2)}}, tmp_path)
+    board, found = MemoryBoard(), {}
+
+    def build(rank: int) -> None:
+        state = {"model": {"a": np.zeros(3)}}
+        found[rank] = said = []
+        try:
+            with holdfast.Checkpointer(tmp_path, state, ranks=ThreadRanks(rank, 2, board), ranks_timeout=20.0) as ckpt:
+                for _ in range(3):
+                    try:
+                        ckpt.restore()
+                    except StateMismatch as error:
+                        said.append(error.message)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            said.append(repr(error))
+
+    threads = [threading.Thread(target=build, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0] == found[1] and len(found[0]) == 3, found
+    assert all("model/b" in one for one in found[0])

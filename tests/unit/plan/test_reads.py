@@ -105,3 +105,31 @@ def test_nothing_wanted_is_nothing_read() -> None:
 def test_pieces_of_each_row() -> None:
     row, start = cut(np.array([0, 5, 4, 9], np.int64), 4)
     assert row.tolist() == [1, 1, 2, 3, 3, 3] and start.tolist() == [0, 4, 0, 0, 4, 8]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2000)), min_size=1, max_size=12),
+    st.sampled_from([64, 256, 1024]),
+    st.sampled_from([0, 100, 10_000]),
+)
+def test_wanted_ranges_may_lie_in_each_other(ranges: list[tuple[int, int]], task_bytes: int, gap: int) -> None:
+    """One leaf is wanted whole and in part where it was tied when saved and is not in the target."""
+    offset, length = (np.array(column, np.int64) for column in zip(*ranges, strict=True))
+    offset = 4096 + offset * CHUNK
+    plan = coalesce(
+        np.arange(len(offset)), offset, length, offset // CHUNK, chunk_bytes=CHUNK, task_bytes=task_bytes, gap_bytes=gap
+    )
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for task in plan.tasks:
+        wanted = np.zeros(task.stop - task.start, bool)
+        for number in range(plan.runs[task.first], plan.runs[task.last]):
+            want, start, size, position = (int(c[number]) for c in (plan.want, plan.start, plan.size, plan.position))
+            assert position == offset[want] + start and plan.row[number] == position // CHUNK
+            assert task.start <= position and position + size <= task.stop
+            wanted[position - task.start : position - task.start + size] = True
+            seen.setdefault(want, []).append((start, start + size))
+        assert wanted[0] and wanted[-1] and task.stop - task.start <= task_bytes
+    for want, nbytes in enumerate(length.tolist()):
+        ends = [0, *(stop for _, stop in sorted(seen.get(want, [])))]
+        assert [start for start, _ in sorted(seen.get(want, []))] == ends[:-1] and ends[-1] == nbytes

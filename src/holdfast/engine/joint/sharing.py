@@ -218,5 +218,7 @@ def _piece(row: int, spec: LeafSpec, offsets: list[int], shape: list[int]) -> _P
 def _taken(source: Any, piece: _Piece) -> Any:
     if piece.cut is None:
         return source
+    if isinstance(source, bytes):
+        source = np.frombuffer(source, np.uint8)  # the leaf of long bytes: a cut has to be of its items
     # A local tensor may lack leading dimensions of length 1 that its leaf has.
     return source[piece.cut[len(piece.cut) - len(source.shape) :]]

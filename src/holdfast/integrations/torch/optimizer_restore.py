@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,13 @@ from holdfast.integrations.torch import tensors
 from holdfast.integrations.torch.device import TORCH_DTYPES
 from holdfast.integrations.torch.meshes import is_dtensor
 from holdfast.integrations.torch.meta import device_after
+from holdfast.integrations.torch.optimizer_kept import Kept, called, constants
 from holdfast.integrations.torch.optimizers import located
-from holdfast.integrations.torch.sharded import layout_like, made_like, restore_shard
+from holdfast.integrations.torch.sharded import layout_like, made_like, restore_shard, whole_like
 from holdfast.model.checkpoint import Json
 from holdfast.model.paths import join
 from holdfast.state.declared import Shard, attached
-from holdfast.state.nodes import KEYED, LEAVES, ROOT, items, kind_of, name_of, segment, sequence
+from holdfast.state.nodes import KEYED, LEAVES, ROOT, is_part, items, kind_of, name_of, segment, sequence
 from holdfast.state.restorer import OPTIMIZERS, Restorer, Thunk
 from holdfast.state.tagged import type_name
 
@@ -56,7 +57,7 @@ def _saved(node: Json, path: str) -> Saved:
 def restore(optimizer: Optimizer, node: Json, path: str, restorer: Restorer) -> Thunk:
     if kind_of(node) != "optimizer":
         return restorer.mismatch(optimizer, path, restorer.words(node), f"an optimizer ({type_name(type(optimizer))})")
-    if not restorer.takes(path):
+    if not restorer.takes_some(node, path):
         return lambda: optimizer
     if node.get("type") != type_name(type(optimizer)):
         restorer.notes.append(
@@ -99,6 +100,7 @@ class _Plan:
                 where = located(restorer.owner(parameter), optimizer, path, number)
                 self._paths[id(parameter)] = where
                 self._name(parameter, where, group)
+        self._kept = Kept(path, self._paths, restorer.selection)
         self._groups = self._match_groups()
 
     def _name(self, parameter: torch.Tensor, path: str, group: Mapping[str, Any]) -> None:
@@ -114,24 +116,36 @@ class _Plan:
 
     def _match_groups(self) -> list[int | None]:
         """For each group of the target the number of the saved one with the same parameters; where other ranks have
-        others of them, with these among them."""
+        others of them, with these among them. None where no saved one has any of them."""
+        groups, apart = self._optimizer.param_groups, self._restorer.apart
         theirs = [self._marks(parameters) for _, parameters in self._saved.groups]
+        all_ours = [self._marks([self._paths[id(parameter)] for parameter in group["params"]]) for group in groups]
         free = list(range(len(theirs)))
-        found: list[int | None] = []
-        for number, group in enumerate(self._optimizer.param_groups):
-            ours = self._marks([self._paths[id(parameter)] for parameter in group["params"]])
-            exact = next((one for one in free if theirs[one] == ours), None)
-            best = exact if exact is not None else max(free, key=lambda one: len(theirs[one] & ours), default=None)
-            if exact is None and not (self._restorer.apart and best is not None and ours <= theirs[best]):
+        found: list[int | None] = [None] * len(groups)
+        # Last those without parameters: where other ranks have them all, they are what is left.
+        for number in sorted(range(len(groups)), key=lambda one: not all_ours[one]):
+            ours = all_ours[number]
+            same = [one for one in free if theirs[one] == ours]
+            likely = same or [one for one in free if theirs[one] & ours] or (free if apart and not ours else [])
+            best = max(likely, key=lambda one: (len(theirs[one] & ours), one == number), default=None)
+            if not same and not (apart and best is not None and ours <= theirs[best]):
                 self._differs(number, ours, theirs[best] if best is not None else set())
             if best is not None:
                 free.remove(best)
-            found.append(best)
+            found[number] = best
         for left in free:
-            self._restorer.unexpected.append(f"{self._path}/param_groups/{left}")
+            if self._asked_for(left, [key for key, _ in self._saved.groups[left][0]]):
+                self._restorer.unexpected.append(f"{self._path}/param_groups/{left}")
         return found
 
+    def _asked_for(self, number: int, keys: Iterable[str]) -> bool:
+        """Whether any option of a group is to be restored."""
+        where = f"{self._path}/param_groups/{number}"
+        return any(self._restorer.selection.takes(join(where, segment(key))) for key in keys)
+
     def _differs(self, number: int, ours: set[Any], theirs: set[Any]) -> None:
+        if not self._asked_for(number, self._optimizer.param_groups[number]):
+            return
         missing = [path for path in self._paths.values() if self._restorer.number_at(path) in ours - theirs]
         what = f", among them {missing[0]}" if missing else ""
         self._restorer.mismatched.append(
@@ -145,12 +159,12 @@ class _Plan:
             found = self._by_mark.get(self._restorer.number_at(name))
             where = join(join(self._path, "state"), name)
             if found is None:
-                if self._restorer.takes(where):
+                if self._restorer.takes_some(node, where):
                     self._restorer.unexpected.append(where)
             else:
                 here = self._paths[id(found[0])]
                 where = join(join(self._path, "state"), here)
-                if self._restorer.takes(where):
+                if self._restorer.takes_some(node, where):
                     yield _Held(found[0], found[1], name, node, where)
 
     def _device(self, held: _Held, key: str, node: Json) -> Any:
@@ -178,22 +192,37 @@ class _Plan:
             return restorer.rebuild(node, path)
 
     def _part(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk | None:
-        """State that lies as its parameter lies, a part of a global tensor; None for any other."""
+        """State that lies as its parameter lies, a part of a global tensor, or as a whole beside a parameter that is
+        one; None for any other."""
         restorer = self._restorer
         spec = restorer.spec(node, path)[1]
         kind = TORCH_DTYPES.get(spec.dtype)
         present = isinstance(now, torch.Tensor) and now.dtype is kind and not now.is_meta
         if present and is_dtensor(now) and spec.shape == tuple(now.shape) and not restorer.private:
             return tensors.restore(now, node, path, restorer)
-        if kind is None or key == "step" or not spec.shape:
+        if kind is None or key == "step":
             return None
         layout = layout_like(held.parameter, held.path)
-        if layout is None or spec.shape != layout.whole:
+        if layout is None:
             return None
+        if spec.shape != layout.whole or not spec.shape:
+            return self._whole(held, key, node, path) if self._lies_whole(held, node, spec.shape) else None
         if present and tensors.is_dense(now) and tuple(now.shape) == layout.local and attached(now) is None:
             return restore_shard(Shard(now, layout), node, path, restorer)
         with restorer.on(self._device(held, key, node)):
             return made_like(held.parameter, layout, node, path, restorer)
+
+    def _lies_whole(self, held: _Held, node: Json, shape: Sequence[int]) -> bool:
+        """Whether state of another shape than its parameter, a DTensor, is one too: where it was one when saved, or
+        where nothing of the parameter's state was, and it is more than a number."""
+        if self._restorer.private or not is_dtensor(held.parameter):
+            return False
+        beside = items(held.node) if kind_of(held.node) in KEYED else []
+        return is_part(node) or (bool(shape) and not any(is_part(child) for _, child in beside))
+
+    def _whole(self, held: _Held, key: str, node: Json, path: str) -> Thunk:
+        with self._restorer.on(self._device(held, key, node)):
+            return whole_like(held.parameter, node, path, self._restorer)
 
     def _plain_key(self, node: Json, path: str) -> Any:
         return node if type(node) is str else self._restorer.rebuild(node, path)()
@@ -201,45 +230,42 @@ class _Plan:
     def _other(self) -> dict[Any, Thunk]:
         """State that belongs to no parameter."""
         restorer, path = self._restorer, join(self._path, "other")
-        return {self._plain_key(key, path): restorer.rebuild(child, path) for key, child in self._saved.other}
+        return {self._plain_key(key, path): restorer.rebuild(child, path) for key, child in self._saved.other
+                if restorer.takes_some(child, join(path, segment(key)))}  # fmt: skip
 
-    def _entries(self, held: _Held, *, in_place: bool) -> dict[Any, Thunk] | Thunk:
-        """The entries of one parameter's state; where it is no dictionary, the state itself."""
-        present = self._optimizer.state.get(held.parameter) if in_place else None
+    def _entries(self, held: _Held, present: Any = None) -> dict[Any, Thunk] | Thunk:
+        """The entries of one parameter's state; where it is no dictionary, the state itself. `present`: what is filled
+        in place, or stays."""
         if kind_of(held.node) not in KEYED:
             return self._value(held, "", held.node, held.path, present)
-        found: dict[Any, Thunk] = {}
+        now = present if isinstance(present, dict) else {}
+        found = constants(self._kept.entries(held.path, now))
         for key, child in items(held.node):
             where, plain = join(held.path, segment(key)), self._plain_key(key, held.path)
-            now = present.get(plain) if isinstance(present, dict) else None
-            found[plain] = self._value(held, str(plain), child, where, now)
+            if self._restorer.takes_some(child, where):
+                found[plain] = self._value(held, str(plain), child, where, now.get(plain))
         return found
 
     def in_place(self) -> None:
-        thunks = [(held.parameter, self._entries(held, in_place=True)) for held in self._states()]
-        kept = {id(parameter) for parameter in self._skipped()}
+        present = self._optimizer.state
+        thunks = [(held.parameter, self._entries(held, present.get(held.parameter))) for held in self._states()]
+        restored = {id(parameter) for parameter, _ in thunks}
+        others = [parameter for parameter, _ in self._by_mark.values() if id(parameter) not in restored]
+        rest = [(one, kept) for one in others if (kept := self._kept.of(one, present.get(one))) is not None]
         other = self._other()
         options = self._options()
 
         def apply() -> None:
             state = self._optimizer.state
-            before = {key: value for key, value in state.items() if isinstance(key, torch.Tensor) and id(key) in kept}
             known = dict(state)
             state.clear()
-            state.update(before)
-            for parameter, entry in thunks:
+            for parameter, entry in [*rest, *thunks]:
                 state[parameter] = _filled(known.get(parameter), entry)
-            state.update(_called(other))
+            state.update(self._kept.of_no_parameter(known) | called(other))
             for group, found in options:
-                group.update(_called(found))
+                group.update(called(found))
 
         self._restorer.later(self._path, apply, OPTIMIZERS)
-
-    def _skipped(self) -> list[torch.Tensor]:
-        """Parameters whose state include or exclude leaves as it is."""
-        chosen = self._restorer.selection
-        return [parameter for parameter, _ in self._by_mark.values()
-                if not chosen.takes(join(join(self._path, "state"), self._paths[id(parameter)]))]  # fmt: skip
 
     def _options(self, *, in_place: bool = True) -> list[tuple[dict[str, Any], dict[str, Thunk]]]:
         """For each group of the target the saved options; tensors that are there already are filled in place."""
@@ -250,6 +276,8 @@ class _Plan:
             for key, node in self._saved.groups[match][0] if match is not None else ():
                 now = group.get(key) if in_place else None
                 where = join(join(join(self._path, "param_groups"), str(number)), segment(key))
+                if not restorer.takes_some(node, where):
+                    continue
                 if now is not None and tensors.is_dense(now) and restorer.words(node) == tensors.words(now):
                     thunks[key] = tensors.restore(now, node, where, restorer)
                 else:
@@ -261,35 +289,27 @@ class _Plan:
         """For optimizers that load in their own way; what they cast is put right afterwards."""
         restorer, optimizer = self._restorer, self._optimizer
         numbers = {mark: number for number, mark in enumerate(self._by_mark)}
-        state = {
-            numbers[restorer.number_at(held.name)]: (held.parameter, _whole(self._entries(held, in_place=False)))
-            for held in self._states()
-        }
+        state = {numbers[restorer.number_at(held.name)]: self._entries(held) for held in self._states()}
         groups = [
             (thunks, [numbers[restorer.number_at(self._paths[id(one)])] for one in group["params"]])
             for group, thunks in self._options(in_place=False)
         ]
-        extra = {key: restorer.rebuild(node, join(self._path, segment(key))) for key, node in self._saved.extra}
+        extra = {key: restorer.rebuild(node, where) for key, node in self._saved.extra
+                 if restorer.takes_some(node, where := join(self._path, segment(key)))}  # fmt: skip
         other = self._other()
 
         def apply() -> None:
-            values = {number: thunk() for number, (_, thunk) in state.items()}
-            said = _called(extra)
-            said["state"] = {number: _copied(value) for number, value in values.items()} | _called(other)
-            said["param_groups"] = [_called(options) | {"params": held} for options, held in groups]
+            said = called(extra)
+            said["state"] = {number: called(entry) for number, entry in state.items()} | called(other)
+            said["param_groups"] = [called(options) | {"params": held} for options, held in groups]
+            self._kept.carry_over(said, optimizer, self._groups)
+            values = said["state"]
+            said["state"] = {key: _copied(value) for key, value in values.items()}
             optimizer.load_state_dict(said)
-            for number, (parameter, _) in state.items():
-                _put_right(optimizer.state.get(parameter), values[number])
+            for number, (parameter, _) in enumerate(self._by_mark.values()):
+                _put_right(optimizer.state.get(parameter), values.get(number))
 
         restorer.later(self._path, apply, OPTIMIZERS)
-
-
-def _called(thunks: Mapping[Any, Thunk]) -> dict[Any, Any]:
-    return {key: thunk() for key, thunk in thunks.items()}
-
-
-def _whole(entry: dict[Any, Thunk] | Thunk) -> Thunk:
-    return entry if callable(entry) else lambda: _called(entry)
 
 
 def _copied(value: Any) -> Any:
@@ -297,10 +317,8 @@ def _copied(value: Any) -> Any:
 
 
 def _filled(now: Any, entry: dict[Any, Thunk] | Thunk) -> Any:
-    if callable(entry):
-        return entry()
-    made = _called(entry)
-    if type(now) is not dict:
+    made = called(entry)
+    if type(now) is not dict or callable(entry):
         return made
     now.clear()
     now.update(made)

@@ -189,10 +189,11 @@ def _restore(
 
         return materialise_part(tensor, layout, number, path, restorer)
     tensors.note_gradient(tensor, node, path, restorer)
+    address = local.data_ptr() or id(local)  # tensors without elements have no address of their own
     if prod(layout.local) and layout.parts == everywhere(layout.whole).parts:
-        restorer.want_existing(number, tensors.TensorSink(local), path, local.data_ptr(), lambda: geometry(local))
+        restorer.want_existing(number, tensors.TensorSink(local), path, address, lambda: geometry(local))
     else:
-        restorer.want_parts(number, sinks(local, layout), path, local.data_ptr(), lambda: geometry(local))
+        restorer.want_parts(number, sinks(local, layout), path, address, lambda: geometry(local))
     return lambda: tensor
 
 
@@ -214,6 +215,27 @@ def made_like(parameter: Any, layout: Layout, node: Json, path: str, restorer: R
         restorer.want_boxes(number, sinks(local, layout))
     made = local if not is_dtensor(parameter) else around(local, parameter)
     return lambda: made
+
+
+def whole_like(parameter: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
+    """Plans a new DTensor, on the restorer's device, that lies as a whole on every rank of the mesh of the parameter
+    that it belongs to, and has not its shape."""
+    number, spec = restorer.spec(node, path)
+    restorer.created.append(path)
+    local = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=restorer.device)
+    restorer.want(number, tensors.TensorSink(local))
+    made = _replicated(local, parameter)
+    return lambda: made
+
+
+def _replicated(local: torch.Tensor, like: Any) -> Any:
+    """A DTensor of which every rank of the mesh of the DTensor `like` holds all. No rank is asked."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, meta = like._spec.mesh, like._spec.tensor_meta
+    meta = meta._replace(shape=local.shape, stride=local.stride(), dtype=local.dtype)
+    kind: Any = DTensor
+    return kind(local, type(like._spec)(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta), requires_grad=False)
 
 
 def around(local: torch.Tensor, like: Any) -> Any:

@@ -218,7 +218,7 @@ def _replicas_from_the_start() -> AbstractContextManager[Any]:
 
 def _own_of_the_first() -> AbstractContextManager[Any]:
     """What belongs to each rank comes back from the first one's."""
-    whole = restore.fetch
+    whole = restore.match
 
     def first(repo: Any, manifest: Any, prepare: Any, **how: Any) -> Any:
         return whole(repo, manifest, prepare, **{**how, "rank": 0})

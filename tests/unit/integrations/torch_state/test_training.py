@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import gc
 import weakref
 from typing import Any
@@ -553,3 +554,121 @@ def test_a_conjugate_view_behind_the_same_tensor_is_seen() -> None:
     assert model.held.is_conj()
     flattener.flatten()
     assert flattener.full_looks == 2
+
+
+# -- a part of an optimizer -------------------------------------------------------------------------------------------
+
+
+def ready(rate: float, seed: int, *, hooked: bool = False) -> dict[str, Any]:
+    """Two layers that have been trained; what one seed leaves in the optimizer is nowhere what another does."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter) + seed
+    optimizer.step()
+    if hooked:
+        optimizer.register_load_state_dict_post_hook(lambda optimizer: None)
+    return {"model": model, "optimizer": optimizer}
+
+
+def moments(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    optimizer = state["optimizer"]
+    found = {f"{name}/{key}": value.clone() for name, parameter in state["model"].named_parameters()
+             for key, value in optimizer.state[parameter].items()}  # fmt: skip
+    return found | {"lr": torch.tensor(optimizer.param_groups[0]["lr"])}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(
+    ("chosen", "theirs"),
+    [
+        ({"include": ["model/*", "optimizer/*"]}, ["*"]),
+        ({"include": ["model/*", "optimizer/state/*"]}, ["*/*"]),
+        ({"include": "*/exp_avg"}, ["*/exp_avg"]),
+        ({"include": "*/lr"}, ["lr"]),
+        ({"exclude": "optimizer/param_groups"}, ["*/*"]),
+        ({"exclude": "*/lr"}, ["*/*"]),
+        ({"exclude": "*/exp_avg_sq"}, ["lr", "*/step", "*/exp_avg"]),
+        ({"exclude": "optimizer/state/model/0.*"}, ["lr", "1.*"]),
+        ({"exclude": "optimizer"}, []),
+    ],
+)
+def test_any_part_of_an_optimizer_may_be_left_as_it_is(
+    carrier: Any, chosen: dict[str, Any], theirs: list[str], hooked: bool
+) -> None:
+    saved, target = ready(0.5, 1), ready(0.25, 2, hooked=hooked)
+    before, wanted = moments(target), moments(saved)
+    carrier.round_trip(saved, target, **chosen)
+    for name, value in moments(target).items():
+        comes_back = any(fnmatch.fnmatchcase(name, pattern) for pattern in theirs)
+        assert torch.equal(value, (wanted if comes_back else before)[name]), name
+    assert target["optimizer"].param_groups[0]["betas"] == (0.9, 0.999)
+    assert ("optimizer" in carrier.report.skipped) is (not theirs)
+    target["optimizer"].step()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_state_that_is_not_restored_is_not_asked_for_and_not_lost(carrier: Any, hooked: bool) -> None:
+    saved, target = ready(0.5, 1), ready(0.25, 2, hooked=hooked)
+    saved["optimizer"].state.clear()
+    before = moments(target)
+    carrier.round_trip(saved, target, exclude="optimizer/state")
+    after = moments(target)
+    assert after.pop("lr") == 0.5
+    assert all(torch.equal(value, before[name]) for name, value in after.items()) and len(after) == len(before) - 1
+    if hooked:
+        return  # torch's own load_state_dict() takes no state without a step
+    carrier.round_trip(saved, target, exclude="*/exp_avg")
+    assert {name.partition("/")[2] for name in moments(target)} == {"", "exp_avg"}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_groups_that_share_no_parameter_keep_their_options(carrier: Any, hooked: bool) -> None:
+    def build(names: list[str], rates: list[float]) -> dict[str, Any]:
+        model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("a", "b", "c")})
+        groups = [{"params": list(model[name].parameters()), "lr": lr} for name, lr in zip(names, rates, strict=True)]
+        optimizer = torch.optim.SGD(groups, momentum=rates[0])
+        if hooked:
+            optimizer.register_load_state_dict_post_hook(lambda optimizer: None)
+        return {"model": model, "optimizer": optimizer}
+
+    saved, target = build(["a", "b"], [0.5, 0.25]), build(["c", "b"], [0.125, 0.0625])
+    with pytest.raises(StateMismatch, match="optimizer/param_groups/0"):
+        carrier.round_trip(saved, target)
+    carrier.round_trip(saved, target, strict=False)
+    groups = target["optimizer"].param_groups
+    assert [(group["lr"], group["momentum"]) for group in groups] == [(0.125, 0.125), (0.25, 0.5)]
+    carrier.round_trip(saved, target, exclude="optimizer/param_groups")
+
+
+class Counted:
+    """Something that says its state itself, in nested dictionaries."""
+
+    def __init__(self, value: int) -> None:
+        self.state = {"count": value, "inner": {"a": np.full(2, value), "b": value}, "only": {value: value}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count", "a", "b"),
+    [
+        ({"include": "object/*"}, 1, 1, 1),
+        ({"include": "object/inner/a"}, 2, 1, 2),
+        ({"exclude": "object/inner/a"}, 1, 2, 1),
+        ({"exclude": ["object/inner", "object/only"]}, 1, 2, 2),
+        ({"exclude": "object"}, 2, 2, 2),
+    ],
+)
+def test_any_part_of_an_objects_state_may_be_left_as_it_is(
+    carrier: Any, chosen: dict[str, Any], count: int, a: int, b: int
+) -> None:
+    target = {"object": Counted(2), "x": np.zeros(1)}
+    carrier.round_trip({"object": Counted(1), "x": np.ones(1)}, target, **chosen)
+    found = target["object"].state
+    assert (found["count"], found["inner"]["a"].tolist(), found["inner"]["b"]) == (count, [a, a], b)
