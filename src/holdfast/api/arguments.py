@@ -8,7 +8,8 @@ from holdfast.errors import UsageError
 from holdfast.policy import every, on
 from holdfast.policy import keep as keeping
 from holdfast.policy.keeping import KeepPolicy
-from holdfast.policy.saving import SavePolicy
+from holdfast.policy.pace import EveryStall
+from holdfast.policy.saving import SavePolicy, parts_of
 
 
 def policies(
@@ -49,7 +50,7 @@ def policies(
 
 
 def memory_policy(memory: object) -> SavePolicy | None:
-    """When states are kept in memory. UsageError for what does not say when, or goes by a metric."""
+    """When states are kept in memory. UsageError for what does not say when, or goes by a metric or by saves' cost."""
     if memory is None:
         return None
     if not isinstance(memory, SavePolicy):
@@ -63,6 +64,12 @@ def memory_policy(memory: object) -> SavePolicy | None:
             f"memory={memory!r} goes by a metric; what is kept in memory is the newest state, not the best",
             subject="memory",
             hint="memory=every(steps=1), and save=... | on.improve(...) for the store",
+        )
+    if any(isinstance(part, EveryStall) for part in parts_of(memory)):
+        raise UsageError(
+            f"memory={memory!r} goes by what saves to the store cost, which tells nothing of a state in memory",
+            subject="memory",
+            hint="memory=every(steps=10) or every(minutes=1), and save=every(stall=...) for the store",
         )
     return memory
 

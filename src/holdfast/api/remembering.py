@@ -57,6 +57,8 @@ class Remembering:
         self._saver = MemorySaver(repo, self.tier, emitter, rank=self.tier.rank)
         self._attempt: Attempt | None = None
         self._first_step = 0
+        self._before: tuple[int, int | None, float | None] | None = None
+        """Of the last save to the store: its step, and what was the last state before it."""
         self._last_step: int | None = None
         self._last_s: float | None = None
         self._started_s = 0.0
@@ -110,10 +112,18 @@ class Remembering:
     def saved(self, step: int) -> bool:
         """A save to the store is taken, which is sealed here as well; whether it takes the place of a torn state."""
         torn = self.torn is not None
+        self._before = step, self._last_step, self._last_s
         self._last_step, self._last_s = step, time.monotonic()
         self._moment(step, self._last_s)
         self.tier.saved_s = self._last_s
         return torn
+
+    def not_saved(self, step: int) -> None:
+        """The save of this step, of which `saved` was told, has failed while training waited for it. Unless it was
+        sealed by then, what is due in memory is due as if it had never been taken."""
+        footer, before = self.tier.sealed, self._before
+        if before is not None and before[0] == step == self._last_step and (footer is None or footer.id.step != step):
+            _, self._last_step, self._last_s = before
 
     def decide(self, moment: Moment) -> Decision:
         if not self.tier.on or self._attempt is None:

@@ -173,6 +173,7 @@ class Saving:
             stalls_s=self.spent.stalls_s,
             stalled_s=self.spent.stalled_s,
             persist_s=self.spent.persist_s,
+            waits=not self.saver.free,
         )
         torn = self._torn
         if self.company is not None:
@@ -207,6 +208,7 @@ class Saving:
         except (DeadlineExceeded, RanksError) as error:
             save = handle or self.saver.plan_save(step, reason=about.reason)
             self.tally.take(save, due_s)
+            self.spent.add(save, time.monotonic() - due_s)
             return self._not_taken(save, error)
         if waited_s is None:
             self.tally.skip(time.monotonic() - due_s)
@@ -229,6 +231,9 @@ class Saving:
             raise
         except HoldfastError as error:
             self._not_taken(save, error)
+        else:
+            if self.memory is not None and save.done and not save.committed:
+                self.memory.not_saved(step)
         self.last = save
         self._remember(save, about.metrics)
         self.spent.add(save, time.monotonic() - due_s)

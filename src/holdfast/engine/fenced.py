@@ -9,7 +9,7 @@ from typing import Final, cast
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.content import Filling
-from holdfast.engine.handle import Save
+from holdfast.engine.handle import Save, nothing
 from holdfast.engine.planned import SavePlan
 from holdfast.errors import DeadlineExceeded, SaveFailed, SaveTorn
 from holdfast.events import Emitter, LeafDemoted, Warned
@@ -44,7 +44,7 @@ class Fencing:
         """Of the current one."""
         self._window_told = False
         self._fenceable: Sequence[int] = ()
-        self._order: Sequence[int] = ()
+        self._fingerprint = ""
         self._fit: Sequence[tuple[int, str, int]] = ()
         self._unsaid: list[str] = []
         self.lock = threading.Lock()
@@ -104,6 +104,8 @@ class Fencing:
                 hint='capture="eager" copies before save() returns',
             )
         current.settle()
+        if self._watch is not None:
+            self._watch.settled()
         self._current = self._watch = None
 
     # -- one save ------------------------------------------------------------------------------------------------------
@@ -116,9 +118,9 @@ class Fencing:
         choice = self._choose(flattened, places)
         watch = _Watch(self, flattened.specs, choice, save, filling)
         fence = Fence(flattened, choice, places, watch, pace=self._pace, name=f"holdfast-fence-{save.step}")
-        save.hasten = fence.hurry
         places.capture_now(plan.capturer, flattened, save.save_id, choice)
         self._current, self._watch = fence, watch
+        save.hasten = fence.hurry
         try:
             fence.begin()
         except BaseException:
@@ -141,8 +143,9 @@ class Fencing:
     def _choose(self, flattened: Flattened, places: Places) -> Choice:
         assert self._gate is not None
         fenceable = self._gate.fenceable(flattened.sources)
-        if fenceable is not self._fenceable or places.order != self._order:
-            self._fenceable, self._order = fenceable, places.order
+        # The very same tensors may be of another dtype or size by now: how long each is only the structure says.
+        if fenceable is not self._fenceable or flattened.fingerprint != self._fingerprint:
+            self._fenceable, self._fingerprint = fenceable, flattened.fingerprint
             wanted, specs, sources = set(fenceable), flattened.specs, flattened.sources
             self._fit = [
                 (leaf, specs[leaf].path, places.length[leaf])
@@ -213,6 +216,10 @@ class _Watch:
     def passed(self, seconds: float) -> None:
         if self.counts:
             self._save.fence_s += seconds
+
+    def settled(self) -> None:
+        """Nothing is left to be copied or compared. A handle that is kept keeps no image mapped."""
+        self._save.hasten = nothing
 
     def gave_up(self) -> None:
         """Nobody copies any more: who waits for what was to come gets a failure."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,18 +25,22 @@ FILLING_DEADLINE_S: Final = 120.0
 class SlotArenas:
     """What a planner takes its memory from, where that is one lasting slot."""
 
-    def __init__(self, slot: LastingSlot, chunk_bytes: int) -> None:
+    def __init__(self, slot: LastingSlot, chunk_bytes: int, admit: Callable[[LastingSlot, int], None]) -> None:
+        """`admit` raises OSError where an image of so many bytes may not be in the slot."""
         self._slot = slot
         self._chunk_bytes = chunk_bytes
+        self._admit = admit
         self.leaves = 0
         self.may_make = True
         """Whether what the slot holds may be lost for new memory."""
 
     def acquire(self, nbytes: int, *, step: int = 0) -> Arena:
-        """OSError where there is no room; FileExistsError where only new memory would do and none may be made."""
+        """OSError where there is no room, or the budget has none; FileExistsError where only new memory would do and
+        none may be made."""
         arena = self._slot.arena
         if arena is not None and arena.nbytes >= nbytes:
             return arena
+        self._admit(self._slot, nbytes)
         described = DESCRIBED_BYTES + self.leaves * LEAF_BYTES + -(-nbytes // self._chunk_bytes) * 16
         found = self._slot.reuse(nbytes, described)
         if found is None and not self.may_make:
@@ -62,9 +67,30 @@ class Half:
     writing: bool = False
 
     @classmethod
-    def of(cls, slot: LastingSlot, chunk_bytes: int, emitter: Emitter, *, rank: int) -> Half:
-        arenas = SlotArenas(slot, chunk_bytes)
+    def of(
+        cls,
+        slot: LastingSlot,
+        chunk_bytes: int,
+        emitter: Emitter,
+        *,
+        rank: int,
+        admit: Callable[[LastingSlot, int], None],
+    ) -> Half:
+        arenas = SlotArenas(slot, chunk_bytes, admit)
         return cls(slot, arenas, Planner(arenas, chunk_bytes, emitter, rank=rank))
+
+    @property
+    def nbytes(self) -> int:
+        """What its image takes, one that is kept and not mapped too."""
+        if self.slot.arena is not None:
+            return self.slot.arena.nbytes
+        if self.footer is not None:
+            return self.footer.image
+        try:
+            with self.slot.descriptor() as descriptor:
+                return os.fstat(descriptor).st_size
+        except OSError:
+            return 0
 
     def prepare(self, flattened: Flattened) -> SavePlan:
         """The plan for this state, over this slot's memory. OSError where there is no room for it."""

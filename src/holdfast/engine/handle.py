@@ -50,7 +50,7 @@ class Save:
         self.inside_step = False
         """Set while the save waits for the end of the step that is still open: waiting for it there would never end."""
         self._ended = threading.Event()
-        self.hasten: Callable[[], None] = _nothing
+        self.hasten: Callable[[], None] = nothing
         """Called when somebody begins to wait for it; for the engine."""
 
     @property
@@ -167,5 +167,5 @@ class Save:
         return f"Save({self.id}, {self.state})"
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Nothing can be hastened that is captured already."""

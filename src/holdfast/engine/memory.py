@@ -25,7 +25,7 @@ from holdfast.engine.planned import SavePlan
 from holdfast.engine.room import free_room, shortage
 from holdfast.errors import CorruptionError
 from holdfast.events import Emitter, Warned
-from holdfast.image.lasting import take_slots
+from holdfast.image.lasting import LastingSlot, take_slots
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Index, IndexEntry
 from holdfast.model.names import CheckpointId, run_key
@@ -108,9 +108,9 @@ class MemoryTier:
 
     @property
     def nbytes(self) -> int:
-        """What the images take now."""
+        """What the images take now, also where there is no memory tier any more and what is sealed is kept."""
         halves = self._halves
-        return sum(half.slot.arena.nbytes for half in halves.all if half.slot.arena is not None) if halves else 0
+        return sum(half.nbytes for half in halves.all) if halves is not None else 0
 
     # -- before the claim ----------------------------------------------------------------------------------------------
 
@@ -126,8 +126,8 @@ class MemoryTier:
         except OSError as error:
             self.turn_off(f"shared memory cannot be used: {error.strerror or error}")
         else:
-            make = [Half.of(slot, self._repo.chunk_bytes, self._emitter, rank=self.rank) for slot in held]
-            self._halves = Halves(make)
+            chunk, emitter = self._repo.chunk_bytes, self._emitter
+            self._halves = Halves([Half.of(slot, chunk, emitter, rank=self.rank, admit=self._admit) for slot in held])
             return True
         return False
 
@@ -167,9 +167,24 @@ class MemoryTier:
                 spare = sum(one.slot.arena is not None for one in self._halves.all if one is not half) >= LEAST
                 if spare or not free_room(own, self._emitter, error):
                     raise
-        total, images = self.nbytes, sum(one.slot.arena is not None for one in self._halves.all)
-        if self._budget is not None and total > self._budget:
+
+    def _admit(self, slot: LastingSlot, nbytes: int) -> None:
+        """OSError where an image of so many bytes in this slot, beside those in the others, goes beyond the budget."""
+        if self._budget is None or self._halves is None:
+            return
+        taken = [half.nbytes for half in self._halves.all if half.slot is not slot]
+        images, total = 1 + sum(map(bool, taken)), nbytes + sum(taken)
+        if total > self._budget:
             raise OSError(0, f"{images} images take {total >> 20} MiB, and the budget is {self._budget >> 20} MiB")
+
+    def give_way(self) -> bool:
+        """There is no memory tier any more, and a save to the store finds no room: what is sealed goes, for the state
+        that is being saved is newer. Whether there was any, and nobody is busy with it."""
+        halves = self._halves
+        if not self.off or halves is None or not halves.at_rest():
+            return False
+        self._let_go(lambda half: False)
+        return True
 
     def _do_without(self, half: Half, error: OSError) -> bool:
         """Lets go of a slot that there is no room for, and so of a save in flight; whether enough are left."""

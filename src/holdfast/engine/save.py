@@ -220,8 +220,16 @@ class Saver:
 
     def _plan(self, flattened: Flattened) -> SavePlan:
         """Over the memory tier's slot whose turn it is, else over memory that serves saves alone."""
-        kept = self.memory.begin(flattened, writing=True) if self.memory is not None else None
-        return kept or self._lanes.take(flattened)
+        memory = self.memory
+        kept = memory.begin(flattened, writing=True) if memory is not None else None
+        if kept is not None:
+            return kept
+        try:
+            return self._lanes.take(flattened)
+        except SaveFailed:
+            if memory is None or not memory.give_way():
+                raise
+            return self._lanes.take(flattened)
 
     def _claimed(self) -> Attempt:
         assert self.attempt is not None, "a save needs a claimed attempt"

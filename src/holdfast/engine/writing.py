@@ -124,6 +124,11 @@ class SaveWriter:
 
     def _write(self, job: Job, attempt: Attempt) -> None:
         save, layout, repo, clock = job.save, job.plan.layout, self._repo, job.save.clock
+        if job.digest_while_writing and self._memory is not None:
+            # First, where training goes on meanwhile: neither a crash from here on nor a store that is full, or does
+            # not answer, loses a step.
+            save.phase = "sealing it in memory"
+            self.seal(job)
         save.phase = "asking for space"
         with clock.during("begin_s"):
             self._check_space(job)
@@ -132,8 +137,6 @@ class SaveWriter:
                 job.names = [*(pack.name for pack in layout.packs), index_file(self._party.rank)]
                 self._party.begin(job, attempt)
                 job.begun = True
-        if job.digest_while_writing:
-            self.seal(job)  # at once, where training goes on meanwhile: a crash from here on loses no step
         for pack in range(len(job.receipts), len(layout.packs)):
             job.receipts.append(self._write_pack(job, pack))
         crashpoint("pack durable, index not yet")

@@ -115,6 +115,7 @@ class Fence:
         self._passing = threading.RLock()
         self._open = False
         self._given_up = False
+        self._judged_again = False
         self._torn = False
         self._updating = False
         """Whether an update waits here: then nothing else moves, and what is compared now need not be again."""
@@ -195,16 +196,33 @@ class Fence:
                 self._observer.differs(part.leaf)
 
     def _check(self) -> None:
-        """What no count of changes shows: a watched part that changed while its leaf was being copied."""
+        """What no count of changes shows: a watched part that changed while its leaf was being copied. And what one
+        shows too late: see `_judge_again`."""
         last = self._updating
+        late = {span.leaf for span in self._choice.late}
         for copies, leaves in self._ways:
             for leaf, same in zip(leaves, copies.unchanged(), strict=True):
-                if not same:
+                if not same and leaf in late:
                     with self._judging:
                         self._is_torn(
                             leaf, "it was changed while it was being copied, by what no count of changes shows"
                         )
+                elif not same:
+                    self._observer.differs(leaf)  # it was copied as a whole at the save
         self._compared = last
+        self._judge_again()
+
+    def _judge_again(self) -> None:
+        """An operation is counted when it is done: what writes while a part is copied may not be counted until after
+        its leaf was judged. Once, when everything is copied or ordered before the update, whichever comes first."""
+        with self._judging:
+            if self._judged_again or self._given_up:
+                return
+            self._judged_again = True
+            for leaf in dict.fromkeys(span.leaf for span in self._choice.late):
+                held, version = self._held[leaf]
+                if cast(LateBound, self._places.at[leaf][0]).version(held) != version:
+                    self._is_torn(leaf, "it was changed in place while it was being copied, and by no optimizer's step")
 
     def _judge(self, part: _Part) -> None:
         """Whether its leaf was changed before it was copied, as far as the framework counts changes."""
@@ -277,6 +295,7 @@ class Fence:
         if ways and all(copies.order() for copies in ways):
             for part in self._late or ():
                 self._judge(part)  # now: the update that comes is a change too
+            self._judge_again()
         elif not (self._copied.wait(DEADLINE_S) and (self._choice.late or self.at_rest(DEADLINE_S))):
             self.give_up()
             self._observer.ended(TimeoutError(f"the copy beside training did not end within {DEADLINE_S:g} s"))
@@ -291,8 +310,9 @@ class Fence:
         if not self._choice.watched:
             return
         ways = _by_bound(self._parts(self._choice.watched))
+        copied = {id(self._places.at[span.leaf][0]) for span in self._choice.late}
         for bound, parts in ways:
-            if not self._compared or bound.on_device:
+            if bound.on_device or not (self._compared and id(bound) in copied):
                 verdict = bound.compare([part.told for part in parts])
                 self._verdicts.append(([part.leaf for part in parts], verdict))
         self._to_count = True

@@ -2,8 +2,8 @@
 
 What a save costs is learned from the saves before: the longest hold-up of the last few is what the next is expected to
 cost. Two rules keep the share: of the time since the last save, and of all the time since the start, so that neither a
-burst nor a slow drift goes beyond it. Nor are saves taken faster than they can be written, however many may be in
-flight: what is taken beyond that would wait in the end.
+burst nor a slow drift goes beyond it. Nor is a save taken that would have to wait for one before; and none faster than
+they can be written, however many may be in flight: what is taken beyond that would wait in the end.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class EveryStall(SavePolicy):
     share: float
 
     def wants(self, now: Moment, history: SaveHistory) -> str | None:
+        if history.waits:
+            return None
         if not history.stalls_s:
             return f"the first save tells what a save costs (every stall={self._text})"
         expected = max(history.stalls_s)

@@ -47,6 +47,8 @@ class SaveHistory:
     persist_s: float = 0.0
     """Seconds that writing a save takes: from begin to commit of the last that has committed, or so far of the one that
     is being written, where that is more. With several in flight they are written one after the other."""
+    waits: bool = False
+    """Whether another save would have to wait now: as many as may be in flight are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class SavePolicy(ABC):
                 f"{self!r} | {other!r} does not combine: the second one does not say when to save",
                 hint="combine every(...), on.end(), on.improve(...) and the like with |; keep.latest(n) goes to keep=",
             )
-        return AnyOf(_parts(self) + _parts(other))
+        return AnyOf(parts_of(self) + parts_of(other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +132,10 @@ class AnyOf(SavePolicy):
 
 def divided(policy: SavePolicy) -> tuple[SavePolicy, SavePolicy]:
     """What of a policy all ranks of a job decide alike, and what one of them decides for all."""
-    parts = _parts(policy)
+    parts = parts_of(policy)
     return AnyOf(tuple(part for part in parts if part.alike)), AnyOf(tuple(part for part in parts if not part.alike))
 
 
-def _parts(policy: SavePolicy) -> tuple[SavePolicy, ...]:
+def parts_of(policy: SavePolicy) -> tuple[SavePolicy, ...]:
+    """What a policy is combined of; itself, if of nothing."""
     return policy.parts if isinstance(policy, AnyOf) else (policy,)

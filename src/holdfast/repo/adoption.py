@@ -3,7 +3,8 @@
 A sealed image counts as a checkpoint of the attempt that holds it, one that only this boot of this machine has. It may
 be gone on from where that attempt is the last one that has anything to its name: every later one has no commit, and
 went on from where the holder's own durable line ends, or from nothing. So an image never brings back what training has
-gone on from elsewhere, nor what somebody went back behind.
+gone on from elsewhere, nor what somebody went back behind; but for one who began again from that very end, on purpose
+and without memory, and committed nothing: no attempt record tells that one from a restart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Who may write a leaf, and when: what a fenced capture rests on.
 
 A leaf that an optimizer owns is written by that optimizer's step, so it may be copied later than the save as long as
-the step waits for the copy. Whether only the step writes it cannot be known from outside. So a structure of state
-begins with a probation, in which leaves are copied at once and compared with training's memory just before the next
+the step waits for the copy. Whether only the step writes it cannot be known from outside. So in a structure of state
+each leaf begins with a probation, in which it is copied at once and compared with training's memory just before the
 update; a small rotating sample goes on with that for ever. What ever differs is captured eagerly from then on.
 
 Frameworks say which leaves their optimizers own, and let every update pass `let_updates_pass` first.
@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from holdfast.state.contract import Bound
 
 PROBATION: Final = 3
-"""Saves of one structure that are copied at once, and compared with training's memory before the next update."""
+"""Saves of one structure in which a leaf is copied at once, and compared with training's memory before the update."""
 LEAST_BYTES: Final = 32 << 10
 """A shorter leaf costs less to copy at once than to hold and to watch."""
 SAMPLE: Final = 1 / 400
@@ -149,12 +149,13 @@ class Choice:
     """How the leaves of one save are captured; one that is in none of these is copied at once.
 
     late: copied after the save has returned. watched: copied at once, and compared with training's memory when the late
-    ones are copied and once more before the next update.
+    ones are copied and once more before the next update. probation: paths of the leaves that are watched as a whole,
+    since too few saves of them have been compared yet.
     """
 
     late: Sequence[Span] = ()
     watched: Sequence[Span] = ()
-    probation: bool = False
+    probation: Sequence[str] = ()
 
 
 class Record:
@@ -162,11 +163,16 @@ class Record:
 
     def __init__(self) -> None:
         self._fingerprint = ""
-        self._passed = 0
+        self._passed: dict[str, int] = {}
+        """Path -> how many saves of this structure its probation has had so far."""
         self._cursor = 0
-        self._leaves: Sequence[tuple[int, str, int]] = ()
+        self._leaves: Sequence[tuple[int, str, int]] | None = None
+        self._new: list[Span] = []
+        """The leaves on probation, and their paths."""
+        self._new_paths: list[str] = []
         self._fit: list[Span] = []
-        self._begins: list[int] = []
+        """Those behind it."""
+        self._begins: list[int] = [0]
         self.demoted: dict[str, str] = {}
         """Path -> why it is captured eagerly, for good."""
 
@@ -174,31 +180,42 @@ class Record:
         """`leaves`: number, path and bytes of those that may be fenced now, in image order; the same object where they
         are the same as at the save before."""
         if fingerprint != self._fingerprint:
-            self._fingerprint, self._passed, self._cursor = fingerprint, 0, 0
+            self._fingerprint, self._cursor, self._leaves = fingerprint, 0, None
+            self._passed.clear()
         if leaves is not self._leaves:
             self._leaves = leaves
             self._look_at(leaves)
-        if self._passed < PROBATION:
-            return Choice(watched=self._fit, probation=True)
-        return self._sampled()
+        sampled = self._sampled()
+        if not self._new:
+            return sampled
+        return Choice(sampled.late, [*self._new, *sampled.watched], self._new_paths)
 
     def _look_at(self, leaves: Sequence[tuple[int, str, int]]) -> None:
-        self._fit = [
-            Span(leaf, 0, size) for leaf, path, size in leaves if size >= LEAST_BYTES and path not in self.demoted
-        ]
+        # New lists: a choice that is still being copied by holds the ones before.
+        self._new, self._new_paths, self._fit = [], [], []
+        for leaf, path, size in leaves:
+            if size < LEAST_BYTES or path in self.demoted:
+                continue
+            if self._passed.get(path, 0) < PROBATION:
+                self._new.append(Span(leaf, 0, size))
+                self._new_paths.append(path)
+            else:
+                self._fit.append(Span(leaf, 0, size))
         self._begins = [0, *accumulate(span.stop for span in self._fit)]
 
     def passed(self, choice: Choice) -> None:
         """What was watched has been compared, just before an update."""
-        if choice.probation and choice.watched:
-            self._passed += 1
+        for path in choice.probation:
+            self._passed[path] = self._passed.get(path, 0) + 1
+            if self._passed[path] == PROBATION:
+                self._leaves = None  # looked at anew
 
     def demote(self, path: str, why: str) -> bool:
         """From now on the leaf is captured eagerly; False if it is already."""
         if path in self.demoted:
             return False
         self.demoted[path] = why
-        self._leaves = ()  # looked at anew
+        self._leaves = None
         return True
 
     def _sampled(self) -> Choice:

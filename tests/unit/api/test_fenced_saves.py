@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from fenced_training import (
     Model,
     Told,
     assert_images_are_right,
+    bits,
     committed,
     holding,
     loss_of,
@@ -31,6 +34,7 @@ from fenced_training import (
     snapshot,
     spying,
     stepping,
+    tensors_in,
     train,
 )
 from holdfast import every, keep
@@ -132,9 +136,34 @@ def test_an_optimizer_that_rests_is_eager_until_it_steps_again(place: Path) -> N
         if step % 2 == 0:
             stepping(other, second)(step)
 
-    told = train(place, state, body)
+    told = train(place, state, body, steps=12)
     assert_images_are_right(place, state, told)
-    assert all(("other/first.weight" in told.late[step]) == (step % 2 == 1) for step in range(4, 8))
+    # It owned nothing in every other save, so its own probation lasts until the fifth.
+    assert all("one/first.weight" in told.late[step] | told.watched[step] for step in range(4, 12))
+    assert all("other/first.weight" in told.watched[step] for step in (1, 3, 5))
+    assert not any("other/first.weight" in told.late[step] for step in (1, 2, 3, 4, 5, 6, 8, 10))
+    assert all("other/first.weight" in told.late[step] | told.watched[step] for step in (7, 9, 11))
+
+
+def test_an_optimizer_that_begins_late_has_a_probation_of_its_own(place: Path) -> None:
+    """Its leaves were part of the structure all along, so nothing begins anew with its first step."""
+    one, other = Model(), Model()
+    first = torch.optim.SGD(one.parameters(), lr=0.1)
+    second = torch.optim.SGD(other.parameters(), lr=0.1)
+    state = {"one": one, "other": other, "first": first, "second": second}
+
+    def body(step: int) -> None:
+        if step > PROBATION:
+            other.last.weight.data.mul_(0.9)  # no count of changes shows it
+        stepping(one, first)(step)
+        if step >= PROBATION:
+            stepping(other, second)(step)
+
+    told = train(place, state, body, steps=12)
+    assert assert_images_are_right(place, state, told) == list(range(1, 13))
+    assert "one/first.weight" in told.late[PROBATION + 1], "its own is over"
+    assert set(told.demoted) == {"other/last.weight"} and "other/last.weight" not in owned(told)
+    assert "other/first.weight" in owned(told)
 
 
 def test_lbfgs_is_right_and_on_probation_while_its_history_grows(place: Path) -> None:
@@ -312,6 +341,47 @@ def test_parameters_swapped_through_data_keep_the_memory_of_the_save(place: Path
     told = train(place, state, body)
     assert assert_images_are_right(place, state, told) == list(range(1, 9))
     assert told.late[5] >= PARAMETERS - told.watched[5] and told.late[6]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_module_that_changes_its_dtype_is_copied_as_a_whole(
+    place: Path, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Each Parameter is the same object before and after, of another size."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32)).to(dtypes[0])  # in one order in the image
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    at = PROBATION + 2
+
+    def body(step: int) -> None:
+        if step == at:
+            model.to(dtypes[1])
+        stepping(model, optimizer)(step)
+
+    told = train(place, {"model": model, "optimizer": optimizer}, body, steps=at + PROBATION + 5)
+    assert committed(place) == list(range(1, at + PROBATION + 6)) and not told.demoted
+    assert told.late[at] and told.late[at + PROBATION + 2], "it is fenced before and after"
+    for step, wanted in told.snapshots.items():
+        found = dict(tensors_in(holdfast.load(place, step=step).state))
+        for path, tensor in wanted.items():
+            assert found[path].dtype == tensor.dtype and torch.equal(bits(found[path]), bits(tensor)), (step, path)
+
+
+def test_parameters_given_larger_memory_are_copied_as_a_whole(place: Path) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    at = PROBATION + 2
+
+    def body(step: int) -> None:
+        if step == at:
+            model.weight.data = torch.cat([model.weight.data, torch.randn(8, 8)])
+            model.weight.grad = None
+        stepping(model, optimizer)(step)
+
+    told = train(place, {"model": model, "optimizer": optimizer}, body, steps=at + PROBATION + 5)
+    assert told.late[at + PROBATION + 2] and not told.demoted
+    for step, wanted in told.snapshots.items():
+        found = dict(tensors_in(holdfast.load(place, step=step).state))
+        assert torch.equal(found["/model/weight"], wanted["/model/weight"]), step
 
 
 def test_a_compiled_step_is_eager_and_it_says_so(place: Path) -> None:
@@ -565,6 +635,27 @@ def test_the_step_waits_for_the_copy_and_says_how_long(place: Path, held_copy: H
         assert save.fence_s > 0.0
     found = holdfast.load(place, step=5).state["model"]["first.weight"]
     assert torch.equal(found, wanted["/model/first.weight"])
+
+
+def test_a_handle_that_is_kept_keeps_no_image_mapped(place: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": optimizer}
+    saves, fences = [], []
+    gc.disable()
+    try:
+        with spying(Told()), holdfast.Checkpointer(place, state, capture="fenced", keep=keep.all()) as ckpt:
+            saver = ckpt._armed(needed=True).saving.saver
+            for step in range(6):
+                stepping(model, optimizer)(step)
+                ckpt.step_done()
+                saves.append(ckpt.save())
+                assert saver.fencing is not None and saver.fencing._current is not None
+                fences.append(weakref.ref(saver.fencing._current))
+                assert all(fence() is None for fence in fences[:-1])
+        assert fences[-1]() is None and all(save.committed for save in saves)
+    finally:
+        gc.enable()
 
 
 def test_an_update_does_not_wait_for_ever(place: Path, held_copy: HeldCopy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -470,6 +470,44 @@ def test_of_an_unending_first_save_the_time_so_far_is_what_writing_takes(place: 
         assert training.saving.spent.persist_s < 100.0
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_stall_that_may_be_spent_is_not_spent_on_waiting_for_the_saves_in_flight(
+    place: Path, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, one, waited = held(place, 1), state(), list[int]()
+    wait = Saver.await_free
+
+    def waits(saver: Saver, timeout: float | None) -> bool:
+        waited.append(len(saver.in_flight))
+        store.let_go()  # else it would be held until the test is over
+        return wait(saver, timeout)
+
+    monkeypatch.setattr(Saver, "await_free", waits)
+    with built(store, one, k, save=every(stall="50%")) as ckpt:
+        for _ in ckpt.steps(k + 3):
+            one["w"] += 1
+            one["n"] += 1
+            saving = ckpt._armed(needed=True).saving
+            saving._started_s -= 1000.0  # as if the step had taken that long
+            if saving._last_saved_s is not None:
+                saving._last_saved_s -= 1000.0
+        assert ckpt.stats.taken == k and not waited
+        store.let_go()
+    assert store.committed == list(range(1, k + 1))
+
+
+def test_what_a_save_has_waited_for_in_vain_is_counted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, one = held(place, 1), state()
+    with built(store, one, 1) as ckpt:
+        step_on(ckpt, one)
+        spent = ckpt._armed(needed=True).saving.spent
+        with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="no save of step 2"):
+            patched.setattr(Saver, "await_free", lambda saver, timeout: False)
+            assert step_on(ckpt, one).error is not None
+        assert [save.step for save, _ in spent._recent] == [1, 2] and spent.stalls_s[1] > 0
+        store.let_go()
+
+
 @pytest.mark.parametrize("k", [0, -1, True, 1.5, "2", None])
 def test_what_is_no_number_of_saves_is_refused(place: Path, k: object) -> None:
     with pytest.raises(UsageError, match="in_flight"):

@@ -207,6 +207,46 @@ def test_a_counted_change_before_a_part_is_copied_tears_it(scene: Scene, at: int
     fence.before_update()
 
 
+@pytest.mark.parametrize("leaf", [1, 2])
+def test_a_change_that_is_counted_when_its_leaf_was_judged_already_tears_it(
+    scene: Scene, leaf: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation is counted when it is done: here when no part of the leaf is left, and for the last leaf when no
+    part of the image is."""
+
+    def before(number: int) -> None:
+        if number == 3 * (leaf - 1):
+            scene.sources[leaf].write(9, counted=False)
+        if (leaf, number) == (1, 3):
+            scene.sources[leaf].changes += 1
+
+    def unchanged(self: Copies) -> Sequence[bool]:
+        scene.sources[leaf].changes = 1
+        return [True for _ in self.watched]
+
+    monkeypatch.setattr(Copies, "unchanged", unchanged)
+    scene.device.before_copy = before
+    fence = scene.fence()
+    fence.begin()
+    assert fence.at_rest(60)
+    assert 9 in scene.image()[leaf]
+    assert ("torn", leaf) in scene.observer.told and ("torn", 3 - leaf) not in scene.observer.told
+    assert scene.layout.nbytes not in scene.observer.positions, "a torn image is never complete"
+    fence.before_update()
+
+
+def test_a_leaf_on_probation_beside_late_ones_is_compared_and_never_torn(scene: Scene) -> None:
+    choice = Choice(late=[Span(1, 0, 250)], watched=[Span(2, 0, 250)], probation=["c"])
+    scene.device.before_copy = lambda number: scene.sources[2].write(9, counted=False) if number == 1 else None
+    fence = scene.fence(choice)
+    fence.begin()
+    assert fence.at_rest(60)
+    assert set(scene.observer.told) == {("differs", 2), ("ended", type(None))}
+    assert scene.image() == [{1}, {2}, {3}] and scene.observer.positions[-1] == scene.layout.nbytes
+    fence.before_update()
+    assert scene.observer.told[-2:] == [("compared",), ("passed",)]
+
+
 def test_an_uncounted_change_of_a_watched_part_tears_it(scene: Scene) -> None:
     scene.device.before_copy = lambda number: scene.sources[2].write(9, counted=False) if number == 3 else None
     fence = scene.fence()
@@ -228,7 +268,7 @@ def test_a_change_after_the_copy_is_only_told(scene: Scene, counted: bool) -> No
 
 
 def test_in_the_probation_the_image_is_complete_at_once_and_slices_are_compared_on_the_way(scene: Scene) -> None:
-    fence = scene.fence(Choice(watched=[Span(1, 0, 250), Span(2, 0, 250)], probation=True))
+    fence = scene.fence(Choice(watched=[Span(1, 0, 250), Span(2, 0, 250)], probation=["b", "c"]))
     assert scene.image() == [{1}, {2}, {3}]
     scene.sources[1].write(9, counted=False)
     fence.begin()
@@ -323,6 +363,28 @@ def test_a_device_counts_changes_up_to_the_update() -> None:
     go.set()
     assert fence.at_rest(60)
     assert ("torn", 1) in scene.observer.told and scene.layout.nbytes not in scene.observer.positions
+
+
+def test_a_device_counts_changes_of_what_was_judged_already() -> None:
+    scene = Scene(on_device=True)
+    go, reached = threading.Event(), threading.Event()
+
+    def before(number: int) -> None:
+        if number == 3:  # the last part of the leaf before this one is judged
+            reached.set()
+            go.wait(60)
+
+    scene.device.before_copy = before
+    fence = scene.fence()
+    fence.begin()
+    assert reached.wait(60)
+    scene.sources[1].changes += 1
+    fence.before_update()
+    scene.sources[2].changes += 1  # the update
+    go.set()
+    assert fence.at_rest(60)
+    assert ("torn", 1) in scene.observer.told and ("torn", 2) not in scene.observer.told
+    assert scene.layout.nbytes not in scene.observer.positions
 
 
 def test_memory_is_let_go_of_once_the_update_may_come(scene: Scene) -> None:

@@ -57,6 +57,27 @@ def test_another_structure_begins_anew() -> None:
     assert record.choose("f", leaves([64 * KIB])).probation
 
 
+def test_a_leaf_that_becomes_another_in_size_is_looked_at_anew_with_its_structure() -> None:
+    record, same = Record(), leaves([64 * KIB])
+    for _ in range(PROBATION):
+        record.passed(record.choose("f", same))
+    assert record.choose("f", same).late
+    same[0] = (0, "model/0", 128 * KIB)
+    assert record.choose("g", same).watched == [Span(0, 0, 128 * KIB)]
+
+
+def test_a_leaf_that_comes_later_has_a_probation_of_its_own() -> None:
+    record, both = trusted([64 * KIB]), leaves([64 * KIB, 32 * KIB])
+    for _ in range(PROBATION):
+        choice = record.choose("f", both)
+        assert choice.probation == ["model/1"] and Span(1, 0, 32 * KIB) in choice.watched
+        assert {span.leaf for span in choice.late} == {0}, "the others need none any more"
+        record.passed(record.choose("f", leaves([64 * KIB])))  # in between it was not owned
+        record.passed(choice)
+    choice = record.choose("f", both)
+    assert not choice.probation and {span.leaf for span in choice.late} == {0, 1}
+
+
 @given(sizes)
 def test_after_the_probation_every_byte_is_late_or_watched_and_none_is_both(found: list[int]) -> None:
     record = trusted(found)
