@@ -55,7 +55,7 @@ def test_the_script_to_take_home_goes_on_where_it_was(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "step    10" in run(10)
-    assert run(10) == ""
+    assert "step    20" in run(20)
+    assert run(20) == ""
     listed = json.loads(holdfast("ls", str(tmp_path), "--json").stdout)
-    assert [one["step"] for one in listed["runs"][0]["checkpoints"]][:3] == [10, 8, 6]
+    assert [one["step"] for one in listed["runs"][0]["checkpoints"]][:3] == [20, 18, 16]
