@@ -177,8 +177,3 @@ class Remembering:
     def _skip(self, step: int, reason: str) -> None:
         self.skipped += 1
         self._emitter.emit(SaveSkipped(self._run, step, f"{reason} ({self.skipped} skipped so far)"))
-
-
-def taken_by(memory: Remembering | None) -> Callable[[], int]:
-    """The bytes that its images take, as of each call."""
-    return lambda: memory.tier.nbytes if memory is not None else 0

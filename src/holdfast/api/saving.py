@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from holdfast.api.company import Company
 from holdfast.api.late import Late
-from holdfast.api.remembering import Remembering, taken_by
+from holdfast.api.remembering import Remembering
 from holdfast.api.remembering_together import remembering
 from holdfast.api.restored import Restored
 from holdfast.api.spent import Spent
@@ -101,7 +101,7 @@ class Saving:
             on_end=self._ended,
             make_room=self._make_room,
             memory=self.memory.written_from if self.memory is not None else None,
-            beside=taken_by(self.memory),
+            beside=self.memory.tier if self.memory is not None else None,
             party=party,
         )
         self.turns = Turns(
@@ -126,6 +126,7 @@ class Saving:
         self._first_step = 0
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
+        self._stands_still: Save | None = None
 
     @property
     def attempt(self) -> Attempt | None:
@@ -164,6 +165,9 @@ class Saving:
 
     def decide(self, moment: Moment) -> Decision:
         self._unlogged.asked(moment, self._first_step, self._judging)
+        waits = not self.saver.free
+        if waits:
+            self._tell_standstill()
         history = SaveHistory(
             started_s=self._started_s,
             first_step=self._first_step,
@@ -173,7 +177,7 @@ class Saving:
             stalls_s=self.spent.stalls_s,
             stalled_s=self.spent.stalled_s,
             persist_s=self.spent.persist_s,
-            waits=not self.saver.free,
+            waits=waits,
         )
         torn = self._torn
         if self.company is not None:
@@ -231,13 +235,21 @@ class Saving:
             raise
         except HoldfastError as error:
             self._not_taken(save, error)
-        else:
-            if self.memory is not None and save.done and not save.committed:
-                self.memory.not_saved(step)
+        if self.memory is not None and save.done and not save.committed:
+            self.memory.not_saved(step)
         self.last = save
         self._remember(save, about.metrics)
         self.spent.add(save, time.monotonic() - due_s)
         return save
+
+    def _tell_standstill(self) -> None:
+        """Once of each save that does not get on: a policy that waits for none asks for nothing that would tell it."""
+        oldest = next(iter(self.saver.in_flight), None)
+        if oldest is None or oldest is self._stands_still:
+            return
+        if time.monotonic() - oldest.moved_s >= handles.STANDSTILL_S:
+            self._stands_still = oldest
+            self._fail(oldest.stuck())
 
     def _not_taken(self, save: Save, error: HoldfastError) -> Save:
         save.end(error)

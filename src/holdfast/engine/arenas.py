@@ -93,6 +93,13 @@ class ArenaHolder:
             )
         return self._arena
 
+    def tight(self, nbytes: int) -> bool:
+        """Whether an image of so many bytes would be more than there is room for, or is seen through a window now."""
+        if self._arena is not None:
+            return self._arena.window is not None
+        room, _ = self._room()
+        return room is not None and nbytes > room
+
     def release(self) -> None:
         if self._arena is not None:
             self._arena.release()

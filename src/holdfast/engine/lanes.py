@@ -90,6 +90,16 @@ class Lanes:
             if arena.window is not None:
                 return
 
+    def tight(self, nbytes: int) -> bool:
+        """Whether an image of about `nbytes` has not the room to be there as a whole, beside what is kept elsewhere."""
+        return not self._all[0].taken and self._all[0].arenas.tight(nbytes)
+
+    def look_again(self) -> None:
+        """There is more room than there was: a window that nobody uses is given back."""
+        for lane in self._all:
+            if not lane.taken:
+                lane.release()
+
     def take(self, flattened: Flattened, timeout: float = ROOM_DEADLINE_S) -> SavePlan:
         """The plan of a capture into a lane that nobody reads, until `give_back`. To be called while fewer than `most`
         are taken.

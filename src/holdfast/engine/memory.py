@@ -178,10 +178,10 @@ class MemoryTier:
             raise OSError(0, f"{images} images take {total >> 20} MiB, and the budget is {self._budget >> 20} MiB")
 
     def give_way(self) -> bool:
-        """There is no memory tier any more, and a save to the store finds no room: what is sealed goes, for the state
-        that is being saved is newer. Whether there was any, and nobody is busy with it."""
+        """There is no memory tier any more, and a save to the store has not the room for a whole image: what is sealed
+        goes, for the state that is being saved is newer. Whether there was any, and nobody is busy with it."""
         halves = self._halves
-        if not self.off or halves is None or not halves.at_rest():
+        if not self.off or halves is None or not self.nbytes or not halves.at_rest():
             return False
         self._let_go(lambda half: False)
         return True

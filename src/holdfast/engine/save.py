@@ -62,8 +62,9 @@ class Saver:
         make_room: Callable[[], bool] | None = None,
         memory: MemoryTier | None = None,
         party: Party | None = None,
-        beside: Callable[[], int] | None = None,
+        beside: MemoryTier | None = None,
     ) -> None:
+        """`memory`: the tier whose images are written from; `beside`: one whose images lie beside those of saves."""
         self.repo = repo
         self.attempt: Attempt | None = None
         self._emitter = emitter or Emitter()
@@ -78,7 +79,8 @@ class Saver:
         def holder(slot: int, beside: Callable[[], int]) -> ArenaHolder:
             return ArenaHolder(repo.id, run, rank, budget=memory_budget, lasting=lasting, slot=slot, beside=beside)
 
-        kept = beside or (lambda: memory.nbytes if memory is not None else 0)
+        self._beside = tier = beside or memory
+        kept = (lambda: tier.nbytes) if tier is not None else (lambda: 0)
         self._lanes = Lanes(holder, in_flight, repo.chunk_bytes, self._emitter, rank=rank, beside=kept)
         self._queue = Queue()
         self._superseded: Superseded | None = None
@@ -224,12 +226,11 @@ class Saver:
         kept = memory.begin(flattened, writing=True) if memory is not None else None
         if kept is not None:
             return kept
-        try:
-            return self._lanes.take(flattened)
-        except SaveFailed:
-            if memory is None or not memory.give_way():
-                raise
-            return self._lanes.take(flattened)
+        tier = self._beside
+        if tier is not None and tier.off and self._lanes.tight(sum(spec.nbytes for spec in flattened.specs)):
+            if tier.give_way():
+                self._lanes.look_again()
+        return self._lanes.take(flattened)
 
     def _claimed(self) -> Attempt:
         assert self.attempt is not None, "a save needs a claimed attempt"

@@ -16,6 +16,7 @@ import holdfast
 from held_store import Held, held
 from holdfast import every, keep, on
 from holdfast.api.saving import Saving
+from holdfast.engine import handle as handles
 from holdfast.engine.handle import Save
 from holdfast.engine.lanes import Lanes
 from holdfast.engine.save import Saver
@@ -494,6 +495,20 @@ def test_a_stall_that_may_be_spent_is_not_spent_on_waiting_for_the_saves_in_flig
         assert ckpt.stats.taken == k and not waited
         store.let_go()
     assert store.committed == list(range(1, k + 1))
+
+
+def test_a_store_that_hangs_is_told_also_where_no_save_waits_for_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, one = held(place, 1), state()
+    monkeypatch.setattr(handles, "STANDSTILL_S", 0.0)
+    with built(store, one, 1, save=every(stall="50%"), on_error="raise") as ckpt:
+        with pytest.raises(DeadlineExceeded, match="the save of .* has not got on"):
+            for _ in ckpt.steps(3):
+                one["w"] += 1
+                one["n"] += 1
+        monkeypatch.undo()
+        store.let_go()
 
 
 def test_what_a_save_has_waited_for_in_vain_is_counted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

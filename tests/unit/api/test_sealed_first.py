@@ -15,8 +15,9 @@ import pytest
 
 import holdfast
 from holdfast import every, keep
+from holdfast.engine import handle as handles
 from holdfast.engine.memory import MemoryTier
-from holdfast.errors import SaveFailed
+from holdfast.errors import DeadlineExceeded, SaveFailed
 from holdfast.model.checkpoint import Receipt
 from holdfast.policy.saving import Moment
 from holdfast.store.contract import Content
@@ -126,3 +127,19 @@ def test_a_save_that_failed_while_it_was_waited_for_is_none_in_memory(store: Tro
         memory = ckpt._armed(needed=True).saving.memory
         assert memory is not None and memory.tier.sealed is None
         assert memory.decide(Moment(step=1, now_s=time.monotonic() + 3600.0)).save
+
+
+def test_a_save_that_hangs_while_it_is_waited_for_is_none_in_memory(
+    store: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with training(store, {"w": np.zeros(1000)}, save=every(steps=100)) as ckpt:
+        ckpt.step_done()
+        store.hangs = True
+        with monkeypatch.context() as patched, pytest.raises(DeadlineExceeded, match="has not got on"):
+            patched.setattr(handles, "STANDSTILL_S", 0.2)
+            ckpt.save(wait=True)
+        memory = ckpt._armed(needed=True).saving.memory
+        assert memory is not None and memory.tier.sealed is None
+        assert memory.decide(Moment(step=1, now_s=time.monotonic() + 3600.0)).save
+        store.hangs = False
+        store.let_go()

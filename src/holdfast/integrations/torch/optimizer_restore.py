@@ -206,7 +206,10 @@ class _Plan:
         if layout is None:
             return None
         if spec.shape != layout.whole or not spec.shape:
-            return self._whole(held, key, node, path) if self._lies_whole(held, node, spec.shape) else None
+            plain = present and not is_dtensor(now)
+            return (
+                self._whole(held, key, node, path) if not plain and self._lies_whole(held, node, spec.shape) else None
+            )
         if present and tensors.is_dense(now) and tuple(now.shape) == layout.local and attached(now) is None:
             return restore_shard(Shard(now, layout), node, path, restorer)
         with restorer.on(self._device(held, key, node)):

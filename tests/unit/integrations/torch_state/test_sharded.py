@@ -138,6 +138,23 @@ def test_state_of_another_shape_is_a_whole_beside_parts(alone: None, carrier: An
         assert torch.equal(one, other)
 
 
+def test_a_plain_tensor_that_an_optimizer_keeps_of_a_sharded_parameter_stays_one(alone: None, carrier: Any) -> None:
+    def build(filled: float) -> dict[str, Any]:
+        torch.manual_seed(1)
+        model = net()
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"scales": torch.full((3,), filled)}
+        return {"model": model, "optimizer": optimizer}
+
+    state, target = build(2.0), build(0.0)
+    before = [one["scales"] for one in target["optimizer"].state.values()]
+    carrier.round_trip(state, target)
+    for one, held in zip(target["optimizer"].state.values(), before, strict=True):
+        assert one["scales"] is held and held.tolist() == [2.0] * 3
+
+
 def test_a_sum_over_one_rank_is_made_already(alone: None, carrier: Any) -> None:
     tensor = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (1,)), [Partial()], run_check=False)
     assert carrier.round_trip({"x": tensor})["x"].tolist() == [1, 1, 1]
