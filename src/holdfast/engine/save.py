@@ -227,8 +227,9 @@ class Saver:
         if kept is not None:
             return kept
         tier = self._beside
-        if tier is not None and tier.off and self._lanes.tight(sum(spec.nbytes for spec in flattened.specs)):
-            if tier.give_way():
+        if tier is not None and tier.off:
+            tight = self._lanes.tight(sum(spec.nbytes for spec in flattened.specs))
+            if tight and tier.give_way():
                 self._lanes.look_again()
         return self._lanes.take(flattened)
 

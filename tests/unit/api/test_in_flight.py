@@ -503,7 +503,7 @@ def test_a_store_that_hangs_is_told_also_where_no_save_waits_for_it(
     store, one = held(place, 1), state()
     monkeypatch.setattr(handles, "STANDSTILL_S", 0.0)
     with built(store, one, 1, save=every(stall="50%"), on_error="raise") as ckpt:
-        with pytest.raises(DeadlineExceeded, match="the save of .* has not got on"):
+        with pytest.raises(DeadlineExceeded, match=r"the save of .* has not got on"):
             for _ in ckpt.steps(3):
                 one["w"] += 1
                 one["n"] += 1
