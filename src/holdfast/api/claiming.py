@@ -32,6 +32,10 @@ CLAIMS = 3
 """How often a claim is made anew because another process committed between the restore and the claim."""
 
 
+class _Newer(Exception):
+    """Another process has committed since the restore; no claim was put."""
+
+
 class Claiming:
     """Restores one run into one state, and claims it."""
 
@@ -74,6 +78,8 @@ class Claiming:
         self._watch: Watch | None = None
         """Begun before the restore, so that a lease that no longer moves runs out meanwhile."""
         self._newest: CheckpointId | None = None
+        self._withdrawn: set[int] = set()
+        """Attempts that were claimed here and given back unused: they go on from what is no longer the newest."""
         self.done = False
         self.on_restored: Callable[[], None] | None = None
         """Called when restoring is done, also where there was nothing to restore."""
@@ -135,7 +141,12 @@ class Claiming:
                     observe=self._watch,
                     trouble=self._trouble,
                     report=self._say,
+                    look=self._look_again,
+                    withdrawn=self._withdrawn,
                 )
+            except _Newer:
+                self._restore_anew()
+                continue
             except CheckpointNotFound:
                 if self._resume_from != "latest":
                     raise
@@ -146,6 +157,7 @@ class Claiming:
                 return attempt
             if self._first(below=attempt.number) == self._newest and not self._appeared():
                 return attempt
+            self._withdrawn.add(attempt.number)
             attempt.release()
             self._restore_anew()
         raise Superseded(
@@ -172,8 +184,13 @@ class Claiming:
         self.done = False
         self.restore()
 
+    def _look_again(self) -> None:
+        """Before the claim is put: what the owner before has committed at its end is restored first."""
+        if self._resume_from == "latest" and self._first() != self._newest:
+            raise _Newer
+
     def _first(self, below: int | None = None) -> CheckpointId | None:
-        return next(walk(self._repo, self._run, below=below), None)
+        return next(walk(self._repo, self._run, below=below, withdrawn=self._withdrawn), None)
 
     def _say(self, message: str) -> None:
         self._emitter.emit(Warned(message, self._run))
@@ -185,7 +202,9 @@ class Claiming:
         if self._resume_from is None:
             return None
         if self._resume_from == "latest":
-            return restore_latest(self._repo, self._run, self._prepare, emitter=self._emitter)
+            return restore_latest(
+                self._repo, self._run, self._prepare, emitter=self._emitter, withdrawn=self._withdrawn
+            )
         id = chosen(self._repo, self._run, self._resume_from)
         return restore_checkpoint(self._repo, id, self._prepare, emitter=self._emitter)
 

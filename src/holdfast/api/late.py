@@ -11,7 +11,7 @@ from holdfast.errors import HoldfastError
 from holdfast.model.canonical import tag_number
 from holdfast.model.names import CheckpointId
 from holdfast.repo.notes import add_note
-from holdfast.repo.refs import find_tag, put_ref
+from holdfast.repo.refs import find_tag, is_damaged, put_ref
 from holdfast.repo.repository import Repo
 
 
@@ -72,7 +72,7 @@ class Late:
     def _tag(self, said: _Said) -> None:
         for name in said.tags:
             try:
-                before = find_tag(self._repo, name)
+                before = None if is_damaged(self._repo, "tag", name) else find_tag(self._repo, name)
                 put_ref(self._repo, "tag", name, said.save.id)
                 if before is not None and before.run != said.save.id.run:
                     self._warn(f"the tag {name!r} has moved from {before} of another run to {said.save.id}")

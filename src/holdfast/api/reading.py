@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Final
 
@@ -51,18 +51,19 @@ class ReadingTogether:
         self.raised_by_all = False
         """Whether the last restore has ended by a vote that all have heard: nobody waits for more of it."""
 
-    def restore(self, resume_from: int | str) -> RestoreResult | None:
-        """What the coordinator chooses; None, on all ranks, where the run has no checkpoint."""
+    def restore(self, resume_from: int | str, *, withdrawn: Container[int] = frozenset()) -> RestoreResult | None:
+        """What the coordinator chooses; None, on all ranks, where the run has no checkpoint. `withdrawn`: the
+        coordinator's, as `walk` has it."""
         self.raised_by_all = False
-        return self._choose(resume_from) if self.company.coordinates else self._follow()
+        return self._choose(resume_from, withdrawn) if self.company.coordinates else self._follow()
 
     # -- the coordinator -----------------------------------------------------------------------------------------------
 
-    def _choose(self, resume_from: int | str) -> RestoreResult | None:
+    def _choose(self, resume_from: int | str, withdrawn: Container[int]) -> RestoreResult | None:
         """What is said here is said in one topic for each candidate; where nothing is left to try, in one more."""
         try:
             if resume_from == "latest":
-                result, _ = choose(self._repo, self._run, self._tried, self._emitter)
+                result, _ = choose(self._repo, self._run, self._tried, self._emitter, withdrawn=withdrawn)
             else:
                 result = exactly(self._repo, chosen(self._repo, self._run, resume_from), self._tried)
         except (RankFailed, RanksMissing):

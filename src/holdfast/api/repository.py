@@ -12,7 +12,7 @@ from holdfast.model.checkpoint import Json, Manifest, Note
 from holdfast.model.names import CheckpointId
 from holdfast.repo.lineage import latest, resolve, walk
 from holdfast.repo.notes import notes
-from holdfast.repo.refs import check_tag, clear_ref, find_tag, list_tags, put_ref
+from holdfast.repo.refs import check_tag, clear_ref, find_tag, is_damaged, is_name, list_tags, put_ref
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Where
 from holdfast.store.registry import open_store
@@ -74,10 +74,12 @@ class Repository:
         check_tag(name)
         return put_ref(self.repo, "tag", name, resolve(self.repo, run, step)).id
 
-    def untag(self, name: str) -> CheckpointId:
-        """Takes the tag off, and returns the checkpoint that it was on. CheckpointNotFound if there is no such tag."""
-        found = find_tag(self.repo, name)
-        if found is None:
+    def untag(self, name: str) -> CheckpointId | None:
+        """Takes the tag off, and returns the checkpoint that it was on; None where the tag is damaged, and nobody can
+        tell. CheckpointNotFound if there is no such tag."""
+        damaged = is_name(name) and is_damaged(self.repo, "tag", name)
+        found = None if damaged else find_tag(self.repo, name)
+        if found is None and not damaged:
             there = ", ".join(self.tags()) or "none"
             raise CheckpointNotFound(
                 f"there is no tag {name!r}; there are: {there}", subject=name, hint=f"holdfast ls {self.url}"

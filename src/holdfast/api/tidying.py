@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -49,8 +50,11 @@ class Tidying:
             try:
                 plan = plan_retention(self._repo, attempt, self.keep)
                 return len(execute(self._repo, attempt, plan, emitter=self._emitter))
-            except HoldfastError as error:
-                self._warn(f"retention of run {attempt.run!r} did not finish: {error.message}")
+            except Exception as error:  # noqa: BLE001 - a policy of the user's may raise anything; training goes on
+                reason = error.message if isinstance(error, HoldfastError) else repr(error)
+                # Where warnings are errors the event has told it before: in this thread nobody would catch one.
+                with contextlib.suppress(Warning):
+                    self._warn(f"retention of run {attempt.run!r} did not finish: {reason}")
                 return 0
 
     def join(self, timeout: float | None) -> bool:
@@ -60,13 +64,22 @@ class Tidying:
             thread.join(None if until is None else max(until - time.monotonic(), 0.0))
             if thread.is_alive():
                 return False
+            with self._state:
+                if self._thread is thread:  # it ended, and could not say so
+                    self._thread = None
         return True
 
     def _rounds(self, attempt: Attempt) -> None:
-        while True:
-            self.now(attempt)
+        try:
+            while True:
+                self.now(attempt)
+                with self._state:
+                    if not self._again:
+                        self._thread = None
+                        return
+                    self._again = False
+        finally:
+            # Whatever ends this thread, the next commit begins another; one that has begun since is not forgotten.
             with self._state:
-                if not self._again:
+                if self._thread is threading.current_thread():
                     self._thread = None
-                    return
-                self._again = False

@@ -42,7 +42,9 @@ class ClaimingTogether(Claiming):
 
     def _restore(self) -> RestoreResult | None:
         crashpoint("repository opened, nothing chosen yet")
-        return None if self._resume_from is None else self._reading.restore(self._resume_from)
+        if self._resume_from is None:
+            return None
+        return self._reading.restore(self._resume_from, withdrawn=self._withdrawn)
 
     # -- claiming ------------------------------------------------------------------------------------------------------
 

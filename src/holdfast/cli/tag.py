@@ -34,9 +34,11 @@ def tag(
     checkpoint moves. Tags are the repository's, not a run's.
     """
     from holdfast.api.repository import Repository
+    from holdfast.repo.refs import find_tag, is_damaged, is_name
 
     there = Repository(where)
-    before = there.tags().get(name)
+    damaged = is_name(name) and is_damaged(there.repo, "tag", name)
+    before = None if damaged else find_tag(there.repo, name)
     if delete:
         if run is not None or step != "latest":
             raise UsageError("--delete takes a tag off whatever it is on: --run and --step say nothing beside it")
@@ -45,7 +47,7 @@ def tag(
     if json:
         output.document("tag", {"where": there.url, "tag": name, "checkpoint": id, "before": before})
     elif id is None:
-        output.line(f"{before} is no longer tagged {name}")
+        output.line(f"{before or 'what it was on, which cannot be read,'} is no longer tagged {name}")
     else:
         moved = f" (moved from {before})" if before not in (None, id) else ""
         output.line(f"{id} is tagged {name}{moved}")

@@ -55,7 +55,7 @@ def verify(
     from holdfast.upkeep.verify import execute, plan_verify
 
     repo = repository(where)
-    plan = plan_verify(repo, _ids(repo, run, step), every_byte=not structure)
+    plan = plan_verify(repo, _ids(repo, run, step), every_byte=not structure, listed=step is None)
     output.story(_plan_words(plan))
     bar = ProgressBar()
     try:
@@ -80,7 +80,10 @@ def _ids(repo: Repo, run: str | None, step: str | None) -> list[CheckpointId] | 
     if run is None:
         return None
     (found,) = listing(repo, run)
-    return sorted(row.id for row in found.rows if row.state in ("committed", "damaged"))
+    # What is damaged may be a save that was never finished: there is nothing to verify without a manifest.
+    return sorted(
+        row.id for row in found.rows if row.state == "committed" or (row.state == "damaged" and repo.exists(row.id))
+    )
 
 
 def _plan_words(plan: VerifyPlan) -> str:

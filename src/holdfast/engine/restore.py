@@ -6,7 +6,7 @@ Reading needs read permission only: it writes nothing and claims nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -74,14 +74,15 @@ def restore_latest(
     prepare: Prepare,
     *,
     emitter: Emitter | None = None,
+    withdrawn: Container[int] = frozenset(),
 ) -> RestoreResult | None:
     """Restores the first whole checkpoint on the walk of I4, and says loudly what it passed over.
 
     None if the run has no checkpoint; NothingRestorable if it has some and none is whole: nothing starts from scratch
-    by itself.
+    by itself. `withdrawn`: as `walk` has it.
     """
     emit = emitter or Emitter()
-    result, skipped = choose(repo, run, lambda id: _attempt(repo, id, prepare, emit), emit)
+    result, skipped = choose(repo, run, lambda id: _attempt(repo, id, prepare, emit), emit, withdrawn=withdrawn)
     return None if result is None else _with_skipped(result, skipped)
 
 
@@ -96,7 +97,12 @@ def exactly(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Resu
 
 
 def choose(
-    repo: Repo, run: str, attempt: Callable[[CheckpointId], Result], emit: Emitter
+    repo: Repo,
+    run: str,
+    attempt: Callable[[CheckpointId], Result],
+    emit: Emitter,
+    *,
+    withdrawn: Container[int] = frozenset(),
 ) -> tuple[Result | None, list[tuple[CheckpointId, str]]]:
     """What `attempt` makes of the first checkpoint on the walk of I4 for which it raises no CorruptionError, and which
     it passed over for what reason. Raises and returns like `restore_latest`."""
@@ -104,7 +110,7 @@ def choose(
     for _ in range(CHOICES):
         skipped = []
         try:
-            for id in walk(repo, run, report=lambda message: emit.emit(Warned(message, run))):
+            for id in walk(repo, run, report=lambda message: emit.emit(Warned(message, run)), withdrawn=withdrawn):
                 try:
                     return _unless_vanished(repo, id, attempt), skipped
                 except CorruptionError as error:
@@ -112,7 +118,7 @@ def choose(
                     emit.emit(CandidateSkipped(id, error.message))
         except _Vanished:
             continue
-        if skipped or latest(repo, run) is None:
+        if skipped or latest(repo, run, withdrawn=withdrawn) is None:
             break  # else something was committed since the walk looked for it
     if skipped:
         reasons = "".join(f"\n  {id}: {reason}" for id, reason in skipped[:5])

@@ -104,6 +104,8 @@ def claim(
     beat_s: float = BEAT_S,
     trouble: Trouble | None = None,
     report: Report | None = None,
+    look: Callable[[], None] | None = None,
+    withdrawn: set[int] | None = None,
 ) -> Attempt:
     """Claims the run's next attempt, whose training goes on from `parent` (None: from nothing).
 
@@ -111,9 +113,15 @@ def claim(
     raises RunInUse, or is claimed over with `takeover`. `observe`: a watch begun earlier (before the restore), so that
     waiting for a lease to run out has begun too. Afterwards unfinished saves of earlier attempts are closed and freed.
 
-    Raises CheckpointNotFound if `parent` vanished or is being removed: the attempt stays, as one that goes on from
-    there and has no commit, and the caller chooses anew and claims again. The caller walks I4 again after the claim,
-    with `below=attempt.number`; if the answer is another than `parent`, it restores that and claims again.
+    Raises CheckpointNotFound if `parent` vanished or is being removed: where that was seen only after the claim, the
+    attempt stays, as one that goes on from there and has no commit, and the caller chooses anew and claims again. The
+    caller walks I4 again after the claim, with `below=attempt.number`; if the answer is another than `parent`, it
+    restores that and claims again.
+
+    An attempt that stays unused hides what was committed between its parent and itself. So `look` is called when the
+    owner before has ended, right before the claim is put: what it raises ends the claim, and nothing was put. An owner
+    that is claimed over alive is not looked at first: only the claim stops it. `withdrawn`: the number of an attempt
+    that was put and given back is added; whoever claims again walks as if it had never been.
 
     `trouble` is told of lease beats that fail, `report` of damage that was passed
     over, and of waiting.
@@ -122,7 +130,7 @@ def claim(
     watch = observe or Watch(repo, run)
     say: Report = report or (lambda message: None)
     patience = DYING_S if wait_s is None else wait_s
-    record, previous = _put_claim(repo, run, parent, watch, takeover=takeover, wait_s=patience, say=say)
+    record, previous = _put_claim(repo, run, parent, watch, takeover=takeover, wait_s=patience, say=say, look=look)
     crashpoint("attempt claimed")
     lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
     attempt = Attempt(repo, record, lease)
@@ -133,6 +141,8 @@ def claim(
         _rely_on(repo, parent)
         _close_earlier(repo, record, lease, previous, say)
     except BaseException:
+        if withdrawn is not None:
+            withdrawn.add(record.number)
         try:
             attempt.release()
         except HoldfastError as error:
@@ -142,20 +152,39 @@ def claim(
 
 
 def _put_claim(
-    repo: Repo, run: str, parent: CheckpointId | None, watch: Watch, *, takeover: bool, wait_s: float, say: Report
+    repo: Repo,
+    run: str,
+    parent: CheckpointId | None,
+    watch: Watch,
+    *,
+    takeover: bool,
+    wait_s: float,
+    say: Report,
+    look: Callable[[], None] | None,
 ) -> tuple[AttemptRecord, Found]:
     deadline = watch.clock.now() + wait_s
     waiting = False
     while True:
         found = watch.look()
         over = watch.clock.now() >= deadline
-        if found.verdict in ("free", "dead") or (takeover and (over or found.verdict == "here")):
+        ended = found.verdict in ("free", "dead")
+        if ended or (takeover and (over or found.verdict == "here")):
+            if parent is not None and not repo.exists(parent):
+                raise CheckpointNotFound(
+                    f"checkpoint {parent} is no longer there to go on from",
+                    subject=str(parent),
+                    hint=f"holdfast ls {repo.url} shows what is left",
+                )
+            if ended and look is not None:
+                look()
             record = _try_put(repo, run, found.number + 1, parent)
             if record is not None:
                 return record, found
             continue
-        # An owner elsewhere whose lease has not been watched for long enough is neither: that ends within the ttl.
-        if found.verdict == "here" or (over and found.verdict == "alive"):
+        # An owner elsewhere whose lease has not been watched for long enough is neither: that ends within the ttl, but
+        # for a store that is too slow to tell.
+        hopeless = watch.clock.now() >= deadline + DYING_S
+        if found.verdict == "here" or (over and found.verdict == "alive") or hopeless:
             raise _in_use(repo, run, found)
         if not waiting:
             say(f"run {run} is owned by {_who(found)}; waiting for that to end")

@@ -46,17 +46,21 @@ def walk(
     below: int | None = None,
     report: Report | None = None,
     known: Container[CheckpointId] = frozenset(),
+    withdrawn: Container[int] = frozenset(),
 ) -> Iterator[CheckpointId]:
     """The run's checkpoints in the order in which `latest` would mean them, lazily: the first costs one listing of the
     attempts and one of the newest. `below`: as if no attempt from this number on had been claimed. `known`: checkpoints
-    that the caller has just found to be there, so that nobody need look again.
+    that the caller has just found to be there, so that nobody need look again. `withdrawn`: attempts of this run that
+    the caller claimed and gave back unused, as if they had never been claimed: their parents would hide what was
+    committed before them.
 
     `report` is told of damage that the walk goes around. Bounded by the attempts that exist, whatever they say.
     """
     run = run_key(run)
     say: Report = report or (lambda message: None)
     visited: set[tuple[str, int]] = set()
-    place = _highest(repo, run, below)
+    own = run
+    place = _highest(repo, run, below, withdrawn)
     beginning, top = True, None
     while place is not None and (run, place) not in visited:
         visited.add((run, place))
@@ -72,14 +76,21 @@ def walk(
             beginning = False
         elif not origin.known or (beginning and empty):
             beginning, top = True, None
-            place = _highest(repo, run, place)
+            place = _highest(repo, run, place, withdrawn if run == own else ())
         else:
             return
 
 
-def latest(repo: Repo, run: str, *, below: int | None = None, report: Report | None = None) -> CheckpointId | None:
+def latest(
+    repo: Repo,
+    run: str,
+    *,
+    below: int | None = None,
+    report: Report | None = None,
+    withdrawn: Container[int] = frozenset(),
+) -> CheckpointId | None:
     """What the run means now, or None if it has no checkpoint. Damaged or not: reading it tells."""
-    return next(walk(repo, run, below=below, report=report), None)
+    return next(walk(repo, run, below=below, report=report, withdrawn=withdrawn), None)
 
 
 def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> CheckpointId:
@@ -164,8 +175,9 @@ def _none_in(repo: Repo, run: str) -> RunNotFound | CheckpointNotFound:
     return RunNotFound(f"no run {run!r} at {repo.url}; {known_runs(runs)}", subject=run, hint=hint)
 
 
-def _highest(repo: Repo, run: str, below: int | None) -> int | None:
-    return max((number for number in repo.attempts(run) if below is None or number < below), default=None)
+def _highest(repo: Repo, run: str, below: int | None, without: Container[int]) -> int | None:
+    numbers = (number for number in repo.attempts(run) if number not in without)
+    return max((number for number in numbers if below is None or number < below), default=None)
 
 
 def _origin(repo: Repo, run: str, number: int, say: Report, *, unclaimed: bool) -> _Origin:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from holdfast.errors import CheckpointNotFound, ObjectNotFound, UsageError
+from holdfast.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, UsageError
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo import objects
 from holdfast.repo.layout import numbered
@@ -57,20 +57,25 @@ def list_tags(repo: Repo) -> dict[str, CheckpointId]:
 
 def put_ref(repo: Repo, kind: Kind, name: str, id: CheckpointId) -> Ref:
     """Points the ref at a checkpoint, and relies on it from now on. Raises CheckpointNotFound if that is gone or going:
-    the ref then points where it pointed before."""
+    the ref then points where it pointed before. One whose newest version is damaged is mended so: nobody knows where it
+    pointed, and it points nowhere if the checkpoint goes right now."""
     directory = _directory(kind, check_tag(name) if kind == "tag" else name)
-    before = read_ref(repo, kind, name)
+    before: CheckpointId | None = None
+    if not is_damaged(repo, kind, name):
+        before = read_ref(repo, kind, name)
+    elif _is_going(repo, id):
+        raise _gone(id)
     _put(repo, directory, id)
     repo.store.settle(id.manifest)
-    if not repo.exists(id) or is_tombstoned(repo, id):
+    if _is_going(repo, id):
         _put(repo, directory, before)
-        raise CheckpointNotFound(f"checkpoint {id} is not there, or is being removed", subject=str(id))
+        raise _gone(id)
     return Ref(kind, name, id)
 
 
 def clear_ref(repo: Repo, kind: Kind, name: str) -> None:
     """The ref points at nothing from now on; its history stays."""
-    if read_ref(repo, kind, name) is not None:
+    if is_damaged(repo, kind, name) or read_ref(repo, kind, name) is not None:
         _put(repo, _directory(kind, name), None)
 
 
@@ -89,6 +94,15 @@ def read_ref(repo: Repo, kind: Kind, name: str) -> CheckpointId | None:
     return None
 
 
+def is_damaged(repo: Repo, kind: Kind, name: str) -> bool:
+    """Whether the ref's newest version cannot be read. It holds up every removal until a new version is put."""
+    try:
+        read_ref(repo, kind, name)
+    except CorruptionError:
+        return True
+    return False
+
+
 def list_refs(repo: Repo, kinds: Sequence[Kind] = KINDS) -> list[Ref]:
     """Every ref that points somewhere, by kind and name. Raises CorruptionError like `read_ref`."""
     found = []
@@ -99,6 +113,14 @@ def list_refs(repo: Repo, kinds: Sequence[Kind] = KINDS) -> list[Ref]:
                 if id is not None:
                     found.append(Ref(kind, name, id))
     return found
+
+
+def _is_going(repo: Repo, id: CheckpointId) -> bool:
+    return not repo.exists(id) or is_tombstoned(repo, id)
+
+
+def _gone(id: CheckpointId) -> CheckpointNotFound:
+    return CheckpointNotFound(f"checkpoint {id} is not there, or is being removed", subject=str(id))
 
 
 def _put(repo: Repo, directory: str, id: CheckpointId | None) -> None:

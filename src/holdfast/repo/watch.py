@@ -10,9 +10,13 @@ from typing import Final, Literal
 from holdfast.errors import CorruptionError
 from holdfast.model.checkpoint import AttemptRecord
 from holdfast.model.names import run_key
-from holdfast.repo.lease import TTL_S, read_last
+from holdfast.repo.lease import BEAT_S, TTL_S, read_last
 from holdfast.repo.liveness import Clock, judge, this_process
 from holdfast.repo.repository import Repo
+
+SLOW_S: Final = 2 * BEAT_S
+"""A store that takes longer to answer one look may have answered its owner's beats no sooner: that time tells nothing
+of the owner."""
 
 _held: Final[set[tuple[int, str, str, int]]] = set()
 """(pid, repository id, run, attempt) of what this process has claimed and not released; a forked child's pid
@@ -50,6 +54,7 @@ class Watch:
         self._moved = False
 
     def look(self) -> Found:
+        began = self.clock.now()
         number, record = self._owner()
         if number == 0:
             return Found("free")
@@ -66,7 +71,7 @@ class Watch:
                 return Found("dead", number, record, "this process has closed it")
             if verdict == "alive":
                 return Found("alive", number, record, "its process is running")
-        return self._watched(number, record, counter)
+        return self._watched(number, record, counter, began)
 
     def _owner(self) -> tuple[int, AttemptRecord | None]:
         """The highest attempt that somebody claimed; its record is None where it is damaged."""
@@ -79,14 +84,17 @@ class Watch:
                 return number, record
         return 0, None
 
-    def _watched(self, number: int, record: AttemptRecord | None, counter: int) -> Found:
+    def _watched(self, number: int, record: AttemptRecord | None, counter: int, began: float) -> Found:
         now = self.clock.now()
         if self._seen is None or self._seen[0] != number:
             self._seen, self._since, self._moved = (number, counter), now, False
         elif self._seen[1] != counter:
             self._seen, self._since, self._moved = (number, counter), now, True
-        if now - self._since >= self._ttl_s:
-            return Found("dead", number, record, f"its lease has not moved for {now - self._since:.0f} s")
+        elif now - began > SLOW_S:
+            self._since = now
+        # What this look has read may be as old as its beginning: the lease may have moved since then.
+        if began - self._since >= self._ttl_s:
+            return Found("dead", number, record, f"its lease has not moved for {began - self._since:.0f} s")
         if self._moved:
             return Found("alive", number, record, "its lease moves")
         return Found("unknown", number, record, "its lease is being watched")

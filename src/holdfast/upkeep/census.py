@@ -7,11 +7,11 @@ cannot be read counts as needed: only an object that was read and understood can
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from holdfast.errors import CorruptionError, ObjectNotFound, UsageError
+from holdfast.errors import CorruptionError, ObjectNotFound, StoreDenied, UsageError
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
 from holdfast.repo import layout, objects
@@ -21,6 +21,8 @@ from holdfast.repo.repository import Repo
 from holdfast.store.contract import Entry
 
 MARKS: Final = "tombstones/gc"
+OWN: Final = frozenset({"refs", layout.RUNS, "tombstones", "trash"})
+"""The directories at the top in which Holdfast puts anything."""
 _PROBE: Final = re.compile(r"probe-[0-9a-f]{32}\.json", re.ASCII)
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 
@@ -90,6 +92,8 @@ class Census:
     probes: list[Entry] = field(default_factory=list)
     """Left by a gc that died while it asked for the time."""
     foreign: list[Entry] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
+    """Directories of somebody else's that may not be looked into."""
 
     def save(self, id: CheckpointId) -> SaveDirectory:
         return self.saves.setdefault(id, SaveDirectory(id))
@@ -101,12 +105,30 @@ class Census:
 def take_census(repo: Repo) -> Census:
     """Reads names and small objects only; no pack and no index is opened."""
     census = Census()
-    for entry in repo.store.walk(""):
+    for entry in everything(repo, repo.store.walk, census.unlisted):
         if not place(census, entry):
             census.foreign.append(entry)
     for save in census.saves.values():
         classify(repo, save)
     return census
+
+
+def everything(repo: Repo, below: Callable[[str], Iterable[Entry]], unlisted: list[str]) -> list[Entry]:
+    """All that `below` (the store's `walk` or `leftovers`) finds. Somebody else's directory that may not be listed,
+    such as a disk's lost+found, hides nothing of Holdfast: it is added to `unlisted`, and what else lies at its side,
+    outside any directory, is passed over."""
+    try:
+        return list(below(""))
+    except StoreDenied:
+        found: list[Entry] = []
+    for directory in repo.store.children("").directories:
+        try:
+            found += below(directory)
+        except StoreDenied:
+            if directory in OWN:
+                raise
+            unlisted.append(directory)
+    return found
 
 
 def look_at(repo: Repo, id: CheckpointId) -> SaveDirectory:

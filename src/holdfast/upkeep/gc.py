@@ -19,7 +19,7 @@ from holdfast.repo.repository import Repo
 from holdfast.repo.tombstones import dead_tombstones, put_tombstone, stands, take_back
 from holdfast.store.contract import Entry
 from holdfast.store.names import TEMPORARY
-from holdfast.upkeep.census import Census, SaveDirectory, look_at, place, take_census
+from holdfast.upkeep.census import Census, SaveDirectory, everything, look_at, place, take_census
 from holdfast.upkeep.marks import age_s, probe, put_mark, standing_marks, take_back_marks
 from holdfast.upkeep.owners import Finished, finished_runs, may_still_save
 from holdfast.upkeep.sweeping import close, listed_names, sweep
@@ -221,7 +221,7 @@ def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[t
         if save.state == "committed" and not save.tombstones:
             yield from ((e.name, "a copy of a manifest that is in its place") for e in save.trash if old(e))
     yield from ((entry.name, "left by a gc that died") for entry in census.probes if old(entry))
-    for entry in repo.store.leftovers(""):
+    for entry in everything(repo, repo.store.leftovers, []):
         if _was_ours(repo, census, entry) and old(entry):
             yield entry.name, "left over from an unfinished put"
     closed_below = {run: _closing_attempt(repo, run) for run in {run for run, _ in census.attempts}}

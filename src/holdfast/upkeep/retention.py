@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.crashpoints import crashpoint
-from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError, Superseded
+from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError, StoreFull, Superseded
 from holdfast.events import Emitter, Removed
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.policy.keeping import KeepPolicy, Verdict, protections
@@ -83,21 +84,30 @@ def retain(
     owner (one on another host is watched for 15 s), Superseded if others keep committing to it meanwhile.
     """
     plan = preview(repo, run, policy)
+    withdrawn: set[int] = set()
     for _ in range(CLAIMS):
-        newest = latest(repo, run)
+        newest = latest(repo, run, withdrawn=withdrawn)
         if newest is None or not plan.dropped:
             return plan, ()
+        look = partial(_assert_newest, repo, run, newest, withdrawn)
         try:
-            attempt = claim(repo, run, newest, wait_s=wait_s, report=report)
+            attempt = claim(repo, run, newest, wait_s=wait_s, report=report, look=look, withdrawn=withdrawn)
         except CheckpointNotFound:
             continue
         try:
-            if latest(repo, run, below=attempt.number) == newest:
+            if latest(repo, run, below=attempt.number, withdrawn=withdrawn) == newest:
                 plan = plan_retention(repo, attempt, policy)
                 return plan, execute(repo, attempt, plan, emitter=emitter)
+            withdrawn.add(attempt.number)
         finally:
             attempt.release()
     raise Superseded(f"others keep committing to run {run!r}", subject=run, hint=f"holdfast ls {repo.url} --run {run}")
+
+
+def _assert_newest(repo: Repo, run: str, id: CheckpointId, withdrawn: Container[int]) -> None:
+    """Before the claim is put. CheckpointNotFound where `latest` means another one by now."""
+    if latest(repo, run, withdrawn=withdrawn) != id:
+        raise CheckpointNotFound(f"checkpoint {id} is no longer the newest of run {run!r}", subject=str(id))
 
 
 def _plan(
@@ -118,11 +128,19 @@ def execute(
     going = [id for id in plan.dropped if id.run == attempt.run]
     if not going:
         return ()
-    stones = [put_tombstone(repo, id, reason="retention", attempt=attempt.number) for id in going]
-    crashpoint("tombstone put, manifest still there")
-    removed = []
-    standing = list(stones)
+    removed: list[CheckpointId] = []
+    stones: list[Tombstone] = []
+    standing: list[Tombstone] = []
     try:
+        for id in going:
+            try:
+                stones.append(put_tombstone(repo, id, reason="retention", attempt=attempt.number))
+            except StoreFull:
+                if not stones:
+                    raise
+                break  # what these free makes room for the others, next time
+            standing.append(stones[-1])
+        crashpoint("tombstone put, manifest still there")
         for stone in _still_free(repo, attempt, stones):
             found = _own_files(repo, stone)
             if found is None:

@@ -12,7 +12,7 @@ from holdfast.repo.manifest import MAX_MANIFEST
 from holdfast.repo.refs import KINDS, read_ref
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Entry
-from holdfast.upkeep.census import Census, SaveDirectory
+from holdfast.upkeep.census import Census, SaveDirectory, everything, look_at
 from holdfast.upkeep.claims import LostManifests, attempt_findings
 from holdfast.upkeep.findings import Finding, Severity
 from holdfast.upkeep.rows import is_strange, row_oddities
@@ -28,15 +28,19 @@ def surroundings(repo: Repo, census: Census, checked: frozenset[CheckpointId]) -
     for save in census.saves.values():
         # What the inspection of a checkpoint has said is not said again.
         if save.id not in checked or save.state not in ("committed", "damaged"):
-            yield from _save(census, save, copies, lost)
+            yield from _save(repo, census, save, copies, lost)
         yield from _around(save)
     yield from _seals(repo, census)
     yield from _strangers(census.foreign)
-    for entry in repo.store.leftovers(""):
+    for directory in census.unlisted:
+        yield Finding(None, "info", "not written by Holdfast, and may not be listed; passed over", object=directory)
+    for entry in everything(repo, repo.store.leftovers, []):
         yield Finding(None, "info", f"left over from an unfinished put ({entry.length} bytes)", object=entry.name)
 
 
-def _save(census: Census, save: SaveDirectory, copies: set[tuple[str, int]], lost: LostManifests) -> Iterator[Finding]:
+def _save(
+    repo: Repo, census: Census, save: SaveDirectory, copies: set[tuple[str, int]], lost: LostManifests
+) -> Iterator[Finding]:
     nbytes = sum(entry.length for entry in save.entries)
     attempt = census.attempts.get((save.id.run, save.id.attempt))
     place = save.id.directory
@@ -50,6 +54,10 @@ def _save(census: Census, save: SaveDirectory, copies: set[tuple[str, int]], los
     elif save.state == "unfinished":
         why = lost.evidence(save)
         if why:
+            # The census takes time: a removal, or a save, that ended meanwhile is no loss.
+            now = look_at(repo, save.id)
+            if now.state != "unfinished" or not lost.evidence(now):
+                return
             yield Finding(save.id, "error", f"is missing: {why}", object=save.id.manifest)
         else:
             yield Finding(save.id, "info", f"an unfinished save ({nbytes} bytes)", object=place)

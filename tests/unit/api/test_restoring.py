@@ -28,7 +28,7 @@ from holdfast.errors import (
 )
 from holdfast.events import CandidateSkipped, Event
 from holdfast.repo.attempts import claim
-from holdfast.repo.lineage import latest
+from holdfast.repo.lineage import latest, walk
 from holdfast.repo.repository import Repo
 from holdfast.state import flatten
 from holdfast.store.registry import open_store
@@ -182,6 +182,35 @@ def test_a_one_off_save_says_its_step(trained: Path) -> None:
     with holdfast.Checkpointer(trained, state()) as ckpt:
         ckpt.restore()
         assert (ckpt.step, ckpt.epoch) == (7, 0)
+
+
+@pytest.mark.parametrize("when", ["before the claim is put", "after it"])
+def test_i4_what_the_owner_before_commits_at_its_end_is_gone_on_from(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    shutil.move(trained / LAST, tmp_path / "not yet committed")
+
+    def meanwhile(repo: Repo, run: str, parent: Any, *, look: Callable[[], None], **options: Any) -> Any:
+        def committing() -> None:
+            if when == "after it":
+                look()
+            if not (trained / LAST).exists():
+                shutil.move(tmp_path / "not yet committed", trained / LAST)
+            if when != "after it":
+                look()
+
+        return claim(repo, run, parent, look=committing, **options)
+
+    monkeypatch.setattr("holdfast.api.claiming.claim", meanwhile)
+    one = state()
+    with holdfast.Checkpointer(trained, one, save=every(steps=1), keep=ALL) as ckpt:
+        for _ in ckpt.steps(4):
+            assert one["n"] == 3
+            one["n"] = 4
+    last = 2 if when == "before the claim is put" else 3
+    repo = Repo.open(open_store(trained))
+    assert repo.attempts("main") == list(range(1, last + 1))
+    assert [str(id) for id in walk(repo, "main")] == [f"main/a000{last}/4", *(f"main/a0001/{n}" for n in (3, 2, 1))]
 
 
 def test_an_explicit_step_is_restored_and_forks_the_line(trained: Path) -> None:

@@ -140,3 +140,16 @@ def test_a_requested_save_and_a_tag_are_one_save(place: Path) -> None:
             ckpt.log(tag="again")
     assert {name: id.step for name, id in holdfast.Repository(place).tags().items()} == {"again": 1, "asked": 1}
     assert np.array_equal(holdfast.load(place, step="again").state["w"], one["w"])
+
+
+def test_a_damaged_tag_is_put_anew_by_training(tmp_path: Path) -> None:
+    place = tmp_path / "damaged"  # verify goes on naming the versions that cannot be read
+    for last in (2, 4):
+        one = state()
+        with holdfast.Checkpointer(place, one, save=every(steps=2), keep=keep.latest(1)) as ckpt:
+            for step in ckpt.steps(last):
+                train(one)
+                if step == last - 1:
+                    ckpt.log(tag="best")
+        assert holdfast.Repository(place).tags()["best"].step == last
+        (place / f"refs/tag/best/{last // 2}.json").write_bytes(b"?")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 import holdfast
 from holdfast.api.company import settings
 from holdfast.errors import RankFailed, RanksError, RanksMissing, RankStoreLost, StateMismatch, UsageError
+from holdfast.model.names import CheckpointId
 from holdfast.ranks.memory import MemoryBoard, ThreadRanks
 from holdfast.ranks.topic import Topic
+from holdfast.repo.attempts import Attempt, claim
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), True, "600"])
@@ -117,3 +121,40 @@ def test_a_restore_that_all_ranks_have_refused_is_refused_again_when_it_is_tried
         thread.join(60)
     assert found[0] == found[1] and len(found[0]) == 3, found
     assert all("model/b" in one for one in found[0])
+
+
+def test_i4_all_ranks_go_on_from_what_was_committed_while_one_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    for step in (1, 2):
+        holdfast.save({"w": np.full(3, float(step))}, place, step=step)
+    last = place / "runs/main/a0001/step-00000002"
+    shutil.move(last, tmp_path / "not yet committed")
+
+    def meanwhile(*words: Any, look: Callable[[], None], **options: Any) -> Attempt:
+        def committing() -> None:
+            look()
+            if not last.exists():
+                shutil.move(tmp_path / "not yet committed", last)
+
+        return claim(*words, look=committing, **options)
+
+    monkeypatch.setattr("holdfast.api.claiming.claim", meanwhile)
+    board, found = MemoryBoard(), {}
+
+    def build(rank: int) -> None:
+        state = {"w": np.zeros(3)}
+        ranks = ThreadRanks(rank, 2, board)
+        with holdfast.Checkpointer(place, state, ranks=ranks, ranks_timeout=60.0) as ckpt:
+            ckpt.restore()
+            ckpt.save(wait=True)
+        found[rank] = float(state["w"][0])
+
+    threads = [threading.Thread(target=build, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert found == {0: 2.0, 1: 2.0}
+    assert holdfast.Repository(place).repo.attempt("main", 3).parent == CheckpointId("main", 1, 2)

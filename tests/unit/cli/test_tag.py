@@ -30,3 +30,14 @@ def test_a_damaged_tag_hides_no_checkpoint(cli, place):
     (place / "refs/tag/baseline/1.json").write_bytes(b"?")
     status, out, _ = cli("ls", place, "--run", "gpt")
     assert (status, len(out.splitlines())) == (0, 8)
+
+
+def test_a_damaged_tag_is_put_anew_or_taken_off(cli, place):
+    for name in ("baseline", "best"):
+        cli("tag", place, name, "--run", "gpt", "--step", "4")
+        (place / f"refs/tag/{name}/1.json").write_bytes(b"?")
+    assert cli("tag", place, "best", "--run", "gpt", "--step", "7") == (0, "gpt/a0002/7 is tagged best\n", "")
+    taken_off = "what it was on, which cannot be read, is no longer tagged baseline\n"
+    assert cli("tag", place, "baseline", "--delete") == (0, taken_off, "")
+    assert cli("tag", place, "baseline", "--delete")[0] == 11
+    assert cli("rm", place, "gpt/a0001/4", "--run", "gpt", "--yes")[0] == 0

@@ -67,3 +67,17 @@ def test_verify_without_note_writes_nothing(cli, place):
     cli("ls", place)
     cli("show", place, "--run", "gpt")
     assert sorted(path for path in place.rglob("*")) == before
+
+
+def test_a_save_without_a_manifest_does_not_end_the_verification_of_its_run(cli, place):
+    (place / "runs/gpt/a0002/step-00000009").mkdir()
+    (place / "runs/gpt/a0002/step-00000009/begin.json").write_bytes(b"?")
+    status, out, _ = cli("verify", place, "--run", "gpt")
+    assert (status, out.startswith("6 checkpoints: whole")) == (0, True)
+    assert cli("verify", place, "--run", "gpt", "--step", "9")[0] == 11
+
+
+def test_a_manifest_that_is_damaged_is_verified_with_its_run(cli, place):
+    flip(place / "runs/gpt/a0002/step-00000007/manifest.json", 40)
+    status, out, _ = cli("verify", place, "--run", "gpt")
+    assert (status, "1 of 6 checkpoints DAMAGED" in out) == (12, True)

@@ -238,6 +238,21 @@ def test_a_watch_begun_before_the_restore_has_decided_after_it(repo: Repo, make:
     assert time.seconds == 20
 
 
+def test_a_store_too_slow_to_tell_is_not_asked_for_ever(
+    repo: Repo, make: Any, time: Time, take: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat(repo, make.attempt(1), 7)
+
+    def slow(*words: Any) -> Any:
+        time.seconds += 7
+        return read_last(*words)
+
+    monkeypatch.setattr("holdfast.repo.watch.read_last", slow)
+    with pytest.raises(RunInUse, match="its lease is being watched"):
+        take()
+    assert 120 <= time.seconds < 135
+
+
 def test_no_waiting_at_all_still_needs_a_verdict(repo: Repo, make: Any, time: Time, take: Claim) -> None:
     beat(repo, make.attempt(1), 7)
     assert take(wait_s=0.0).number == 2
@@ -292,10 +307,45 @@ def test_i4_a_parent_that_is_gone_is_not_relied_on(repo: Repo, make: Any, take: 
     with pytest.raises(CheckpointNotFound) as caught:
         take(gone)
     assert caught.value.subject == "gpt/a0001/20"
-    # The attempt stands, with that parent and no commit: so the walk goes on below it, and the next claim is free.
-    assert repo.attempt("gpt", 2).parent == gone
-    assert latest(repo, "gpt") == CheckpointId("gpt", 1, 10)
-    assert take(latest(repo, "gpt")).number == 3
+    # No attempt goes on from it: one would hide what was committed after it.
+    assert repo.attempts("gpt") == [1]
+    assert take(latest(repo, "gpt")).number == 2
+
+
+def test_i4_a_parent_that_goes_right_before_the_claim_is_not_relied_on(repo: Repo, make: Any, take: Claim) -> None:
+    make.attempt(1, owner=ended_process())
+    first, going, last = (make.checkpoint(1, step) for step in (10, 20, 30))
+    withdrawn: set[int] = set()
+    with pytest.raises(CheckpointNotFound) as caught:
+        take(going, look=lambda: repo.store.delete([going.manifest]), withdrawn=withdrawn)
+    assert caught.value.subject == "gpt/a0001/20"
+    # The attempt stands, with that parent and no commit: so the walk goes on below it, but for whoever made it.
+    assert repo.attempt("gpt", 2).parent == going and withdrawn == {2}
+    assert latest(repo, "gpt") == first
+    assert latest(repo, "gpt", withdrawn=withdrawn) == last
+    assert take(last).number == 3
+    assert latest(repo, "gpt") == last
+
+
+def test_whoever_claims_looks_again_when_the_owner_has_ended(repo: Repo, make: Any, time: Time, take: Claim) -> None:
+    beat(repo, make.attempt(1), 7)
+    looked: list[float] = []
+
+    def look() -> None:
+        looked.append(time.seconds)
+        raise RunInUse("something newer")
+
+    with pytest.raises(RunInUse, match="something newer"):
+        take(look=look)
+    assert len(looked) == 1 and looked[0] >= 15
+    assert repo.attempts("gpt") == [1]
+
+
+def test_an_owner_that_is_claimed_over_alive_is_not_looked_at_first(repo: Repo, make: Any, take: Claim) -> None:
+    make.attempt(1, owner=replace(this_process(), pid=os.getppid(), started=_started(os.getppid())))
+    looked: list[bool] = []
+    assert take(takeover=True, look=lambda: looked.append(True)).number == 2
+    assert not looked  # only the claim stops what it goes on committing
 
 
 def test_i4_a_parent_under_a_tombstone_is_not_relied_on(repo: Repo, make: Any, take: Claim) -> None:

@@ -13,7 +13,18 @@ from holdfast.model.checkpoint import Owner
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout, objects, tombstones
 from holdfast.repo.liveness import this_process
-from holdfast.repo.refs import Ref, check_tag, clear_ref, find_tag, is_name, list_refs, list_tags, put_ref, read_ref
+from holdfast.repo.refs import (
+    Ref,
+    check_tag,
+    clear_ref,
+    find_tag,
+    is_damaged,
+    is_name,
+    list_refs,
+    list_tags,
+    put_ref,
+    read_ref,
+)
 from holdfast.repo.repository import Repo
 from holdfast.repo.tombstones import STALE_S, Tombstone, dead_tombstones, is_tombstoned, put_tombstone, take_back
 from holdfast.store.contract import Bytes
@@ -118,6 +129,25 @@ def test_a_ref_to_what_is_not_there_points_where_it_pointed(repo: Repo, make: An
     assert settled == [gone.manifest], "its absence is made durable before it is believed"
     assert read_ref(repo, "tag", "best") == id
     assert make.names("refs/tag/best")[-1] == "5.json"
+
+
+@pytest.mark.parametrize("kind", ["tag", "pin", "hold"])
+def test_a_damaged_version_is_followed_by_one_that_can_be_read(
+    repo: Repo, make: Any, id: CheckpointId, kind: Any
+) -> None:
+    put_ref(repo, kind, "best", id)
+    make.damage(f"refs/{kind}/best/1.json")
+    with pytest.raises(CorruptionError):
+        list_refs(repo)
+    with pytest.raises(CheckpointNotFound):
+        put_ref(repo, kind, "best", CheckpointId("gpt", 1, 99))
+    assert is_damaged(repo, kind, "best"), "what it may keep is not let go of by a mistake"
+    put_ref(repo, kind, "best", id)
+    assert not is_damaged(repo, kind, "best")
+    assert list_refs(repo) == [Ref(kind, "best", id)]
+    make.damage(f"refs/{kind}/best/2.json")
+    clear_ref(repo, kind, "best")
+    assert list_refs(repo) == []
 
 
 # -- tombstones -------------------------------------------------------------------------------------------------------
@@ -231,7 +261,7 @@ def test_a_tombstone_that_vanishes_while_its_age_is_asked_is_not_stale(repo: Rep
 def test_a_damaged_ref_names_itself(repo: Repo, make: Any, id: CheckpointId) -> None:
     put_ref(repo, "tag", "best", id)
     make.damage("refs/tag/best/1.json")
-    for act in (lambda: find_tag(repo, "best"), lambda: list_tags(repo), lambda: clear_ref(repo, "tag", "best")):
+    for act in (lambda: find_tag(repo, "best"), lambda: list_tags(repo)):
         with pytest.raises(CorruptionError) as caught:
             act()
         assert caught.value.subject == "refs/tag/best/1.json"

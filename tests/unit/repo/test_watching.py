@@ -14,6 +14,7 @@ from holdfast.model.checkpoint import AttemptRecord
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout, objects
 from holdfast.repo import lease as lease_module
+from holdfast.repo import watch as watch_module
 from holdfast.repo.lease import BEAT_S, TTL_S, Lease, read_last
 from holdfast.repo.liveness import Clock, this_process
 from holdfast.repo.records import LeaseRecord, decode_lease, encode_lease
@@ -57,6 +58,30 @@ def test_a_lease_is_watched_on_the_watchers_own_clock(repo: Repo, make: Any) -> 
     assert watch.look().verdict == "alive"
     time.now += 0.1
     assert watch.look() == Found("dead", 3, record, "its lease has not moved for 10 s")
+
+
+def test_time_in_which_the_store_answers_nobody_tells_nothing_of_an_owner(
+    repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = make.attempt(1)
+    beat(repo, record, 5)
+    time = Time()
+    watch = Watch(repo, "gpt", clock=time.clock(), ttl_s=10)
+
+    def look(taking: float) -> Found:
+        def slow(*words: Any) -> Any:
+            time.now += taking
+            return read_last(*words)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(watch_module, "read_last", slow)
+            return watch.look()
+
+    assert look(1.0).verdict == "unknown"
+    assert look(60.0).verdict == "unknown"
+    time.now += 9.5
+    assert look(1.0).verdict == "unknown", "what it has read may be as old as its beginning"
+    assert look(0.0) == Found("dead", 1, record, "its lease has not moved for 10 s")
 
 
 def test_a_newer_owner_is_watched_anew(repo: Repo, make: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.crashpoints import armed
-from holdfast.errors import StoreFull
+from holdfast.errors import StoreFull, StoreUnavailable
 from holdfast.events import Emitter, Event, Removed
 from holdfast.policy import keep
 from holdfast.policy.keeping import KeepPolicy, Opinion
@@ -304,6 +304,30 @@ def test_retain_by_somebody_who_does_not_train(world):
     assert world.repo.attempts("main") == [1, 2]
 
 
+@pytest.mark.parametrize("when", ["before the claim is put", "after it"])
+def test_i4_retain_goes_on_from_what_was_committed_while_it_claimed(world, monkeypatch, when):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3)]
+    manifest = world.store.place.objects.pop(ids[2].manifest)
+    world.die(attempt)
+
+    def meanwhile(repo, run, parent, *, look, **options):
+        def committing():
+            if when == "after it":
+                look()
+            world.store.place.objects.setdefault(ids[2].manifest, manifest)
+            if when != "after it":
+                look()
+
+        return attempts.claim(repo, run, parent, look=committing, **options)
+
+    monkeypatch.setattr(retention, "claim", meanwhile)
+    plan, removed = retention.retain(world.repo, "main", keep.latest(1))
+    assert removed == tuple(ids[:2]) and there(world) == [(1, 3)]
+    assert plan.attempt == (2 if when == "before the claim is put" else 3)
+    assert latest(world.repo, "main") == ids[2]
+
+
 def test_i7_the_second_look_knows_what_is_damaged(world):
     """Between plan and removal the fallback is found damaged too: the next whole one then has to stay."""
     attempt = world.claim()
@@ -338,6 +362,44 @@ def test_a_removal_that_a_full_disk_breaks_off_is_no_damage_and_the_next_claim_e
     assert world.names("tombstones") == []
     assert world.names(ids[0].directory) in ([], [ids[0].manifest])
     assert_whole(world.repo)
+
+
+def test_a_full_disk_frees_what_could_be_announced(world, monkeypatch):
+    attempt = world.claim()
+    for step in (1, 2, 3, 4):
+        world.save(attempt, step)
+    room = iter([True, False])
+    put = retention.put_tombstone
+
+    def put_where_there_is_room(*words, **more):
+        if not next(room, False):
+            raise StoreFull("no room", subject="the disk")
+        return put(*words, **more)
+
+    monkeypatch.setattr(retention, "put_tombstone", put_where_there_is_room)
+    assert [id.step for id in retain(world, attempt, keep.latest(1))] == [1]
+    with pytest.raises(StoreFull):
+        retain(world, attempt, keep.latest(1))
+    assert there(world) == [(1, 2), (1, 3), (1, 4)]
+    assert world.names("tombstones") == []
+
+
+def test_what_was_announced_when_the_store_fails_is_taken_back(world, monkeypatch):
+    attempt = world.claim()
+    for step in (1, 2, 3):
+        world.save(attempt, step)
+    put = retention.put_tombstone
+
+    def put_once(repo, id, **more):
+        if id.step == 2:
+            raise StoreUnavailable("no answer", subject="the store")
+        return put(repo, id, **more)
+
+    monkeypatch.setattr(retention, "put_tombstone", put_once)
+    with pytest.raises(StoreUnavailable):
+        retain(world, attempt, keep.latest(1))
+    assert there(world) == [(1, 1), (1, 2), (1, 3)]
+    assert world.names("tombstones") == []
 
 
 def test_i7_a_save_that_may_not_be_durable_yet_makes_nothing_else_go(world):

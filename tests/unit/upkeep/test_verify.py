@@ -8,18 +8,25 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.errors import CheckpointNotFound, CorruptionError, StoreError
+from holdfast.errors import CheckpointNotFound, CorruptionError, StoreDenied, StoreError
 from holdfast.events import Emitter, Event, Progress
 from holdfast.model.names import CheckpointId
+from holdfast.policy import keep
 from holdfast.repo import layout
 from holdfast.repo.manifest import encode_manifest
 from holdfast.repo.notes import add_note, notes
 from holdfast.repo.refs import put_ref
 from holdfast.repo.repository import Repo
+from holdfast.repo.tombstones import put_tombstone
 from holdfast.store.backends.memory import MemoryReader
 from holdfast.store.registry import open_store
+from holdfast.upkeep import verify
+from holdfast.upkeep.census import take_census
+from holdfast.upkeep.gc import plan_gc
 from holdfast.upkeep.remove import execute as execute_removal
 from holdfast.upkeep.remove import plan_remove
+from holdfast.upkeep.retention import execute as execute_retention
+from holdfast.upkeep.retention import plan_retention
 from holdfast.upkeep.verify import assert_whole, execute, plan_verify
 
 
@@ -320,3 +327,78 @@ def test_what_was_removed_is_read_too(world):
     report = execute(world.repo, plan_verify(world.repo))
     assert [finding.object for finding in report.errors] == [pack]
     assert report.damaged() == ()
+
+
+def test_one_that_goes_between_listing_and_planning_is_no_error(world):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2)]
+    execute_removal(world.repo, plan_remove(world.repo, ids[:1]))
+    with pytest.raises(CheckpointNotFound):
+        plan_verify(world.repo, ids)
+    report = execute(world.repo, plan_verify(world.repo, ids, listed=True))
+    assert report.ok
+    assert [str(finding.message) for finding in report.findings] == ["was removed while it was verified"]
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "under way"])
+def test_a_removal_while_the_census_is_taken_is_no_damage(world, monkeypatch, ended):
+    """The census has listed the checkpoint before its tombstone, and has looked for its manifest after that went."""
+    attempt = world.claim()
+    going, kept = (world.save(attempt, step) for step in (1, 2))
+    add_note(world.repo, going, "metric", {"loss": 1.0})
+
+    def census_meanwhile(repo):
+        manifest = world.store.place.objects.pop(going.manifest)
+        found = take_census(repo)
+        if ended:
+            world.store.place.objects[going.manifest] = manifest
+            execute_retention(repo, attempt, plan_retention(repo, attempt, keep.latest(1)))
+        else:
+            put_tombstone(repo, going, reason="retention", attempt=attempt.number)
+        return found
+
+    monkeypatch.setattr(verify, "take_census", census_meanwhile)
+    report = execute(world.repo, plan_verify(world.repo))
+    assert report.errors == () and report.checked == (going, kept)
+
+
+def _denied(store, monkeypatch, directory):
+    """As where one directory may not be listed: nor may anything above it be walked."""
+    for name in ("walk", "leftovers"):
+        listed = getattr(store, name)
+
+        def refusing(prefix, listed=listed):
+            if prefix in ("", directory):
+                raise StoreDenied("permission denied", subject=directory)
+            return listed(prefix)
+
+        monkeypatch.setattr(store, name, refusing)
+
+
+def test_a_directory_of_somebody_elses_that_may_not_be_listed_hides_nothing(world, monkeypatch):
+    attempt = world.claim()
+    id = world.save(attempt, 1)
+    world.put("lost+found/secret")
+    world.put("beside/theirs")
+    world.put(f"{id.directory}/rank-00000.index.tmp-{'0' * 32}")
+    _denied(world.repo.store, monkeypatch, "lost+found")
+    report = execute(world.repo, plan_verify(world.repo))
+    assert report.ok and report.checked == (id,)
+    assert sorted(f"{finding.object}: {finding.message}" for finding in report.findings) == [
+        "beside/theirs: not written by Holdfast; never touched",
+        "lost+found: not written by Holdfast, and may not be listed; passed over",
+        f"{id.directory}/rank-00000.index.tmp-{'0' * 32}: left over from an unfinished put (15 bytes)",
+    ]
+    open_save = world.save(attempt, 2, until="index")
+    world.die(attempt)
+    plan = plan_gc(world.repo)
+    assert [garbage.id for garbage in plan.garbage] == [open_save]
+
+
+@pytest.mark.parametrize("directory", ["runs", "tombstones"])
+def test_a_directory_of_holdfast_that_may_not_be_listed_is_an_error(world, monkeypatch, directory):
+    id = world.save(world.claim(), 1)
+    put_tombstone(world.repo, id, reason="rm")
+    _denied(world.repo.store, monkeypatch, directory)
+    with pytest.raises(StoreDenied):
+        execute(world.repo, plan_verify(world.repo))

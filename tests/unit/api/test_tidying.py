@@ -1,0 +1,109 @@
+"""Retention beside training: what goes wrong in it is told, and the next commit tries again."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.api import tidying as tidying_module
+from holdfast.api.tidying import Tidying
+from holdfast.errors import StoreUnavailable
+from holdfast.events import Emitter
+from holdfast.policy import keep
+from holdfast.policy.keeping import CheckpointFacts, KeepPolicy, Opinion
+from holdfast.repo.attempts import Attempt, claim
+from holdfast.repo.repository import Repo
+from holdfast.store.backends.memory import MemoryStore
+
+
+class Broken(KeepPolicy):
+    """A policy of somebody's own, with a mistake in it."""
+
+    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
+        raise KeyError("val_loss")
+
+
+@pytest.fixture
+def attempt() -> Iterator[Attempt]:
+    found = claim(Repo.create_or_open(MemoryStore(secrets.token_hex(8))), "main", None)
+    yield found
+    found.release()
+
+
+Make = Callable[..., Tidying]
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make(attempt: Attempt, told: list[str]) -> Make:
+    def built(policy: KeepPolicy, *, then: Callable[[], None] = lambda: None) -> Tidying:
+        def warn(message: str) -> None:
+            told.append(message)
+            then()
+
+        return Tidying(attempt.repo, policy, emitter=Emitter(), warn=warn)
+
+    return built
+
+
+def test_a_policy_that_raises_is_told_and_asked_again_after_the_next_commit(
+    attempt: Attempt, make: Make, told: list[str]
+) -> None:
+    tidying = make(Broken())
+    for times in (1, 2):
+        tidying.after_commit(attempt)
+        assert tidying.join(30)
+        assert told == ["retention of run 'main' did not finish: KeyError('val_loss')"] * times
+
+
+def test_warnings_that_are_errors_do_not_end_retention(
+    attempt: Attempt, make: Make, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*words: Any, **more: Any) -> None:
+        raise StoreUnavailable("the store does not answer", subject="s3")
+
+    def raised() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.warn("retention did not finish", RuntimeWarning, stacklevel=1)
+
+    monkeypatch.setattr(tidying_module, "plan_retention", unreachable)
+    tidying = make(keep.latest(1), then=raised)
+    assert tidying.now(attempt) == 0
+    tidying.after_commit(attempt)
+    assert tidying.join(30)
+    assert told == ["retention of run 'main' did not finish: the store does not answer"] * 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_round_that_ends_its_thread_is_followed_by_another(
+    attempt: Attempt, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[threading.Thread] = []
+
+    def ended(self: Tidying, attempt: Attempt) -> int:
+        rounds.append(threading.current_thread())
+        raise SystemExit
+
+    monkeypatch.setattr(Tidying, "now", ended)
+    tidying = make(keep.latest(1))
+    for _ in range(2):
+        tidying.after_commit(attempt)
+        assert tidying.join(30)
+    assert len(set(rounds)) == 2
+
+
+def test_a_thread_that_could_not_say_that_it_ended_is_not_waited_for(make: Make) -> None:
+    tidying = make(keep.latest(1))
+    tidying._thread = threading.Thread(target=lambda: None)
+    tidying._thread.start()
+    assert tidying.join(30)
