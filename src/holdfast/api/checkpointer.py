@@ -172,7 +172,7 @@ class Checkpointer:
             self._training = Training(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
             if rehearsing is not None:
                 rehearsing.attach(self._training, snapshots, (state, data))
-        self._withdraw = before_exit(_weakly(self))
+        self._withdraw = before_exit(_weakly(self, saving))
 
     @property
     def step(self) -> int:
@@ -381,14 +381,17 @@ class Checkpointer:
         return self._training
 
 
-def _weakly(owner: Checkpointer) -> Callable[[], None]:
-    """Closes `owner` at the process's end if it still exists, without keeping it alive until then."""
-    held = weakref.ref(owner)
+def _weakly(owner: Checkpointer, saving: Saving) -> Callable[[], None]:
+    """Closes `owner` at the process's end if it still exists, without keeping it alive until then. Where it is gone,
+    what it was saving exists for as long as a thread writes it, and is awaited."""
+    held, at_work, pid = weakref.ref(owner), weakref.ref(saving), os.getpid()
 
     def close() -> None:
-        found = held()
+        found, left = held(), at_work()
         if found is not None:
             # Nobody said that training ended well, and no thread can be started any more: what is in flight is awaited.
             found._close(CLOSE_DEADLINE_S, ended_well=False)
+        elif left is not None and os.getpid() == pid:
+            left.wait(CLOSE_DEADLINE_S)
 
     return close

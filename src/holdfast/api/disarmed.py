@@ -11,8 +11,9 @@ class Nothing:
     def __init__(self) -> None:
         self.position = Position(None)
         self.stopping = True
+        self.between = False
 
-    def open_step(self) -> None: ...
+    def open_step(self, *, given_batch: bool = False) -> None: ...
 
     def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None: ...
 

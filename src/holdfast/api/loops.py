@@ -14,8 +14,9 @@ class Training(Protocol):
 
     position: Position
     stopping: bool
+    between: bool
 
-    def open_step(self) -> None: ...
+    def open_step(self, *, given_batch: bool = False) -> None: ...
 
     def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None: ...
 
@@ -46,16 +47,20 @@ class Steps(Iterator[int]):
         counters = training.position.counters
         if self._over:
             raise StopIteration
-        if self._open:
-            self._open = False
-            last = self._total is not None and counters.step + 1 >= self._total
-            training.complete_step(ending=last or training.stopping)
-        if training.stopping or (self._total is not None and counters.step >= self._total):
-            self._over = True
-            training.leave_loop()
-            raise StopIteration
-        training.position.settle()
-        training.open_step()
+        training.between = True
+        try:
+            if self._open:
+                self._open = False
+                last = self._total is not None and counters.step + 1 >= self._total
+                training.complete_step(ending=last or training.stopping)
+            if training.stopping or (self._total is not None and counters.step >= self._total):
+                self._over = True
+                training.leave_loop()
+                raise StopIteration
+            training.position.settle()
+            training.open_step()
+        finally:
+            training.between = False
         self._open = True
         return counters.step
 
@@ -162,26 +167,30 @@ class RestOfEpoch(Iterator[Any]):
         training, epochs = self._training, self._epochs
         if self._over:
             raise StopIteration
-        if epochs is not None and epochs.group >= epochs.accumulate:
-            self._complete(epochs)
-            if training.stopping:
-                self._over = epochs.cut_short = True
-                raise StopIteration
+        training.between = True
         try:
-            batch = training.position.next_batch()
-        except StopIteration:
-            self._over = True
-            if epochs is None:
-                training.position.end_epoch()
-            elif epochs.group:
+            if epochs is not None and epochs.group >= epochs.accumulate:
                 self._complete(epochs)
+                if training.stopping:
+                    self._over = epochs.cut_short = True
+                    raise StopIteration
+            try:
+                batch = training.position.next_batch()
+            except StopIteration:
+                self._over = True
+                if epochs is None:
+                    training.position.end_epoch()
+                elif epochs.group:
+                    self._complete(epochs)
+                if epochs is not None:
+                    training.leave_batches()
+                raise
             if epochs is not None:
-                training.leave_batches()
-            raise
-        if epochs is not None:
-            if epochs.group == 0:
-                training.open_step()
-            epochs.group += 1
+                if epochs.group == 0:
+                    training.open_step(given_batch=True)
+                epochs.group += 1
+        finally:
+            training.between = False
         return batch
 
     def _complete(self, epochs: Epochs) -> None:

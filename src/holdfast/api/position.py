@@ -122,6 +122,7 @@ class Position:
             self._move(moved, counters)
         elif self.data is not None and private.get("data"):
             self.data.load_state_dict(private["data"])
+            self.counters.batch = self.data.goes_on_after(counters.epoch, counters.batch)
         if self._pending is not None:
             apply(self._pending)
 
@@ -141,9 +142,18 @@ class Position:
     def roll_over_finished_epoch(self) -> None:
         """An epoch whose last batch was used is over, where epochs end by themselves (`steps`)."""
         if self.at_end:
+            self._run_out()
             self.counters.epoch += 1
             self.counters.batch = 0
             self._iterator = None
+
+    def _run_out(self) -> None:
+        """The last batch of this epoch is used, but nobody has asked for another one yet: it is then that a source
+        comes to its end, and some draw once more there, or go back to their beginning."""
+        if self._iterator is not None:
+            next(self._iterator, None)
+        elif self.data is not None:
+            self.data.run_out(self.counters.epoch)
 
     def settle(self) -> None:
         """Before the body of the first step: the random state is as it was at the save."""
@@ -164,6 +174,7 @@ class Position:
         if self._iterator is None:
             inside = self.counters.batch > 0
             if self.at_end:
+                self._run_out()
                 self._iterator = iter(())
             else:
                 self._iterator = self.data.iterate(self.counters.epoch, self.counters.batch)

@@ -5,6 +5,7 @@ A save is taken only between two steps; a signal that comes while one is being t
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,9 @@ class Training:
         """Called after each step, and after each epoch, before anything is saved for it."""
         self.open = False
         """Whether the body of a step is running, or was left before its end."""
+        self.between = False
+        """Whether a loop is on its way from one step to the next, and perhaps waits for a batch. It may have counted
+        what nobody has trained on yet, so a signal waits: for the end of the next step, or of the loop."""
         self._snapshots = snapshots
         self._leaving = Leaving(self._signal_came, catch=catch)
         self._foreign_loop = False
@@ -103,10 +107,10 @@ class Training:
 
     # -- what the loops tell -------------------------------------------------------------------------------------------
 
-    def open_step(self) -> None:
-        """The body of a step begins."""
-        if self._leaving.signal is not None and self.saving.company is None:
-            self._consider(epoch_ended=False, ending=True)
+    def open_step(self, *, given_batch: bool = False) -> None:
+        """The body of a step begins. `given_batch`: one is counted that this step is still to be trained on."""
+        if not given_batch:
+            self._heed_signal()
         self._metrics = {}
         self.open = True
         self._moment = self._completed = None
@@ -117,6 +121,7 @@ class Training:
             self.open = False
             self.position.counters.step += 1
             self._consider(epoch_ended=epoch_ended, ending=ending)
+            self._heed_signal()  # one that came meanwhile: the next step's batch may be long in coming
 
     def end_epoch(self, *, ending: bool) -> None:
         """An epoch's body has come to its end."""
@@ -129,13 +134,20 @@ class Training:
 
     def leave_loop(self) -> None:
         """The loop is over."""
-        self.leave_batches()
+        self.saving.saver.lift()
+        with self._leaving.undisturbed():
+            self._heed_signal()
+            self.between = False
         self.loop = None
         self._await_late_metrics()
 
     def leave_batches(self) -> None:
-        """No step follows now: an evaluation may, which has weights of its own in the model for a while."""
+        """No step follows now: an evaluation may, which has weights of its own in the model for a while. A signal that
+        came on the way here is acted upon, and one that comes there can still save the last step."""
         self.saving.saver.lift()
+        with self._leaving.undisturbed():
+            self._keep_moment()
+            self.between = False
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is completed in a loop that somebody else owns."""
@@ -223,7 +235,9 @@ class Training:
         self._say_what_is_left()
         if ended_well:
             self.saving.raise_failure()
-            if self._leaving.owed:  # it came behind the last step of several ranks, or while this was closing
+            if (
+                self._leaving.owed and sys.exc_info()[0] is None
+            ):  # it came behind the last step of several ranks, or while this was closing
                 self._leaving.leave()
 
     def _wait_until(self, until: float) -> None:
@@ -252,7 +266,14 @@ class Training:
         after them belongs to no step."""
         if self.saving.attempt is None or not self._foreign_loop or not self._unsaved():
             return
-        moment = asking.Moment(step=self.step, now_s=time.monotonic(), ending=True, metrics=self._metrics)
+        alone = self.saving.company is None
+        moment = asking.Moment(
+            step=self.step,
+            now_s=time.monotonic(),
+            ending=True,
+            signal=self._leaving.signal if alone else None,
+            metrics=self._metrics,
+        )
         decision = self.saving.decide(moment)
         if decision.save or self.stopping:
             self._take(decision.reason if decision.save else STOPPED, wait=False, must=True)
@@ -307,8 +328,32 @@ class Training:
         self._remember(moment)
         if signal is not None:
             self._leave(signal)
-        if in_epochs and self._leaving.watched and self._unsaved() and self.position.at_end:
+        if in_epochs and (epoch_ended or self.position.at_end):
+            self._keep_moment()
+
+    def _keep_moment(self) -> None:
+        """Remembers how the state is now, so that a signal outside any step can still save it."""
+        if self._leaving.watched and self._unsaved():
             self._moment = self._snapshots.moment()
+
+    def _heed_signal(self) -> None:
+        """Leaves if a signal came, with the last completed step saved. The other ranks tell when theirs counts."""
+        signal = self._leaving.signal
+        if signal is None or self.saving.company is not None:
+            return
+        in_epochs = isinstance(self.loop, Epochs)
+        moment = asking.Moment(
+            step=self.step,
+            now_s=time.monotonic(),
+            epoch=self.position.counters.epoch if in_epochs else None,
+            ending=True,
+            signal=signal,
+            metrics=self._metrics,
+        )
+        decision = self.saving.decide(moment)
+        if decision.save:
+            self._take(decision.reason, wait=True, must=True, eager=True)
+        self._leave(signal)
 
     def _remember(self, moment: asking.Moment) -> None:
         """Keeps the step in memory, where that is due and no save has just done it."""
@@ -382,8 +427,11 @@ class Training:
     # -- signals -------------------------------------------------------------------------------------------------------
 
     def _signal_came(self, name: str) -> None:
-        """In the main thread, between two instructions: outside any step there is nothing to finish, so it acts."""
-        if self.open or self.saving.attempt is None or self.saving.company is not None:
+        """In the main thread, between two instructions: outside any step there is nothing to finish, so it acts. In a
+        loop that somebody else owns nobody knows where a step begins: the next `step_done` sees it, or `close`."""
+        if self.open or self.between or self.saving.attempt is None or self.saving.company is not None:
+            return
+        if self._foreign_loop and self.loop is None:
             return
         self._leaving.hold_back()
         moment, self._moment = self._moment, None

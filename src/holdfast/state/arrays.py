@@ -222,13 +222,17 @@ class NumpyAdapter:
         kind = node["!"] if isinstance(node, dict) else ""
         if isinstance(value, np.ndarray) and kind in ("leaf", "alias"):
             return self._restore_array(value, node, path, restorer)
+        if not restorer.takes(path):
+            return lambda: value
         if kind == "nprandom" and not isinstance(value, np.generic | np.ndarray):
             if node.get("type") != type(value).__name__:
                 return restorer.mismatch(value, path, f"a numpy {node.get('type')}", f"a numpy {type(value).__name__}")
+            restorer.restored.append(path or ROOT)
             state = restorer.rebuild(node.get("v"), path)
             restorer.later(path, lambda: set_generator(value, state(), path))
             return lambda: value
         if isinstance(value, np.generic):
+            restorer.restored.append(path or ROOT)
             return restorer.rebuild(node, path)
         return restorer.mismatch(value, path, restorer.words(node), type_name(type(value)))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, Protocol, cast
 
@@ -69,6 +69,16 @@ class DataPosition(Protocol):
         """
         ...
 
+    def run_out(self, epoch: int) -> None:
+        """In place of `iterate` for the epoch that was loaded, where its last batch was delivered: leaves the source as
+        asking for one batch more would. The global generators are put back after it."""
+        ...
+
+    def goes_on_after(self, epoch: int, batch: int) -> int:
+        """After how many of this source's batches an epoch goes on that was loaded after `batch`: another number where
+        they are of another size now."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """The position now: after the batches that training has been given so far."""
         ...
@@ -121,8 +131,11 @@ def length(sized: Any) -> int | None:
 class Delivered(Iterator[Any]):
     """An epoch's iterator that counts what it hands out."""
 
-    def __init__(self, batches: Iterator[Any], delivered: int = 0) -> None:
+    def __init__(self, batches: Iterator[Any], delivered: int = 0, *, on_gap: Callable[[], None] | None = None) -> None:
+        """`on_gap` is called where training goes on behind a batch whose loading raised."""
         self._batches = batches
+        self._on_gap = on_gap
+        self._failed = False
         self.delivered = delivered
         self.ended = False
 
@@ -132,9 +145,19 @@ class Delivered(Iterator[Any]):
         except StopIteration:
             self.ended = True
             self._batches = iter(())  # lets go of a loader's worker processes
+            self._gone_on()
             raise
+        except Exception:
+            self._failed = True
+            raise
+        self._gone_on()
         self.delivered += 1
         return batch
+
+    def _gone_on(self) -> None:
+        if self._failed and self._on_gap is not None:
+            self._failed = False
+            self._on_gap()
 
 
 class Position:
@@ -186,6 +209,12 @@ class Position:
     def cursor(self, epoch: int, batch: int) -> Cursor | None:
         return None
 
+    def run_out(self, epoch: int) -> None:
+        pass
+
+    def goes_on_after(self, epoch: int, batch: int) -> int:
+        return batch
+
     def move(self, moved: Moved, cursor: Cursor | None, epoch: int, batch: int) -> int:
         self._says_moved(moved, "an interrupted epoch begins again")
         return 0
@@ -195,8 +224,17 @@ class Position:
 
     def _counted(self, epoch: int, batches: Iterator[Any], delivered: int) -> Iterator[Any]:
         self._epoch, self._begun = epoch, True
-        self._current = Delivered(batches, delivered)
+        self._current = Delivered(batches, delivered, on_gap=self._says_gap)
         return self._current
+
+    def _says_gap(self) -> None:
+        self._says("a batch could not be loaded, and is not counted: what follows it does not go on at its place")
+
+    def _at_end(self, epoch: int, delivered: int) -> Iterator[Any]:
+        """The rest of an epoch that was saved at its end."""
+        batches = self._counted(epoch, iter(()), delivered)
+        self._current.ended = True
+        return batches
 
     def _progress(self) -> dict[str, Any]:
         return {
@@ -238,9 +276,19 @@ class StatefulPosition(Position):
     """Anything with `state_dict` and `load_state_dict` that counts what it yields."""
 
     kind = "stateful"
+    _loaded: tuple[int, bool] | None = None
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        loaded, self._loaded = self._loaded, None
+        if start and loaded == (epoch, True):
+            return self._at_end(epoch, start)
         return self._counted(epoch, iter(self._data), start)
+
+    def run_out(self, epoch: int) -> None:
+        if self._loaded == (epoch, False):
+            self._loaded = epoch, True
+            next(iter(self._data), None)
+            self._current.ended = True
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._progress(), "source": self._data.state_dict()}
@@ -248,6 +296,7 @@ class StatefulPosition(Position):
     def _load(self, state: Mapping[str, Any]) -> None:
         self._take(state)
         self._data.load_state_dict(state["source"])
+        self._loaded = state["epoch"], state["ended"]
 
 
 class SequencePosition(Position):

@@ -63,6 +63,7 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
     if keep and kind not in _TRANSPARENT and not plan.takes(path):
         return lambda: like
     if keep and kind == "random" and isinstance(like, random.Random):
+        plan.restored.append(path or ROOT)
         state = random_state(node, path)
         plan.later(path, lambda: like.setstate(state))
         return lambda: like

@@ -268,6 +268,39 @@ def test_what_is_in_flight_at_the_end_of_the_process_is_awaited(place: Path) -> 
     assert np.all(holdfast.load(place).state["w"] == 1)
 
 
+def test_it_is_awaited_also_where_nobody_holds_the_checkpointer_any_more(place: Path) -> None:
+    child = spawn(
+        place,
+        """
+        import threading, weakref
+        from holdfast.guard.exitstatus import before_exit
+        from holdfast.store.registry import open_store
+        class Held:
+            def __init__(self, inner): self.inner, self.gate = inner, threading.Event()
+            def put_if_absent(self, name, content, *, token):
+                if name.endswith(".safetensors"):
+                    self.gate.wait()
+                return self.inner.put_if_absent(name, content, token=token)
+            def __getattr__(self, name): return getattr(self.inner, name)
+        store = Held(open_store(where))
+        def main():
+            state = {"w": np.zeros(4 << 20)}
+            ckpt = holdfast.Checkpointer(store, state, save=on.end())
+            for step in ckpt.steps(3):
+                state["w"] += 1
+            return weakref.ref(ckpt)
+        left = main()
+        before_exit(store.gate.set)
+        say("gone" if left() is None else "still there")
+        """,
+    )
+    assert read(child) == "gone"
+    child.communicate(timeout=60)
+    assert child.returncode == 0
+    found = holdfast.load(place)
+    assert found.step == 3 and np.all(found.state["w"] == 3)
+
+
 def test_more_than_one_process_is_refused_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RanksNotSupported, match="WORLD_SIZE=2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import warnings
 from pathlib import Path
@@ -286,3 +287,19 @@ def test_an_unwritable_place_is_told_by_name(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="file"):
         holdfast.Checkpointer(tmp_path / "file", state())
     assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_close_on_the_way_out_of_an_error_does_not_hide_it(place: Path) -> None:
+    """Also where a signal has come, for which nobody has left yet."""
+    ckpt = holdfast.Checkpointer(place, state(), save=on.end() | on.signal())
+
+    def steps() -> None:
+        try:
+            for _ in ckpt.steps(3):
+                signal.raise_signal(signal.SIGTERM)
+                raise ZeroDivisionError("the loss is no number")
+        finally:
+            ckpt.close()
+
+    with pytest.raises(ZeroDivisionError), pytest.warns(RuntimeWarning, match="left incomplete"):
+        steps()

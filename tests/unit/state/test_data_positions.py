@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import holdfast
+from holdfast import every
 from holdfast.errors import UsageError
 from holdfast.state.data import attach
 
@@ -97,3 +100,35 @@ def test_another_length_or_kind_is_said() -> None:
 def test_what_is_no_data_at_all() -> None:
     with pytest.raises(UsageError, match="int"):
         attach(3)
+
+
+class Sized(Stateful):
+    def __len__(self) -> int:
+        return 5
+
+
+def test_an_epoch_that_was_saved_at_its_end_is_not_given_again() -> None:
+    position = attach(Stateful())
+    assert list(position.iterate(0, 0)) == [0, 1, 2, 3, 4]
+    resumed = attach(Stateful())
+    resumed.load_state_dict(position.state_dict())
+    rest = resumed.iterate(0, 5)
+    assert resumed.state_dict() == position.state_dict()
+    assert list(rest) == []
+    assert list(resumed.iterate(1, 0)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("loop", ["steps", "epochs"])
+def test_a_source_that_was_saved_on_its_last_batch_goes_on_with_the_next_epoch(tmp_path: Path, loop: str) -> None:
+    seen: list[int] = []
+    for end in (5, 10):
+        with holdfast.Checkpointer(tmp_path / "place", {"n": 0}, data=Sized(), save=every(steps=1)) as ckpt:
+            if loop == "steps":
+                seen += [next(ckpt.batches) for _ in ckpt.steps(end)]
+                continue
+            for _ in ckpt.epochs(2):
+                for batch in ckpt.batches:
+                    seen.append(batch)
+                    if len(seen) == end:
+                        ckpt.stop()
+    assert seen == [0, 1, 2, 3, 4] * 2

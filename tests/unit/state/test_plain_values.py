@@ -273,6 +273,28 @@ def test_random_generators_go_on_where_they_were(carrier: Any) -> None:
         ]
         assert drawn == wanted
     assert all(target[name] is held[name] for name in held)
+    assert set(carrier.report.restored) >= held.keys()
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (np.random.default_rng, np.random.Generator.random),
+        (np.random.RandomState, np.random.RandomState.random_sample),
+        (np.random.Philox, np.random.Philox.random_raw),
+        (np.float32, float),
+        (random.Random, random.Random.random),
+    ],
+)
+def test_what_is_left_out_stays_as_it_is(carrier: Any, make: Any, told: Any) -> None:
+    saved = carrier.save({"left": make(1), "taken": make(1)})
+    for how in ({"exclude": "left"}, {"include": "taken"}):
+        found = carrier.load(saved, {"left": make(2), "taken": make(2)}, **how)
+        assert (told(found["left"]), told(found["taken"])) == (told(make(2)), told(make(1)))
+        assert carrier.report.skipped == ("left",) and "taken" in carrier.report.restored
+    other = {"left": np.random.RandomState(2) if make is not np.random.RandomState else np.random.default_rng(2)}
+    carrier.load(saved, other, exclude="left")
+    assert carrier.report.skipped == ("left", "taken") and carrier.report.mismatched == ()
 
 
 def test_what_cannot_be_saved_is_named_by_its_path() -> None:

@@ -57,6 +57,11 @@ class Skipping(Sampler[Any]):
         self._latest.begin()
         return True
 
+    def run_out(self) -> None:
+        """Lets the latest iteration come to its end."""
+        for _ in self._latest or ():
+            pass
+
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers asks for an iterator twice and uses the second, so that asking alone must draw nothing.
         self._latest = Draws(self._inner, self._skip)
@@ -123,6 +128,8 @@ class ReplayPosition(Position):
         """With persistent workers: where the generator stood that their seed was drawn from, epochs ago."""
         self._start: EpochStart | None = None
         self._loaded: tuple[int, int] | None = None
+        self._over: int | None = None
+        """The loaded epoch, where it was saved at its end."""
         self._passed_over = True
         """The delivered batches were passed over when the iterator was made."""
 
@@ -154,6 +161,7 @@ class ReplayPosition(Position):
         """The rest of the loaded epoch; global generators and the loader's own end where they are now."""
         if delivered >= (self.batches_in(self._epoch) or delivered + 1):
             self._passed_over = True
+            self._run_out(delivered)
             return iter(())
         assert self._start is not None
         now, own_now = _order_generators(), self._own_states()
@@ -164,6 +172,36 @@ class ReplayPosition(Position):
         global_rng.apply(now)
         self._set_own(own_now)
         return batches
+
+    def run_out(self, epoch: int) -> None:
+        if self._loaded is not None and self._loaded[0] == epoch:
+            self._run_out(self._loaded[1])
+            self._current.ended = True
+
+    def _run_out(self, delivered: int) -> None:
+        """A sampler may draw from its generator once more where it ends. One that feeds workers has come there before
+        the last batch was delivered."""
+        start = self._start
+        if start is None or self._loader.num_workers or not self._own:
+            return
+        now, own_now = _order_generators(), self._own_states()
+        global_rng.apply(start.generators)
+        self._set_own(start.own)
+        self._sampler_epoch.repeat()
+        self._indices.start_after(self._placed(self._epoch, delivered))
+        iter(self._loader)
+        if self._indices.begin():
+            self._indices.run_out()
+        else:
+            self._set_own(own_now)
+        global_rng.apply(now)
+
+    def goes_on_after(self, epoch: int, batch: int) -> int:
+        if batch and self._loaded is not None and self._loaded[0] == epoch:
+            return self._loaded[1]
+        if batch and self._over == epoch:
+            return self.batches_in(epoch) or batch
+        return batch
 
     def _opened(self, skip: int, *, cold: bool) -> Iterator[Any]:
         """The loader's iterator, with everything drawn that belongs to the beginning of the epoch."""
@@ -256,6 +294,7 @@ class ReplayPosition(Position):
             return
         # Workers that this process has already started are let go: the saved epoch may have drawn their seed.
         self._loader, self._started_workers = _with_indices(self._data, self._indices), False
+        self._loaded = self._over = None
         self._set_own(tuple(state["generators"]))
         self._sampler_epoch.seen = state["sampler_epoch"]
         self._worker_seed = state["worker_seed"]
@@ -267,6 +306,9 @@ class ReplayPosition(Position):
             start = state["start"]
             self._start = EpochStart(start["global"], tuple(start["own"]), start["cold"])
             self._loaded = state["epoch"], self._batches_before(state)
+            self._current.delivered = self._loaded[1]
+        elif state["ended"] and not self._moved:
+            self._over = state["epoch"]
 
     def _batches_before(self, state: Mapping[str, Any]) -> int:
         """How many of this loader's batches lie before the saved position, counted in samples."""

@@ -33,6 +33,8 @@ class StatefulLoaderPosition(Position):
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded[0] == epoch:
+            if start and loaded[2]:
+                return self._at_end(epoch, start)
             return self._counted(epoch, iter(self._data), loaded[1])
         begun = self._order.base(epoch).batches if self._order is not None else 0
         if start > begun and not self._moved:
@@ -119,6 +121,7 @@ class StreamPosition(Position):
             self._batches = iter(self._data)
         elif loaded[1]:
             self._batches = iter(())
+            return self._at_end(epoch, start)
         else:
             own = [generator.get_state() for generator in self._own]
             with rng.kept():
@@ -145,4 +148,4 @@ class StreamPosition(Position):
         self._data.dataset.load_state_dict(state["dataset"])
         if len(state["generators"]) == len(self._own):
             rng.set_generators(self._own, state["generators"], "data/generators")
-        self._loaded = state["epoch"], state["read"]
+        self._loaded = state["epoch"], state["read"] or (state["ended"] and state["delivered"] > 0)

@@ -120,6 +120,11 @@ CASES: Final[dict[str, Case]] = {
     **QUICK,
     "steps, every step": Case(ends=stops(*range(1, 15))),
     "steps, with replacement": Case(data.with_replacement, stops(4, 6, 7)),
+    "steps, generator of the loader, whole batches": Case(data.own_generator_whole_batches, stops(4, 5, 10)),
+    "epochs, generator of the loader, whole batches": Case(data.own_generator_whole_batches, stops(5, 6, 10), **EPOCHS),
+    "steps, generator of the loader, the last batch left out": Case(
+        partial(data.own_generator, drop_last=True), stops(4, 5, 10)
+    ),
     "steps, persistent workers": Case(partial(data.shuffled, num_workers=2, persistent_workers=True), stops(4, 6, 13)),
     "killed every third step": Case(ends=tuple(End(step, "killed") for step in (4, 7, 10, 13))),
     "epochs, stopped, killed, terminated": Case(**EPOCHS),

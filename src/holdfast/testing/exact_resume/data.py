@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -82,8 +83,14 @@ def in_order(**settings: Any) -> DataLoader[Any]:
     return DataLoader(Points(), batch_size=BATCH, **settings)
 
 
-def own_generator() -> DataLoader[Any]:
-    return shuffled(generator=torch.Generator().manual_seed(9))
+def own_generator(**settings: Any) -> DataLoader[Any]:
+    return shuffled(generator=torch.Generator().manual_seed(9), **settings)
+
+
+def own_generator_whole_batches() -> DataLoader[Any]:
+    """The sampler ends only when one batch more is asked for, and draws once more then."""
+    whole = Subset(Points(), range(SAMPLES // BATCH * BATCH))
+    return DataLoader(whole, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(9))
 
 
 def our_sampler() -> DataLoader[Any]:

@@ -7,6 +7,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import holdfast
+from holdfast import every
 from holdfast.errors import StateMismatch
 from holdfast.integrations.torch.replay import ReplayPosition
 from holdfast.integrations.torch.sampler import ResumableSampler
@@ -142,6 +145,12 @@ IN_PROCESS: dict[str, Make] = {
     "shuffled": lambda: DataLoader(Numbers(noisy=True), batch_size=4, shuffle=True),
     "shuffled, last batch dropped": lambda: DataLoader(Numbers(noisy=True), batch_size=4, shuffle=True, drop_last=True),
     "own generator": lambda: DataLoader(Numbers(noisy=True), batch_size=4, shuffle=True, generator=generator()),
+    "own generator, whole batches": lambda: DataLoader(
+        Numbers(20, noisy=True), batch_size=4, shuffle=True, generator=generator()
+    ),
+    "own generator, last batch dropped": lambda: DataLoader(
+        Numbers(noisy=True), batch_size=4, shuffle=True, drop_last=True, generator=generator()
+    ),
     "sampler's own generator": lambda: DataLoader(
         Numbers(noisy=True), batch_size=4, sampler=RandomSampler(range(SAMPLES), generator=generator())
     ),
@@ -488,3 +497,58 @@ def test_what_is_no_position_is_a_mismatch(make: Make) -> None:
     ):
         with pytest.raises(StateMismatch):
             position.load_state_dict({"kind": kind, **broken})
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DataLoader(Counted(), batch_size=None), lambda: StatefulDataLoader(Counted())]
+)
+def test_a_stream_that_was_saved_at_its_end_is_not_given_again(make: Make) -> None:
+    _, position = script(make)
+    first = [batch.tolist() for batch in position.iterate(0, 0)]
+    assert len(first) == SAMPLES
+    _, resumed = script(make)
+    resumed.load_state_dict(copy.deepcopy(position.state_dict()))
+    assert list(resumed.iterate(0, SAMPLES)) == []
+    assert [batch.tolist() for batch in resumed.iterate(1, 0)] == first
+
+
+@pytest.mark.parametrize(("saved_at", "size", "rest"), [(10, 8, 3), (10, 2, 12), (16, 8, 0), (16, 2, 0)])
+def test_another_batch_size_loses_nothing_of_the_epoch(tmp_path: Path, saved_at: int, size: int, rest: int) -> None:
+    seen: list[float] = []
+
+    def train(batch_size: int, stop_at: int) -> int:
+        loader = DataLoader(Numbers(64), batch_size=batch_size, shuffle=True)
+        with holdfast.Checkpointer(tmp_path / "place", {"n": 0}, data=loader, save=every(steps=1)) as ckpt:
+            for _ in ckpt.epochs(1):
+                begun = ckpt.step
+                for batch in ckpt.batches:
+                    seen.extend(batch[:, 0].tolist())
+                    if ckpt.step + 1 == stop_at:
+                        ckpt.stop()
+                return ckpt.step - begun
+        return 0
+
+    train(4, saved_at)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(size, 0)
+    assert len(seen) == saved_at * 4 + rest * size and sorted(seen) == list(range(64))
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 9:
+            raise OSError("no such luck")
+        return super().__getitem__(index)
+
+
+def test_a_batch_that_could_not_be_loaded_makes_the_position_inexact_once_training_goes_on() -> None:
+    _, position = script(lambda: DataLoader(Broken(), batch_size=4))
+    batches = position.iterate(0, 0)
+    next(batches), next(batches)
+    with pytest.raises(OSError):
+        next(batches)
+    assert position.exact
+    with pytest.warns(RuntimeWarning, match="could not be loaded"):
+        assert next(batches)[0, 0] == 12
+    assert not position.exact
