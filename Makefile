@@ -117,7 +117,7 @@ layouts-campaign: setup
 
 # About ten minutes and 12 GiB of memory; one core. Its times are of the processor.
 scale-campaign: setup
-	$(BIN)/python -m holdfast.testing.many_ranks --json $(RESULTS)/p11_many_ranks.json
+	$(BIN)/python -m holdfast.testing.many_ranks --json $(RESULTS)/many_ranks.json
 
 # Every phase: a rank, the coordinator, a TCP store, a directory; and old jobs that come back. Five minutes on two cores.
 ranks-phases-campaign: setup

@@ -151,7 +151,7 @@ def repositories(place: Path) -> None:
     assert_type(repository.checkpoint(repository.find()), holdfast.Checkpoint)
     assert_type(repository.tags(), dict[str, CheckpointId])
     assert_type(repository.tag("baseline", step=3), CheckpointId)
-    assert_type(repository.untag("baseline"), CheckpointId)
+    assert_type(repository.untag("baseline"), CheckpointId | None)
 
 
 def placements(tensor: object, declared: Shard) -> None:

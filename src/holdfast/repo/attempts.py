@@ -171,7 +171,7 @@ def _put_claim(
         if ended or (takeover and (over or found.verdict == "here")):
             if parent is not None and not repo.exists(parent):
                 raise CheckpointNotFound(
-                    f"checkpoint {parent} is no longer there to go on from",
+                    f"there is no checkpoint {parent} to go on from",
                     subject=str(parent),
                     hint=f"holdfast ls {repo.url} shows what is left",
                 )

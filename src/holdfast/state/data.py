@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, Protocol, cast
@@ -128,11 +129,15 @@ def length(sized: Any) -> int | None:
         return None
 
 
+Gap = weakref.ReferenceType[Callable[[], None]]
+
+
 class Delivered(Iterator[Any]):
     """An epoch's iterator that counts what it hands out."""
 
-    def __init__(self, batches: Iterator[Any], delivered: int = 0, *, on_gap: Callable[[], None] | None = None) -> None:
-        """`on_gap` is called where training goes on behind a batch whose loading raised."""
+    def __init__(self, batches: Iterator[Any], delivered: int = 0, *, on_gap: Gap | None = None) -> None:
+        """`on_gap` is called where training goes on behind a batch whose loading raised. It is held weakly: in a cycle
+        with its position an iterator would let go of its workers only when the collector comes."""
         self._batches = batches
         self._on_gap = on_gap
         self._failed = False
@@ -155,9 +160,10 @@ class Delivered(Iterator[Any]):
         return batch
 
     def _gone_on(self) -> None:
-        if self._failed and self._on_gap is not None:
-            self._failed = False
-            self._on_gap()
+        told = self._on_gap() if self._failed and self._on_gap is not None else None
+        self._failed = False
+        if told is not None:
+            told()
 
 
 class Position:
@@ -224,7 +230,7 @@ class Position:
 
     def _counted(self, epoch: int, batches: Iterator[Any], delivered: int) -> Iterator[Any]:
         self._epoch, self._begun = epoch, True
-        self._current = Delivered(batches, delivered, on_gap=self._says_gap)
+        self._current = Delivered(batches, delivered, on_gap=weakref.WeakMethod(self._says_gap))
         return self._current
 
     def _says_gap(self) -> None:

@@ -234,7 +234,7 @@ def test_a_parent_that_is_no_parent(repo: Repo, make: Any) -> None:
     make.attempt(1, run="base")
     lost = CheckpointId("base", 1, 10)
     assert said(CheckpointNotFound, lambda: claim(repo, "gpt", lost, beat_s=SLOW)) == (
-        f"checkpoint {lost} was removed, or is being removed, while it was being claimed",
+        f"there is no checkpoint {lost} to go on from",
         str(lost),
         f"holdfast ls {repo.url} shows what is left",
     )

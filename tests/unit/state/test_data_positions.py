@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,3 +134,31 @@ def test_a_source_that_was_saved_on_its_last_batch_goes_on_with_the_next_epoch(t
                     if len(seen) == end:
                         ckpt.stop()
     assert seen == [0, 1, 2, 3, 4] * 2
+
+
+def test_batches_are_let_go_of_with_their_position_and_not_when_the_collector_comes() -> None:
+    """An iterator of a loader ends its workers when it goes; long after, they wait for each other."""
+
+    class Batches:
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+        def __next__(self) -> int:
+            return 1
+
+    class Source(Stateful):
+        def __iter__(self) -> Iterator[int]:
+            batches = Batches()
+            made.append(weakref.ref(batches))
+            return batches
+
+    made: list[weakref.ref[Batches]] = []
+    position = attach(Source())
+    batches = position.iterate(0, 0)
+    assert next(batches) == 1
+    gc.disable()
+    try:
+        del batches, position
+        assert [held() for held in made] == [None]
+    finally:
+        gc.enable()
