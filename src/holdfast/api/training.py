@@ -235,10 +235,8 @@ class Training:
         self._say_what_is_left()
         if ended_well:
             self.saving.raise_failure()
-            if (
-                self._leaving.owed and sys.exc_info()[0] is None
-            ):  # it came behind the last step of several ranks, or while this was closing
-                self._leaving.leave()
+            if self._leaving.owed and sys.exc_info()[0] is None:
+                self._leaving.leave()  # for what came behind the last step of several ranks, or while this was closing
 
     def _wait_until(self, until: float) -> None:
         try:
