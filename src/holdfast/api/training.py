@@ -265,13 +265,7 @@ class Training:
         if self.saving.attempt is None or not self._foreign_loop or not self._unsaved():
             return
         alone = self.saving.company is None
-        moment = asking.Moment(
-            step=self.step,
-            now_s=time.monotonic(),
-            ending=True,
-            signal=self._leaving.signal if alone else None,
-            metrics=self._metrics,
-        )
+        moment = self._asked(ending=True, signal=self._leaving.signal if alone else None)
         decision = self.saving.decide(moment)
         if decision.save or self.stopping:
             self._take(decision.reason if decision.save else STOPPED, wait=False, must=True)
@@ -301,15 +295,8 @@ class Training:
         signal, company = self._leaving.signal, self.saving.company
         if company is not None:
             signal = company.completed(self.step, signal, ending=ending or self.stopping)
-        in_epochs = isinstance(self.loop, Epochs)
-        moment = asking.Moment(
-            step=self.step,
-            now_s=time.monotonic(),
-            epoch=self.position.counters.epoch if in_epochs else None,
-            epoch_ended=epoch_ended,
-            ending=ending or signal is not None or self.stopping,
-            signal=signal,
-            metrics=self._metrics,
+        moment = self._asked(
+            epoch_ended=epoch_ended, ending=ending or signal is not None or self.stopping, signal=signal
         )
         decision = self.saving.decide(moment)
         requested, self._requested = self._requested, None
@@ -326,8 +313,20 @@ class Training:
         self._remember(moment)
         if signal is not None:
             self._leave(signal)
-        if in_epochs and (epoch_ended or self.position.at_end):
+        if isinstance(self.loop, Epochs) and (epoch_ended or self.position.at_end):
             self._keep_moment()
+
+    def _asked(self, *, epoch_ended: bool = False, ending: bool, signal: str | None) -> asking.Moment:
+        """What policies are asked by."""
+        return asking.Moment(
+            step=self.step,
+            now_s=time.monotonic(),
+            epoch=self.position.counters.epoch if isinstance(self.loop, Epochs) else None,
+            epoch_ended=epoch_ended,
+            ending=ending,
+            signal=signal,
+            metrics=self._metrics,
+        )
 
     def _keep_moment(self) -> None:
         """Remembers how the state is now, so that a signal outside any step can still save it."""
@@ -339,15 +338,7 @@ class Training:
         signal = self._leaving.signal
         if signal is None or self.saving.company is not None:
             return
-        in_epochs = isinstance(self.loop, Epochs)
-        moment = asking.Moment(
-            step=self.step,
-            now_s=time.monotonic(),
-            epoch=self.position.counters.epoch if in_epochs else None,
-            ending=True,
-            signal=signal,
-            metrics=self._metrics,
-        )
+        moment = self._asked(ending=True, signal=signal)
         decision = self.saving.decide(moment)
         if decision.save:
             self._take(decision.reason, wait=True, must=True, eager=True)
