@@ -1,6 +1,18 @@
 """Options of the whole test run."""
 
+import signal
+
 import pytest
+from hypothesis import settings
+
+settings.register_profile("unhurried", parent=settings.default, deadline=None)  # a slow machine fails no example
+settings.load_profile("unhurried")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

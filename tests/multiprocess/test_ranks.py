@@ -158,7 +158,7 @@ def test_two_processes_that_claim_one_rank(tmp_path: Path, rank: int) -> None:
         assert job.processes[3].heard() == "ready"
         claimants = [job.processes[rank], job.processes[3]]
         for process in claimants:
-            process.tell("handshake", FACTS)
+            process.tell("handshake", FACTS, SLACK_S)
         answers = [process.heard() for process in claimants]
         assert "RanksDisagree" in {answer[0] for answer in answers}
         assert "ok" not in {answer[0] for answer in answers}
@@ -172,7 +172,7 @@ def test_ranks_that_take_the_job_for_another_size(tmp_path: Path, sizes: tuple[i
         for process in job.processes:
             assert process.heard() == "ready"
         for process in job.processes:
-            process.tell("handshake", FACTS)
+            process.tell("handshake", FACTS, SLACK_S)
         for process in job.processes:
             kind, message, *_ = process.heard()
             assert kind == "RanksDisagree", message
@@ -186,7 +186,7 @@ def test_a_rank_of_a_larger_job_that_comes_late_is_told_at_its_deadline(tmp_path
             assert process.heard() == "ready"
         first, second, late = job.processes
         for process in (first, second):
-            process.tell("handshake", FACTS)
+            process.tell("handshake", FACTS, SLACK_S)
         for process in (first, second):
             assert process.heard()[0] == "RanksDisagree"
         late.tell("handshake", FACTS)

@@ -107,6 +107,7 @@ def choose(
     """What `attempt` makes of the first checkpoint on the walk of I4 for which it raises no CorruptionError, and which
     it passed over for what reason. Raises and returns like `restore_latest`."""
     skipped: list[tuple[CheckpointId, str]] = []
+    stranded: CheckpointId | None = None
     for _ in range(CHOICES):
         skipped = []
         try:
@@ -118,7 +119,10 @@ def choose(
                     emit.emit(CandidateSkipped(id, error.message))
         except _Vanished:
             continue
-        if skipped or latest(repo, run, withdrawn=withdrawn) is None:
+        if skipped:
+            break
+        stranded = _elsewhere(repo, run)  # looked for before `latest` is asked: what has just been committed is either
+        if latest(repo, run, withdrawn=withdrawn) is None:
             break  # else something was committed since the walk looked for it
     if skipped:
         reasons = "".join(f"\n  {id}: {reason}" for id, reason in skipped[:5])
@@ -128,7 +132,6 @@ def choose(
             subject=run,
             hint=f"holdfast verify {repo.url} --run {run}",
         )
-    stranded = _elsewhere(repo, run)
     if stranded is not None:
         raise NothingRestorable(
             f"the last attempt of run {run!r} went on from a checkpoint that is gone, so `latest` means nothing; "

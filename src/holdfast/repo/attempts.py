@@ -104,7 +104,7 @@ def claim(
     beat_s: float = BEAT_S,
     trouble: Trouble | None = None,
     report: Report | None = None,
-    look: Callable[[], None] | None = None,
+    look: Callable[[], object] | None = None,
     withdrawn: set[int] | None = None,
 ) -> Attempt:
     """Claims the run's next attempt, whose training goes on from `parent` (None: from nothing).
@@ -160,7 +160,7 @@ def _put_claim(
     takeover: bool,
     wait_s: float,
     say: Report,
-    look: Callable[[], None] | None,
+    look: Callable[[], object] | None,
 ) -> tuple[AttemptRecord, Found]:
     deadline = watch.clock.now() + wait_s
     waiting = False

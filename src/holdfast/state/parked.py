@@ -12,6 +12,8 @@ from typing import Final
 
 KEPT: Final = 4
 """Threads of one kind that are kept without work."""
+IDLE: Final = "holdfast-idle"
+"""What such a thread is called."""
 
 
 class Work:
@@ -65,7 +67,7 @@ class Parked:
             own.name = given.name
             given.do()
             del given
-            own.name = "holdfast-idle"
+            own.name = IDLE
             with self._guard:
                 if len(self._idle) >= KEPT:
                     return

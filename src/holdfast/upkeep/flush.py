@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.candidates import newness
@@ -191,7 +192,9 @@ def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | Non
     verdict = _judged(repo, run, images)
     crashpoint("image to be flushed is whole, run not yet claimed")
     try:
-        attempt = claim(repo, run, verdict.base, wait_s=0.0, report=report)
+        # Looked at again right before the claim is put: one that commits nothing would hide what came meanwhile.
+        look = partial(_judged, repo, run, images)
+        attempt = claim(repo, run, verdict.base, wait_s=0.0, report=report, look=look)
     except CheckpointNotFound as error:
         raise _gone_on(repo, run, error.message) from error
     try:

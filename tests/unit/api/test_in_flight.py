@@ -310,6 +310,7 @@ def test_a_close_that_may_not_wait_so_long_says_which_save_hangs(place: Path) ->
     store, one = held(place, 1), state()
     ckpt = built(store, one)
     saves = [step_on(ckpt, one) for _ in range(3)]
+    store.await_pack(1)
     with pytest.raises(DeadlineExceeded, match=r"main/a0001/1 has not ended within 0.05 s; it is writing rank"):
         ckpt.wait(0.05)
     with pytest.raises(DeadlineExceeded, match=r"main/a0001/1 has not ended"):

@@ -31,3 +31,23 @@ def test_what_is_committed_just_after_the_walk_looked_is_found(tmp_path: Path, m
         assert checkpointer.restore() is not None
     assert state["w"].tolist() == [7.0, 7.0, 7.0]
     assert len(walks) == 2
+
+
+def test_a_first_checkpoint_that_is_committed_while_one_is_looked_for_is_not_stranded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[CheckpointId | None] = []
+    elsewhere = restore._elsewhere
+
+    def committed_before_it(repo: Repo, run: str) -> CheckpointId | None:
+        if not looks:
+            holdfast.save({"w": np.full(3, 7.0)}, tmp_path)
+        looks.append(elsewhere(repo, run))
+        return looks[-1]
+
+    monkeypatch.setattr(restore, "_elsewhere", committed_before_it)
+    state = {"w": np.zeros(3)}
+    with holdfast.Checkpointer(tmp_path, state) as checkpointer:
+        assert checkpointer.restore() is not None
+    assert state["w"].tolist() == [7.0, 7.0, 7.0]
+    assert looks[0] is not None

@@ -184,8 +184,8 @@ def test_a_beat_says_what_its_attempt_says(repo: Repo, make: Any) -> None:
 def test_the_beating_thread_is_named_and_ends_with_the_release(repo: Repo, make: Any) -> None:
     lease = Lease(repo, make.attempt(1), interval_s=SLOW)
     lease.start()
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "holdfast-lease-gpt-1"]
-    assert thread.daemon
+    thread = lease._thread
+    assert thread is not None and thread.name == "holdfast-lease-gpt-1" and thread.daemon
     lease.release()
     assert not thread.is_alive()
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,6 +21,7 @@ from holdfast.repo import lease
 from holdfast.repo.attempts import claim
 from holdfast.repo.lineage import latest
 from holdfast.repo.repository import Repo
+from holdfast.state.parked import IDLE, Parked, Work
 from holdfast.store.backends import local, writing
 from holdfast.store.backends.filesystem import FileSystem
 from holdfast.store.backends.local import LocalStore
@@ -37,7 +38,9 @@ from holdfast.testing.scenarios import NOTHING, Seeded, silent_threads
 from holdfast.testing.simulated_disk import SimulatedDisk
 
 PATIENCE_S = 1.5
-"""How long a training may take with a call that hangs; its own deadlines are a small part of that."""
+"""How long each phase of a training may take with a call that hangs; its own deadlines are a small part of that."""
+END_S = 60.0
+"""How long what hung may take to end once it is let go."""
 DEADLINE_S = 0.05
 """What deadlines of minutes are made to be, so that thousands of cases can be waited for."""
 DEADLINES = (
@@ -196,31 +199,56 @@ def _run_apart(job: Training, failing: FailingDisk, case: Case) -> str | None:
     what hangs comes back, or ends as its process does."""
     before = set(threading.enumerate())
     thread = threading.Thread(target=job.run, name="training", daemon=True)
-    thread.start()
-    stuck = _stuck(job, failing, thread)
-    failing.ended = not case.comes_back
-    failing.healed = True
-    failing.released.set()
-    thread.join(PATIENCE_S)
-    until = time.monotonic() + PATIENCE_S
-    for left in set(threading.enumerate()) - before:
-        while left.ident is None and time.monotonic() < until:
-            time.sleep(0.001)  # another thread is just starting it
-        if left.ident is not None:
-            left.join(max(0.0, until - time.monotonic()))
+    with _handed_out() as handed:
+        thread.start()
+        stuck = _stuck(job, failing, thread)
+        failing.ended = not case.comes_back
+        failing.healed = True
+        failing.released.set()
+        until = time.monotonic() + END_S
+        thread.join(END_S)
+        for work in handed:
+            work.join(max(0.0, until - time.monotonic()))
+        for left in set(threading.enumerate()) - before:
+            _join(left, until)
+    if thread.is_alive() or any(work.is_alive() for work in handed):
+        raise AssertionError(f"{case}: what hung was let go, and something still runs")
     return stuck
+
+
+@contextmanager
+def _handed_out() -> Iterator[list[Work]]:
+    """What threads that are kept are given meanwhile: such a thread does not end with its work."""
+    handed: list[Work] = []
+    hand = Parked.hand
+
+    def noted(self: Parked, work: Callable[[], None], name: str) -> Work:
+        handed.append(hand(self, work, name))
+        return handed[-1]
+
+    with mock.patch.object(Parked, "hand", noted):
+        yield handed
+
+
+def _join(left: threading.Thread, until: float) -> None:
+    """Waits for a thread to end, or to be one that is kept without work."""
+    while time.monotonic() < until and left.name != IDLE and (left.ident is None or left.is_alive()):
+        if left.ident is None:
+            time.sleep(0.001)  # another thread is just starting it
+        else:
+            left.join(0.005)
 
 
 def _stuck(job: Training, failing: FailingDisk, thread: threading.Thread) -> str | None:
     """The phase in which the training does not get on, or None once it is over."""
-    until = time.monotonic() + PATIENCE_S
+    until, phases = time.monotonic() + PATIENCE_S, job.phases
     while time.monotonic() < until:
         thread.join(OWN_PATIENCE_S)
         if not thread.is_alive():
             return None
-        if not failing.blocked:
-            until = time.monotonic() + PATIENCE_S  # only slow, so far: the machine is busy
-        if failing.blocked and job.phase in OWN_CALLS:
+        if not failing.blocked or job.phases != phases:
+            until, phases = time.monotonic() + PATIENCE_S, job.phases  # only slow, so far: the machine is busy
+        elif job.phase in OWN_CALLS:
             return job.phase
     return job.phase
 

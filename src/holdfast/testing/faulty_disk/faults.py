@@ -112,6 +112,8 @@ class FailingDisk(Layer):
     # -- the strike ----------------------------------------------------------------------------------------------------
 
     def around(self, call: str, path: str, act: Callable[[], R]) -> R:
+        if self.ended:
+            raise Killed  # whatever still runs of the process does nothing to the disk any more
         way = self._strikes(call, path)
         if way is None:
             return act()

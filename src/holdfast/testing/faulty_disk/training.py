@@ -74,6 +74,8 @@ class Training:
     patience_s: float = 20.0
     """What it gives `wait` and `close`."""
     phase: str = "construct"
+    phases: int = 0
+    """How many have been begun."""
     told: Told = field(init=False)
     state: State = field(init=False)
 
@@ -179,6 +181,7 @@ class Training:
     def _phase(self, name: str, *, ends: bool = False) -> Iterator[None]:
         """What comes out of the block is written down. `ends`: after it there is nothing to go on with."""
         self.phase = name
+        self.phases += 1
         try:
             yield
         except (_Over, Killed):
