@@ -7,7 +7,7 @@ the steps are done and that save is committed. Blocks without a save and with on
 in turning order; what a save costs is its block's time less that of the block without one in the same round.
 Fenced saves come from a Checkpointer of their own, which has been through its probation before anything counts.
 Target: at most twice one memcpy of the state, eager and fenced; at least four times less than dcp.async_save in thread
-mode.
+mode. A writing process in place of the writing thread is measured by the least that it would have to do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import gc
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from harness import (
     report,
     workplace,
 )
+from writing_process import WritingProcess
 
 import holdfast
 from holdfast.state.ownership import PROBATION
@@ -50,13 +51,15 @@ ROUNDS = 12
 NONE = "no save"
 EAGER = "holdfast save()"
 FENCED = "holdfast save(), fenced"
-BESIDE = ("fenced", "thread", "process")
+WRITER = "copy, then a writing process"
+OF_RANKS = ("fenced", "thread", "process")
+BESIDE = (*OF_RANKS, "writer")
 
 
-def options_of_training(parser: argparse.ArgumentParser) -> None:
+def options_of_training(parser: argparse.ArgumentParser, beside: Sequence[str] = BESIDE) -> None:
     parser.add_argument("--block-s", type=float, default=3.0, help="seconds that a block without a save takes")
     parser.add_argument("--tokens", type=int, default=128, help="of a batch (default 128)")
-    choosing(parser, BESIDE)
+    choosing(parser, beside)
 
 
 class Training:
@@ -149,6 +152,7 @@ class Contenders:
     def __init__(self, training: Training, steps: int, place: Path) -> None:
         self._training, self._steps, self._place = training, steps, place
         self._checkpointers: list[holdfast.Checkpointer] = []
+        self._processes: list[WritingProcess] = []
 
     def none(self) -> Contender:
         return Contender(NONE, lambda: block(self._training, self._steps, None))
@@ -172,6 +176,12 @@ class Contenders:
 
         return Contender(FENCED if capture == "fenced" else EAGER, measure)
 
+    def writer(self) -> Contender:
+        """The bound for a writing process, and no contender of ours or of a peer: it commits nothing."""
+        process = WritingProcess(self._training.tensors(), self._place / "written")
+        self._processes.append(process)
+        return Contender(WRITER, lambda: block(self._training, self._steps, process.begin))
+
     def dcp(self, mode: str) -> Contender:
         def measure() -> float:
             where = empty_directory(self._place / mode)
@@ -185,6 +195,8 @@ class Contenders:
     def close(self) -> None:
         for checkpointer in self._checkpointers:
             checkpointer.close()
+        for process in self._processes:
+            process.close()
 
 
 def judge(result: Result, contenders: list[Contender]) -> None:
@@ -218,6 +230,7 @@ def main() -> None:
         blocks = Contenders(training, steps, place)
         saving = [blocks.ours("eager")]
         saving += [blocks.ours("fenced")] if "fenced" in options.beside else []
+        saving += [blocks.writer()] if "writer" in options.beside else []
         saving += [blocks.dcp(mode) for mode in ("thread", "process") if mode in options.beside]
         contenders = [blocks.none(), Contender("memcpy", raw.Memcpy(tensors)), *saving]
         seconds = compare(contenders, rounds=options.rounds or ROUNDS, own=EAGER, note=note)

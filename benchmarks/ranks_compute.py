@@ -17,8 +17,8 @@ from typing import Literal
 
 from harness import Contender, arguments, compare, left_out
 from p3_overhead import (
-    BESIDE,
     EAGER,
+    OF_RANKS,
     ROUNDS,
     Contenders,
     block,
@@ -30,7 +30,7 @@ from ranks_job import Job, Sharded, dcp_async, memcpy, ranks_option, removed, ru
 
 
 def options_here(parser: argparse.ArgumentParser) -> None:
-    options_of_training(parser)
+    options_of_training(parser, OF_RANKS)
     ranks_option(parser)
 
 
@@ -83,7 +83,7 @@ def measured(job: Job, options: argparse.Namespace) -> None:
         result.facts["steps_in_a_block"] = steps
         result.facts["saves_in_a_block"] = 1
         result.facts["tokens"] = options.tokens
-        left_out(result, options, BESIDE)
+        left_out(result, options, OF_RANKS)
         judge(result, saving)
         job.report(result, options, place)
 
