@@ -1,4 +1,5 @@
-"""Typed events, and the sinks that take them. Emitting to no sink costs one loop over an empty tuple."""
+"""Typed events, and the sinks that take them. Emitting to no sink costs one loop over an empty tuple, and what comes
+piece by piece is not even made for nobody."""
 
 from __future__ import annotations
 
@@ -187,6 +188,11 @@ class Emitter:
     @classmethod
     def of(cls, sinks: Iterable[Sink]) -> Emitter:
         return cls(tuple(sinks))
+
+    @property
+    def listened(self) -> bool:
+        """Whether any sink is left. Ask before making an event that comes piece by piece."""
+        return bool(self.sinks)
 
     def emit(self, event: Event) -> None:
         for sink in self.sinks:

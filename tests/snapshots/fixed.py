@@ -47,6 +47,7 @@ TIMING = {
     "wait_s": 0.25,
     "prepare_s": 0.0021,
     "capture_s": 0.034,
+    "late_s": 0.21,
     "begin_s": 0.0018,
     "digest_s": 0.012,
     "write_s": 0.5,

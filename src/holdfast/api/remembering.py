@@ -93,6 +93,11 @@ class Remembering:
         return self._saver.fence_s
 
     @property
+    def cpu_s(self) -> float:
+        """Processor time of threads beside training, for states that went into memory alone."""
+        return self._saver.cpu_s
+
+    @property
     def held_s(self) -> float:
         """How long states that went into memory alone have held training, their fences included."""
         return self._held_s + self.fence_s

@@ -18,6 +18,7 @@ ROWS: Final = (
     ("  copy", "capture_s"),
     ("  fence", "fence_s"),
     ("  until committed", "join_s"),
+    ("copy beside training", "late_s"),
     ("behind other saves", "queue_s"),
     ("until durable", "seconds"),
     ("  begin", "begin_s"),
@@ -56,6 +57,9 @@ class Stats:
     """States that had to wait for the one before to be sealed."""
     fence_in_memory_s: float = 0.0
     """How long updates waited for copies of states in memory, where these are fenced."""
+    cpu_in_memory_s: float = 0.0
+    """Processor time that states in memory took beside training: copying behind a fence, digesting, sealing. Saves to
+    the store tell their own."""
     held_s: float = 0.0
     """How long training was held altogether: by saves, states in memory, and waiting."""
     elapsed_s: float = 0.0
@@ -100,11 +104,12 @@ class Stats:
         waited = f"{self.delayed} delayed by {seconds(self.delayed_s)}" if self.delayed else ""
         ends = (f"{self.committed} committed", _some(self.in_flight, "in flight"), _some(self.failed, "FAILED"))
         yield "saves", ", ".join(filter(None, (*ends, _some(self.skipped, "skipped"), waited)))
-        if self.kept_in_memory or self.skipped_in_memory:
+        if self.kept_in_memory or self.skipped_in_memory or self.cpu_in_memory_s:
             kept = f"{count(self.kept_in_memory, 'state')} kept"
             less = (_some(self.skipped_in_memory, "skipped"), _some(self.delayed_in_memory, "delayed"))
             fence = f"fence {seconds(self.fence_in_memory_s)}" if self.fence_in_memory_s else ""
-            yield "memory", ", ".join(filter(None, (kept, *less, fence)))
+            cpu = f"processor time {seconds(self.cpu_in_memory_s)}" if self.cpu_in_memory_s else ""
+            yield "memory", ", ".join(filter(None, (kept, *less, fence, cpu)))
         yield "training held", f"{seconds(self.held_s)}, {self.held_share:.2%} of {seconds(self.elapsed_s)}"
         ages = (("on disk", self.disk_age_s), ("in memory", self.memory_age_s))
         known = [f"{where} {seconds(age)} old" for where, age in ages if age is not None]

@@ -78,6 +78,7 @@ class Tally:
             skipped_in_memory=memory.skipped if memory is not None else 0,
             delayed_in_memory=memory.delayed if memory is not None else 0,
             fence_in_memory_s=memory.fence_s if memory is not None else 0.0,
+            cpu_in_memory_s=memory.cpu_s if memory is not None else 0.0,
             held_s=held_s + self._held_s + (memory.held_s if memory is not None else 0.0),
             elapsed_s=until - self._began_s if self._began_s is not None else 0.0,
             last=self._timings[-1] if self._timings else None,

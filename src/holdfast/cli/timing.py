@@ -103,26 +103,30 @@ def _ranks_json(ranks: RankTimings) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Row]) -> None:
+    parts = ("HELD", "WAITED", "COPY", "FENCE", "BESIDE", "DIGEST", "WRITE")
     table = Columns(
-        ("ATTEMPT", "STEP", "SIZE", "HELD", "WAITED", "COPY", "FENCE", "DIGEST", "WRITE", "SPEED", "CPU", "STATE"),
-        right=frozenset({"STEP", "SIZE", "HELD", "WAITED", "COPY", "FENCE", "DIGEST", "WRITE", "SPEED", "CPU"}),
-        dispensable=("CPU", "DIGEST", "WAITED", "FENCE", "COPY", "SIZE"),
+        ("ATTEMPT", "STEP", "SIZE", *parts, "SPEED", "CPU", "STATE"),
+        right=frozenset({"STEP", "SIZE", *parts, "SPEED", "CPU"}),
+        dispensable=("CPU", "BESIDE", "DIGEST", "WAITED", "FENCE", "COPY", "SIZE"),
     )
     for row in rows:
-        timing = row.timing
-        parts = (
-            [timing.held_s, timing.wait_s, timing.capture_s, timing.fence_s, timing.digest_s, timing.write_s]
-            if timing is not None
-            else [0.0] * 6
+        timing = row.timing or Timing()
+        spent = (
+            timing.held_s,
+            timing.wait_s,
+            timing.capture_s,
+            timing.fence_s,
+            timing.late_s,
+            timing.digest_s,
+            timing.write_s,
         )
-        bandwidth = timing.bandwidth if timing is not None else None
         table.add(
             attempt_key(row.id.attempt),
             str(row.id.step),
             size(row.bytes) if row.bytes is not None else "",
-            *(seconds(part) if part else "" for part in parts),
-            f"{size(round(bandwidth))}/s" if bandwidth is not None else "",
-            seconds(timing.cpu_s) if timing is not None and timing.cpu_s else "",
+            *(seconds(part) if part else "" for part in spent),
+            f"{size(round(timing.bandwidth))}/s" if timing.bandwidth is not None else "",
+            seconds(timing.cpu_s) if timing.cpu_s else "",
             "DAMAGED" if row.message else "",
             style="damaged" if row.message else "",
         )

@@ -118,6 +118,7 @@ class Fencing:
         choice = self._choose(flattened, places)
         watch = _Watch(self, flattened.specs, choice, save, filling)
         fence = Fence(flattened, choice, places, watch, pace=self._pace, name=f"holdfast-fence-{save.step}")
+        fence.spent = save.clock.copied
         places.capture_now(plan.capturer, flattened, save.save_id, choice)
         self._current, self._watch = fence, watch
         save.hasten = fence.hurry

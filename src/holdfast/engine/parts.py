@@ -277,7 +277,8 @@ class Parts:
         with self._count:
             self._done += nbytes
             done = self._done
-        self._emitter.emit(Progress("restore", str(self._manifest.id), done, self._total))
+        if self._emitter.listened:
+            self._emitter.emit(Progress("restore", str(self._manifest.id), done, self._total))
 
 
 class _Places(NamedTuple):

@@ -151,7 +151,8 @@ class LeafReader:
         with self._count:
             self._done += task.nbytes
             done = self._done
-        self._emitter.emit(Progress(self._phase, str(self._manifest.id), done, total))
+        if self._emitter.listened:
+            self._emitter.emit(Progress(self._phase, str(self._manifest.id), done, total))
 
     def _fetched(self, pack: OpenPack, start: int, stop: int) -> Buffer:
         """The pack's bytes `start..stop-1`, read at once; an aligned read where the reader asks for that."""

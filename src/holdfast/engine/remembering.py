@@ -10,6 +10,7 @@ import numpy as np
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.chunks import Digester
+from holdfast.engine.clock import Clock
 from holdfast.engine.content import Filling
 from holdfast.engine.describing import index_of
 from holdfast.engine.fenced import Fencing
@@ -58,6 +59,8 @@ class MemorySaver:
         self._last: tuple[Save, Filling] | None = None
         self._fence_s = 0.0
         """Of those before the last."""
+        self._clock = Clock()
+        """One for all states: what is asked of it is what they cost together."""
         self.fencing: Fencing | None = None
         """Set where what optimizers own is copied beside training: the one that saves to the store go by too."""
         self.sealed = 0
@@ -79,6 +82,11 @@ class MemorySaver:
         """How long updates have waited for copies of states that went into memory alone."""
         return self._fence_s + (self._last[0].fence_s if self._last is not None else 0.0)
 
+    @property
+    def cpu_s(self) -> float:
+        """Processor time that copies, digests and seals of states that went into memory alone took beside training."""
+        return self._clock.cpu_s
+
     def save(self, flattened: Flattened, id: CheckpointId, about: About, *, eager: bool = False) -> bool:
         """Copies the state, or what of it cannot wait, and returns; False where there is no memory tier. Waits for the
         one before to be copied and sealed: DeadlineExceeded if that takes too long. `eager`: all of it is copied here.
@@ -90,6 +98,7 @@ class MemorySaver:
         if plan is None:
             return False
         save = Save(id, self._tier.save_id(id), reason=about.reason)
+        save.clock = self._clock
         taken = _Taken(save, plan, flattened, about, Filling(), now_text(), began)
         try:
             self._capture(taken, eager=eager)
@@ -121,6 +130,10 @@ class MemorySaver:
         taken.filling.advance(plan.layout.nbytes)
 
     def _background(self, taken: _Taken) -> None:
+        with self._clock.cpu_beside():
+            self._finish(taken)
+
+    def _finish(self, taken: _Taken) -> None:
         plan, id, content = taken.plan, taken.save.id, ""
         try:
             stand_back()

@@ -166,7 +166,8 @@ class SaveWriter:
             save.moves()
             if job.digest_while_writing:
                 job.digester.advance(end)
-            self._emitter.emit(Progress("save", str(save.id), min(end, save.bytes), save.bytes))
+            if self._emitter.listened:
+                self._emitter.emit(Progress("save", str(save.id), min(end, save.bytes), save.bytes))
 
         content = PackContent(plan, job.plan.arena.buffer.data, job.filling, before_piece)
         receipt = self._repo.store.put_if_absent(f"{save.id.directory}/{plan.name}", content, token=save.save_id)

@@ -124,6 +124,9 @@ class Fence:
         self._verdicts: list[tuple[list[int], Callable[[], Sequence[bool]]]] = []
         self._name = name
         self._work: Work | None = None
+        self.spent: Callable[[float, float], None] = untold
+        """Called by the thread that copies, or compares instead, when it is done and before the image is called whole:
+        how long the copy took from its begin, and the processor time of that thread."""
 
     def begin(self) -> None:
         if any(cast(LateBound, self._places.at[leaf][0]).on_device for leaf in self._held):
@@ -132,16 +135,19 @@ class Fence:
         if not self._choice.late:
             self._end(None)
         if self._choice.late or (self._choice.watched and self._late is None):
-            self._work = beside.hand(self._run if self._choice.late else self._rehearse, self._name)
+            began = time.perf_counter()
+            self._work = beside.hand((lambda: self._run(began)) if self._choice.late else self._rehearse, self._name)
 
     # -- the thread that copies ----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, began: float) -> None:
         failure: BaseException | None = None
+        began_cpu = time.thread_time()
         try:
             self._copy()
         except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; the save carries it
             failure = error
+        self.spent(time.perf_counter() - began, time.thread_time() - began_cpu)
         self._end(failure)
 
     def _end(self, failure: BaseException | None) -> None:
@@ -186,14 +192,18 @@ class Fence:
     def _rehearse(self) -> None:
         """In the probation nothing is late: the slices are compared when they would be copied. So who changes a leaf
         and changes it back before the update is met as well."""
+        began_cpu = time.thread_time()
         parts = sorted(self._parts(self._choice.watched), key=lambda part: part.position)
-        for done, part in enumerate(parts):
-            if (delay := self._pace.delay(self._begun_s, done / len(parts))) > 0:
-                self._hurry.wait(delay)
-            if self._updating or self._given_up:
-                return
-            if not part.bound.compare([part.told])()[0] and not self._given_up:
-                self._observer.differs(part.leaf)
+        try:
+            for done, part in enumerate(parts):
+                if (delay := self._pace.delay(self._begun_s, done / len(parts))) > 0:
+                    self._hurry.wait(delay)
+                if self._updating or self._given_up:
+                    return
+                if not part.bound.compare([part.told])()[0] and not self._given_up:
+                    self._observer.differs(part.leaf)
+        finally:
+            self.spent(0.0, time.thread_time() - began_cpu)
 
     def _check(self) -> None:
         """What no count of changes shows: a watched part that changed while its leaf was being copied. And what one
@@ -338,6 +348,10 @@ class Fence:
         with self._judging:
             if self._open and self._copied.is_set():
                 self._held, self._late, self._ways = {}, [], []
+
+
+def untold(late_s: float, cpu_s: float) -> None:
+    """Nobody wants to know."""
 
 
 def _by_bound(parts: Iterable[_Part]) -> list[tuple[LateBound, list[_Part]]]:

@@ -13,6 +13,7 @@ Part = Literal[
     "prepare_s",
     "capture_s",
     "join_s",
+    "late_s",
     "queue_s",
     "begin_s",
     "seal_s",
@@ -29,7 +30,7 @@ class Timing:
     """Where the time of one save went, in seconds. What has not come yet, or does not occur, is 0.
 
     The training thread is held by the first group. The second runs beside training, unless the save is waited for.
-    `digest_s` and `cpu_s` lie across the others.
+    `late_s`, `digest_s` and `cpu_s` lie across the others.
     """
 
     look_s: float = 0.0
@@ -45,6 +46,9 @@ class Timing:
     """An update that waited for what a fenced save had not copied yet."""
     join_s: float = 0.0
     """Waiting for the commit, where that was asked for."""
+    late_s: float = 0.0
+    """Of a fenced save: the copy beside training, from its begin until the image was whole, its pauses included. It may
+    begin before the writing does, and is not part of `seconds`."""
     queue_s: float = 0.0
     """Until the saves before were written, where several are in flight. It is not part of `seconds`."""
     begin_s: float = 0.0
@@ -60,7 +64,8 @@ class Timing:
     digest_s: float = 0.0
     """Digests of the image, wherever they were made."""
     cpu_s: float = 0.0
-    """Processor time of the thread that writes. What a store does in threads of its own is not in it."""
+    """Processor time of the thread that writes, and of the one that copies beside training. What a store does in
+    threads of its own is not in it."""
     seconds: float = 0.0
     """From the begin of writing to the durable manifest."""
     bytes: int = 0

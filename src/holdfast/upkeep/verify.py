@@ -121,7 +121,8 @@ class _Progress:
         with self._lock:
             self._done += nbytes
             done = self._done
-        self._emitter.emit(Progress("verify", self._subject, done, max(done, self._total)))
+        if self._emitter.listened:
+            self._emitter.emit(Progress("verify", self._subject, done, max(done, self._total)))
 
 
 def _verify_one(

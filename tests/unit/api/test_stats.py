@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 import holdfast
 from holdfast import every, keep, on
-from holdfast.api.stats import Stats
+from holdfast.api.stats import ROWS, Stats
 from holdfast.api.tally import RECENT, Tally, medians
 from holdfast.engine.handle import Save
 from holdfast.engine.save import Saver
 from holdfast.errors import SaveFailed, StoreError
 from holdfast.events import Committed, Event, SaveDelayed
 from holdfast.model.names import CheckpointId
-from holdfast.model.timing import Timing
+from holdfast.model.timing import Part, Timing
 from memory_training import shared_memory
 from tiny_training import Gate, state, train
 
@@ -201,8 +202,9 @@ def test_medians_are_of_the_last_committed_saves_part_by_part() -> None:
 
 
 def test_a_table_says_all_of_it_and_nothing_that_did_not_occur() -> None:
-    last = Timing(look_s=4e-4, wait_s=0.25, capture_s=0.034, begin_s=0.002, digest_s=0.08, write_s=0.5, bytes=1 << 30)
-    usual = Timing(look_s=5e-4, capture_s=0.04, begin_s=0.002, digest_s=0.08, write_s=1.0, cpu_s=0.1, bytes=1 << 30)
+    both: dict[str, Any] = {"begin_s": 0.002, "digest_s": 0.08, "bytes": 1 << 30}
+    last = Timing(look_s=4e-4, wait_s=0.25, capture_s=0.034, late_s=0.3, write_s=0.5, **both)
+    usual = Timing(look_s=5e-4, capture_s=0.04, write_s=1.0, cpu_s=0.1, **both)
     stats = Stats(
         taken=14,
         committed=12,
@@ -212,6 +214,8 @@ def test_a_table_says_all_of_it_and_nothing_that_did_not_occur() -> None:
         delayed_s=0.35,
         kept_in_memory=40,
         skipped_in_memory=1,
+        fence_in_memory_s=0.02,
+        cpu_in_memory_s=0.5,
         held_s=1.24,
         elapsed_s=400.0,
         last=last,
@@ -224,21 +228,32 @@ def test_a_table_says_all_of_it_and_nothing_that_did_not_occur() -> None:
 
 TABLE = """\
 saves          12 committed, 1 in flight, 1 FAILED, 3 skipped, 2 delayed by 0.35 s
-memory         40 states kept, 1 skipped
+memory         40 states kept, 1 skipped, fence 20.0 ms, processor time 0.50 s
 training held  1.24 s, 0.31% of 6 min 40 s
 newest state   on disk 12.0 s old, in memory 0.40 s old
 
-                      last save      median
-training held            0.28 s     40.5 ms
-  look at the state      400 us      500 us
-  save before            0.25 s           -
-  copy                  34.0 ms     40.0 ms
-  begin                  2.0 ms      2.0 ms
-  digest                80.0 ms     80.0 ms
-  write and flush        0.50 s      1.00 s
-processor time                -      0.10 s
-bytes                  1.00 GiB    1.00 GiB
-written at           2.00 GiB/s  1.00 GiB/s"""
+                       last save      median
+training held             0.28 s     40.5 ms
+  look at the state       400 us      500 us
+  save before             0.25 s           -
+  copy                   34.0 ms     40.0 ms
+copy beside training      0.30 s           -
+  begin                   2.0 ms      2.0 ms
+  digest                 80.0 ms     80.0 ms
+  write and flush         0.50 s      1.00 s
+processor time                 -      0.10 s
+bytes                   1.00 GiB    1.00 GiB
+written at            2.00 GiB/s  1.00 GiB/s"""
+
+
+def test_no_part_is_left_out_of_the_table() -> None:
+    told = {field.name for field in fields(Timing)}
+    assert {field for _, field in ROWS} == {"held_s", *told} - {"bytes"}
+    assert set(get_args(Part)) == told - {"fence_s", "seconds", "bytes"}, "those the handle knows"
+
+
+def test_what_memory_took_of_a_processor_is_said_also_where_nothing_could_be_kept() -> None:
+    assert "\nmemory         0 states kept, processor time 0.25 s\n" in str(Stats(cpu_in_memory_s=0.25))
 
 
 def test_a_training_that_has_not_saved_says_so() -> None:
