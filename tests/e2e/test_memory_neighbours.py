@@ -1,12 +1,14 @@
 """The memory tier beside others: a second job on the node, another user, a child that outlives its trainer."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import sys
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
 from holdfast.upkeep.verify import assert_whole
 from memory_places import A_THIRD_USER, ANOTHER_USER, Beside, Gate, as_user, become, open_place
-from memory_training import Life, fork, live, sealed, shared_memory, untouched
+from memory_training import Life, Log, fork, fork_off, live, sealed, shared_memory, train, untouched
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -154,7 +156,12 @@ def everybodys(tmp_path):
 def test_neither_of_two_users_sees_or_disturbs_the_others_images(everybodys, capfd) -> None:
     place, root = everybodys
     ours = place / "ours"
-    assert live(ours, kill=17).killed
+
+    def waits(ckpt, step, state):
+        if step == 11:
+            ckpt.wait()  # while a save is being written the steps beside it share one slot
+
+    assert live(ours, kill=17, on_step=waits).killed
     theirs = place / "theirs"
     shutil.copytree(ours, theirs)
     for path in (theirs, *theirs.rglob("*")):
@@ -187,6 +194,7 @@ def test_neither_of_two_users_sees_or_disturbs_the_others_images(everybodys, cap
     assert as_user_or_skip(other) == 0
     told = "".join(capfd.readouterr())
     assert "no images in this node's memory" in told
+    assert "not looked into: what 1 other user may have in memory; ask as that user, or root" in told
     assert "no dead process has left an image in memory" in told
     assert seen() == before
     last = live(ours)
@@ -199,6 +207,99 @@ def as_user_or_skip(body) -> int:
     if os.geteuid() != 0:
         pytest.skip("only root may become another user")
     return fork(body)
+
+
+def everything(root: Path) -> list[tuple[str, int, int]]:
+    """Name, owner and time of change of all that lies there."""
+    found = [(str(path), path.lstat()) for path in root.rglob("*")]
+    return sorted((path, status.st_uid, status.st_mtime_ns) for path, status in found)
+
+
+def shown(capfd, *words: str) -> list[tuple[int, int, str, int | None, str]]:
+    """What `ls --memory` says of each image: its user, step, owner, the owner's process, and what becomes of it."""
+    capfd.readouterr()
+    assert command("ls", "--memory", *words, "--json") == 0
+    return [
+        (one["uid"], one["checkpoint"]["step"] if one["sealed"] else 0, one["owner"], one["pid"], one["state"])
+        for one in json.loads(capfd.readouterr().out)["images"]
+    ]
+
+
+def test_root_sees_whose_images_there_are_and_changes_none(everybodys, capfd) -> None:
+    place, root = everybodys
+    theirs, gate = place / "theirs", Gate(6)
+
+    def other() -> None:
+        become(ANOTHER_USER)
+        train(theirs, Log(place / "log"), 40, gate)
+
+    if os.geteuid() != 0:
+        pytest.skip("only root may become another user")
+    pid = fork_off(other)
+    try:
+        gate.reached()
+        before = everything(root)
+        running = "its process is running"
+        assert sorted(shown(capfd)) == [(ANOTHER_USER, step, "alive", pid, running) for step in (4, 5)]
+        assert command("ls", "--memory") == 0
+        assert str(pid) in capfd.readouterr().out
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    left = "for user 65533 to go on from, or to flush"
+    expected = [(ANOTHER_USER, step, "dead", None, left) for step in (4, 5)]
+    with mock.patch("holdfast.cli.images._reached", side_effect=AssertionError("a stranger's word was followed")):
+        assert sorted(shown(capfd)) == sorted(shown(capfd, str(theirs))) == expected
+    assert shown(capfd, "--run", "another") == []
+    assert list(images()) == [], "who goes on from memory looks at its own images alone"
+    assert command("memory", "clear", "--yes") == 0
+    assert capfd.readouterr().out == "no dead process has left an image in memory\n"
+    for words in (["--dry-run"], []):
+        capfd.readouterr()
+        assert command("flush", str(theirs), *words) == 18
+        assert f"hint: run it as user {ANOTHER_USER}: holdfast flush {theirs} --run main\n" in capfd.readouterr().err
+    assert [path.name for path in (theirs / "runs" / "main").iterdir()] == ["a0001"]
+    assert everything(root) == before
+
+    def again() -> None:
+        become(ANOTHER_USER)
+        assert command("flush", str(theirs)) == 0
+        assert holdfast.load(theirs).step == 5
+
+    assert fork(again) == 0
+
+
+def test_what_another_user_has_laid_there_misleads_nobody(everybodys, capfd) -> None:
+    """Links to root's own image, a fifo that would be waited for, and a seal that says it is somebody else's."""
+    place, root = everybodys
+    ours = place / "ours"
+    if os.geteuid() != 0:
+        pytest.skip("only root may become another user")
+    assert live(ours, kill=7).killed
+    mine = sorted(images(), key=lambda one: one.footer.id.step if one.footer is not None else 0)
+    newest = root / "holdfast-0" / mine[-1].name
+    copied = newest.read_bytes()
+
+    def attack() -> None:
+        own = root / f"holdfast-{ANOTHER_USER}"
+        parent = own / mine[-1].slot.parent
+        for path in (own, parent.parent, parent):
+            path.mkdir(mode=0o700)
+        (parent / newest.name).write_bytes(copied)
+        (parent / "0-7").symlink_to(newest)
+        os.mkfifo(parent / "0-8")
+        (parent / "0-9").mkdir()
+        (own / "linked").symlink_to(root / "holdfast-0" / mine[-1].slot.parent.partition("/")[0])
+
+    assert as_user(ANOTHER_USER, attack) == 0
+    found = shown(capfd, str(ours))
+    assert [(user, step) for user, step, *_ in sorted(found)] == [(0, 6), (0, 7), (ANOTHER_USER, 7)]
+    assert [state for user, *_, state in found if user == 0] == ["a restart goes on from it"] * 2
+    for one in mine:
+        (root / "holdfast-0" / one.name).unlink()
+    assert command("flush", str(ours)) == 18, "a copy is nothing that root would write"
+    assert live(ours, 8).began == 0
 
 
 def _a_directory(own: Path) -> None:

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import repository, run_of
+from holdfast.errors import StoreDenied
 
 if TYPE_CHECKING:
+    from holdfast.cli.images import Rows
+    from holdfast.repo.repository import Repo
     from holdfast.upkeep.flush import Flushed, FlushPlan
 
 EXAMPLES = examples(
@@ -31,34 +34,55 @@ def flush(
     other, of an attempt of its own; every byte is verified first. What several ranks have kept is written where all of
     them have their images on this node. What is older than the store, or what training has
     gone on from elsewhere since, is not written. `holdfast ls --memory` shows what there is.
+
+    Run it as the user that the training ran as: another user's images are not written, by root either.
     """
+    from holdfast.cli.images import judged, table, tell
+    from holdfast.engine.listing import neighbours
     from holdfast.model.names import run_key
     from holdfast.report.measures import size
     from holdfast.upkeep.flush import execute, plan_flush
 
     repo = repository(where)
-    plan = plan_flush(repo, run_key(run_of(repo, run)))
+    plan, beside = plan_flush(repo, run_key(run_of(repo, run))), neighbours()
+    theirs = judged(repo, plan.run, beside.users)
+    rows = [*((one.found, one.verdict) for one in plan.images), *theirs]
     if not json:
-        _print(plan)
+        table(rows)
+    if plan.chosen is None:
+        _refuse_others(repo, plan.run, theirs)
+        if not json:
+            output.line(f"run {plan.run}: nothing in memory is to be written")
+            tell(beside)
     written = None if dry_run else execute(repo, plan, report=output.story)
     if json:
-        output.document("flush", {"where": repo.url, "dry_run": dry_run, **_json(plan), "written": _written(written)})
+        found = _json(plan, rows)
+        output.document("flush", {"where": repo.url, "dry_run": dry_run, **found, "written": _written(written)})
     elif written is not None:
         output.line(f"{written.id} is written, {size(written.bytes)}")
 
 
-def _print(plan: FlushPlan) -> None:
-    from holdfast.cli.images import table
+def _refuse_others(repo: Repo, run: str, theirs: Rows) -> None:
+    """StoreDenied where dead processes of other users have left whole images of the run.
 
-    table([(judged.found, judged.verdict) for judged in plan.images])
-    if plan.chosen is None:
-        output.line(f"run {plan.run}: nothing in memory is to be written")
+    Whoever may read a repository can lay an image of it in memory: what root wrote of it would be in the run as if its
+    owner had trained it, and in files that the owner could not remove.
+    """
+    from holdfast.cli.images import user_name
+
+    users = sorted({found.user for found, _ in theirs if found.footer is not None and not found.alive})
+    if users:
+        names = [user_name(user) for user in users]
+        raise StoreDenied(
+            f"run {run} was left in memory by user {', '.join(names)}, and nobody else may write it to the store",
+            subject=run,
+            hint=f"run it as user {names[0]}: holdfast flush {repo.url} --run {run}",
+        )
 
 
-def _json(plan: FlushPlan) -> dict[str, Any]:
+def _json(plan: FlushPlan, rows: Rows) -> dict[str, Any]:
     from holdfast.cli.images import document
 
-    rows = [(judged.found, judged.verdict) for judged in plan.images]
     return {
         "run": plan.run,
         "images": [document(found, verdict, rows) for found, verdict in rows],

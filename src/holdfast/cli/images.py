@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+import pwd
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from holdfast.cli import output
 from holdfast.cli.columns import Columns
 from holdfast.errors import HoldfastError
-from holdfast.image.slots import parse_name
+from holdfast.image.slots import Neighbours, parse_name
 from holdfast.model.names import attempt_key
 
 if TYPE_CHECKING:
@@ -19,19 +23,20 @@ if TYPE_CHECKING:
     Rows = Sequence[tuple[Found, Verdict]]
 
 
-def judged(repo: Repo | None, run: str | None) -> list[tuple[Found, Verdict]]:
-    """This user's images: of one repository, or of all. Each is judged by the repository that it is of, where that can
-    be reached."""
+def judged(repo: Repo | None, run: str | None, users: Iterable[int | None] = (None,)) -> list[tuple[Found, Verdict]]:
+    """This user's images, or those of `users` (None: this one): of one repository, or of all. Each is judged by the
+    repository that it is of, where that can be reached; what another user's seal says of its place is not followed."""
     from holdfast.engine.listing import images
     from holdfast.model.names import run_key
 
     opened: dict[str, Repo | str] = {} if repo is None else {repo.id: repo}
     out: list[tuple[Found, Verdict]] = []
-    for found in images():
+    for found in itertools.chain.from_iterable(map(images, users)):
         repository, _, of = found.slot.parent.partition("/")
         if (repo is not None and repository != repo.id) or (run is not None and of != run_key(run)):
             continue
-        if repository not in opened and found.footer is not None and not found.alive:
+        ours = found.slot.user is None
+        if ours and repository not in opened and found.footer is not None and not found.alive:
             opened[repository] = _reached(found.footer.where, repository)
         out.append((found, _judge(found, opened.get(repository))))
     return out
@@ -41,6 +46,8 @@ def _judge(found: Found, repo: Repo | str | None) -> Verdict:
     from holdfast.upkeep.flush import judge_found, unfit
 
     why = unfit(found)
+    if found.slot.user is not None:
+        return why or f"for user {user_name(found.user)} to go on from, or to flush"
     if why or repo is None:
         return why
     return repo if isinstance(repo, str) else judge_found(repo, found)
@@ -68,11 +75,32 @@ def words(found: Found, verdict: Verdict, rows: Rows) -> str:
         return verdict
     if verdict.durable:
         return "it is durable, too"
-    others = lacking(found, [one for one, _ in rows if not one.alive])
+    others = lacking(found, [one for one, _ in rows if not one.alive and one.user == found.user])
     if not others:
         return "a restart goes on from it"
     which = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(map(str, others[:8]))} have"
     return f"a restart goes on from it where {which} it too: not here"
+
+
+@functools.cache
+def user_name(user: int) -> str:
+    """As this machine knows the user; the number where it does not."""
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
+
+
+def tell(beside: Neighbours) -> None:
+    """Says what of other users' memory is not shown."""
+    from holdfast.report.measures import count
+
+    for why in beside.refused:
+        output.story(why)
+    if beside.closed:
+        output.story(
+            f"not looked into: what {count(beside.closed, 'other user')} may have in memory; ask as that user, or root"
+        )
 
 
 def table(rows: Rows) -> None:
@@ -83,9 +111,12 @@ def table(rows: Rows) -> None:
         return
     ranks = any(parse_name(found.slot.name)[2] > 1 for found, _ in rows)
     columns = Columns(
-        ("RUN", *(["RANK"] if ranks else []), "ATTEMPT", "STEP", "SIZE", "SEALED", "OWNER", "STATE", "WHERE"),
-        right=frozenset({"STEP", "SIZE"}),
-        dispensable=("WHERE", "SIZE"),
+        (
+            *("RUN", *(["RANK"] if ranks else []), "ATTEMPT", "STEP", "SIZE", "SEALED"),
+            *("USER", "OWNER", "PID", "STATE", "WHERE"),
+        ),
+        right=frozenset({"STEP", "SIZE", "PID"}),
+        dispensable=("WHERE", "SIZE", "PID"),
     )
     for found, verdict in rows:
         footer = found.footer
@@ -96,7 +127,9 @@ def table(rows: Rows) -> None:
             str(footer.id.step) if footer is not None else "",
             size(found.bytes),
             f"{seconds(footer.age_s)} ago" if footer is not None else "",
+            user_name(found.user),
             "alive" if found.alive else "dead",
+            str(found.pid) if found.pid is not None else "",
             words(found, verdict, rows),
             footer.where if footer is not None else "",
             style="gone" if isinstance(verdict, str) else "",
@@ -120,7 +153,10 @@ def document(found: Found, verdict: Verdict, rows: Rows) -> dict[str, Any]:
         "ranks": ranks,
         "repository": repository,
         "bytes": found.bytes,
+        "user": user_name(found.user),
+        "uid": found.user,
         "owner": "alive" if found.alive else "dead",
+        "pid": found.pid,
         "sealed": footer is not None,
         "checkpoint": footer.id if footer is not None else None,
         "attempt": footer.holder.attempt if footer is not None else None,

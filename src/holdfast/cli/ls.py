@@ -40,7 +40,10 @@ def ls(
     run: options.OnlyRun = None,
     memory: Annotated[
         bool,
-        typer.Option("--memory", help="The images in this node's memory instead, whose they are, and their age."),
+        typer.Option(
+            "--memory",
+            help="The images in this node's memory instead, whose they are, and their age; as root, everybody's.",
+        ),
     ] = False,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -71,17 +74,21 @@ def ls(
 
 
 def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:
-    from holdfast.cli.images import document, judged, table
+    from holdfast.cli.images import document, judged, table, tell
+    from holdfast.engine.listing import neighbours
 
     repo = repository(where) if where is not None else None
-    rows = judged(repo, run)
+    beside = neighbours()
+    rows = judged(repo, run, (None, *beside.users))
     if as_json:
         images = [document(found, verdict, rows) for found, verdict in rows]
-        output.document("memory", {"where": repo.url if repo is not None else None, "images": images})
+        body = {"where": repo.url if repo is not None else None, "images": images}
+        output.document("memory", {**body, "closed_users": beside.closed, "passed_over": beside.refused})
         return
     table(rows)
     if not rows:
         output.story("no images in this node's memory")
+    tell(beside)
 
 
 def _json(found: RunRows) -> dict[str, object]:

@@ -35,7 +35,7 @@ def memory(
     """Give back the memory that images of dead processes take.
 
     They lie in this node's shared memory, where memory= put them. What is in no store is lost with them: `holdfast
-    flush WHERE` writes it first. Images of running processes stay.
+    flush WHERE` writes it first. Images of running processes stay, and those of other users, for root too.
     """
     from holdfast.cli.images import document, judged, table
     from holdfast.engine.listing import remove_image

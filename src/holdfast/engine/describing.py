@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from holdfast.codec.digest import digest
 from holdfast.engine.planned import SavePlan
+from holdfast.model import canonical
 from holdfast.model.canonical import Spelled
 from holdfast.model.checkpoint import Index, IndexEntry, Manifest, PackEntry
 from holdfast.model.names import CheckpointId
 from holdfast.repo.content import content_digest
+from holdfast.repo.index import encode_index
+from holdfast.repo.layout import index_file
+from holdfast.repo.manifest import encode_manifest
 from holdfast.state.contract import Flattened
 
 if TYPE_CHECKING:
@@ -59,6 +64,17 @@ def manifest_of(
         chunk_bytes=index.chunk_bytes,
         created=created,
     )
+
+
+def spelled(
+    id: CheckpointId, plan: SavePlan, index: Index, flattened: Flattened, *, about: About, created: str
+) -> tuple[bytes, bytes, str]:
+    """The bytes of the index and of the manifest of a checkpoint of one rank, and the digest of its content."""
+    rows = encode_index(index, id, plan.rows)
+    entry = IndexEntry(index_file(index.rank), len(rows), digest(rows))
+    tree = canonical.spell(flattened.tree)
+    manifest = manifest_of(id, tree, plan, index, entry, about=about, created=created)
+    return rows, encode_manifest(manifest, tree), manifest.content
 
 
 def manifest_about(about: About, **fields: Any) -> Manifest:

@@ -3,43 +3,60 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast.image import lasting, slots
 from holdfast.image.seals import read_seals
-from holdfast.image.slots import Slot, parse_name
+from holdfast.image.slots import Neighbours, Slot, parse_name
 from holdfast.repo.footer import Footer, newest
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One file. `bytes`: what it takes; `alive`: a process holds its slot; `footer`: None where it is not sealed."""
+    """One file. `bytes`: what it takes; `alive`: a process holds its slot; `footer`: None where it is not sealed.
+    `pid`: the holder's, where it has one in this process's own pid namespace."""
 
     slot: Slot
     bytes: int
     alive: bool
     footer: Footer | None
+    pid: int | None = None
 
     @property
     def name(self) -> str:
         return f"{self.slot.parent}/{self.slot.name}"
 
+    @property
+    def user(self) -> int:
+        """Whose file it is, whatever its seal says."""
+        return os.geteuid() if self.slot.user is None else self.slot.user
 
-def images() -> Iterator[Found]:
-    """This user's, in the order of their names."""
-    for slot in slots.occupied(slots.SHARED_MEMORY):
+
+def neighbours() -> Neighbours:
+    """The other users who may have images."""
+    return slots.neighbours(slots.SHARED_MEMORY)
+
+
+def images(user: int | None = None) -> Iterator[Found]:
+    """This user's, or another `user`'s to be looked at, in the order of their names."""
+    owner = os.geteuid() if user is None else user
+    for slot in slots.occupied(slots.SHARED_MEMORY, user):
         try:
-            with slots.directory(slot.root, slot.parent) as parent:
+            with slots.directory(slot.root, slot.parent, user=user) as parent:
                 descriptor = os.open(slot.name, slots.READ, dir_fd=parent)
             try:
                 status, seals = os.fstat(descriptor), read_seals(descriptor)
             finally:
                 os.close(descriptor)
         except OSError:
-            continue  # gone since it was listed, or no file of ours
-        sealed = newest(seals, f"{slot.parent}/{slot.name}")
-        yield Found(slot, status.st_blocks * 512, _is_held(slot), sealed[1] if sealed is not None else None)
+            continue  # gone since it was listed, or no file of the user's
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != owner:
+            continue
+        sealed, pid = newest(seals, f"{slot.parent}/{slot.name}"), _holder(slot)
+        footer = sealed[1] if sealed is not None else None
+        yield Found(slot, status.st_blocks * 512, pid is not None, footer, pid or None)
 
 
 def dead_images() -> list[Found]:
@@ -88,11 +105,8 @@ def remove_image(found: Found) -> bool:
     return True
 
 
-def _is_held(slot: Slot) -> bool:
+def _holder(slot: Slot) -> int | None:
     try:
-        lasting.take_slot(slot).leave()
-    except BlockingIOError:
-        return True
+        return lasting.holder(slot)
     except OSError:
-        return False  # nobody can say who; to remove it will fail in the same way
-    return False
+        return None  # nobody can say who; to remove it will fail in the same way

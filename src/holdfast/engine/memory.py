@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from holdfast.codec.digest import digest
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.candidates import Candidate, adoptable
-from holdfast.engine.describing import manifest_of
+from holdfast.engine.describing import spelled
 from holdfast.engine.halves import Half, Halves
 from holdfast.engine.images import Image, open_image
 from holdfast.engine.listing import kept_by_others, passed_over, remove_image
@@ -26,14 +26,10 @@ from holdfast.engine.room import free_room, shortage
 from holdfast.errors import CorruptionError
 from holdfast.events import Emitter, Warned
 from holdfast.image.lasting import LastingSlot, take_slots
-from holdfast.model import canonical
-from holdfast.model.checkpoint import Index, IndexEntry
+from holdfast.model.checkpoint import Index
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.footer import Footer, Holder, Part, encode_footer, new_footer, newest
-from holdfast.repo.index import encode_index
-from holdfast.repo.layout import index_file
-from holdfast.repo.manifest import encode_manifest
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened
 
@@ -308,11 +304,7 @@ class MemoryTier:
         if half is None or halves is None or self._holder is None or half.slot.arena is None:
             return ""
         try:
-            rows = encode_index(index, id, plan.rows)
-            entry = IndexEntry(index_file(index.rank), len(rows), digest(rows))
-            tree = canonical.spell(flattened.tree)
-            manifest = manifest_of(id, tree, plan, index, entry, about=about, created=created)
-            told = encode_manifest(manifest, tree)
+            rows, told, content = spelled(id, plan, index, flattened, about=about, created=created)
             half.slot.describe([rows, told])
             self._sequence += 1
             footer = new_footer(
@@ -324,7 +316,7 @@ class MemoryTier:
                 ranks=self._ranks,
                 sequence=self._sequence,
                 image=half.slot.arena.nbytes,
-                index=Part(entry.length, entry.digest),
+                index=Part(len(rows), digest(rows)),
                 manifest=Part(len(told), digest(told)),
                 saved_s=self.saved_s,
             )
@@ -338,7 +330,7 @@ class MemoryTier:
         self.kept(id)
         halves.sealed(half, footer, 0)
         crashpoint("memory image sealed")
-        return manifest.content
+        return content
 
     def ended(self, plan: SavePlan) -> None:
         """Nobody reads or fills the memory of this plan any more. What is not sealed by now will not be."""

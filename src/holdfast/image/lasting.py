@@ -213,6 +213,11 @@ def take_slot(slot: Slot) -> LastingSlot:
     return LastingSlot(slot)
 
 
+def holder(slot: Slot) -> int | None:
+    """As `SlotTable.holder`."""
+    return arenas.table().holder(slot)
+
+
 def _lengths(nbytes: int, described: int) -> tuple[int, int]:
     """Bytes of the image and of the file, whole pages."""
     nbytes = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT

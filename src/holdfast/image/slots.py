@@ -6,6 +6,8 @@ process it is no use (a second lock is granted, and closing any descriptor of th
 one table per process knows what is held, opens a held slot's lock once, and closes it only after it has removed the
 file. flock would be inherited by forked loader workers and outlive a killed trainer (measured).
 
+What other users have there is looked at where this process may (root), and never held, changed or gone on from.
+
 A file that is sealed holds a whole image, which a process to come may go on from: it is no stale one, and nobody makes
 a new file in its place before `discard`.
 
@@ -19,6 +21,7 @@ import fcntl
 import os
 import re
 import stat
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -37,17 +40,35 @@ _NAME: Final = r"([0-9]+)(?:of([0-9]+))?-([0-9]+)"
 _SLOT: Final = re.compile(_NAME, re.ASCII)
 _STALE: Final = re.compile(rf"{_NAME}\.stale-[0-9]+", re.ASCII)
 _LOCK: Final = ".lock"
+_PLACE: Final = re.compile(r"holdfast-(0|[1-9][0-9]{0,9})", re.ASCII)
+_FLOCK: Final = "hhqqi0q"
+"""`struct flock`, in this machine's own layout: type, whence, start, length, pid."""
 _PATIENCE_S: Final = 0.2
 """A starting process holds a dead owner's slot for as long as one rename takes: that is waited out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`parent` is `<repository>/<run>` below this user's directory in `root`; `name` is as `slot_name` makes it."""
+    """`parent` is `<repository>/<run>` below a user's directory in `root`; `name` is as `slot_name` makes it. `user`:
+    another user than this process's own, whose slots are only looked at."""
 
     root: str
     parent: str
     name: str
+    user: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The other users with a directory in shared memory.
+
+    users: those whose directory this process may read; closed: how many others there are. refused: in words, what is
+    called like a user's directory, this process's own among them, and is not one.
+    """
+
+    users: tuple[int, ...] = ()
+    closed: int = 0
+    refused: tuple[str, ...] = ()
 
 
 def slot_name(rank: int, number: int, of: int = 1) -> str:
@@ -75,6 +96,8 @@ class SlotTable:
 
     def take(self, slot: Slot) -> None:
         """Makes the caller the only holder among all processes and threads. BlockingIOError if another is."""
+        if slot.user is not None:
+            raise PermissionError(errno.EPERM, f"the slot is user {slot.user}'s")
         with self._guard:
             if slot in self._held:
                 raise BlockingIOError(errno.EAGAIN, "another arena of this process holds the slot")
@@ -90,6 +113,17 @@ class SlotTable:
         with self._guard:
             self._held.discard(slot)
             self._unlock(slot)
+
+    def holder(self, slot: Slot) -> int | None:
+        """The pid of the process that holds a slot, 0 where it has none that this one could know; None if none does.
+        Takes and makes nothing. The guard keeps this process's own locks: closing their file would drop them."""
+        with self._guard:
+            if slot in self._held:
+                return os.getpid()
+            until = time.monotonic() + (_PATIENCE_S if slot.user is None else 0)
+            while (found := _lock_holder(slot)) is not None and time.monotonic() < until:
+                time.sleep(_PATIENCE_S / 20)
+            return found
 
     def create(self, slot: Slot) -> int:
         """A new empty file for a slot that the caller holds; a descriptor for reading and writing. FileExistsError
@@ -204,26 +238,56 @@ class SlotTable:
         _prune(slot.root, slot.parent)
 
 
+def neighbours(root: str) -> Neighbours:
+    """Who else has a directory there."""
+    try:
+        found = sorted(int(match[1]) for match in map(_PLACE.fullmatch, os.listdir(root)) if match)
+    except OSError:
+        return Neighbours()
+    users: list[int] = []
+    refused: list[str] = []
+    closed = 0
+    for user in found:
+        place = f"{root}/holdfast-{user}"
+        try:
+            status = os.stat(place, follow_symlinks=False)
+            if not stat.S_ISDIR(status.st_mode) or not _is_private(status, user):
+                refused.append(f"{place} is passed over: it is no directory, another user's, or open to others")
+            elif user != os.geteuid():
+                with directory(root, user=user):
+                    users.append(user)
+        except FileNotFoundError:
+            pass  # gone since it was listed
+        except OSError:
+            closed += 1
+    return Neighbours(tuple(users), closed, tuple(refused))
+
+
 @contextmanager
-def directory(root: str, below: str = "", *, create: bool = False) -> Iterator[int]:
-    """A descriptor of this user's directory in shared memory, or of one below it, every step checked to be our own.
+def directory(root: str, below: str = "", *, create: bool = False, user: int | None = None) -> Iterator[int]:
+    """A descriptor of this user's directory in shared memory, or of one below it, every step checked to be our own; of
+    another `user`'s, to be theirs.
 
     /dev/shm is everybody's: a link, or a directory that someone else laid there, is refused.
     """
+    owner = os.geteuid() if user is None else user
     descriptor = os.open(root, _DIRECTORY)
     try:
-        for name in [f"holdfast-{os.geteuid()}", *filter(None, below.split("/"))]:
+        for name in [f"holdfast-{owner}", *filter(None, below.split("/"))]:
             if create:
                 _make(name, descriptor)
             inner = _open_own(name, descriptor, root)
             os.close(descriptor)
             descriptor = inner
-            status = os.fstat(descriptor)
-            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            if not _is_private(os.fstat(descriptor), owner):
                 raise PermissionError(errno.EPERM, f"{root}/…/{name} belongs to another user or is open to others")
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _is_private(status: os.stat_result, user: int) -> bool:
+    return status.st_uid == user and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def _open_own(name: str, above: int, root: str) -> int:
@@ -260,25 +324,39 @@ def _is_sealed_file(name: str, parent: int) -> bool:
         os.close(descriptor)
 
 
-def occupied(root: str) -> Iterator[Slot]:
-    """Every slot of this user that has a file, whoever holds it."""
-    for path, names in walk(root):
+def _lock_holder(slot: Slot) -> int | None:
+    try:
+        with directory(slot.root, slot.parent, user=slot.user) as parent:
+            descriptor = os.open(slot.name + _LOCK, READ, dir_fd=parent)
+    except FileNotFoundError:
+        return None
+    try:
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    finally:
+        os.close(descriptor)
+    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+
+def occupied(root: str, user: int | None = None) -> Iterator[Slot]:
+    """Every slot of this user, or of another `user`, that has a file, whoever holds it."""
+    for path, names in walk(root, user):
         for name in names:
             if _SLOT.fullmatch(name):
-                yield Slot(root, path, name)
+                yield Slot(root, path, name, user)
 
 
-def walk(root: str) -> Iterator[tuple[str, list[str]]]:
-    """`<repository>/<run>` and the names in it, of everything that this user has in shared memory."""
-    for repository in _names(root, ""):
-        for run in _names(root, repository):
-            yield f"{repository}/{run}", _names(root, f"{repository}/{run}")
+def walk(root: str, user: int | None = None) -> Iterator[tuple[str, list[str]]]:
+    """`<repository>/<run>` and the names in it, of everything that this user, or `user`, has in shared memory."""
+    for repository in _names(root, "", user):
+        for run in _names(root, repository, user):
+            yield f"{repository}/{run}", _names(root, f"{repository}/{run}", user)
 
 
-def _names(root: str, below: str) -> list[str]:
-    """What lies there; nothing if that is no directory of our own, which is for `take` to complain of."""
+def _names(root: str, below: str, user: int | None) -> list[str]:
+    """What lies there; nothing if that is no directory of the user's own, which is for `take` to complain of."""
     try:
-        with directory(root, below) as descriptor:
+        with directory(root, below, user=user) as descriptor:
             return sorted(os.listdir(descriptor))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []

@@ -1,6 +1,8 @@
 import json
 import os
+import pwd
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -35,14 +37,40 @@ def images(cli, *words):
     return sorted(found["images"], key=lambda image: image["checkpoint"]["step"] if image["sealed"] else -1)
 
 
+def me():
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def test_a_user_whom_nobody_knows_is_shown_by_number():
+    from holdfast.cli.images import user_name
+
+    stranger = max(one.pw_uid for one in pwd.getpwall()) + 1
+    assert (user_name(os.geteuid()), user_name(stranger)) == (me(), str(stranger))
+
+
+def test_a_directory_that_only_looks_like_a_users_is_told_of(cli, left, root):
+    (root / f"holdfast-{os.geteuid() + 1}").symlink_to(f"holdfast-{os.geteuid()}")
+    status, out, err = cli("ls", "--memory")
+    assert (status, len(out.splitlines()), err.count("\n")) == (0, 3, 1)
+    assert f"/holdfast-{os.geteuid() + 1} is passed over: it is no directory" in err
+    found = json.loads(cli("ls", "--memory", "--json")[1])
+    assert (len(found["images"]), found["closed_users"], len(found["passed_over"])) == (2, 0, 1)
+
+
 def test_ls_memory_shows_whose_they_are_and_their_age(cli, left):
     for found in (images(cli), images(cli, left), images(cli, "--run", "main")):
         assert [image["checkpoint"]["step"] for image in found] == [6, 7]
         assert {image["owner"] for image in found} == {"dead"}
+        assert {(image["user"], image["uid"], image["pid"]) for image in found} == {(me(), os.geteuid(), None)}
         assert all(image["adoptable"] and 0 <= image["age_s"] < 600 and image["bytes"] > 100_000 for image in found)
         assert all(image["where"].endswith("/ckpts") for image in found)
     rows = cli("ls", "--memory")[1].splitlines()
-    assert [word in rows[0] for word in ("RUN", "ATTEMPT", "STEP", "SEALED", "OWNER", "STATE")] == [True] * 6
+    assert [word in rows[0] for word in ("RUN", "ATTEMPT", "STEP", "SEALED", "USER", "OWNER", "STATE")] == [True] * 7
+    assert "PID" not in rows[0], "no column for what nothing has"
+    assert f"  {me()}  " in rows[1]
     assert "dead" in rows[1]
     assert "a restart goes on from it" in rows[1]
     assert images(cli, "--run", "other") == []
@@ -103,7 +131,7 @@ def test_clear_asks_and_removes_what_is_dead(cli, left, root):
     assert live(left).began == 0
 
 
-def test_images_of_a_running_process_are_shown_and_stay(cli, tmp_path, root):
+def test_images_of_a_running_process_are_shown_and_stay(cli, tmp_path, root, monkeypatch):
     import numpy as np
 
     import holdfast
@@ -115,7 +143,11 @@ def test_images_of_a_running_process_are_shown_and_stay(cli, tmp_path, root):
             state["w"] += 1
         assert ckpt._training.saving.memory._saver.join(30)
         found = json.loads(cli("ls", "--memory", "--json")[1])["images"]
-        assert {image["owner"] for image in found} == {"alive"}
+        assert {(image["owner"], image["pid"]) for image in found} == {("alive", os.getpid())}
+        monkeypatch.setenv("COLUMNS", "200")
+        rows = [line.split() for line in cli("ls", "--memory")[1].splitlines()]
+        place = rows[0].index("PID") - rows[0].index("USER")
+        assert {row[row.index(me()) + place] for row in rows[1:]} == {str(os.getpid())}
         assert {image["state"] for image in found} == {"its process is running"}
         assert cli("memory", "clear", "--yes")[1] == "no dead process has left an image in memory\n"
     assert images(cli) == []
@@ -150,6 +182,21 @@ def test_a_state_of_which_a_rank_is_missing_is_shown_and_not_flushed(cli, left_b
     assert out.splitlines()[-1].startswith("main/a0002/6 is written, ")
     assert cli("memory", "clear", "--yes")[0] == 0
     assert images(cli) == []
+
+
+def test_what_another_user_has_completes_nobodys_state(left_by_two):
+    """One who cannot hold this user's image could lay a copy of it."""
+    from holdfast.cli.images import judged, words
+
+    rows = judged(None, None)
+    first = next(row for row in rows if row[0].footer.rank == 0)
+    assert words(*first, rows) == "a restart goes on from it"
+    stranger = os.geteuid() + 1
+    rows = [
+        (one if one.footer.rank == 0 else replace(one, slot=replace(one.slot, user=stranger)), verdict)
+        for one, verdict in rows
+    ]
+    assert words(*first, rows) == "a restart goes on from it where rank 1 has it too: not here"
 
 
 def image_step(path):

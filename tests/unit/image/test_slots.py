@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.image import slots
-from holdfast.image.slots import Slot, SlotTable, parse_name, slot_name
+from holdfast.image.slots import Neighbours, Slot, SlotTable, parse_name, slot_name
+from memory_places import A_THIRD_USER, ANOTHER_USER, as_user, open_place
+from memory_training import fork_off
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="slots lie in shared memory on Linux only")
 
@@ -125,6 +128,99 @@ def test_a_directory_open_to_others_is_refused_and_named(tmp_path: Path, mode: i
         assert os.fstat(descriptor).st_ino == place.stat().st_ino
         assert not os.get_inheritable(descriptor)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def everything(root: Path) -> list[tuple[str, int]]:
+    return sorted((str(path.relative_to(root)), path.lstat().st_mtime_ns) for path in root.rglob("*"))
+
+
+def test_who_holds_a_slot_is_told_without_taking_it(tmp_path: Path, table: SlotTable) -> None:
+    slot = Slot(str(tmp_path), "repo/main", "0-0")
+    assert table.holder(slot) is None
+    assert list(tmp_path.iterdir()) == [], "to ask makes nothing"
+    ready, go = os.pipe(), os.pipe()
+
+    def other() -> None:
+        SlotTable().take(slot)
+        os.write(ready[1], b"r")
+        os.read(go[0], 1)
+
+    pid = fork_off(other)
+    try:
+        assert os.read(ready[0], 1)
+        before = everything(tmp_path)
+        assert table.holder(slot) == pid
+    finally:
+        os.write(go[1], b"g")
+        os.waitpid(pid, 0)
+    assert table.holder(slot) is None
+    assert everything(tmp_path) == before, "nor does it remove the lock of a dead owner"
+
+
+def test_who_asks_after_its_own_slot_keeps_it(tmp_path: Path, table: SlotTable, slot: Slot) -> None:
+    assert table.holder(slot) == os.getpid()
+
+    def other() -> None:
+        lock = os.open(own(tmp_path) / "repo" / "main" / "0-0.lock", os.O_RDWR)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        raise AssertionError("the lock is gone")
+
+    assert os.waitstatus_to_exitcode(os.waitpid(fork_off(other), 0)[1]) == 0
+
+
+def test_another_users_slot_is_never_held(tmp_path: Path, table: SlotTable) -> None:
+    with pytest.raises(PermissionError, match=f"user {ANOTHER_USER}'s"):
+        table.take(Slot(str(tmp_path), "repo/main", "0-0", ANOTHER_USER))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_looks_like_a_users_directory_is_passed_over_and_told(tmp_path: Path) -> None:
+    place, stranger = tmp_path / "shm", os.geteuid() + 1000
+    place.mkdir()
+    (place / "elsewhere").mkdir(mode=0o700)
+    (place / f"holdfast-{stranger}").mkdir(mode=0o700)
+    (place / f"holdfast-{stranger + 1}").symlink_to("elsewhere")
+    (place / f"holdfast-{stranger + 2}").write_bytes(b"")
+    os.mkfifo(place / f"holdfast-{stranger + 3}")
+    own(place).mkdir()
+    own(place).chmod(0o755)
+    for name in ("holdfast-test-x", "holdfast-", "holdfast-01", "holdfast-99999999999", "other"):
+        (place / name).mkdir(mode=0o700)
+    found = slots.neighbours(str(place))
+    assert (found.users, found.closed) == ((), 0)
+    names = [f"holdfast-{user}" for user in (os.geteuid(), *range(stranger, stranger + 4))]
+    assert [text.split(" is passed over: ")[0] for text in found.refused] == [f"{place}/{name}" for name in names]
+    own(place).chmod(0o700)
+    assert len(slots.neighbours(str(place)).refused) == 4
+    assert slots.neighbours(str(place / "none")) == Neighbours()
+
+
+def test_other_users_directories_are_looked_into_where_that_is_allowed() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may become another user")
+    with open_place() as place:
+        place.chmod(0o1777)
+        for user in (ANOTHER_USER, A_THIRD_USER):
+            theirs = place / f"holdfast-{user}" / "repo" / "main"
+            theirs.mkdir(parents=True)
+            (theirs / "0-0").write_bytes(b"x")
+            for path in (theirs, theirs.parent, theirs.parent.parent):
+                path.chmod(0o700)
+                os.chown(path, user, user)
+        assert slots.neighbours(str(place)) == Neighbours((ANOTHER_USER, A_THIRD_USER))
+        assert list(slots.occupied(str(place))) == []
+        assert list(slots.occupied(str(place), ANOTHER_USER)) == [Slot(str(place), "repo/main", "0-0", ANOTHER_USER)]
+        (place / f"holdfast-{A_THIRD_USER}" / "repo").chmod(0o750)
+        assert list(slots.occupied(str(place), A_THIRD_USER)) == [], "each step is checked"
+
+        def other() -> None:
+            assert slots.neighbours(str(place)) == Neighbours(closed=1)
+            assert list(slots.occupied(str(place), A_THIRD_USER)) == []
+
+        assert as_user(ANOTHER_USER, other) == 0
 
 
 @pytest.mark.parametrize(("words", "name"), [((3, 1), "3-1"), ((3, 1, 8), "3of8-1"), ((0, 0, 1), "0-0")])
