@@ -73,7 +73,7 @@ class Breaks:
         setattr(owner, name, broken)
 
     def everywhere(self) -> None:
-        from holdfast.engine import memory
+        from holdfast.engine import describing
         from holdfast.engine.chunks import Digester
         from holdfast.image.capture import Capturer
         from holdfast.image.lasting import LastingSlot
@@ -82,7 +82,7 @@ class Breaks:
         self.around(Capturer, "capture")
         self.around(Parked, "hand")
         self.around(Digester, "advance")
-        self.around(memory, "encode_index")
+        self.around(describing, "encode_index")
         self.around(LastingSlot, "describe")
         self.around(LastingSlot, "seal")
 
