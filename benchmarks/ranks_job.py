@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import holdfast
+
 KINDS = ("thread", "process")
 
 
@@ -154,6 +156,12 @@ class Sharded(Training):
     def dictionaries(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
+
+    def replicas(self) -> dict[str, Any]:
+        """Tensors as large as all ranks' parts together, the same on each rank, as data parallelism has them."""
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(one.shape, generator=generator) for one in super().tensors()]
+        return {"model": holdfast.replicated({str(number): one for number, one in enumerate(whole)})}
 
 
 class Restores:

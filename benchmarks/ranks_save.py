@@ -5,8 +5,10 @@
     python benchmarks/ranks_save.py --what durable --ranks 2 --gib 1
 
 Each figure is the slowest rank's, and so are one copy and one raw direct write: all ranks copy, or write, their share
-at the same time. A durable save has every rank's bytes flushed and is committed. Targets: those of P1, P2 and P4; at
-least 1.5 times faster than `dcp.save`.
+at the same time. A durable save has every rank's bytes flushed and is committed. Beside it is measured what writing by
+all ranks gains over writing by one of them, as a centralised save does: for a state of the same size of which each rank
+has all, since a part that only one rank has only that rank can write. Targets: those of P1, P2 and P4; at least 1.5
+times faster than `dcp.save`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import gc
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peers
@@ -24,8 +27,10 @@ from p2_fenced import Ours, feed_enough
 from ranks_job import KINDS, Job, Sharded, memcpy, ranks_option, removed, run
 
 import holdfast
+from holdfast.plan.assign import Strategy
 
 OURS = {"stall": "holdfast save()", "fenced": "holdfast save(), fenced", "durable": "holdfast save(wait=True)"}
+BY_ALL, BY_ONE = "holdfast save(), replicas, by all ranks", "holdfast save(), all by one rank"
 ROUNDS = 30
 PER_LEAF_S = 5e-6
 
@@ -33,6 +38,12 @@ PER_LEAF_S = 5e-6
 def options_here(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what", choices=sorted(OURS), default="stall", help="what is measured (default stall)")
     parser.add_argument("--tokens", type=int, help="fenced: of a batch (default: as many as needed, measured)")
+    parser.add_argument(
+        "--one",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="durable: also a state that every rank has all of, written by all and by one (the size more on each)",
+    )
     ranks_option(parser)
     choosing(parser, KINDS)
 
@@ -44,8 +55,18 @@ class Saves:
         self.job, self.training, self.place = job, training, place
         self.tensors = training.tensors()
 
-    def loop(self, name: str, *, wait: bool) -> tuple[holdfast.Checkpointer, Contender]:
-        checkpointer = holdfast.Checkpointer(self.place / "ours", self.training.objects(), keep=holdfast.keep.latest(1))
+    def loop(
+        self,
+        name: str,
+        *,
+        wait: bool,
+        where: str = "ours",
+        state: dict[str, Any] | None = None,
+        writers: Strategy = "balanced",
+    ) -> tuple[holdfast.Checkpointer, Contender]:
+        """`state`: where it is not the training's."""
+        state = state or self.training.objects()
+        checkpointer = holdfast.Checkpointer(self.place / where, state, keep=holdfast.keep.latest(1), writers=writers)
 
         def measure() -> float:
             checkpointer.step_done()
@@ -136,11 +157,19 @@ def durable(saves: Saves, options: argparse.Namespace) -> None:
     job = saves.job
     piece, written = saves.raw_write()
     checkpointer, own = saves.loop(OURS["durable"], wait=True)
-    contenders = [written, own, saves.dcp_durable()]
+    loops = [(checkpointer, own)]
+    if options.one:
+        state = saves.training.replicas()
+        loops.append(saves.loop(BY_ALL, wait=True, where="all", state=state))
+        loops.append(saves.loop(BY_ONE, wait=True, where="one", state=state, writers="one"))
+    contenders = [written, *(one for _, one in loops), saves.dcp_durable()]
     seconds = compare(contenders, rounds=options.rounds or ROUNDS, own=own.name, note=job.note)
-    checkpointer.close()
+    for each, _ in loops:
+        each.close()
     result = job.result("durable", seconds, saves.tensors)
     result.facts["raw_piece_mib"] = piece >> 20
+    if options.one:
+        result.facts["by_one_rank_over_by_all"] = [round(one, 3) for one in result.ratio(BY_ONE, BY_ALL)]
     text = "share of the raw direct write's speed >= 0.90"
     result.judge(Target(text, "raw O_DIRECT write", own.name, at_least=0.90))
     result.judge(Target("times faster than dcp.save >= 1.5", "dcp.save", own.name, at_least=1.5))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from holdfast.engine.writing import SaveWriter
 from holdfast.errors import SaveFailed, StoreError, StoreFull
 from holdfast.events import Committed, SaveFailedEvent
 from holdfast.image.capture import Capturer
+from holdfast.model.names import CheckpointId
 from holdfast.policy import every, on
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
@@ -114,9 +118,10 @@ def test_what_fails_on_one_rank_fails_that_save_on_all_and_no_other(
         assert one.told["committed"] == [3, 9, 12], one
         assert words in one.told["failed"]["6"], one
         assert one.status == 0
-    repo = Repo.open(open_store(plan.where))
-    steps = {name.split("/")[-2] for name in (entry.name for entry in repo.store.walk("")) if name.endswith(".index")}
-    assert len(steps) == 3, steps  # nothing is left of the one that failed
+    repo, failed = Repo.open(open_store(plan.where)), CheckpointId("main", 1, 6)
+    left = {entry.name.removeprefix(f"{failed.directory}/") for entry in repo.store.walk(failed.directory)}
+    assert left <= {"begin.json", "manifest.json"}, left  # what says that it was begun, and that it is closed
+    assert [entry.name for entry in repo.store.leftovers("")] == []
 
 
 def test_a_step_that_raises_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
@@ -161,8 +166,12 @@ def test_ranks_whose_policies_differ_are_told_the_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("more", "words"),
-    [({"run": "other"}, "run is"), ({"where": "elsewhere"}, "not one place for all ranks")],
-    ids=["run", "where"],
+    [
+        ({"run": "other"}, "run is"),
+        ({"where": "elsewhere"}, "not one place for all ranks"),
+        ({"writers": "one"}, "writers is"),
+    ],
+    ids=["run", "where", "writers"],
 )
 def test_ranks_that_mean_different_things_never_begin(tmp_path: Path, more: dict[str, Any], words: str) -> None:
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
@@ -171,6 +180,47 @@ def test_ranks_that_mean_different_things_never_begin(tmp_path: Path, more: dict
 
     for one in ended(Plan(tmp_path, 2, 3, timeout_s=10.0), work):
         assert (one.status, one.told["error"]) == (1, "RanksDisagree") and words in one.told["message"], one
+
+
+def lies_in(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def refused_by_place(plan: Plan, other: Path) -> None:
+    """Every rank says which one looks into another place, on which machine, and where."""
+
+    def work(plan: Plan, rank: int) -> Mapping[str, Any]:
+        return trained(plan, rank, **({"where": other} if rank == 1 else {}))
+
+    for one in ended(plan, work):
+        assert (one.status, one.told["error"], one.told["ranks"]) == (1, "RanksDisagree", [1]), one
+        said = one.told["message"]
+        assert "not one place for all ranks" in said and "give a directory that all ranks share" in said
+        assert f"rank 1, {other} on {socket.gethostname()}: " in said
+
+
+def test_a_copy_of_the_repository_is_found_out_before_anything_is_saved(tmp_path: Path) -> None:
+    """A checkpoint that was staged on each node, under one path: it restores, and its repository's id is the same."""
+    plan = Plan(tmp_path, 3, 3, timeout_s=8.0)
+    assert {one.status for one in ended(plan, trained)} == {0}
+    copy = Path(shutil.copytree(plan.where, tmp_path / "copy"))
+    before, copied = lies_in(plan.where), lies_in(copy)
+    refused_by_place(replace(plan, steps=6), copy)
+    assert lies_in(copy) == copied
+    new = {name: data for name, data in lies_in(plan.where).items() if before.get(name) != data}
+    assert {name.rpartition("/")[0] for name in new} == {"runs/main/a0002", "runs/main/a0002/lease"}, "the claim alone"
+    assert {one.status for one in ended(replace(plan, steps=6), trained)} == {0}
+    assert committed(plan)[-1] == 6
+
+
+def test_another_repository_of_that_name_is_found_out_when_ranks_meet(tmp_path: Path) -> None:
+    plan, other = Plan(tmp_path, 2, 3, timeout_s=8.0), tmp_path / "elsewhere"
+    for place in (plan.where, other):
+        holdfast.save({"w": np.ones(3)}, place)
+    before = lies_in(plan.where), lies_in(other)
+    refused_by_place(plan, other)
+    assert (lies_in(plan.where), lies_in(other)) == before
+    assert "another repository lies there" in (tmp_path / "rank-0.json").read_text()
 
 
 def rows(rank: int, of: int, *, begin: int = 0, whole: int = 12, kind: str = "<f8", width: int = 4) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast, get_args
 
 from holdfast.errors import UsageError
+from holdfast.plan.assign import Strategy
 from holdfast.policy import every, on
 from holdfast.policy import keep as keeping
 from holdfast.policy.keeping import KeepPolicy
@@ -81,6 +83,18 @@ def fenced(capture: object) -> bool:
             f"capture={capture!r} is neither 'eager' nor 'fenced'", subject="capture", hint='capture="fenced"'
         )
     return capture == "fenced"
+
+
+def strategy(writers: object) -> Strategy:
+    """By which ranks share out what several of them hold. UsageError for what `writers=` cannot be."""
+    known = get_args(Strategy)
+    if writers not in known:
+        raise UsageError(
+            f"writers={writers!r} is none of {', '.join(map(repr, known))}",
+            subject="writers",
+            hint='writers="balanced"',
+        )
+    return cast("Strategy", writers)
 
 
 def count(value: object, what: str, least: int = 0) -> int:

@@ -10,13 +10,14 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from holdfast.api import ownership
-from holdfast.api.arguments import count, fenced, memory_policy, policies, seconds
+from holdfast.api.arguments import count, fenced, memory_policy, policies, seconds, strategy
 from holdfast.api.claiming import Claiming, ResumeFrom
 from holdfast.api.company import Company, leaving_if_raised, refused
 from holdfast.api.disarmed import Nothing
 from holdfast.api.environment import check_platform
 from holdfast.api.familiar import Familiar
 from holdfast.api.loops import Batches, Epochs, Steps
+from holdfast.api.meeting import once_claimed
 from holdfast.api.metrics import as_floats, tag_names
 from holdfast.api.position import Position
 from holdfast.api.rehearsal import rehearsal
@@ -31,6 +32,7 @@ from holdfast.errors import ForkedProcess, UsageError
 from holdfast.events import Emitter, Sink
 from holdfast.guard.exitstatus import before_exit
 from holdfast.model.names import run_key
+from holdfast.plan.assign import Strategy
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import SavePolicy
 from holdfast.policy.watching import watched
@@ -73,6 +75,8 @@ class Checkpointer:
       them save, tag and `stop` at the same steps; what only one can know (a clock, a signal, a metric) is agreed on.
     - `ranks_timeout`: seconds that ranks wait for one that is alive and does not come, before they raise. One that is
       dead, or stopped, is found out within a minute, and in half that time at most.
+    - `writers`: who writes what several ranks hold: all of them, evenly ("balanced"); one rank each tensor ("tensor")
+      or layer ("layer"); all, in parts of 16 MiB at most ("size"); the lowest rank that holds it ("one").
     - `sinks`: take events.
     - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and,
       with `monitor` and no `save`, for `on.improve` beside the default).
@@ -101,6 +105,7 @@ class Checkpointer:
         capture: Capture = "eager",
         ranks: Ranks | None = None,
         ranks_timeout: float = 600.0,
+        writers: Strategy = "balanced",
         sinks: Iterable[Sink] = (),
         save_top_k: int | None = None,
         monitor: str | None = None,
@@ -109,18 +114,15 @@ class Checkpointer:
         max_to_keep: int | None = None,
     ) -> None:
         check_platform()
-        self._closed = False
-        self._pid = os.getpid()
+        self._closed, self._pid = False, os.getpid()
         self._training: Training | None = None
         if ownership.imported_by_worker():
             return  # a worker imports its parent's script anew: this is not the training
         ranks = find_ranks(ranks)
-        names = Familiar(save_top_k, monitor, mode, save_last, max_to_keep)
-        save, keep = names.policies(save, keep)
+        save, keep = Familiar(save_top_k, monitor, mode, save_last, max_to_keep).policies(save, keep)
         policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
-        at_a_time = count(in_flight, "in_flight=", least=1)
-        behind_fence = fenced(capture)
-        patience_s = seconds(ranks_timeout, "ranks_timeout=")
+        at_a_time, behind_fence = count(in_flight, "in_flight=", least=1), fenced(capture)
+        patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
         remembered = memory_policy(memory)
         run_key(run)
         watches = watched(policy, kept)
@@ -133,7 +135,7 @@ class Checkpointer:
         if ranks.world_size > 1:
             refused(memory=remembered)
             facts = {"memory": repr(remembered)}
-            company, repo = Company.meet(ranks, where, run, emitter, patience_s, facts=facts)
+            company, repo = Company.meet(ranks, where, run, emitter, patience_s, facts=facts, writers=writers)
         else:
             repo = Repo.create_or_open(open_store(where))
         with leaving_if_raised(company):
@@ -166,13 +168,13 @@ class Checkpointer:
             """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was
             restored when training begins."""
             if isinstance(claiming, ClaimingTogether):
-                claiming.on_claimed = saving.expect
+                claiming.on_claimed = once_claimed(claiming.company, repo, saving.expect)
             if behind_fence:
                 saving.capture_beside(state)
             self._training = Training(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
             if rehearsing is not None:
                 rehearsing.attach(self._training, snapshots, (state, data))
-        self._withdraw = before_exit(_weakly(self, saving))
+        self._withdraw = before_exit(_weakly(self._training))
 
     @property
     def step(self) -> int:
@@ -196,8 +198,9 @@ class Checkpointer:
     def restore(self) -> Restored | None:
         """Restores what `resume_from` says, once; None if there is nothing to restore.
 
-        Reads only: the run is claimed by `steps`, `epochs`, `step_done` or `save`. Raises NothingRestorable if
-        checkpoints exist and none is whole, StateMismatch if the state's structure differs.
+        Reads only: the run is claimed by `steps`, `epochs`, `step_done` or `save`. An earlier Checkpointer of this
+        process that still owns the run is closed first, and saves nothing new. Raises NothingRestorable if checkpoints
+        exist and none is whole, StateMismatch if the state's structure differs.
         """
         training = self._armed()
         return training.claiming.restore() if training is not None else None
@@ -341,7 +344,7 @@ class Checkpointer:
             return
         self._closed = True
         self._withdraw()
-        self._training.close(self, timeout, ended_well=ended_well)
+        self._training.close(timeout, ended_well=ended_well)
 
     def _claim_to_save(self, training: Training) -> None:
         """Claims the run, unless a save would then hide what nobody has restored."""
@@ -372,7 +375,7 @@ class Checkpointer:
                 "this Checkpointer was built while a worker imported the main module; it does nothing",
                 hint='put the training under if __name__ == "__main__":',
             )
-        if self._closed:
+        if self._closed or (self._training is not None and self._training.closed):
             raise UsageError(
                 "this Checkpointer is closed",
                 subject=repr(self),
@@ -381,17 +384,15 @@ class Checkpointer:
         return self._training
 
 
-def _weakly(owner: Checkpointer, saving: Saving) -> Callable[[], None]:
-    """Closes `owner` at the process's end if it still exists, without keeping it alive until then. Where it is gone,
-    what it was saving exists for as long as a thread writes it, and is awaited."""
-    held, at_work, pid = weakref.ref(owner), weakref.ref(saving), os.getpid()
+def _weakly(training: Training) -> Callable[[], None]:
+    """Closes `training` at the process's end if it still exists, without keeping it alive until then. What owns a run
+    does, whether anybody holds its Checkpointer or not."""
+    held, pid = weakref.ref(training), os.getpid()
 
     def close() -> None:
-        found, left = held(), at_work()
-        if found is not None:
+        found = held()
+        if found is not None and os.getpid() == pid:
             # Nobody said that training ended well, and no thread can be started any more: what is in flight is awaited.
-            found._close(CLOSE_DEADLINE_S, ended_well=False)
-        elif left is not None and os.getpid() == pid:
-            left.wait(CLOSE_DEADLINE_S)
+            found.close(CLOSE_DEADLINE_S, ended_well=False)
 
     return close

@@ -99,6 +99,7 @@ class Claiming:
     def restore(self) -> Restored | None:
         """Restores what `resume_from` says, once. None if there is nothing to restore."""
         if not self.done:
+            self._close_own()  # before its objects, which may be these, and the random generators are set back
             self._watch = self._watch or Watch(self._repo, self._run)
             self._newest = self._first()
             result = self._adopt() or self._restore()
@@ -175,10 +176,10 @@ class Claiming:
 
     def _close_own(self) -> None:
         """A notebook's cell that is run twice: the Checkpointer that it made before ends here."""
-        owner = ownership.live((self._repo.id, run_key(self._run)))
-        if owner is not None:
+        earlier = ownership.live((self._repo.id, run_key(self._run)))
+        if earlier is not None:
             self._say(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed")
-            owner.close()
+            earlier.give_way()
 
     def _restore_anew(self) -> None:
         self.done = False

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.handle import Save
-from holdfast.errors import HoldfastError, RanksDisagree, RanksError, UsageError, in_words
+from holdfast.engine.joint.visible import SHARE_ONE_PLACE, awaited, newest_claim, sees_claim
+from holdfast.errors import HoldfastError, NotARepository, RanksDisagree, RanksError, UsageError, in_words
 from holdfast.events import Emitter, RanksBehind, Warned
 from holdfast.model.names import run_key
+from holdfast.plan.assign import Strategy
 from holdfast.plan.naming import rank_names
 from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
 from holdfast.ranks.agreement import Agreement
@@ -47,9 +50,18 @@ def settings(timeout_s: float) -> Settings:
 class Company:
     """This process as one of the ranks of a job, in its training thread."""
 
-    def __init__(self, agreement: Agreement, run: str, emitter: Emitter, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        run: str,
+        emitter: Emitter,
+        timeout_s: float = TIMEOUT_S,
+        writers: Strategy = "balanced",
+    ) -> None:
+        """`writers`: by which all of them share out what they write."""
         self.agreement = agreement
         self.timeout_s = timeout_s
+        self.writers: Strategy = writers
         self._gone = ""
         """Why this rank leaves, where something was raised."""
         self._parted = False
@@ -72,15 +84,17 @@ class Company:
         *,
         call: str = "Checkpointer",
         facts: Mapping[str, str] | None = None,
+        writers: Strategy = "balanced",
     ) -> tuple[Company, Repo]:
         """Meets the other ranks, and opens the repository, which has to be one for all of them. `call`: what all of
         them have called; `facts`: what else has to be equal on all of them.
 
         Raises what the store raises; RanksMissing, RanksDisagree, RankFailed and RankStoreLost.
         """
-        told = {"call": f"holdfast.{call}", "run": run_key(run), "version": __version__, **(facts or {})}
+        alike = {"run": run_key(run), "version": __version__, "writers": writers}
+        told = {"call": f"holdfast.{call}", **alike, **(facts or {})}
         agreement = Agreement.open(ranks, told, timeout_s, settings(timeout_s))
-        company = cls(agreement, run, emitter, timeout_s)
+        company = cls(agreement, run, emitter, timeout_s, writers)
         agreement.session.behind = company._behind
         crashpoint("ranks met, repository not yet opened")
         try:
@@ -103,29 +117,77 @@ class Company:
 
     def _open(self, where: Where, *, create: bool = True) -> Repo:
         """The coordinator may `create` it where there is none; the others have to find the very same."""
+        phase, wrong = "opening the repository", ""
         with self.agreement.topic("place") as topic:
             if self.coordinates:
                 repo = (Repo.create_or_open if create else Repo.open)(open_store(where))
                 topic.announce(repo.id.encode())
-                wrong = ""
             else:
-                wanted = topic.hear(self.timeout_s, "opening the repository").decode()
-                found, wrong = _find(where, wanted)
-        with self.agreement.topic("same place") as topic:
-            verdict = topic.vote(not wrong, wrong, self.timeout_s, "opening the repository")
-        if not verdict:
-            said = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(verdict.reasons.items())[:8])
-            raise RanksDisagree(
-                f"{where} is not one place for all ranks ({said})",
-                subject=str(where),
-                hint="give a directory that all ranks share, by one path",
-                ranks=tuple(sorted(verdict.reasons)),
-                phase="opening the repository",
-            )
+                wanted = topic.hear(self.timeout_s, phase).decode()
+                found, wrong = self._find(where, wanted)
+        self._same_place(str(where), wrong, phase)
         if not self.coordinates:
             assert found is not None, "voted for"
             repo = found
         return repo
+
+    def _find(self, where: Where, wanted: str) -> tuple[Repo | None, str]:
+        """The repository there, if it is the one that is wanted; else why not. The coordinator may have made it a
+        moment ago."""
+        found: list[Repo] = []
+        wrong = ""
+
+        def look() -> bool:
+            nonlocal wrong
+            try:
+                found.append(Repo.open(open_store(where)))
+            except NotARepository as error:
+                wrong = error.message
+            return bool(found)
+
+        try:
+            if not awaited(look, self.timeout_s, self.agreement.session.settings.clock):
+                return None, wrong
+        except HoldfastError as error:
+            return None, error.message
+        id = found[0].id
+        if id != wanted:
+            return None, f"another repository lies there ({id[:8]}, and the coordinator's is {wanted[:8]})"
+        return found[0], ""
+
+    def claimed(self, repo: Repo) -> None:
+        """All ranks have heard of the claim of the run: now each has to see it in its own place. A repository that was
+        copied from node to node has the same id on each, and the claim on one.
+
+        Raises RanksDisagree, on all of them, where one does not see it; and what other waits for ranks do.
+        """
+        phase, wrong, run = "looking for the claim of the run", "", run_key(self._run)
+        with self.agreement.topic("claimed") as topic:
+            if self.coordinates:
+                record = newest_claim(repo, run)
+                assert record is not None, "claimed a moment ago"
+                topic.announce(f"{record.number} {record.id}".encode())
+            else:
+                number, id = topic.hear(self.timeout_s, phase).decode().split()
+                clock = self.agreement.session.settings.clock
+                if not awaited(lambda: sees_claim(repo, run, int(number), id), self.timeout_s, clock):
+                    wrong = f"a copy lies there, without attempt {number} of run {run!r}, just claimed by rank 0"
+        self._same_place(repo.url, wrong, phase)
+
+    def _same_place(self, place: str, wrong: str, phase: str) -> None:
+        """Raises RanksDisagree, on all ranks, where one has found `wrong` what lies in `place`."""
+        with self.agreement.topic("same place") as topic:
+            own = f"{place} on {socket.gethostname()}: {wrong}"
+            verdict = topic.vote(not wrong, own, self.timeout_s, phase)
+        if not verdict:
+            said = "; ".join(f"rank {rank}, {reason}" for rank, reason in sorted(verdict.reasons.items())[:8])
+            raise RanksDisagree(
+                f"{place} is not one place for all ranks ({said})",
+                subject=place,
+                hint=SHARE_ONE_PLACE,
+                ranks=tuple(sorted(verdict.reasons)),
+                phase=phase,
+            )
 
     # -- saves that only some ranks can know of ------------------------------------------------------------------------
 
@@ -212,17 +274,6 @@ def leaving_if_raised(company: Company | None) -> Iterator[None]:
         if company is not None:
             company.leave(error)
         raise
-
-
-def _find(where: Where, wanted: str) -> tuple[Repo | None, str]:
-    """The repository there, if it is the one that is wanted; else why not."""
-    try:
-        repo = Repo.open(open_store(where))
-    except HoldfastError as error:
-        return None, error.message
-    if repo.id != wanted:
-        return None, f"another repository lies there ({repo.id[:8]}, and the coordinator's is {wanted[:8]})"
-    return repo, ""
 
 
 def refused(*, memory: SavePolicy | None) -> None:

@@ -100,16 +100,27 @@ class Epochs(Iterator[int]):
         if counters.batch == 0 or training.position.data is None:
             training.position.settle()
         self.began_step = counters.step
+        if training.position.data is None:
+            training.open_step()  # a body that takes its batches elsewhere is one step
+            self.group = 1
         self._open = True
         return counters.epoch
 
+    @property
+    def unused(self) -> bool:
+        """Whether a body is running that has taken no batch of its epoch: it may take its batches elsewhere."""
+        return self._open and self._took_nothing
+
+    @property
+    def _took_nothing(self) -> bool:
+        counters = self._training.position.counters
+        return self.group == 0 and counters.step == self.began_step and counters.batch == 0
+
     def _end_epoch(self, *, ending: bool) -> None:
-        training = self._training
-        used_nothing = self.group == 0 and training.position.counters.step == self.began_step
-        if used_nothing and training.position.counters.batch == 0:
-            training.open_step()  # a body that takes its batches elsewhere is one step
+        if self._took_nothing:
+            self._training.open_step()  # it has taken them elsewhere, though there are some here
             self.group = 1
-        training.end_epoch(ending=ending)
+        self._training.end_epoch(ending=ending)
         self.group = 0
 
 

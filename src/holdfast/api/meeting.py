@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import Literal
 
 from holdfast.api.company import Company, leaving_if_raised
+from holdfast.api.restored import Restored
 from holdfast.api.together import attempt_of
 from holdfast.errors import RanksMissing
 from holdfast.events import Emitter
+from holdfast.plan.assign import Strategy
 from holdfast.ranks.contract import Ranks
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.records import encode_attempt
@@ -27,11 +29,12 @@ def meeting(
     *,
     call: Literal["save", "load"],
     facts: Mapping[str, str],
+    writers: Strategy = "balanced",
 ) -> Iterator[tuple[Company, Repo]]:
     """This process among the ranks, and the repository, for as long as the block lasts: what is raised within it is
     told to the others. Raises what `Company.meet` does."""
     try:
-        company, repo = Company.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts)
+        company, repo = Company.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts, writers=writers)
     except RanksMissing as error:
         alone = f"every rank of the job calls holdfast.{call}; one that is to {call} by itself: ranks=holdfast.Solo()"
         raise RanksMissing(
@@ -42,8 +45,32 @@ def meeting(
     company.part(timeout_s, well=True)
 
 
+def once_claimed(
+    company: Company, repo: Repo, then: Callable[[Restored | None], None]
+) -> Callable[[Restored | None], None]:
+    """What each rank does when it has heard of the claim: sees it in its own place, and `then`. A rank that writes all
+    that several hold, or nothing of it, has no use for memory that is for an equal share."""
+
+    def claimed(restored: Restored | None) -> None:
+        company.claimed(repo)
+        if company.writers != "one":
+            then(restored)
+
+    return claimed
+
+
 def agreed_attempt(repo: Repo, company: Company, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
-    """What `find` gives on the coordinator, an attempt and a step, on all ranks."""
+    """What `find` gives on the coordinator, an attempt and a step, on all ranks, which save in one place."""
+    attempt, step = _told(repo, company, find)
+    try:
+        company.claimed(repo)
+    except BaseException:
+        attempt.release()
+        raise
+    return attempt, step
+
+
+def _told(repo: Repo, company: Company, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
     with company.agreement.topic("claim") as topic:
         if not company.coordinates:
             number, _, record = topic.hear(company.timeout_s, "the claim of the run").partition(b"\n")

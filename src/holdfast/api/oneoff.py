@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast.api import ownership
-from holdfast.api.arguments import seconds
+from holdfast.api.arguments import seconds, strategy
 from holdfast.api.company import TIMEOUT_S, Company
 from holdfast.api.environment import check_platform, environment
 from holdfast.api.meeting import agreed_attempt, meeting
@@ -23,6 +24,7 @@ from holdfast.errors import CheckpointNotFound, Superseded, UsageError
 from holdfast.events import Emitter, Sink
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId, run_key
+from holdfast.plan.assign import Strategy
 from holdfast.ranks.contract import Ranks
 from holdfast.ranks.detection import find_ranks
 from holdfast.ranks.solo import Solo
@@ -43,6 +45,12 @@ _attempts: dict[ownership.Key, tuple[Attempt, int]] = {}
 _loaded: dict[ownership.Key, CheckpointId] = {}
 """What this process last loaded from each run: the parent of its next attempt."""
 _lock = threading.Lock()
+CLAIMS = 3
+"""How often a claim is made anew because another process committed meanwhile."""
+
+
+class _Newer(Exception):
+    """Another process has committed since `latest` was asked; no claim was put."""
 
 
 def save(
@@ -53,27 +61,30 @@ def save(
     run: str = "main",
     ranks: Ranks | None = None,
     ranks_timeout: float = TIMEOUT_S,
+    writers: Strategy = "balanced",
     sinks: Sequence[Sink] = (),
 ) -> Checkpoint:
     """Saves `state` and returns once it is committed. `step=None` is the one after `latest`.
 
     Everything is kept. In a job of several processes (torch.distributed is initialised, or `ranks` tells of them) every
     rank calls it with its own part of the state, and one checkpoint is made of all; `ranks_timeout` is for how many
-    seconds they wait for one that does not come. One that saves by itself there passes `ranks=holdfast.Solo()`.
+    seconds they wait for one that does not come. One that saves by itself there passes `ranks=holdfast.Solo()`. What
+    several ranks hold is written by all of them, or as `writers` says (see Checkpointer).
 
     Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live process owns the run
     (UsageError if a Checkpointer of this one trains it), errors of the store, and of several ranks RanksMissing,
     RanksDisagree, RankFailed and ShardMismatch; the checkpoints that were there stay as they are.
     """
     check_platform()
-    patience_s = seconds(ranks_timeout, "ranks_timeout=")
+    patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step={step!r} is no number of completed steps", subject="step")
     emitter, where = Emitter.of(sinks), rehearsed(where)
     ranks = find_ranks(ranks)
     if ranks.world_size > 1:
         facts = {"step": "the next" if step is None else str(step)}
-        with meeting(ranks, where, run, emitter, patience_s, call="save", facts=facts) as (company, repo):
+        met = meeting(ranks, where, run, emitter, patience_s, call="save", facts=facts, writers=writers)
+        with met as (company, repo):
             return _saved(repo, flatten(state), run, step, emitter=emitter, company=company)
     flattened = flatten(state)
     with _lock:
@@ -95,7 +106,7 @@ def _saved(
         party = None
     else:
         attempt, number = agreed_attempt(repo, company, lambda: _attempt(repo, run, key, step))
-        party = Together(repo, company.agreement, deadline_s=company.timeout_s)
+        party = Together(repo, company.agreement, strategy=company.writers, deadline_s=company.timeout_s)
     saver = Saver(repo, run, emitter=emitter, lasting=False, party=party)
     saver.attempt = attempt
     try:
@@ -113,21 +124,41 @@ def _saved(
 
 def _attempt(repo: Repo, run: str, key: ownership.Key, step: int | None) -> tuple[Attempt, int]:
     """This process's attempt for the run if `step` lies above its last one and nobody has claimed since; else a new
-    one."""
-    newest = latest(repo, run)
-    number = step if step is not None else (newest.step + 1 if newest is not None else 0)
-    held = _attempts.get(key)
-    if held is not None and number > held[1]:
+    one, which goes on from what an owner that it waited for has committed at its end."""
+    withdrawn: set[int] = set()
+    for _ in range(CLAIMS):
+        newest = latest(repo, run, withdrawn=withdrawn)
+        number = step if step is not None else (newest.step + 1 if newest is not None else 0)
+        held = _attempts.get(key)
+        if held is not None and number > held[1]:
+            try:
+                held[0].check()
+            except Superseded:
+                pass  # not ours any more: a new attempt it is
+            else:
+                return held[0], number
+        parent = _loaded.get(key, newest)
+        if parent is not None and not repo.exists(parent):
+            parent = newest
         try:
-            held[0].check()
-        except Superseded:
-            pass  # not ours any more: a new attempt it is
-        else:
-            return held[0], number
-    parent = _loaded.get(key, newest)
-    if parent is not None and not repo.exists(parent):
-        parent = newest
-    return claim(repo, run, parent), number
+            attempt = claim(repo, run, parent, look=partial(_look_again, repo, run, newest, withdrawn))
+        except _Newer:
+            continue
+        if latest(repo, run, below=attempt.number, withdrawn=withdrawn) == newest:
+            return attempt, number
+        withdrawn.add(attempt.number)
+        attempt.release()
+    raise Superseded(
+        f"another process keeps committing to run {run!r} while this one saves to it",
+        subject=run,
+        hint=f"holdfast ls {repo.url} --run {run}",
+    )
+
+
+def _look_again(repo: Repo, run: str, newest: CheckpointId | None, withdrawn: set[int]) -> None:
+    """Before the claim is put: whether what it would go on from is still the newest."""
+    if latest(repo, run, withdrawn=withdrawn) != newest:
+        raise _Newer
 
 
 def load(

@@ -1,5 +1,5 @@
-"""Which Checkpointers live in this process: a second one on the same run closes the first (a notebook's cell run
-twice)."""
+"""Which runs this process trains: a second Checkpointer on the same run closes the first (a notebook's cell run
+twice), also where nobody holds that any more."""
 
 from __future__ import annotations
 
@@ -8,36 +8,47 @@ import sys
 import threading
 import weakref
 from types import FrameType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 Key = tuple[str, str]
 """Repository id and the run's directory key."""
 
 
-class Closable(Protocol):
-    def close(self) -> None: ...
+class Training(Protocol):
+    """What owns a run, until it is closed."""
+
+    def give_way(self) -> None:
+        """Ends it, for another one: what is in flight is awaited, and nothing new is saved."""
+        ...
 
 
-_live: dict[Key, weakref.ref[Closable]] = {}
+class _Owner(NamedTuple):
+    checkpointer: weakref.ref[object]
+    """It may be gone without having been closed: what owns the run is there all the same."""
+    training: Training
+
+
+_live: dict[Key, _Owner] = {}
 _lock = threading.Lock()
 
 
-def live(key: Key) -> Closable | None:
-    """The Checkpointer of this process that owns the run, if there is one."""
+def live(key: Key) -> Training | None:
+    """What owns the run in this process, if anything does."""
     with _lock:
         found = _live.get(key)
-    return found() if found is not None else None
+    return found.training if found is not None else None
 
 
-def register(key: Key, owner: Closable) -> None:
+def register(key: Key, training: Training, checkpointer: object) -> None:
     with _lock:
-        _live[key] = weakref.ref(owner)
+        _live[key] = _Owner(weakref.ref(checkpointer), training)
 
 
-def unregister(key: Key, owner: Closable) -> None:
+def unregister(key: Key, owner: object) -> None:
+    """`owner`: the training, or its Checkpointer. Does nothing where another one owns the run."""
     with _lock:
         found = _live.get(key)
-        if found is not None and found() in (owner, None):
+        if found is not None and (owner is found.training or owner is found.checkpointer()):
             del _live[key]
 
 

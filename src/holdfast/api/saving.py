@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from holdfast.api.company import Company
 from holdfast.api.late import Late
+from holdfast.api.line import Line
 from holdfast.api.remembering import Remembering
 from holdfast.api.remembering_together import remembering
 from holdfast.api.restored import Restored
@@ -34,11 +35,9 @@ from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy, divided
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.deadline import within
-from holdfast.repo.lineage import walk
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened
 from holdfast.state.registry import gate
-from holdfast.upkeep.facts import known_metrics
 
 OnBusy = Literal["wait", "skip"]
 OnError = Literal["warn", "raise"]
@@ -90,7 +89,9 @@ class Saving:
                 emitter=emitter,
                 warn=self.warn,
             )
-        party = Together(repo, company.agreement, deadline_s=company.timeout_s) if company is not None else None
+        party: Together | None = None
+        if company is not None:
+            party = Together(repo, company.agreement, strategy=company.writers, deadline_s=company.timeout_s)
         self.saver = Saver(
             repo,
             run,
@@ -119,8 +120,7 @@ class Saving:
         self._exit_status = ExitStatus(f"run {run}")
         self._late = Late(repo, warn=self.warn)
         self._unlogged = Unlogged(policy, self.warn)
-        self._before: list[tuple[Save, dict[str, float]]] = []
-        """The saves before on this line of training, oldest first, with the metrics that the policy asks by."""
+        self._line = Line(policy)
         self.spent = Spent()
         self.tally = Tally()
         self._first_step = 0
@@ -161,7 +161,7 @@ class Saving:
             self.last = Save(restored, "", reason="restored")
             self.last.end()
             self.tally.durable_s = self._started_s
-            self._remember_line(attempt)
+            self._line.begin(self.repo, self.run, attempt)
 
     def decide(self, moment: Moment) -> Decision:
         self._unlogged.asked(moment, self._first_step, self._judging)
@@ -173,7 +173,7 @@ class Saving:
             first_step=self._first_step,
             last_saved_step=self.last.step if self.last is not None else None,
             last_saved_s=self._last_saved_s,
-            saved=[metrics for save, metrics in self._before if save.state != "failed"],
+            saved=self._line.metrics(),
             stalls_s=self.spent.stalls_s,
             stalled_s=self.spent.stalled_s,
             persist_s=self.spent.persist_s,
@@ -238,7 +238,7 @@ class Saving:
         if self.memory is not None and save.done and not save.committed:
             self.memory.not_saved(step)
         self.last = save
-        self._remember(save, about.metrics)
+        self._line.add(save, about.metrics)
         self.spent.add(save, time.monotonic() - due_s)
         return save
 
@@ -308,7 +308,7 @@ class Saving:
         self._unlogged.seen(metrics)
         if self._coordinates:
             self._late.note(save, metrics)
-        self._remember(save, metrics)
+        self._line.add(save, metrics)
         self._write_late(NOTE_DEADLINE_S)
 
     def tag(self, save: Save, names: Sequence[str]) -> None:
@@ -362,24 +362,6 @@ class Saving:
             within(timeout, f"noting metrics of run {self.run}", self._late.write, subject=self.run)
         except DeadlineExceeded as error:
             self.warn(str(error))
-
-    def _remember_line(self, attempt: Attempt) -> None:
-        """What was saved before on the line of training that the restored checkpoint ends."""
-        if self.policy.metrics():
-            for id in walk(self.repo, self.run, below=attempt.number + 1):
-                save = Save(id, "", reason="restored")
-                save.end()
-                self._before.insert(0, (save, known_metrics(self.repo, id)))
-
-    def _remember(self, save: Save, metrics: Mapping[str, float]) -> None:
-        """Metrics of a save, also those that come late: the next decision compares with them."""
-        wanted = {name: value for name, value in metrics.items() if name in self.policy.metrics()}
-        for known, before in reversed(self._before):
-            if known.id == save.id:
-                before.update(wanted)
-                return
-        if wanted:
-            self._before.append((save, wanted))
 
     def _ended(self, save: Save) -> None:
         """In the writing thread, after each save."""

@@ -11,15 +11,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.api import ownership
+from holdfast.api.belated import Belated
 from holdfast.api.claiming import Claiming
+from holdfast.api.ending import await_saves, say_what_is_left
 from holdfast.api.leaving import Leaving
 from holdfast.api.loops import Epochs, Steps
 from holdfast.api.position import Position
 from holdfast.api.saving import Saving
 from holdfast.api.snapshot import Moment, Snapshots
+from holdfast.api.taking import Taking
 from holdfast.engine.handle import Save
-from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
-from holdfast.model.names import CheckpointId, run_key
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.model.names import run_key
 from holdfast.policy import saving as asking
 from holdfast.repo.attempts import Attempt
 
@@ -43,6 +46,7 @@ class Training:
         self.stopping = False
         self.on_step: Callable[[Training], None] | None = None
         """Called after each step, and after each epoch, before anything is saved for it."""
+        self.closed = False
         self.open = False
         """Whether the body of a step is running, or was left before its end."""
         self.between = False
@@ -53,12 +57,14 @@ class Training:
         self._foreign_loop = False
         """Whether somebody else's loop tells when a step is done."""
         self._requested: tuple[Save, bool] | None = None
-        self._metrics: dict[str, float] = {}
+        self._taking = Taking(saving, snapshots, claiming, position)
+        self._early: dict[str, float] = {}
+        """Metrics of an epoch's body that has taken no batch yet: of the step before if it takes one, else of its
+        own."""
         self._tags: list[str] = []
         """Of the step that is open."""
         self._moment: Moment | None = None
-        self._completed: Moment | None = None
-        """The last completed step, where a metric that comes late may yet ask for its save."""
+        self._belated = Belated(saving, snapshots, self._taking)
 
     @property
     def step(self) -> int:
@@ -70,7 +76,7 @@ class Training:
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
-    def enter(self, owner: ownership.Closable) -> None:
+    def enter(self, checkpointer: object) -> None:
         """A loop begins: restored, claimed, and no step left open by an earlier one."""
         if self.open:
             raise UsageError(
@@ -80,16 +86,17 @@ class Training:
             )
         with self._leaving.undisturbed():
             self.claiming.restore()
-            self.claim(owner)
+            self.claim(checkpointer)
+        self._settle_early()
 
-    def claim(self, owner: ownership.Closable) -> None:
+    def claim(self, checkpointer: object) -> None:
         """Makes this process the run's owner, once; from then on signals are watched."""
         if self.saving.attempt is not None:
             return
         if not self.claiming.done and not self.claiming.exists():
             self.claiming.restore()
         attempt = self.claiming.claim()
-        ownership.register(self.key, owner)
+        ownership.register(self.key, self, checkpointer)
         self._begin(attempt)
         self._leaving.install()
 
@@ -109,14 +116,19 @@ class Training:
 
     def open_step(self, *, given_batch: bool = False) -> None:
         """The body of a step begins. `given_batch`: one is counted that this step is still to be trained on."""
-        if not given_batch:
+        self._refuse_if_closed()
+        if given_batch:
+            self._settle_early()
+        else:
             self._heed_signal()
-        self._metrics = {}
+        self._taking.metrics, self._early = self._early, {}
         self.open = True
-        self._moment = self._completed = None
+        self._moment = None
+        self._belated.forget()
 
     def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None:
         """The body of a step has come to its end: it counts, and is saved if something asks for it."""
+        self._refuse_if_closed()
         with self._leaving.undisturbed():
             self.open = False
             self.position.counters.step += 1
@@ -125,12 +137,19 @@ class Training:
 
     def end_epoch(self, *, ending: bool) -> None:
         """An epoch's body has come to its end."""
+        self._refuse_if_closed()
         with self._leaving.undisturbed():
             if self.open:
                 self.open = False
                 self.position.counters.step += 1
             self.position.end_epoch()
             self._consider(epoch_ended=True, ending=ending)
+
+    def _refuse_if_closed(self) -> None:
+        """What the state is now, nobody knows: the Checkpointer that closed this one may have restored it."""
+        if self.closed:
+            hint = "build a new one: it resumes from the last checkpoint"
+            raise UsageError("the Checkpointer of this loop is closed", subject=self.run, hint=hint)
 
     def leave_loop(self) -> None:
         """The loop is over."""
@@ -139,7 +158,7 @@ class Training:
             self._heed_signal()
             self.between = False
         self.loop = None
-        self._await_late_metrics()
+        self._belated.remember()
 
     def leave_batches(self) -> None:
         """No step follows now: an evaluation may, which has weights of its own in the model for a while. A signal that
@@ -151,26 +170,39 @@ class Training:
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is completed in a loop that somebody else owns."""
-        self._metrics = dict(metrics)
+        self._taking.metrics = dict(metrics)
         self.saving.seen(metrics)
         self._foreign_loop = True
         self.position.counters.step = step - 1
         self.open = True
-        self._completed = None
+        self._belated.forget()
         self.complete_step()
-        self._await_late_metrics()
+        self._belated.remember()
 
     # -- what the user asks for ----------------------------------------------------------------------------------------
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Metrics of the open step; outside, of the last completed one, noted if its checkpoint is taken already."""
+        if isinstance(self.loop, Epochs) and self.loop.unused:
+            self._early.update(metrics)
+            self.saving.seen(metrics)
+            return
+        self._log(metrics)
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
         last = self.saving.last
         if not self.open and last is not None and last.step == self.step:
             self.saving.note(last, metrics)
-        self._metrics.update(metrics)
+        self._taking.metrics.update(metrics)
         self.saving.seen(metrics)
         if not self.open and metrics.keys() & self.saving.policy.metrics():
             self._consider_late()
+
+    def _settle_early(self) -> None:
+        """Metrics that came before the first batch of an epoch belong to the step before it."""
+        early, self._early = self._early, {}
+        if early:
+            self._log(early)
 
     def tag(self, names: Sequence[str]) -> None:
         """Tags the open step, which is then saved at its end; outside, the last completed one, which is saved at once
@@ -182,7 +214,7 @@ class Training:
             self.saving.tag(last, names)
         else:
             with self._leaving.undisturbed():
-                self._take_tagged(names)
+                self._taking.tagged(names)
 
     def save(self, *, wait: bool) -> Save:
         """Saves now; inside a step at its end; where nothing is new, the last save with a warning."""
@@ -192,8 +224,7 @@ class Training:
         last = self.saving.last
         if last is None or last.step < self.step:
             with self._leaving.undisturbed():
-                taken = self._take("asked for", wait=wait)
-            last = taken or last
+                last = self._taking.take("asked for", wait=wait) or last
             assert last is not None, "a save is skipped only because of one before"
         else:
             warnings.warn(
@@ -218,37 +249,41 @@ class Training:
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
-    def close(self, owner: ownership.Closable, timeout: float, *, ended_well: bool) -> None:
-        """Waits for what is in flight, gives the run back, puts signal handlers back, and says what is left undone."""
+    def give_way(self) -> None:
+        """Another Checkpointer of this process takes the run. As at the process's end nothing new is saved: nobody has
+        said that training ended here, and its objects may have been changed since its last step."""
+        self.close(CLOSE_DEADLINE_S, ended_well=True, replaced=True)
+
+    def close(self, timeout: float, *, ended_well: bool, replaced: bool = False) -> None:
+        """Waits for what is in flight, gives the run back, puts signal handlers back, and says what is left undone.
+        Once."""
+        if self.closed:
+            return
+        self.closed = True
         self._leaving.hold_back()
         until = time.monotonic() + timeout
         spare = min(GIVE_BACK_S, timeout / 4)
         try:
-            self._wait_until(until - spare)  # first: the last save is not to wait for a store that hangs
-            if ended_well:
+            await_saves(self.saving, until - spare)  # first: the last save is not to wait for a store that hangs
+            self._settle_early()
+            if ended_well and not replaced:
                 self._last_save()
-                self._wait_until(until - spare)
+                await_saves(self.saving, until - spare)
         except BaseException:
-            self._end(owner, spare, quietly=True)
+            self._end(spare, quietly=True)
             raise
-        self._end(owner, spare, well=ended_well)
-        self._say_what_is_left()
+        self._end(spare, well=ended_well)
+        incomplete = self.open and self.saving.attempt is not None
+        say_what_is_left(self.saving, self.step, incomplete=incomplete, replaced=replaced and self._lacks_last_save)
         if ended_well:
             self.saving.raise_failure()
             if self._leaving.owed and sys.exc_info()[0] is None:
                 self._leaving.leave()  # for what came behind the last step of several ranks, or while this was closing
 
-    def _wait_until(self, until: float) -> None:
-        try:
-            self.saving.wait(max(until - time.monotonic(), 0.0))
-        except DeadlineExceeded as error:
-            self.saving.hangs(error)
-            raise
-
-    def _end(self, owner: ownership.Closable, timeout: float, *, quietly: bool = False, well: bool = False) -> None:
+    def _end(self, timeout: float, *, quietly: bool = False, well: bool = False) -> None:
         """Gives everything back. `quietly`: something worse is being raised already, and the rest is a warning."""
         self._leaving.restore()
-        ownership.unregister(self.key, owner)
+        ownership.unregister(self.key, self)
         try:
             self.saving.give_back(timeout)
         except HoldfastError as error:
@@ -262,28 +297,17 @@ class Training:
     def _last_save(self) -> None:
         """A loop that somebody else owns ends here. The others have told so themselves, and what is done to the state
         after them belongs to no step."""
-        if self.saving.attempt is None or not self._foreign_loop or not self._unsaved():
+        if not self._lacks_last_save:
             return
         alone = self.saving.company is None
         moment = self._asked(ending=True, signal=self._leaving.signal if alone else None)
         decision = self.saving.decide(moment)
         if decision.save or self.stopping:
-            self._take(decision.reason if decision.save else STOPPED, wait=False, must=True)
+            self._taking.take(decision.reason if decision.save else STOPPED, wait=False, must=True)
 
-    def _say_what_is_left(self) -> None:
-        self.saving.warn_of_unlogged_metrics()
-        if self.open and self.saving.attempt is not None:
-            last = self.saving.last
-            since = (
-                f"the last checkpoint is step {last.step}"
-                if last is not None and last.committed
-                else "there is no checkpoint"
-            )
-            warnings.warn(
-                f"holdfast: step {self.step + 1} was left incomplete and is not saved; {since}",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+    @property
+    def _lacks_last_save(self) -> bool:
+        return self.saving.attempt is not None and self._foreign_loop and self._taking.unsaved
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
@@ -303,14 +327,15 @@ class Training:
         tags, self._tags = self._tags, []
         if requested is not None:
             self.saving.tag(requested[0], tags)
-            self._take_requested(*requested)
+            handle, wait = requested
+            self._taking.requested(handle, wait=wait, must=bool(tags) or moment.ending, eager=moment.ending)
         elif tags:
-            self._take_tagged(tags, decision.reason if decision.save else "", wait=signal is not None)
+            self._taking.tagged(tags, decision.reason if decision.save else "", wait=signal is not None)
         elif decision.save:
-            self._take(decision.reason, wait=signal is not None, must=moment.ending, eager=moment.ending)
-        elif self.stopping and self._unsaved():
-            self._take(STOPPED, wait=False, must=True)
-        self._remember(moment)
+            self._taking.take(decision.reason, wait=signal is not None, must=moment.ending, eager=moment.ending)
+        elif self.stopping and self._taking.unsaved:
+            self._taking.take(STOPPED, wait=False, must=True)
+        self._taking.in_memory(moment)
         if signal is not None:
             self._leave(signal)
         if isinstance(self.loop, Epochs) and (epoch_ended or self.position.at_end):
@@ -325,12 +350,12 @@ class Training:
             epoch_ended=epoch_ended,
             ending=ending,
             signal=signal,
-            metrics=self._metrics,
+            metrics=self._taking.metrics,
         )
 
     def _keep_moment(self) -> None:
         """Remembers how the state is now, so that a signal outside any step can still save it."""
-        if self._leaving.watched and self._unsaved():
+        if self._leaving.watched and self._taking.unsaved:
             self._moment = self._snapshots.moment()
 
     def _heed_signal(self) -> None:
@@ -341,77 +366,17 @@ class Training:
         moment = self._asked(ending=True, signal=signal)
         decision = self.saving.decide(moment)
         if decision.save:
-            self._take(decision.reason, wait=True, must=True, eager=True)
+            self._taking.take(decision.reason, wait=True, must=True, eager=True)
         self._leave(signal)
-
-    def _remember(self, moment: asking.Moment) -> None:
-        """Keeps the step in memory, where that is due and no save has just done it."""
-        memory = self.saving.memory
-        if memory is None or moment.signal is not None:
-            return
-        decision = memory.decide(moment)
-        if decision.save:
-            about = self._snapshots.about(parent=self._parent(), metrics=self._metrics, reason=decision.reason)
-            memory.take(self._snapshots.now(), self.step, about, eager=moment.ending)
-
-    def _take_requested(self, handle: Save, wait: bool) -> None:
-        handle.inside_step = False
-        if self._take(handle.reason, wait=wait, handle=handle) is None:
-            handle.end(self.saving.turns.skipped(handle.step))
-        if wait:
-            handle.wait()
-
-    def _take_tagged(self, tags: Sequence[str], reason: str = "", *, wait: bool = False) -> None:
-        """A tag asks for a save of its step, which is never skipped."""
-        reason = "; ".join([*([reason] if reason else []), f"tagged {', '.join(tags)}"])
-        handle = self.saving.saver.plan_save(self.step, reason=reason)
-        self.saving.tag(handle, tags)
-        if self._take(reason, wait=wait, must=True, handle=handle) is None:
-            handle.end(self.saving.turns.skipped(handle.step))
-
-    def _await_late_metrics(self) -> None:
-        """Remembers how the state is now, where a metric that has not come yet may still ask for this step."""
-        late = self.saving.policy.metrics() - self._metrics.keys()
-        if late and self.saving.attempt is not None and self._unsaved():
-            self._completed = self._snapshots.moment()
 
     def _consider_late(self) -> None:
         """A metric came after its step. Inside `epochs` the end of the epoch asks for the save; else it is taken now,
         unless the state has gone on from what it was at that step."""
-        before = self._completed
-        if before is None or before.step != self.step or not self._unsaved():
-            return
-        moment = asking.Moment(step=self.step, now_s=time.monotonic(), metrics=self._metrics)
-        decision = self.saving.decide(moment)
-        if not decision.save:
-            return
-        with self._leaving.undisturbed():
-            if self._snapshots.same_state(before):
-                self._take(decision.reason, wait=False)
-            else:
-                self._completed = None
-                self.saving.warn(
-                    f"step {self.step} is not saved, though {decision.reason}: the state has changed since that step; "
-                    "log what belongs to a step before training goes on"
-                )
-
-    def _take(
-        self, reason: str, *, wait: bool, must: bool = False, handle: Save | None = None, eager: bool = False
-    ) -> Save | None:
-        due_s = time.monotonic()
-        flattened = self._snapshots.now()
-        about = self._snapshots.about(parent=self._parent(), metrics=self._metrics, reason=reason)
-        return self.saving.take(
-            flattened, self.step, about, wait=wait, must=must, handle=handle, eager=eager, due_s=due_s
-        )
-
-    def _unsaved(self) -> bool:
-        last = self.saving.last
-        return last is None or last.step < self.step
-
-    def _parent(self) -> CheckpointId | None:
-        last = self.saving.last
-        return last.id if last is not None and last.committed else self.claiming.parent
+        reason = self._belated.reason()
+        if reason:
+            with self._leaving.undisturbed():
+                if self._belated.still_there(reason):
+                    self._taking.take(reason, wait=False)
 
     # -- signals -------------------------------------------------------------------------------------------------------
 
@@ -424,12 +389,8 @@ class Training:
             return
         self._leaving.hold_back()
         moment, self._moment = self._moment, None
-        if moment is not None and moment.step == self.step and self._unsaved() and self._snapshots.untouched(moment):
-            reason = f"{name} came"
-            about = self._snapshots.about(
-                parent=self._parent(), metrics=self._metrics, reason=reason, progress=moment.progress
-            )
-            self.saving.take(moment.flattened, moment.step, about, wait=True, must=True)
+        if moment is not None:
+            self._taking.as_it_was(moment, f"{name} came")
         self._leave()
 
     def _leave(self, name: str | None = None) -> None:

@@ -27,6 +27,7 @@ class SignalWatch:
 
     - An earlier Python handler is called after the note is made, except the one that turns SIGINT into
       KeyboardInterrupt. If it leaves by SystemExit or KeyboardInterrupt, that waits in `deferred`: saving comes first.
+      So it does where the earlier one is another watch, whose training has nothing left to finish.
     - A second SIGINT raises KeyboardInterrupt at once.
     - Where the process was told to ignore SIGINT (a background job of a shell), it stays ignored.
     - Watches may be nested and restored in any order. A forked child has the earlier handlers back.
@@ -110,12 +111,12 @@ class SignalWatch:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-        if isinstance(getattr(earlier, "__self__", None), SignalWatch):
-            _pass_on(earlier, number, frame)
-        elif callable(earlier) and earlier is not signal.default_int_handler:
+        if callable(earlier) and earlier is not signal.default_int_handler:
             try:
                 earlier(number, frame)
             except (SystemExit, KeyboardInterrupt) as leaving:
+                if number == signal.SIGINT and any(watch._interrupts > 1 for watch in _installed):
+                    raise  # a second one, for a watch below this one
                 self.deferred = self.deferred or leaving
         if self.notify is not None:
             self.notify()

@@ -1,19 +1,28 @@
-"""Saves that one rank of several wishes for: once for each reason, and never for one that is just being taken."""
+"""Ranks that meet: in one place, and of one mind about who writes what. And saves that one of them wishes for: once for
+each reason, and never for one that is just being taken."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tests.joint_ranks import together
 
+import holdfast
 from holdfast.api.company import Company
 from holdfast.api.turns import Turns
-from holdfast.errors import DeadlineExceeded, RanksDisagree
+from holdfast.engine.joint import visible
+from holdfast.errors import DeadlineExceeded, ObjectNotFound, RanksDisagree, UsageError
 from holdfast.events import Emitter
 from holdfast.model import canonical
 from holdfast.policy import every, on
 from holdfast.policy.saving import Moment, SaveHistory
+from holdfast.ranks.memory import ThreadRanks
 from holdfast.ranks.proposals import Proposal
+from holdfast.store.backends.memory import MemoryStore
+from holdfast.store.contract import Reader
 
 
 class Agreed:
@@ -112,3 +121,112 @@ def test_who_cannot_begin_a_save_since_the_one_before_hangs_tells_the_others() -
     with pytest.raises(DeadlineExceeded):
         found.await_for(7, must=True)
     assert missed == [7]
+
+
+# -- one place ---------------------------------------------------------------------------------------------------------
+
+
+class Late(MemoryStore):
+    """As a network file system looks from a node that has remembered for a while that a name was absent."""
+
+    def __init__(self, name: str, times: int) -> None:
+        super().__init__(name)
+        self.times = times
+        self.unseen: dict[str, int] = {}
+
+    def _look(self, name: str) -> None:
+        file = name.rpartition("/")[2]
+        if file in ("holdfast.json", "attempt.json", "begin.json"):
+            self.unseen[file] = self.unseen.get(file, 0) + 1
+            if self.unseen[file] <= self.times:
+                raise ObjectNotFound(f"{name} is not there yet", subject=name)
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        self._look(name)
+        return super().get(name, limit=limit)
+
+    def open(self, name: str) -> Reader:
+        self._look(name)
+        return super().open(name)
+
+
+def test_what_a_place_shows_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visible, "POLL_S", 0.001)
+    stores = [MemoryStore("late"), Late("late", 2)]
+    stores[0].place.objects.clear()
+
+    def work(ranks: ThreadRanks) -> Any:
+        return holdfast.save({"w": np.ones(3)}, stores[ranks.rank], ranks=ranks).step
+
+    assert together(2, work) == [0, 0]
+    assert {file: count > 2 for file, count in stores[1].unseen.items()} == {  # type: ignore[attr-defined]
+        "holdfast.json": True,
+        "attempt.json": True,
+        "begin.json": True,
+    }
+
+
+def test_a_one_off_save_of_ranks_in_copies_of_a_place_is_refused_and_gives_the_run_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(visible, "VISIBLE_S", 0.1)
+    stores = [MemoryStore("staged"), MemoryStore("staged, copied")]
+    for store in stores:
+        store.place.objects.clear()
+    holdfast.save({"w": np.ones(3)}, stores[0], ranks=holdfast.Solo(), run="before")
+    stores[1].place.objects.update(stores[0].place.objects)
+    before = dict(stores[1].place.objects)
+
+    def save(ranks: ThreadRanks, **more: Any) -> Any:
+        return holdfast.save({"w": np.ones(3)}, stores[ranks.rank], ranks=ranks, **more)
+
+    for one in together(2, save):
+        assert isinstance(one, RanksDisagree) and one.ranks == (1,), one
+        assert "a copy lies there, without attempt 1 of run 'main'" in one.message and one.hint is not None
+    assert stores[1].place.objects == before
+    stores[1] = stores[0]
+    assert [one.attempt for one in together(2, save)] == [2, 2]
+    assert together(2, lambda ranks: holdfast.load(stores[ranks.rank], ranks=ranks).step) == [0, 0]
+
+
+# -- who writes what ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["save", "Checkpointer"])
+def test_writers_that_are_none_are_refused(tmp_path: Path, how: str) -> None:
+    with pytest.raises(UsageError, match="writers='all' is none of 'balanced', 'layer', 'tensor', 'size', 'one'"):
+        getattr(holdfast, how)(*((tmp_path / "x", {})[:: 1 if how == "Checkpointer" else -1]), writers="all")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("how", ["save", "Checkpointer"])
+def test_ranks_that_give_different_writers_are_told_so_when_they_meet(tmp_path: Path, how: str) -> None:
+    def work(ranks: ThreadRanks) -> Any:
+        state, writers = {"w": np.ones(3)}, "one" if ranks.rank else "balanced"
+        if how == "save":
+            return holdfast.save(state, tmp_path / "x", ranks=ranks, writers=writers)  # type: ignore[arg-type]
+        return holdfast.Checkpointer(tmp_path / "x", state, ranks=ranks, writers=writers)  # type: ignore[arg-type]
+
+    for one in together(2, work):
+        assert isinstance(one, RanksDisagree), one
+        assert "writers is 'balanced' on rank 0" in one.message and "'one' on rank 1" in one.message
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("how", ["save", "Checkpointer"])
+def test_writers_are_who_writes(tmp_path: Path, how: str) -> None:
+    """Also of a job that goes on from what it finds, and knows by then how much its image takes."""
+    state = {"w": np.arange(300_000.0)}
+
+    def work(ranks: ThreadRanks) -> None:
+        if how == "save":
+            holdfast.save(state, tmp_path, ranks=ranks, step=2, writers="one")
+            return
+        for end in (1, 2):
+            with holdfast.Checkpointer(tmp_path, state, ranks=ranks, save=on.end(), writers="one") as ckpt:
+                list(ckpt.steps(end))
+
+    assert together(2, work) == [None, None]
+    last = holdfast.load(tmp_path, ranks=holdfast.Solo()).checkpoint.id
+    nbytes = [(tmp_path / last.directory / f"rank-{rank:05d}.safetensors").stat().st_size for rank in (0, 1)]
+    assert last.step == 2 and nbytes[0] >= state["w"].nbytes and nbytes[1] < 65_536, nbytes

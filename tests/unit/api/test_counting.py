@@ -155,6 +155,55 @@ def test_epochs_without_batches_count_one_step_each(place: Path) -> None:
     assert steps_of(place) == [3, 2, 1]
 
 
+@pytest.mark.parametrize("data", [None, [1, 2]])
+def test_metrics_of_an_epoch_that_takes_its_batches_elsewhere_are_its_own(place: Path, data: object) -> None:
+    one = state()
+    with holdfast.Checkpointer(place, one, data=data, save=every(epochs=1), keep=keep.best(1, "val_loss")) as ckpt:
+        for epoch in ckpt.epochs(3):
+            train(one)
+            ckpt.log(val_loss=[0.9, 0.5, 0.7][epoch])
+    seen = holdfast.Repository(place)
+    assert steps_of(place) == [3, 2], "the last one and the best one"
+    assert [seen.metrics(id) for id in seen.checkpoints()] == [{"val_loss": 0.7}, {"val_loss": 0.5}]
+    assert holdfast.load(place, step=2).state["n"] == 2
+
+
+def test_metrics_before_the_first_batch_of_an_epoch_are_of_the_step_before(place: Path) -> None:
+    with holdfast.Checkpointer(place, state(), data=[1, 2], save=every(epochs=1), keep=ALL) as ckpt:
+        for epoch in ckpt.epochs(3):
+            ckpt.log(before=float(epoch))
+            if epoch == 2:
+                break
+            for batch in ckpt.batches:
+                ckpt.log(batch=batch)
+    seen = holdfast.Repository(place)
+    assert [seen.metrics(id) for id in seen.checkpoints()] == [
+        {"batch": 2.0, "before": 2.0},
+        {"batch": 2.0, "before": 1.0},
+    ]
+
+
+def test_a_save_inside_an_epoch_without_batches_is_of_its_end(place: Path) -> None:
+    one = state()
+    with holdfast.Checkpointer(place, one, save=every(steps=100), keep=ALL) as ckpt:
+        for epoch in ckpt.epochs(3):
+            train(one)
+            if epoch == 1:
+                assert ckpt.save().step == 2
+                one["text"] = "after it"
+    saved = holdfast.load(place)
+    assert steps_of(place) == [2] and (saved.state["n"], saved.state["text"]) == (2, "after it")
+
+
+def test_a_break_out_of_an_epoch_without_batches_leaves_its_step_incomplete(place: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="step 2 was left incomplete"):
+        with holdfast.Checkpointer(place, state(), save=every(epochs=1) | on.end(), keep=ALL) as ckpt:
+            for epoch in ckpt.epochs(3):
+                if epoch == 1:
+                    break
+    assert steps_of(place) == [1]
+
+
 def test_a_trainer_that_owns_the_loop(place: Path) -> None:
     one = state()
     ckpt = holdfast.Checkpointer(place, one, save=every(steps=2) | on.end(), keep=ALL)

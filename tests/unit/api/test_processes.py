@@ -8,14 +8,19 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import holdfast
-from holdfast import every, keep
-from holdfast.errors import ForkedProcess, RanksNotSupported, RunInUse, Superseded
-from tiny_training import state, steps_of
+from holdfast import every, keep, on
+from holdfast.errors import ForkedProcess, RanksNotSupported, RunInUse, Superseded, UsageError
+from holdfast.policy.saving import SavePolicy
+from holdfast.repo.repository import Repo
+from holdfast.repo.watch import Watch
+from holdfast.store.registry import open_store
+from tiny_training import state, steps_of, train
 
 ALL = keep.latest(100)
 HEAD = """
@@ -136,6 +141,85 @@ def test_a_cell_that_is_run_twice_closes_its_first_checkpointer(place: Path) -> 
         first.save()
     with pytest.warns(RuntimeWarning, match="left incomplete"):
         second.close()
+
+
+def counted(place: Path, total: int, save: SavePolicy) -> list[int]:
+    """A cell that holds its Checkpointer by no name that outlives it, and does not close it."""
+    return list(holdfast.Checkpointer(place, state(), save=save, keep=ALL).steps(total))
+
+
+@pytest.mark.parametrize("save", [every(steps=1), every(steps=1) | on.signal()], ids=str)
+def test_a_checkpointer_that_nobody_holds_any_more_gives_its_run_to_the_next(place: Path, save: SavePolicy) -> None:
+    handlers = signal.getsignal(signal.SIGUSR1)
+    assert counted(place, 2, save) == [0, 1]
+    assert counted(place, 4, save) == [2, 3]
+    with holdfast.Checkpointer(place, state(), save=save, keep=ALL) as last:
+        assert list(last.steps(5)) == [4]
+    assert signal.getsignal(signal.SIGUSR1) == handlers
+    assert steps_of(place) == [5, 4, 3, 2, 1]
+
+
+def own_loop(ckpt: holdfast.Checkpointer, one: dict[str, Any], steps: int) -> None:
+    for _ in range(steps):
+        train(one)
+        ckpt.step_done()
+
+
+def test_what_is_restored_into_the_objects_of_an_earlier_checkpointer_is_not_saved_as_a_step_of_it(place: Path) -> None:
+    one = state()
+    save = every(steps=2) | on.end()
+    first = holdfast.Checkpointer(place, one, save=save, keep=ALL)
+    first.restore()
+    own_loop(first, one, 3)
+    second = holdfast.Checkpointer(place, one, save=save, keep=ALL)
+    with pytest.warns(RuntimeWarning, match=r"step 3 is not saved \(the last checkpoint is step 2\)"):
+        assert second.restore() is not None
+    assert second.step == one["n"] == 2
+    with pytest.raises(UsageError, match="closed"):
+        first.step_done()
+    first.close()
+    own_loop(second, one, 1)
+    second.close()
+    assert holdfast.load(place).step == 3
+    for step in steps_of(place):
+        assert holdfast.load(place, step=step).state["n"] == step
+
+
+def test_what_other_code_did_to_the_objects_of_an_earlier_checkpointer_is_not_saved_as_a_step_of_it(
+    place: Path, tmp_path: Path
+) -> None:
+    one = state()
+
+    def cell(where: Path, steps: int) -> int:
+        ckpt = holdfast.Checkpointer(where, one, save=every(steps=2) | on.end(), keep=ALL)
+        restored = ckpt.restore()
+        own_loop(ckpt, one, steps)
+        return restored.step if restored is not None else 0
+
+    other = tmp_path / "other"
+    assert cell(place, 3) == cell(other, 3) == 0
+    for where in (place, other):
+        with pytest.warns(RuntimeWarning, match="step 3 is not saved"):
+            assert cell(where, 2) == 2
+        holdfast.Checkpointer(where, one).restore()  # ends it
+    assert steps_of(place) == [4, 2]
+    for step in steps_of(place):
+        assert holdfast.load(place, step=step).state["n"] == step
+
+
+def test_the_loop_of_a_checkpointer_that_another_one_has_closed_goes_on_no_further(place: Path) -> None:
+    one = state()
+    first = holdfast.Checkpointer(place, one, save=every(steps=1), keep=ALL)
+    loop = first.steps(9)
+    for _ in range(3):
+        next(loop)
+        train(one)
+    first.wait()
+    with pytest.warns(RuntimeWarning, match="step 3 was left incomplete"):
+        holdfast.Checkpointer(place, one, save=every(steps=1), keep=ALL).restore()
+    with pytest.raises(UsageError, match="is closed"):
+        next(loop)
+    assert steps_of(place) == [2, 1]
 
 
 def test_a_forked_child_is_refused_and_its_end_changes_nothing(place: Path) -> None:
@@ -299,6 +383,7 @@ def test_it_is_awaited_also_where_nobody_holds_the_checkpointer_any_more(place: 
     assert child.returncode == 0
     found = holdfast.load(place)
     assert found.step == 3 and np.all(found.state["w"] == 3)
+    assert Watch(Repo.open(open_store(place)), "main").look().reason == "it has released its lease"
 
 
 def test_more_than_one_process_is_refused_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch  # noqa: F401 - its generators are then among what a signal finds untouched
+import torch
 
 import holdfast
 from holdfast import on
@@ -119,6 +120,107 @@ def test_a_signal_in_the_evaluation_after_data_without_a_length_saves_the_last_s
     _, seen = epochs(place, Stream(), after=ask)
     assert seen == everything(4)[:4]
     assert steps_of(place) == [4] and holdfast.load(place).state["n"] == 4
+
+
+def draw() -> None:
+    """What an evaluation does: iterating a loader of torch's draws from its global generator."""
+    torch.rand(())
+    np.random.random()
+
+
+def test_a_signal_in_an_evaluation_that_draws_saves_the_last_step_as_it_was(place: Path, tmp_path: Path) -> None:
+    np.random.seed(0)
+    expected, _ = epochs(tmp_path / "whole", Batches(range(4)), after=draw)
+    np.random.seed(0)
+    epochs(place, Batches(range(4)), after=lambda: (draw(), ask()))
+    assert steps_of(place) == [4]
+    np.random.seed(99)
+    resumed, seen = epochs(place, Batches(range(4)), after=draw)
+    assert seen == everything(4)[4:] and resumed["n"] == 8
+    assert np.array_equal(resumed["w"], expected["w"])
+
+
+def test_a_signal_after_the_position_in_the_data_has_moved_on_saves_nothing(place: Path) -> None:
+    data = Stream()
+    epochs(place, data, after=lambda: (data.load_state_dict({"next": 3}), ask()))
+    assert steps_of(place) == []
+
+
+def model() -> dict[str, Any]:
+    return {"model": torch.nn.Linear(50, 50), "steps": 0}
+
+
+def grow(one: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for parameter in one["model"].parameters():
+            parameter.add_(1)
+    one["steps"] += 1
+
+
+def swap(one: dict[str, Any]) -> None:
+    """Averaged weights come in, by what torch does not count."""
+    for parameter in one["model"].parameters():
+        parameter.data.copy_(parameter.data / 2)
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_a_signal_while_averaged_weights_are_swapped_in_does_not_save_them(place: Path, swapped: bool) -> None:
+    one = model()
+    with pytest.raises(Preempted), holdfast.Checkpointer(place, one, data=[1, 2], save=on.signal()) as ckpt:
+        for _ in ckpt.epochs(2):
+            for _ in ckpt.batches:
+                grow(one)
+            if swapped:
+                swap(one)
+            ask()
+    assert steps_of(place) == ([] if swapped else [2])
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_a_metric_that_comes_while_averaged_weights_are_swapped_in_does_not_save_them(
+    place: Path, swapped: bool
+) -> None:
+    one = model()
+    with holdfast.Checkpointer(place, one, save=on.improve("val_loss")) as ckpt:
+        ckpt.restore()
+        grow(one)
+        ckpt.step_done()
+        if swapped:
+            swap(one)
+            with pytest.warns(RuntimeWarning, match="step 1 is not saved, though"):
+                ckpt.log(val_loss=0.5)
+            grow(one)
+            ckpt.step_done()
+        else:
+            ckpt.log(val_loss=0.5)
+    assert steps_of(place) == ([] if swapped else [1])
+
+
+def test_a_signal_in_an_epoch_that_takes_its_batches_elsewhere_saves_it_at_its_end(place: Path) -> None:
+    one = state()
+    with pytest.raises(Preempted), holdfast.Checkpointer(place, one, save=on.signal()) as ckpt:
+        for epoch in ckpt.epochs(5):
+            one["w"] += 1
+            if epoch == 2:
+                ask()
+            one["n"] += 1
+    saved = holdfast.load(place)
+    assert saved.step == saved.state["n"] == saved.state["w"][0] == 3
+
+
+def test_a_training_that_is_over_does_not_leave_in_the_middle_of_anothers_step(place: Path, tmp_path: Path) -> None:
+    one, save = state(), on.end() | on.signal()
+    with pytest.raises(Preempted), holdfast.Checkpointer(tmp_path / "outer", state(), save=save) as outer:
+        list(outer.steps(1))
+        with holdfast.Checkpointer(place, one, save=save) as inner:
+            for step in inner.steps(5):
+                one["w"] += 1
+                if step == 2:
+                    ask()
+                one["n"] += 1
+    saved = holdfast.load(place)
+    assert saved.step == saved.state["n"] == saved.state["w"][0] == 3
+    assert steps_of(tmp_path / "outer") == [1]
 
 
 def test_a_signal_that_comes_while_a_step_is_completed_awaits_no_other_batch(place: Path) -> None:

@@ -10,6 +10,7 @@ import warnings
 import pytest
 
 from holdfast.guard import signals
+from holdfast.guard.preempted import Preempted
 from holdfast.guard.signals import SignalWatch, in_notebook, leaving_signals
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
@@ -146,6 +147,23 @@ def test_the_second_interrupt_of_an_outer_watch_is_not_held_back_by_an_inner_one
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(INT)
             assert inner.deferred is None
+
+
+@pytest.mark.parametrize("number", [TERM, INT])
+@pytest.mark.parametrize("leaving", [Preempted(TERM), KeyboardInterrupt()], ids=["preempted", "interrupt"])
+def test_a_watch_below_that_leaves_waits_for_the_one_above(number, leaving):
+    def leave():
+        raise leaving
+
+    told = []
+    with SignalWatch() as outer, SignalWatch() as inner:
+        outer.notify = leave
+        inner.notify = lambda: told.append(inner.deferred)
+        try:
+            signal.raise_signal(number)
+        except (SystemExit, KeyboardInterrupt) as error:
+            pytest.fail(f"{error!r} has left the handler")
+        assert told == [leaving] and outer.name == inner.name
 
 
 def test_off_the_main_thread_nothing_is_installed_and_it_says_so():

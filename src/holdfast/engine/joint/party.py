@@ -11,6 +11,7 @@ Nothing of the training job's own collectives is used, and every wait has a dead
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -28,6 +29,7 @@ from holdfast.engine.joint.rounds import STEP, Rounds, phase, same
 from holdfast.engine.joint.sharing import JointPlan, Share
 from holdfast.engine.joint.steps import Steps, through
 from holdfast.engine.joint.timings import own_timing, spread_over, timings_of
+from holdfast.engine.joint.visible import SHARE_ONE_PLACE, awaited, sees_begin
 from holdfast.engine.joint.whereabouts import shared_progress, whereabouts
 from holdfast.engine.party import Told
 from holdfast.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, in_words
@@ -178,6 +180,29 @@ class Together:
         self._agreement.report(f"writing its part of step {save.step}")
         under.tells_tree = self.rank in heard.head["trees"]
         under.put = self._agreement.topic("put", topic.number)
+        if not self.coordinates:
+            self._see_begin(under.put, save)
+
+    def _see_begin(self, put: Topic, save: Save) -> None:
+        """All are told that `begin.json` is there. Who does not see it looks into another place, or comes when another
+        job has closed the save: what he would put, nobody would remove."""
+        repo, phase = self._repo, f"the save of step {save.step}"
+
+        def look() -> bool:
+            if sees_begin(repo, save.id, save.save_id):
+                return True
+            put.check()
+            return False
+
+        if not awaited(look, self._deadline_s, self._agreement.session.settings.clock):
+            raise RanksDisagree(
+                f"{phase}: rank {self.rank} does not find it begun in {repo.url} on {socket.gethostname()}: rank 0 has "
+                "begun it in another place, or it was closed since",
+                subject=repo.url,
+                hint=SHARE_ONE_PLACE,
+                ranks=(self.rank,),
+                phase=phase,
+            )
 
     def _announce_go(self, topic: Topic, under: _Under, job: Job, attempt: Attempt) -> None:
         posts = self._rounds.posts(topic, job.save)

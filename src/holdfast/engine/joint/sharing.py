@@ -25,6 +25,8 @@ from holdfast.repo.boxes import BoxTable
 from holdfast.repo.columns import Kind, decode_columns, encode_columns, narrowest
 from holdfast.state.contract import Flattened
 
+PIECE_BYTES: Final = 16 << 20
+"""By strategy "size" no part of a tensor is larger."""
 _WHAT: Final = "a plan"
 _KINDS: Final[tuple[Kind, ...]] = (
     ("row", "U64", "<u8"),
@@ -67,7 +69,10 @@ def plan_together(
     held = gather(rows, leaves=len(union.paths), paths=union.paths)
     found = cells(held)
     layer = layers(union.paths) if strategy == "layer" else None
-    made = assign(held, world_size=len(said), strategy=strategy, layer=layer, chunk_bytes=chunk_bytes, found=found)
+    size = PIECE_BYTES if strategy == "size" else None
+    made = assign(
+        held, world_size=len(said), strategy=strategy, layer=layer, size=size, chunk_bytes=chunk_bytes, found=found
+    )
     boxes = written(held, made)
     check_coverage(boxes)
     replicas = replica_groups(held, found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import holdfast
 from holdfast.engine import parts, portions
 from holdfast.engine.handle import Save
 from holdfast.engine.job import About
+from holdfast.engine.joint import visible
 from holdfast.engine.joint.party import Together
 from holdfast.engine.parts import Parts
 from holdfast.engine.save import Saver
@@ -21,7 +24,8 @@ from holdfast.errors import RanksDisagree, SaveFailed, ShardMismatch
 from holdfast.events import Emitter
 from holdfast.model.names import CheckpointId
 from holdfast.ranks.agreement import Agreement
-from holdfast.repo.attempts import claim
+from holdfast.repo.attempts import claim, joined
+from holdfast.repo.commit import begin
 from holdfast.repo.repository import Repo
 from holdfast.state import Flattener, flatten, prepare
 from holdfast.store.backends.memory import MemoryStore
@@ -212,6 +216,57 @@ def test_ranks_that_save_different_steps_are_told(repo: Repo, attempt: Any) -> N
     assert isinstance(found[0], SaveFailed) and isinstance(found[0].__cause__, RanksDisagree)
     assert all("the step that is saved (rank 0: 2, rank 1: 3, rank 2: 2)" in str(one) for one in found)
     assert [id.step for id in repo_committed(repo, attempt)] == [1]
+
+
+def test_ranks_that_save_for_different_attempts_are_told_and_nothing_is_begun(repo: Repo, attempt: Any) -> None:
+    """One that has not heard of a claim: what it would write belongs to another attempt."""
+    other = joined(repo, replace(attempt.record, id="0" * 32))
+
+    def work(agreement: Agreement) -> tuple[BaseException | None, bool]:
+        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        state = flatten(part(agreement.rank, agreement.world_size))
+        saver.attempt = other if agreement.rank == 1 else attempt
+        first = saver.save(state, 1, wait=False, about=About())
+        assert first.join(60)
+        saver.attempt = attempt
+        second = saver.save(state, 2, wait=True, about=About())
+        second.wait(60)
+        saver.close()
+        return first.error, second.committed
+
+    for error, committed in on_ranks(2, work):
+        assert isinstance(error, SaveFailed) and isinstance(error.__cause__, RanksDisagree)
+        assert f"about the attempt (rank 0: {attempt.id}, rank 1: {'0' * 32})" in str(error)
+        assert committed, "the next save is one of all again"
+    assert [id.step for id in repo_committed(repo, attempt)] == [2]
+    assert repo.steps("main", attempt.number) == [2]
+
+
+def test_a_rank_that_does_not_see_a_save_begun_puts_nothing(
+    repo: Repo, attempt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks into a copy, where nobody would ever remove what it puts. Also a directory of that step is no sign."""
+    monkeypatch.setattr(visible, "VISIBLE_S", 0.2)
+    copy = MemoryStore("joint, copied")
+    copy.place.objects.clear()
+    copy.place.objects.update(repo.store.place.objects)  # type: ignore[attr-defined]
+    elsewhere = Repo.open(copy)
+    begin(joined(elsewhere, attempt.record), 1, "0" * 32, ["rank-00001.safetensors"])
+    before = dict(copy.place.objects)
+
+    def work(agreement: Agreement) -> None:
+        mine = elsewhere if agreement.rank == 1 else repo
+        saver = Saver(mine, "main", lasting=False, party=Together(mine, agreement, deadline_s=60))
+        saver.attempt = attempt if agreement.is_coordinator else joined(mine, attempt.record)
+        saver.save(flatten(part(agreement.rank, agreement.world_size)), 1, wait=True, about=About()).wait(60)
+
+    for error in outcomes(3, work):
+        assert isinstance(error, SaveFailed), error
+        assert f"rank 1 does not find it begun in memory://joint, copied on {socket.gethostname()}" in str(error)
+    assert copy.place.objects == before
+    assert list(repo.committed("main", attempt.number)) == []
+    left = repo.store.walk(CheckpointId("main", attempt.number, 1).directory)
+    assert {entry.name.rpartition("/")[2] for entry in left} == {"begin.json", "manifest.json"}
 
 
 def repo_committed(repo: Repo, attempt: Any) -> list[Any]:
