@@ -32,6 +32,8 @@ class Told:
     late: dict[int, set[str]] = field(default_factory=dict)
     """Step -> paths of the leaves that were copied after `save` returned."""
     watched: dict[int, set[str]] = field(default_factory=dict)
+    torn: dict[int, set[str]] = field(default_factory=dict)
+    """Step -> paths of the leaves that the fence itself has found torn in its image."""
     snapshots: dict[int, Tensors] = field(default_factory=dict)
     """Step -> what the state held when the save was taken."""
     events: list[Event] = field(default_factory=list)
@@ -58,6 +60,12 @@ def spying(told: Told) -> Iterator[None]:
             told.late[step] = {flattened.specs[span.leaf].path for span in choice.late}
             told.watched[step] = {flattened.specs[span.leaf].path for span in choice.watched}
             super().__init__(flattened, choice, places, observer, pace=pace, name=name)
+            self._told_of = step, flattened.specs
+
+        def _is_torn(self, leaf: int, why: str) -> None:
+            step, specs = self._told_of
+            told.torn.setdefault(step, set()).add(specs[leaf].path)
+            super()._is_torn(leaf, why)
 
     with (
         mock.patch.object(engine, "Fence", Spied),
@@ -149,9 +157,31 @@ class Model(torch.nn.Module):
         return self.last(torch.relu(self.norm(self.first(batch))))
 
 
+WORDS = 16
+
+
+class Words(torch.nn.Module):
+    """How a language model begins and ends. tied: in one weight; max_norm: a forward pass writes the first."""
+
+    def __init__(
+        self, width: int = 8, dtype: torch.dtype = torch.float32, *, tied: bool = False, max_norm: float | None = None
+    ) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(WORDS, width, max_norm=max_norm, dtype=dtype)
+        self.norm = torch.nn.BatchNorm1d(width, dtype=dtype)
+        self.head = torch.nn.Linear(width, WORDS, bias=False, dtype=dtype)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(words)))
+
+
 def loss_of(model: torch.nn.Module, width: int = 8) -> torch.Tensor:
     weight = next(model.parameters())
-    return model(torch.randn(4, width, dtype=weight.dtype)).square().mean()
+    words = isinstance(model, Words)
+    batch = torch.randint(WORDS, (4,)) if words else torch.randn(4, width, dtype=weight.dtype)
+    return model(batch).square().mean()
 
 
 def stepping(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, width: int = 8) -> Callable[[int], None]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 SCRIPT = Path(__file__).parents[2] / "examples/train_gpt.py"
 
@@ -14,6 +15,28 @@ SCRIPT = Path(__file__).parents[2] / "examples/train_gpt.py"
 def holdfast(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from holdfast.cli import main; main()"
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200)
+
+
+def assert_nothing_sealed_is_lost(kept: Path, lost: list[int]) -> None:
+    """After each kill training goes on from the newest state that the killed process is known to have sealed, or from a
+    newer one. That is behind by the step under way and by the one that was still to be sealed, at most. Beside a save
+    to the store, which holds one of the two images, it may also be the state that is being written."""
+    lives = [
+        [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+        for path in sorted(kept.glob("events-killed-*.jsonl"))
+    ]
+    assert len(lives) == len(lost) + 1 and any(steps(life, "Remembered") for life in lives)
+    for life, after, again in zip(lives, lives[1:], lost, strict=False):
+        whole = max(steps(life, "Restored") + steps(life, "Remembered") + steps(life, "Committed"), default=0)
+        began = max(steps(after, "Restored"), default=0)
+        writing = sorted(set(steps(life, "SaveStarted")) - set(steps(life, "Committed")))
+        assert began >= whole or began in writing
+        if steps(life, "Remembered") and steps(after, "Adopted") and not writing:
+            assert again <= 2
+
+
+def steps(life: list[dict[str, Any]], event: str) -> list[int]:
+    return [one["id"]["step"] for one in life if one["event"] == event]
 
 
 def test_the_demo_kills_resumes_and_proves(tmp_path: Path) -> None:
@@ -24,6 +47,7 @@ def test_the_demo_kills_resumes_and_proves(tmp_path: Path) -> None:
     assert account["schema"] == "holdfast.demo/1"
     assert account["equal"] is True and account["kills"] == 2 and account["difference"] is None
     assert account["stall_median_s"] > 0 and account["one_copy_s"] > 0 and account["leaves"] > 100
+    assert_nothing_sealed_is_lost(kept, account["steps_done_again"])
     assert account["restarts_from_memory"] + account["restarts_from_disk"] + account["restarts_from_scratch"] == 2
     assert account["restarts_from_memory"] >= 1 and account["stall_in_memory_median_s"] > 0
     assert sum(account["steps_done_again"]) <= sum(account["steps_done_again_from_disk_alone"])

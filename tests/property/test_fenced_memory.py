@@ -8,14 +8,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from fenced_training import Told, owned, train
 from holdfast import every
 from holdfast.engine.memory import MemoryTier
 from holdfast.events import Remembered
 from memory_training import shared_memory
-from property.test_fenced_images import STEPS, Training, in_a_new_place, trainings
+from property.test_fenced_images import GROWING, SCALED, STEPS, TIED, Training, in_a_new_place, trainings
 
 Leaves = dict[str, bytes]
 
@@ -40,7 +40,10 @@ def images(place: Path, drawn: dict[str, Any], capture: str) -> tuple[dict[int, 
     return found, told
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@example(SCALED)
+@example(TIED)
+@example(GROWING)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(trainings)
 @pytest.mark.filterwarnings("ignore")
 def test_an_image_in_memory_is_the_same_fenced_or_eager(drawn: dict[str, Any]) -> None:

@@ -268,8 +268,11 @@ class Fence:
                 self._look_at_versions()
                 self._compare()
             except Exception as error:  # noqa: BLE001 - it is told, and the save given up; an update must not end for it
-                self.give_up()
-                self._observer.ended(error)
+                if not self._open:
+                    self.give_up()
+                    self._observer.ended(error)
+            if self._open:
+                return  # a signal's handler came by meanwhile, and has let go of what is looked at here
             self._open = True
             fall(self)
             self._let_go()

@@ -384,25 +384,6 @@ def test_parameters_given_larger_memory_are_copied_as_a_whole(place: Path) -> No
         assert torch.equal(found["/model/weight"], wanted["/model/weight"]), step
 
 
-def test_a_compiled_step_is_eager_and_it_says_so(place: Path) -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    state = {"model": model, "optimizer": optimizer}
-    step_fast = torch.compile(optimizer.step, backend="eager")
-
-    def body(step: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        step_fast() if step >= 5 else optimizer.step()
-
-    told = train(place, state, body, steps=9)
-    steps = assert_images_are_right(place, state, told)
-    assert told.late[5] and not any(told.late.get(step) for step in (6, 7, 8))
-    assert set(steps) >= {1, 2, 3, 4, 6, 7, 8, 9}
-    said = [event.message for event in told.events if isinstance(event, Warned) and "torch.compile" in event.message]
-    assert len(said) == 1
-
-
 def test_a_step_recorded_into_a_cuda_graph_is_eager_and_it_says_so(place: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -512,6 +493,32 @@ def test_a_late_writer_that_counts_tears_and_is_not_committed(place: Path, held_
     assert steps == [1, 2, 3, 4, 5, 7, 8, 9]
     assert list(told.failed) == [6] and "model/last.weight" in told.failed[6]
     assert set(told.demoted) == {"model/last.weight"} and "model/last.weight" not in told.late[8]
+
+
+def test_a_late_writer_past_every_count_that_meets_the_sample_tears_and_is_not_committed(
+    place: Path, held_copy: HeldCopy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "SAMPLE", 1 / 3)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": optimizer}
+    told = Told()
+
+    def body(step: int) -> None:
+        if step == 5:
+            assert held_copy.reached.wait(60)
+            for one in model.parameters():
+                one.data.clamp_(-0.01, 0.01)
+        held_copy.let_go()
+        stepping(model, optimizer)(step)
+        if step == 4:
+            held_copy.hold()
+
+    train(place, state, body, told=told)
+    assert assert_images_are_right(place, state, told) == [1, 2, 3, 4, 6, 7, 8]
+    assert set(told.torn) == set(told.failed) == {5} and "by what no count of changes shows" in told.failed[5]
+    assert told.torn[5] <= told.late[5] & told.watched[5] and told.torn[5] <= set(told.demoted)
+    assert 6 not in told.late
 
 
 def test_a_change_after_the_copy_demotes_and_the_save_stands(place: Path) -> None:

@@ -1,5 +1,3 @@
-import threading
-
 import numpy as np
 import pytest
 import xxhash
@@ -7,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.codec.digest import check_chunks, chunk_count, chunk_starts, digest, digest_chunks, digest_rows
+from interpreter_lock import lets_others_run
 
 BYTES = np.random.default_rng(7).integers(0, 256, 5000, dtype=np.uint8)
 
@@ -74,19 +73,10 @@ def test_views_of_any_item_type_are_their_bytes() -> None:
 
 
 def test_hashing_lets_other_threads_run() -> None:
-    """Another thread gets on while one call hashes: with the lock held, it would move on only between calls."""
     large = np.zeros(256 << 20, np.uint8)
-    moved, hashing, done = 0, threading.Event(), threading.Event()
+    assert lets_others_run(lambda: digest(large))
 
-    def hash_it() -> None:
-        hashing.set()
-        digest(large)
-        done.set()
 
-    thread = threading.Thread(target=hash_it)
-    thread.start()
-    hashing.wait()
-    while not done.is_set():
-        moved += 1
-    thread.join()
-    assert moved > 1000
+def test_a_call_that_holds_the_interpreter_is_told_apart() -> None:
+    numbers = list(range(1 << 21))
+    assert not lets_others_run(lambda: sum(numbers))

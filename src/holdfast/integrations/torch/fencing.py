@@ -4,7 +4,8 @@ The hook is torch's own, before every step of every optimizer of the process. It
 captures behind a fence, and holds no optimizer, so that copying and pickling one is what it was.
 
 A hook may be bypassed: a compiled step has none, and a CUDA graph replays kernels alone. So an optimizer counts only if
-its hook was seen to run since the save before.
+its hook was seen to run since the save before. The compiler follows the hook once, before the first compiled step: that
+is when this one waits.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Steps:
     def enter(self) -> None:
         self._gates += 1
         if self._handle is None:
+            torch.compiler.assume_constant_result(_before_compiled)  # type: ignore[no-untyped-call]  # loads the compiler
             self._handle = register_optimizer_step_pre_hook(_before_step)
 
     def leave(self) -> None:
@@ -89,6 +91,7 @@ _compiled = steps.compiled
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
+        _before_compiled()
         # Traced, once. What is compiled does no more than this, without a break in the graph.
         _compiled.ran = True
         return
@@ -97,6 +100,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     steps.see(optimizer)
     let_updates_pass()
+
+
+def _before_compiled() -> None:
+    """Called by the compiler, which takes it for a constant, while it traces a step: no compiled step has run yet, and
+    every save from here on is eager."""
+    let_updates_pass()
+    _compiled.ran = True
 
 
 os.register_at_fork(after_in_child=steps.disarm)

@@ -72,7 +72,7 @@ def train(state: dict[str, Any], steps: int, seed: int = 5) -> None:
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "capturable": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "rate in a tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "plain": lambda p: torch.optim.SGD(p, lr=0.1),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, history_size=3, max_iter=2),
