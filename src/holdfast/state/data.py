@@ -10,6 +10,7 @@ the module of the value's type and loaded only then.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
 import weakref
@@ -131,6 +132,8 @@ def length(sized: Any) -> int | None:
 
 Gap = weakref.ReferenceType[Callable[[], None]]
 
+_NOTHING: Final = object()
+
 
 class Delivered(Iterator[Any]):
     """An epoch's iterator that counts what it hands out."""
@@ -152,7 +155,7 @@ class Delivered(Iterator[Any]):
             self._batches = iter(())  # lets go of a loader's worker processes
             self._gone_on()
             raise
-        except Exception:
+        except BaseException:  # an interrupt too: in a notebook the same iterator may be gone on with
             self._failed = True
             raise
         self._gone_on()
@@ -283,18 +286,24 @@ class StatefulPosition(Position):
 
     kind = "stateful"
     _loaded: tuple[int, bool] | None = None
+    _source_state: Any = None
+    """What the source was loaded with, until it is iterated."""
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
-        loaded, self._loaded = self._loaded, None
+        loaded, self._loaded, self._source_state = self._loaded, None, None
         if start and loaded == (epoch, True):
             return self._at_end(epoch, start)
         return self._counted(epoch, iter(self._data), start)
 
     def run_out(self, epoch: int) -> None:
-        if self._loaded == (epoch, False):
-            self._loaded = epoch, True
-            next(iter(self._data), None)
-            self._current.ended = True
+        if self._loaded != (epoch, False):
+            return
+        before, self._source_state = copy.deepcopy(self._source_state), None
+        begins_anew = next(iter(self._data), _NOTHING) is not _NOTHING
+        if begins_anew:  # it goes back to its beginning when it is asked again, and that was the next epoch's first
+            self._data.load_state_dict(before)
+        self._loaded = epoch, True
+        self._current.ended = True
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._progress(), "source": self._data.state_dict()}
@@ -302,7 +311,7 @@ class StatefulPosition(Position):
     def _load(self, state: Mapping[str, Any]) -> None:
         self._take(state)
         self._data.load_state_dict(state["source"])
-        self._loaded = state["epoch"], state["ended"]
+        self._loaded, self._source_state = (state["epoch"], state["ended"]), state["source"]
 
 
 class SequencePosition(Position):
@@ -336,10 +345,17 @@ class RestartingPosition(Position):
             data, (f"the data cannot be positioned, so an interrupted epoch starts again: {reason}",), caveats
         )
         self._told = False
+        self._over: int | None = None
+        """The loaded epoch, where it was saved at its end."""
+        self._given: Delivered | None = None
+        """The latest iterator of the source itself."""
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        over, self._over = self._over, None
+        if start and over == epoch:
+            return self._at_end(epoch, start)
         batches = iter(self._data)
-        if batches is self._data and self._current.ended:
+        if batches is self._data and self._given is not None and self._given.ended:
             raise UsageError(
                 "data is an iterator that has been used up, and another epoch is asked of it",
                 subject="data",
@@ -348,10 +364,15 @@ class RestartingPosition(Position):
         if start and not self._told:
             self._told = True
             warnings.warn(self._fixed_reasons[0], RuntimeWarning, stacklevel=3)
-        return self._counted(epoch, batches, 0)
+        counted = self._counted(epoch, batches, 0)
+        self._given = self._current
+        return counted
 
     def state_dict(self) -> dict[str, Any]:
         return self._progress()
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        pass  # nothing of it helps: the epoch begins again
+        """Nothing of it helps inside an epoch, which begins again; one that was saved at its end does not."""
+        self._over = state["epoch"] if state["ended"] and state["delivered"] else None
+        if self._over is not None:
+            self._take(state)

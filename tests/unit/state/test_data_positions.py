@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,19 @@ def test_what_cannot_be_positioned_starts_again_and_says_so() -> None:
     assert batches.delivered == 5  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("make", [Again, lambda: iter(range(5))])
+def test_an_epoch_that_was_at_its_end_is_not_given_again_by_what_cannot_be_positioned(make: Any) -> None:
+    position = attach(make())
+    assert len(list(position.iterate(3, 0))) == 5
+    resumed = attach(make())
+    resumed.load_state_dict(position.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(resumed.iterate(3, 5)) == []
+    assert resumed.state_dict() == position.state_dict()
+    assert list(resumed.iterate(4, 0)) == [0, 1, 2, 3, 4]
+
+
 def test_a_used_up_iterator_is_an_error_and_not_an_empty_epoch() -> None:
     position = attach(iter([1, 2]))
     assert list(position.iterate(0, 0)) == [1, 2]
@@ -120,11 +134,25 @@ def test_an_epoch_that_was_saved_at_its_end_is_not_given_again() -> None:
     assert list(resumed.iterate(1, 0)) == [0, 1, 2, 3, 4]
 
 
+class Rewinding(Sized):
+    """One that goes back to its beginning when it is iterated anew, and not when it comes to its end."""
+
+    def __iter__(self) -> Iterator[int]:
+        if self.next >= 5:
+            self.next = 0
+        while self.next < 5:
+            self.next += 1
+            yield self.next - 1
+
+
+@pytest.mark.parametrize("make", [Sized, Rewinding])
 @pytest.mark.parametrize("loop", ["steps", "epochs"])
-def test_a_source_that_was_saved_on_its_last_batch_goes_on_with_the_next_epoch(tmp_path: Path, loop: str) -> None:
+def test_a_source_that_was_saved_on_its_last_batch_goes_on_with_the_next_epoch(
+    tmp_path: Path, loop: str, make: type[Sized]
+) -> None:
     seen: list[int] = []
     for end in (5, 10):
-        with holdfast.Checkpointer(tmp_path / "place", {"n": 0}, data=Sized(), save=every(steps=1)) as ckpt:
+        with holdfast.Checkpointer(tmp_path / "place", {"n": 0}, data=make(), save=every(steps=1)) as ckpt:
             if loop == "steps":
                 seen += [next(ckpt.batches) for _ in ckpt.steps(end)]
                 continue

@@ -15,7 +15,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from holdfast.integrations.torch.replay import ReplayPosition, index_sampler
+from holdfast.integrations.torch.batch_sizes import index_sampler
+from holdfast.integrations.torch.replay import ReplayPosition
 from holdfast.integrations.torch.sampler import ResumableSampler
 from holdfast.integrations.torch.stateful import StatefulLoaderPosition, StreamPosition
 from holdfast.state.data import DataPosition, RestartingPosition, has_state
@@ -24,6 +25,10 @@ REPEATABLE: Final = frozenset(
     {SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler, ResumableSampler}
 )
 """Samplers whose order follows from generators, seed and epoch alone. A subclass may do anything: it is not here."""
+
+DRAWN: Final = frozenset({RandomSampler, SubsetRandomSampler, WeightedRandomSampler})
+"""Of those the ones that draw another order each time. torchdata keeps the state of a RandomSampler of its own alone:
+these it asks for a new order, and passes over as many samples of it."""
 
 UNSEEDED_WORKERS: Final = (
     "random augmentation in loader workers is repeated only where it is seeded per sample: "
@@ -38,24 +43,48 @@ def attach(loader: Any) -> DataPosition | None:
         return None
     caveats = (UNSEEDED_WORKERS,) if loader.num_workers > 0 else ()
     if has_state(loader):
-        return StatefulLoaderPosition(loader, (), caveats)
+        return _of_stateful(loader, caveats)
     if isinstance(loader.dataset, IterableDataset):
         return _of_stream(loader, caveats)
     return ReplayPosition(loader, _unrepeatable(loader), caveats)
 
 
+def _of_stateful(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPosition:
+    sampler = _sampler(loader)
+    name = type(sampler).__name__
+    if isinstance(loader.dataset, IterableDataset) or _is_torchdatas(type(sampler)) or has_state(sampler):
+        return StatefulLoaderPosition(loader, (), caveats)
+    if type(sampler) in DRAWN and _is_torchdatas(type(loader).__iter__):
+        if not has_state(loader.dataset):
+            return ReplayPosition(loader, _unrepeatable(loader), caveats)
+        reason = f"the order of {name} is drawn anew by {type(loader).__name__}: shuffle=True has one that it keeps"
+        return StatefulLoaderPosition(loader, (reason,), caveats)
+    if type(sampler) not in REPEATABLE:
+        caveats += (f"the order of {name} is kept only if its iterator has a state_dict, or seed and epoch make it",)
+    return StatefulLoaderPosition(loader, (), caveats)
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """What the order comes from."""
+    found = index_sampler(loader)
+    plain = type(found) is BatchSampler or (isinstance(found, BatchSampler) and _is_torchdatas(type(found)))
+    return found.sampler if plain else found
+
+
+def _is_torchdatas(what: Any) -> bool:
+    return bool(what.__module__.partition(".")[0] == "torchdata")
+
+
 def _unrepeatable(loader: DataLoader[Any]) -> tuple[str, ...]:
     """Why the order of this loader's batches may differ when it is made again; empty where it cannot."""
     reasons = []
-    sampler = index_sampler(loader)
-    if type(sampler) is BatchSampler:
-        sampler = sampler.sampler
+    sampler, iteration = _sampler(loader), type(loader).__iter__
     if type(sampler) not in REPEATABLE:
         kept = f"its own state is not kept ({STATEFUL_HINT})" if has_state(sampler) else "it has no state_dict"
         reasons.append(
             f"the order of {type(sampler).__name__} is repeated only if it follows from the global generators; {kept}"
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if iteration is not DataLoader.__iter__ and not _is_torchdatas(iteration):
         reasons.append(f"{type(loader).__name__} iterates in a way of its own, and has no state_dict")
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         reasons.append("in_order=False delivers batches in whatever order the workers finish")

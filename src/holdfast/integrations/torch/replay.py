@@ -19,16 +19,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from holdfast.integrations.torch import rng
+from holdfast.integrations.torch.batch_sizes import Cut, index_sampler
 from holdfast.integrations.torch.epochs import EpochOfSampler
 from holdfast.integrations.torch.shared_order import SharedOrder
 from holdfast.model.moved import Cursor, Moved
 from holdfast.state import rng as global_rng
 from holdfast.state.data import Position, length
-
-
-def index_sampler(loader: DataLoader[Any]) -> Any:
-    """What the loader draws from: its batch sampler, or without automatic batching its sampler."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
@@ -57,6 +53,11 @@ class Skipping(Sampler[Any]):
         self._latest.begin()
         return True
 
+    @property
+    def drawn(self) -> int | None:
+        """How often the latest iteration has asked the other sampler; None before there is one."""
+        return None if self._latest is None else self._latest.drawn
+
     def run_out(self) -> None:
         """Lets the latest iteration come to its end."""
         for _ in self._latest or ():
@@ -79,11 +80,14 @@ class Draws(Iterator[Any]):
         self._skip = skip
         self._draws: Iterator[Any] | None = None
         self._first: list[Any] = []
+        self._ended = False
+        self.drawn = 0
 
     def begin(self) -> Iterator[Any]:
         """Lets the sampler make its order now, and not at the first batch: it may draw from a global generator."""
         if self._draws is None:
             self._draws = iter(self._inner)
+            self.drawn = max(self._skip, 1)
             if self._skip:
                 next(islice(self._draws, self._skip - 1, None), None)
             else:
@@ -92,7 +96,14 @@ class Draws(Iterator[Any]):
 
     def __next__(self) -> Any:
         draws = self.begin()
-        return self._first.pop() if self._first else next(draws)
+        if self._first:
+            return self._first.pop()
+        self.drawn += not self._ended
+        try:
+            return next(draws)
+        except StopIteration:
+            self._ended = True
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +136,14 @@ class ReplayPosition(Position):
         self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
         self._started_workers = False
         self._worker_seed: Any = None
-        """With persistent workers: where the generator stood that their seed was drawn from, epochs ago."""
+        """With persistent workers: where the generator stood that their seed was drawn from, epochs ago. Where workers
+        are started anew in each epoch, None: each draws their seed."""
         self._start: EpochStart | None = None
         self._loaded: tuple[int, int] | None = None
         self._over: int | None = None
         """The loaded epoch, where it was saved at its end."""
+        self._drawn: int | None = None
+        """How often the loaded epoch's sampler was asked by then: workers are given more than what is delivered."""
         self._passed_over = True
         """The delivered batches were passed over when the iterator was made."""
 
@@ -138,12 +152,17 @@ class ReplayPosition(Position):
         if loaded is not None and epoch == loaded[0] and (start > 0 or loaded[1] == 0):
             batches = self._continued(loaded[1])
             return self._counted(epoch, batches, loaded[1] if self._passed_over else 0)
+        over, self._over = self._over, None
+        if start and epoch == over:
+            return self._at_end(epoch, start)
         if start and not self._moved:
             self._says(
                 "the checkpoint holds no position of this loader, so the batches were passed over in a new order"
             )
         self._moved = False
         self._sampler_epoch.begin(epoch)
+        if not self._keeps_workers:
+            self._worker_seed = None
         cold = self._keeps_workers and not self._started_workers and self._worker_seed is None
         self._start = EpochStart(_order_generators(), self._own_states(), cold)
         batches = self._opened(self._placed(epoch, start), cold=cold)
@@ -170,7 +189,8 @@ class ReplayPosition(Position):
         self._sampler_epoch.repeat()
         batches = self._opened(self._placed(self._epoch, delivered), cold=self._start.cold)
         global_rng.apply(now)
-        self._set_own(own_now)
+        if self._drawn is None or self._drawn == self._indices.drawn:
+            self._set_own(own_now)  # else more workers, or fewer, have been given more of the order, or less
         return batches
 
     def run_out(self, epoch: int) -> None:
@@ -182,14 +202,15 @@ class ReplayPosition(Position):
         """A sampler may draw from its generator once more where it ends. One that feeds workers has come there before
         the last batch was delivered."""
         start = self._start
-        if start is None or self._loader.num_workers or not self._own:
+        has_ended = self._loader.num_workers > 0 if self._drawn is None else self._drawn > delivered
+        if start is None or has_ended or not self._own:
             return
         now, own_now = _order_generators(), self._own_states()
         global_rng.apply(start.generators)
         self._set_own(start.own)
         self._sampler_epoch.repeat()
         self._indices.start_after(self._placed(self._epoch, delivered))
-        iter(self._loader)
+        iter(_without_workers(self._loader))
         if self._indices.begin():
             self._indices.run_out()
         else:
@@ -206,7 +227,8 @@ class ReplayPosition(Position):
     def _opened(self, skip: int, *, cold: bool) -> Iterator[Any]:
         """The loader's iterator, with everything drawn that belongs to the beginning of the epoch."""
         self._indices.start_after(skip)
-        if self._keeps_workers and not self._started_workers and not cold:
+        drawn_before = self._worker_seed is not None and not cold
+        if drawn_before and not (self._keeps_workers and self._started_workers):
             batches = self._with_seeded_workers()
         else:
             if cold:
@@ -219,8 +241,8 @@ class ReplayPosition(Position):
         return batches
 
     def _with_seeded_workers(self) -> Iterator[Any]:
-        """New workers in place of persistent ones that an earlier process had: seeded alike, and without the draw that
-        the uninterrupted run made once, epochs ago."""
+        """New workers, or none, in place of persistent ones that an earlier process had: seeded alike, and without the
+        draw that the uninterrupted run made once, epochs ago."""
         generator = torch.Generator()
         rng.set_generators([generator], [self._worker_seed], "data/worker_seed")
         before = self._loader.generator
@@ -272,9 +294,11 @@ class ReplayPosition(Position):
             **self._progress(),
             "generators": list(self._own_states()),
             "worker_seed": self._worker_seed,
+            "keeps_workers": self._keeps_workers,
+            "drawn": self._indices.drawn if self._loaded is None else self._drawn,
             "sampler_epoch": self._sampler_epoch.seen,
             "samples": length(self._data.dataset),
-            "batch_size": self._data.batch_size,
+            **Cut.of(self._data, self.batches_per_epoch).record(),
         }
         if self._order is not None:
             out["order"] = self._order.state_dict(self._epoch, self._current.delivered)
@@ -298,14 +322,19 @@ class ReplayPosition(Position):
         self._set_own(tuple(state["generators"]))
         self._sampler_epoch.seen = state["sampler_epoch"]
         self._worker_seed = state["worker_seed"]
+        if state.get("keeps_workers", self._keeps_workers) != self._keeps_workers:
+            self._says("persistent_workers is another than it was when it was saved, so later epochs draw otherwise")
         self._take(state)
         if self._order is not None and "order" in state:
             self._moved = self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
             self._moved |= "start" not in state and not state["ended"]  # moved before, and saved before a batch
         if "start" in state and not self._moved:
-            start = state["start"]
-            self._start = EpochStart(start["global"], tuple(start["own"]), start["cold"])
+            start: Mapping[str, Any] = state["start"]
+            # Workers that were not kept drew their seed in this epoch too, and those here are kept from now on.
+            cold = start["cold"] or (self._keeps_workers and self._worker_seed is None)
+            self._start = EpochStart(start["global"], tuple(start["own"]), cold)
             self._loaded = state["epoch"], self._batches_before(state)
+            self._drawn = state.get("drawn") if self._loaded[1] == state["delivered"] else None
             self._current.delivered = self._loaded[1]
         elif state["ended"] and not self._moved:
             self._over = state["epoch"]
@@ -313,15 +342,16 @@ class ReplayPosition(Position):
     def _batches_before(self, state: Mapping[str, Any]) -> int:
         """How many of this loader's batches lie before the saved position, counted in samples."""
         delivered: int = state["delivered"]
-        samples, size = length(self._data.dataset), self._data.batch_size
+        samples, batches = length(self._data.dataset), self.batches_per_epoch
         if state["samples"] != samples:
             self._says(f"the dataset has {samples} samples, and had {state['samples']} when it was saved")
-        if state["batch_size"] == size or not size or not state["batch_size"]:
+            batches = None  # their number says nothing of their size
+        here, saved = Cut.of(self._data, batches), Cut.saved(state)
+        differs = here.differs(saved)
+        if not differs:
             return delivered
-        self._says(
-            f"the batch size is {size}, not {state['batch_size']} as saved; the epoch goes on from the same sample"
-        )
-        return int(delivered * state["batch_size"] // size)
+        self._says(f"{differs}; {here.goes_on(saved, delivered)}")
+        return here.before(saved, delivered)
 
 
 def _with_indices(loader: DataLoader[Any], indices: Skipping) -> DataLoader[Any]:
@@ -330,6 +360,13 @@ def _with_indices(loader: DataLoader[Any], indices: Skipping) -> DataLoader[Any]
     copied = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     copied.__dict__.update({name: indices, "_iterator": None})
+    return copied
+
+
+def _without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader, which draws the same when it is iterated, and starts no process."""
+    copied = copy.copy(loader)
+    copied.__dict__.update({"num_workers": 0, "persistent_workers": False, "timeout": 0, "_iterator": None})
     return copied
 
 

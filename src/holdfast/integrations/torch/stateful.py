@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from holdfast.integrations.torch import rng
+from holdfast.integrations.torch.batch_sizes import Cut, index_sampler
 from holdfast.integrations.torch.epochs import EpochOfSampler
 from holdfast.integrations.torch.shared_order import SharedOrder
 from holdfast.model.moved import Cursor, Moved
-from holdfast.state.data import Position
+from holdfast.state.data import Delivered, Position, length
 
 
 class StatefulLoaderPosition(Position):
@@ -22,13 +23,19 @@ class StatefulLoaderPosition(Position):
     def __init__(self, loader: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
         super().__init__(loader, reasons, caveats)
         self._has_length = not isinstance(loader.dataset, IterableDataset)
-        indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        indices = index_sampler(loader)
         self._sampler_epoch = EpochOfSampler(indices)
         self._order = SharedOrder.of(indices) if self._has_length else None
+        self._samples = length(indices.sampler) if self._has_length and _counts_samples(loader) else None
+        """Samples of an epoch, where the loader's own position is counted in them and not in batches."""
+        self._cut_anew = (0, 0)
+        """Batches, and the samples in them, that were delivered in this epoch before they had the size they have."""
         self._moved = False
         """Gone on with from another number of ranks, and not iterated yet."""
         self._own = rng.generators_of(loader)
         self._loaded: tuple[int, int, bool] | None = None
+        self._again: int | None = None
+        """The loaded epoch, where its position is of no use here."""
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         loaded, self._loaded = self._loaded, None
@@ -36,6 +43,7 @@ class StatefulLoaderPosition(Position):
             if start and loaded[2]:
                 return self._at_end(epoch, start)
             return self._counted(epoch, iter(self._data), loaded[1])
+        self._cut_anew = 0, 0
         begun = self._order.base(epoch).batches if self._order is not None else 0
         if start > begun and not self._moved:
             self._says("the checkpoint holds no position of this loader, so the epoch starts again")
@@ -51,6 +59,11 @@ class StatefulLoaderPosition(Position):
     def batches_in(self, epoch: int) -> int | None:
         return self.batches_per_epoch if self._order is None else self._order.batches_in(epoch)
 
+    def goes_on_after(self, epoch: int, batch: int) -> int:
+        if batch and self._again == epoch:
+            return 0
+        return self._loaded[1] if batch and self._loaded is not None and self._loaded[0] == epoch else batch
+
     @property
     def elsewhere(self) -> str:
         return super().elsewhere if self._order is None else "the data goes on in the same order, exactly"
@@ -62,6 +75,7 @@ class StatefulLoaderPosition(Position):
         if self._order is None or cursor is None:
             return super().move(moved, cursor, epoch, batch)
         self._moved = True
+        self._epoch, self._current = epoch, Delivered(iter(()), batch)
         for reason in self._order.begin_at(cursor, epoch, batch):
             self._says(reason)
         self._caveats += self._order.steps_differ(cursor)
@@ -74,6 +88,7 @@ class StatefulLoaderPosition(Position):
             "loader": self._data.state_dict() if self._begun or self._loaded is not None else None,
             "generators": [generator.get_state() for generator in self._own],
             "sampler_epoch": self._sampler_epoch.seen,
+            **self._counts(),
             **self._shared(),
         }
 
@@ -82,24 +97,72 @@ class StatefulLoaderPosition(Position):
             return {}
         return {"order": self._order.state_dict(self._epoch, self._current.delivered)}
 
+    def _counts(self) -> dict[str, Any]:
+        """What the position is counted in."""
+        used, cut = None, Cut.of(self._data, self.batches_per_epoch)
+        if self._samples is not None and cut.size:
+            batches, before = self._cut_anew
+            used = min(before + (self._current.delivered - batches) * cut.size, self._samples)
+        samples = length(self._data.dataset) if self._has_length else None
+        return {"samples": samples, **cut.record(), "used": used}
+
     def _load(self, state: Mapping[str, Any]) -> None:
         self._sampler_epoch.seen = state["sampler_epoch"]
         if self._order is not None and "order" in state:
             self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
-        if state["loader"] is not None:
+        self._loaded = self._again = None
+        here = self._batches_before(state)
+        if state["loader"] is None or here is None:
+            self._again = state["epoch"] if here is None else None
+            self._epoch, self._current, self._begun = state["epoch"], Delivered(iter(()), here or 0), False
+        else:
             with rng.kept():
                 self._data.load_state_dict(state["loader"])
                 # torchdata makes an iterator from the state here, and not at the next `iter`: what that draws was drawn
                 # before. One that is at its end is replaced at `iter`, which draws what the uninterrupted run draws.
                 self._data.state_dict()
-            self._take(state)
-            self._loaded = state["epoch"], state["delivered"], state["ended"]
+            self._take({**state, "delivered": here})
+            self._loaded = state["epoch"], here, state["ended"]
+            self._cut_anew = (0, 0) if state.get("used") is None else (here, state["used"])
         if len(state["generators"]) == len(self._own):
             rng.set_generators(self._own, state["generators"], "data/generators")
         else:
             self._says(
                 f"the loader has {len(self._own)} generators of its own, not {len(state['generators'])} as saved"
             )
+
+    def _batches_before(self, state: Mapping[str, Any]) -> int | None:
+        """After how many of this loader's batches it goes on; None where it would count batches of another size."""
+        delivered: int = state["delivered"]
+        samples, batches = length(self._data.dataset) if self._has_length else None, self.batches_per_epoch
+        if state.get("samples", samples) != samples:
+            self._says(f"the dataset has {samples} samples, and had {state['samples']} when it was saved")
+            batches = None  # their number says nothing of their size
+        here, saved = Cut.of(self._data, batches), Cut.saved(state)
+        differs = here.differs(saved) if self._order is None else ""  # an order that is shared is counted in samples
+        if not differs or not delivered:
+            return delivered
+        if state["ended"] or saved.ends(delivered):
+            self._says(differs)
+            return here.batches or delivered
+        if not self._has_length:
+            self._says(f"{differs}; a stream without a state of its own is passed over in batches")
+            return delivered
+        if here.batches is None or here.size is None or self._samples is None or state.get("used") is None:
+            self._says(f"{differs}, and {self._source} counts batches: the epoch begins again")
+            return None
+        self._says(f"{differs}; the epoch goes on from the same sample")
+        rest: int = max(self._samples - state["used"], 0)
+        return here.batches - (rest // here.size if self._data.batch_sampler.drop_last else -(-rest // here.size))
+
+
+def _counts_samples(loader: Any) -> bool:
+    """Whether a loader's own position is the number of samples drawn. torchdata's is where its own batch sampler cuts
+    them; another's batches it passes over one by one, and so the last few where workers tell their state now and then.
+    """
+    indices = index_sampler(loader)
+    its_own = isinstance(indices, BatchSampler) and type(indices).__module__.partition(".")[0] == "torchdata"
+    return its_own and (loader.num_workers == 0 or getattr(loader, "snapshot_every_n_steps", 1) == 1)
 
 
 class StreamPosition(Position):
@@ -135,6 +198,7 @@ class StreamPosition(Position):
             "dataset": self._data.dataset.state_dict(),
             "read": self._read(),
             "generators": [generator.get_state() for generator in self._own],
+            "batch_size": Cut.of(self._data, None).size,
         }
 
     def _read(self) -> bool:
@@ -146,6 +210,9 @@ class StreamPosition(Position):
     def _load(self, state: Mapping[str, Any]) -> None:
         self._take(state)
         self._data.dataset.load_state_dict(state["dataset"])
+        differs = Cut.of(self._data, None).differs(Cut.saved(state))
+        if differs:
+            self._says(f"{differs}; the stream goes on from the same sample")
         if len(state["generators"]) == len(self._own):
             rng.set_generators(self._own, state["generators"], "data/generators")
         self._loaded = state["epoch"], state["read"] or (state["ended"] and state["delivered"] > 0)

@@ -7,7 +7,6 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,6 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import holdfast
-from holdfast import every
 from holdfast.errors import StateMismatch
 from holdfast.integrations.torch.replay import ReplayPosition
 from holdfast.integrations.torch.sampler import ResumableSampler
@@ -256,6 +253,60 @@ def test_workers_are_seeded_as_in_the_uninterrupted_run(persistent: bool) -> Non
     )
 
 
+@pytest.mark.parametrize(("before", "now"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize("replacement", [False, True])
+def test_another_number_of_workers_changes_nothing(before: int, now: int, replacement: bool) -> None:
+    """They are given more of the order than is delivered, and a sampler draws from its generator as it is asked."""
+
+    def make(workers: int) -> Any:
+        order = RandomSampler(
+            range(20), replacement=replacement, num_samples=20 * (1 + replacement), generator=generator()
+        )
+        return DataLoader(Numbers(20), batch_size=4 * (1 + replacement), sampler=order, num_workers=workers)
+
+    for stop in (2, 4, 5):
+        whole = Training(lambda: make(before))
+        for _ in range(stop):
+            whole.step()
+        saved = whole.save()
+        for _ in range(8):
+            whole.step()
+        resumed = Training.resume(lambda: make(now), saved, iterator_first=True)
+        for _ in range(8):
+            resumed.step()
+        assert resumed.seen == whole.seen[stop:] and resumed.position.exact
+
+
+def with_workers(count: int, *, keep: bool) -> Any:
+    return DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=count, persistent_workers=keep)
+
+
+@pytest.mark.parametrize("steps", [2, 8], ids=["first epoch", "second epoch"])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [((1, True), (1, False)), ((1, True), (0, False)), ((1, False), (1, True)), ((0, False), (1, True))],
+    ids=["no longer kept", "no workers now", "kept now", "workers now"],
+)
+def test_workers_that_are_kept_now_or_no_longer_change_nothing_in_the_epoch(
+    before: tuple[int, bool], now: tuple[int, bool], steps: int
+) -> None:
+    """Persistent workers draw their seed once, others in each epoch, and the order is drawn after it."""
+    whole = Training(lambda: with_workers(before[0], keep=before[1]))
+    for _ in range(steps):
+        whole.step()
+    saved = whole.save()
+    for _ in range(3):
+        whole.step()
+    with pytest.warns(RuntimeWarning, match="persistent_workers is another"):
+        resumed = Training.resume(lambda: with_workers(now[0], keep=now[1]), saved, iterator_first=True)
+    assert not resumed.position.exact
+    resumed.step()
+    with pytest.warns(RuntimeWarning, match="persistent_workers is another"):
+        back = Training.resume(lambda: with_workers(before[0], keep=before[1]), resumed.save(), iterator_first=True)
+    back.step(), back.step()
+    assert resumed.seen + back.seen == whole.seen[steps:]
+
+
 STATEFUL: dict[str, Make] = {
     "in process": lambda: StatefulDataLoader(Numbers(noisy=True), batch_size=4, shuffle=True),
     "own generator": lambda: StatefulDataLoader(Numbers(noisy=True), batch_size=4, shuffle=True, generator=generator()),
@@ -273,6 +324,44 @@ def test_a_stateful_loader_keeps_its_own_position(make: Make) -> None:
     stops = [[3], [6], [7], [12], [2, 4, 6, 8, 13]] if make().num_workers else [[stop] for stop in range(1, steps)]
     for where in stops:
         check(make, steps, where, plain=make().num_workers == 0 and not isinstance(make().sampler, ResumableSampler))
+
+
+NOT_KEPT: dict[str, Make] = {
+    "weighted": lambda: StatefulDataLoader(Numbers(noisy=True), batch_size=4, sampler=weighted()),
+    "own generator": lambda: StatefulDataLoader(
+        Numbers(noisy=True), batch_size=4, sampler=RandomSampler(range(SAMPLES), generator=generator())
+    ),
+    "batch sampler": lambda: StatefulDataLoader(
+        Numbers(noisy=True), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 4, drop_last=False)
+    ),
+    "workers": lambda: StatefulDataLoader(Numbers(), batch_size=4, sampler=weighted(), num_workers=1),
+}
+
+
+@pytest.mark.parametrize("make", NOT_KEPT.values(), ids=NOT_KEPT.keys())
+def test_an_order_that_a_stateful_loader_would_draw_anew_is_replayed(make: Make) -> None:
+    """torchdata keeps the state of its own RandomSampler, and asks torch's for a new order."""
+    steps = 2 * len(make()) + 2
+    for stop in [3, len(make()) + 2] if make().num_workers else range(1, steps):
+        check(make, steps, [stop])
+    assert script(make)[1].exact
+
+
+class Augmented(Numbers):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_an_order_that_a_stateful_loader_may_not_keep_is_told() -> None:
+    position = attach(StatefulDataLoader(Augmented(), batch_size=4, sampler=weighted()))
+    assert "the order of WeightedRandomSampler is drawn anew" in position.reasons[0]
+    position = attach(StatefulDataLoader(Numbers(), batch_size=4, sampler=Odd()))
+    assert position.exact and "the order of Odd is kept only if" in position.caveats[0]
+    for kept in (STATEFUL["in process"], STATEFUL["our sampler"], lambda: StatefulDataLoader(Counted())):
+        assert not attach(kept()).reasons and not attach(kept()).caveats
 
 
 def test_saving_a_stateful_loader_before_its_first_batch_draws_nothing() -> None:
@@ -384,6 +473,11 @@ class Odd(Sampler[int]):
 
     def __len__(self) -> int:
         return SAMPLES
+
+
+class Uncounted(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SAMPLES))
 
 
 def test_an_unknown_sampler_is_replayed_and_named() -> None:
@@ -500,53 +594,48 @@ def test_what_is_no_position_is_a_mismatch(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: DataLoader(Counted(), batch_size=None), lambda: StatefulDataLoader(Counted())]
+    "make",
+    [
+        lambda: DataLoader(Counted(), batch_size=None),
+        lambda: StatefulDataLoader(Counted()),
+        lambda: DataLoader(Stream(), batch_size=None),
+        lambda: DataLoader(Numbers(), batch_size=None, sampler=Uncounted()),
+    ],
+    ids=["stream", "stateful", "stream without state", "sampler without a length"],
 )
-def test_a_stream_that_was_saved_at_its_end_is_not_given_again(make: Make) -> None:
+def test_what_was_saved_at_its_end_is_not_given_again(make: Make) -> None:
+    """None of these says beforehand how many batches an epoch has."""
     _, position = script(make)
     first = [batch.tolist() for batch in position.iterate(0, 0)]
     assert len(first) == SAMPLES
     _, resumed = script(make)
-    resumed.load_state_dict(copy.deepcopy(position.state_dict()))
-    assert list(resumed.iterate(0, SAMPLES)) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.load_state_dict(copy.deepcopy(position.state_dict()))
+        assert list(resumed.iterate(0, SAMPLES)) == []
     assert [batch.tolist() for batch in resumed.iterate(1, 0)] == first
 
 
-@pytest.mark.parametrize(("saved_at", "size", "rest"), [(10, 8, 3), (10, 2, 12), (16, 8, 0), (16, 2, 0)])
-def test_another_batch_size_loses_nothing_of_the_epoch(tmp_path: Path, saved_at: int, size: int, rest: int) -> None:
-    seen: list[float] = []
-
-    def train(batch_size: int, stop_at: int) -> int:
-        loader = DataLoader(Numbers(64), batch_size=batch_size, shuffle=True)
-        with holdfast.Checkpointer(tmp_path / "place", {"n": 0}, data=loader, save=every(steps=1)) as ckpt:
-            for _ in ckpt.epochs(1):
-                begun = ckpt.step
-                for batch in ckpt.batches:
-                    seen.extend(batch[:, 0].tolist())
-                    if ckpt.step + 1 == stop_at:
-                        ckpt.stop()
-                return ckpt.step - begun
-        return 0
-
-    train(4, saved_at)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        train(size, 0)
-    assert len(seen) == saved_at * 4 + rest * size and sorted(seen) == list(range(64))
-
-
 class Broken(Numbers):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 9:
-            raise OSError("no such luck")
+            raise self.error("no such luck")
         return super().__getitem__(index)
 
 
-def test_a_batch_that_could_not_be_loaded_makes_the_position_inexact_once_training_goes_on() -> None:
-    _, position = script(lambda: DataLoader(Broken(), batch_size=4))
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_batch_that_could_not_be_loaded_makes_the_position_inexact_once_training_goes_on(
+    error: type[BaseException],
+) -> None:
+    """An interrupt too: a notebook that runs its loop again goes on with the same iterator."""
+    _, position = script(lambda: DataLoader(Broken(error), batch_size=4))
     batches = position.iterate(0, 0)
     next(batches), next(batches)
-    with pytest.raises(OSError):
+    with pytest.raises(error):
         next(batches)
     assert position.exact
     with pytest.warns(RuntimeWarning, match="could not be loaded"):

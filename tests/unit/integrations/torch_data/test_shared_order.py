@@ -278,6 +278,13 @@ def test_steps_take_what_they_would_have_taken_where_all_ranks_take_as_much(
     assert [(epoch, sorted(given)) for epoch, given in pieces] == [(epoch, sorted(given)) for epoch, given in whole]
 
 
+@pytest.mark.parametrize("make", [plain, stateful, in_batches], ids=["plain", "stateful", "batch sampler"])
+def test_ranks_that_change_twice_in_an_epoch_and_save_before_a_batch(make: Callable[[int], Make]) -> None:
+    """What has moved is saved as it came, gone on with by as many, and moved again, in batches of another size too."""
+    lives = [(make(2), 2, 17), (make(2), 3, 0), (make(2), 3, 0), (make(2), 3, 2), (make(3), 3, 0), (make(3), 5, 3)]
+    check(60, lives)
+
+
 def test_without_batches_of_the_loader_a_sample_is_a_batch() -> None:
     check(11, [(unbatched, 3, 2), (unbatched, 2, 3)])
 
