@@ -107,7 +107,7 @@ kill-campaign: setup
 kill-campaign-memory: setup
 	$(BIN)/python -m holdfast.demo.campaign --memory --kills 1000 --steps 120 --workers 2 --seed 300 --json $(RESULTS)/r2_kills_memory.json
 
-# About five minutes; two cores.
+# About ten minutes on two cores: numbers, and trainings under torch (DDP, FSDP2), in equal parts.
 ranks-campaign: setup
 	$(BIN)/python -m holdfast.testing.rank_kills --kills 200 --seed 1 --json $(RESULTS)/r5_ranks.json
 
@@ -123,6 +123,7 @@ scale-campaign: setup
 ranks-phases-campaign: setup
 	$(BIN)/python -m holdfast.testing.rank_phases --json $(RESULTS)/r5_phases.json
 
+# Every scenario has its part of the states and of the twenty minutes; the seeded bugs come before, in some minutes.
 ranks-crash-campaign: setup
 	$(BIN)/python -m holdfast.testing.rank_crashes --states 100000 --seconds 1200 --seed 1 --json $(RESULTS)/r1_ranks.json
 

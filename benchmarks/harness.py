@@ -28,7 +28,7 @@ import torch
 import holdfast
 from holdfast.api.bench import cache
 from holdfast.api.bench import raw as loops
-from holdfast.testing.campaigns import machine, versions
+from holdfast.testing.campaigns import code, machine, versions
 
 RESULTS = Path(__file__).parent / "results"
 RESAMPLES = 10_000
@@ -247,7 +247,7 @@ def environment(place: Path) -> dict[str, Any]:
     return {
         "machine": {**machine(), "file_system": _output("df", "--output=fstype", str(place)).split()[-1]},
         "versions": versions("torch", "numpy", "xxhash", "safetensors", "torch_checkpointing", "holdfast"),
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        **code(Path(__file__).parent / "*.py"),
         "threads": {"torch": torch.get_num_threads()},
     }
 

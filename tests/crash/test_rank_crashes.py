@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import pytest
 
+from holdfast.testing.crash_states import BugResult, Result
 from holdfast.testing.disk_image import ROOT
-from holdfast.testing.rank_crashes.bugs import BUGS
-from holdfast.testing.rank_crashes.campaign import Unit, hunt, run_unit
+from holdfast.testing.rank_crashes.bugs import BUGS, SOUGHT
+from holdfast.testing.rank_crashes.campaign import PARTS, Unit, hunt, run_unit, units
 from holdfast.testing.rank_crashes.nodes import NodePersistence
 from holdfast.testing.rank_crashes.scenarios import SCENARIOS, End
+from holdfast.testing.rank_crashes.shares import by_bug, divided
 from holdfast.testing.rank_crashes.turns import KINDS
 from holdfast.testing.recorder import Call
 from slices import crossed, thinned
@@ -83,3 +88,62 @@ def test_a_node_loses_only_its_own_and_flushes_only_its_own() -> None:
 def _all(variables: tuple[object, ...]) -> list[tuple[int, ...]]:
     assert len(variables) == 1, "the entry of the node that has flushed nothing"
     return [(0,), (1,)]
+
+
+# -- the budget ---
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_units_of_each_scenario_come_by_every_kind_of_end_and_every_prefix(name: str) -> None:
+    ranks = SCENARIOS[name].world
+    found = list(itertools.islice(units(name, SEED, 48), 3 * PARTS))
+    assert {unit.scenario for unit in found} == {name}
+    assert {unit.schedule % len(KINDS) for unit in found} == set(range(len(KINDS)))
+    whole = [unit for unit in found if unit.end is None]
+    for nodes in (False, True):
+        assert {unit.at % unit.part for unit in whole if unit.nodes is nodes} == set(range(PARTS))
+    assert {unit.end.rank for unit in found if unit.end is not None} == {None, *range(ranks)}
+
+
+def numbered(name: str) -> Iterator[tuple[str, int]]:
+    return ((name, number) for number in itertools.count())
+
+
+def ten_disks(unit: tuple[str, int]) -> Result:
+    name, number = unit
+    disks = [f"{name}{number:08}{disk:04}".ljust(16)[:16].encode() for disk in range(10)]
+    return Result(name, 10, 10, fingerprints=b"".join(disks))
+
+
+def one_disk(unit: tuple[str, int]) -> Result:
+    return Result(unit[0], 1, 1, fingerprints=unit[0][:16].ljust(16).encode())
+
+
+def test_each_scenario_has_its_part_of_the_states_and_of_the_time() -> None:
+    shares = divided(600, 3600, "abc", numbered, ten_disks, workers=1, say=lambda line: None)
+    assert all(170 <= len(found.distinct) <= 230 for found, _ in shares.each.values())
+    assert len(shares.whole.distinct) >= 600 and shares.without_states == []
+    late = divided(600, 0, "ab", numbered, one_disk, workers=1, say=lambda line: None)
+    assert [len(found.distinct) for found, _ in late.each.values()] == [1, 1]
+
+
+def test_the_result_has_a_line_for_each_scenario_with_the_bugs_that_were_looked_for_in_it() -> None:
+    names = list(SCENARIOS)
+    shares = divided(len(names), 60, names, numbered, one_disk, workers=1, say=lambda line: None)
+    hunts = [(bug.scenarios[0], BugResult(bug.name, bug.breaks, True, 1, "lost")) for bug in SOUGHT.values()]
+    told = shares.told(hunts)
+    assert list(told) == names and {line["states"] for line in told.values()} == {1}
+    assert all(line["bugs_seeded"] == line["bugs_caught"] > 0 for line in told.values()), told
+    assert {found.name for found in by_bug(hunts)} == {bug.name for bug in BUGS}
+
+
+def test_a_bug_is_caught_where_one_scenario_shows_it() -> None:
+    name = "rename for link"
+    missed, seen = BugResult(name, "", False, 30, ""), BugResult(name, "", True, 7, "lost")
+    first, second = (bug.scenarios[0] for bug in SOUGHT.values() if bug.name == name)
+    shares = divided(2, 60, [first, second], numbered, one_disk, workers=1, say=lambda line: None)
+    for hunts in ([(first, missed), (second, seen)], [(first, seen), (second, missed)]):
+        assert by_bug(hunts) == [BugResult(name, "", True, 37, "lost")]
+        told = shares.told(hunts)
+        assert [name in line["bugs_not_seen_here"] for line in told.values()] == [not one.caught for _, one in hunts]
+    assert not by_bug([(first, missed), (second, missed)])[0].caught

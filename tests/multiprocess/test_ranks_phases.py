@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from holdfast.api import company
+from holdfast.api.company import settings
+from holdfast.ranks.timing import Settings
 from holdfast.testing.rank_kills.processes import Ended
 from holdfast.testing.rank_phases import campaign
-from holdfast.testing.rank_phases.cells import ONLY_COORDINATOR, PHASES, Cell, Struck, begun, cells
+from holdfast.testing.rank_phases.cells import ONLY_COORDINATOR, PHASES, Cell, Struck, begun, cells, lost
+from holdfast.testing.rank_phases.in_time import TIMEOUT_S, Promise, Times, by_phase
 from holdfast.testing.rank_phases.returning import CUTS, Cut, cuts
 
 FEW = (
@@ -51,3 +58,65 @@ def test_ranks_that_end_without_a_word_are_a_fault(tmp_path: Path) -> None:
         faults = list(struck.faults())
     assert any("rank 0 ended without naming a phase" in fault for fault in faults)
     assert any("rank 2 was to die" in fault for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("found", "gone"),
+    [([], True), ([(1, 6)], False), ([(2, 9)], True), ([(1, 3), (2, 9)], True), ([(2, 9), (2, 12)], False)],
+)
+def test_what_retention_has_removed_is_not_lost(found: list[tuple[int, int]], gone: bool) -> None:
+    assert lost(found) is gone
+
+
+# -- in time ---
+
+QUIET_S, QUICK_S = 0.8, 0.1
+"""What a job that nobody disturbs takes on a machine that does nothing else, and what a rank there has to compute until
+its error is raised."""
+WAITS = sorted({cell.promise for cell in cells()}, key=str)
+
+
+def times(promise: Promise, *, waits: float = 1.0, slower: float = 1.0) -> Times:
+    """Where the wait takes `waits` times what is promised, on a machine that is so much `slower`."""
+    raised_s = waits * promise.raised_s + slower * QUICK_S
+    left_s = raised_s + promise.left_s - promise.raised_s + slower * QUICK_S
+    return Times(promise, slower * QUIET_S, {0: raised_s}, {0: left_s})
+
+
+@pytest.mark.parametrize("promise", WAITS, ids=str)
+def test_r5_whoever_waits_three_times_as_long_is_late_and_a_slow_machine_is_not(promise: Promise) -> None:
+    assert list(times(promise).late()) == []
+    assert list(times(promise, slower=5).late()) == []
+    assert list(times(promise, slower=30).late()) == []
+    for slower in (1, 2, 10):
+        found = list(times(promise, waits=3, slower=slower).late())
+        assert len(found) == 2 and found[0].startswith("rank 0 raised"), found
+
+
+@pytest.mark.long
+def test_r5_ranks_that_find_out_three_times_as_late_as_promised_are_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(timeout_s: float) -> Settings:
+        found = settings(timeout_s)
+        return replace(found, dead_after_s=3 * found.dead_after_s)
+
+    monkeypatch.setattr(company, "settings", slowly)
+    (outcome,) = campaign.play([Cell(2, "vote", "SIGKILL")], tmp_path, at_once=1)
+    assert len(outcome.faults) == 4 and all("after the strike" in fault for fault in outcome.faults), outcome
+
+
+def test_r5_who_raises_in_time_and_does_not_leave_is_late() -> None:
+    promise = Promise("vote", lost=True)
+    kept = times(promise)
+    assert "rank 0 left" in next(replace(kept, left_s={0: promise.left_s + 9 * QUIET_S}).late())
+
+
+def test_the_result_has_the_slowest_and_the_narrowest_bound_of_each_phase() -> None:
+    lost, rank = Promise("vote", lost=True), Promise("vote", lost=False)
+    found = by_phase([times(lost), times(lost, slower=10), times(rank), Times(rank, 1.0, {}, {})])
+    row = found["vote"]["the place where ranks meet"]
+    assert row["promised_s"] == lost.raised_s
+    assert row["bound_s"] == round(times(lost).bound_s, 2)
+    assert row["slowest_s"] == round(lost.raised_s + 10 * QUICK_S, 2)
+    assert found["vote"]["a rank"]["promised_s"] < TIMEOUT_S

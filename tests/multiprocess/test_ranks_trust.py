@@ -17,6 +17,7 @@ import holdfast
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
 from holdfast.testing.rank_kills.campaign import campaign
+from holdfast.testing.rank_kills.kinds import OfNumbers
 from holdfast.testing.rank_kills.processes import Death, Job, Plan
 from holdfast.testing.rank_kills.training import untouched
 
@@ -81,7 +82,7 @@ def test_whoever_is_killed_or_stopped_wherever_the_others_say_so_and_the_job_goe
         jobs = []
         for number, (point, rank, how) in enumerate(mine):
             place = shutil.copytree(begun, tmp_path / str(number))
-            plan = Plan(place, 3, STEPS, timeout_s=5.0, death=Death(rank, point, 1, number=how))
+            plan = Plan(place, 3, STEPS, timeout_s=8.0, death=Death(rank, point, 1, number=how))
             jobs.append(stack.enter_context(Job(plan)))
         for job in jobs:
             others_tell(job)
@@ -92,7 +93,8 @@ def test_whoever_is_killed_or_stopped_wherever_the_others_say_so_and_the_job_goe
 
 def test_a_slice_of_the_campaign(tmp_path: Path) -> None:
     """Single ranks killed at random moments and places: every round ends as the training that nothing disturbed."""
-    *_, tally = campaign(10, 3, tmp_path, steps=30, alone_every=5)
+    *_, tallies = campaign(10, 3, tmp_path, [OfNumbers(30)], alone_every=5)
+    tally = tallies["numbers"]
     assert (tally.kills, tally.equal, tally.faults) == (10, tally.rounds, [])
 
 

@@ -1,7 +1,7 @@
 """What campaigns and benchmarks share: options, the head of a result, and lines that say how far it is.
 
-A result counts only with what it was obtained by: the command, the seed, the time it took, the versions and the
-machine. `Sitting` notes these as a campaign begins, so that no campaign can leave one out.
+A result counts only with what it was obtained by: the command, the seed, the time it took, the code, the versions and
+the machine. `Sitting` notes these as a campaign begins, so that no campaign can leave one out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 SAY_EVERY_S: Final = 10.0
 """Where nobody watches a terminal, a line so often."""
+_OF_A_HOOK: Final = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -37,6 +39,18 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "load_at_start": round(os.getloadavg()[0], 2),
     }
+
+
+def code(*beside: Path) -> dict[str, Any]:
+    """The commit that this package runs from, and whether any of its files, or of those `beside` it, differs from what
+    was committed. Nothing where the package lies in no git checkout of its own: one that is installed within the
+    checkout of something else has no commit."""
+    here = Path(__file__).resolve()
+    if _git(here, "ls-files", "--error-unmatch", here.name) is None:
+        return {}
+    commit = _git(here, "rev-parse", "--short", "HEAD")
+    changed = _git(here, "status", "--porcelain", "--", str(here.parents[1]), *map(str, beside))
+    return {} if commit is None or changed is None else {"commit": commit, "dirty": bool(changed)}
 
 
 def options(
@@ -65,6 +79,7 @@ class Sitting:
         """arguments: as given to the campaign's `main`; None: the process's own. packages: besides holdfast."""
         words = sys.argv[1:] if arguments is None else arguments
         self._head = {"command": shlex.join(["python", "-m", module, *words]), "seed": seed}
+        self._code = code()
         self._versions = versions("holdfast", *packages)
         self._machine = machine()
         self._began = time.monotonic()
@@ -72,7 +87,8 @@ class Sitting:
     def result(self, counts: Mapping[str, Any]) -> dict[str, Any]:
         """The head, and below it what was counted."""
         seconds = {"seconds": round(time.monotonic() - self._began, 1)}
-        return {**self._head, **seconds, "versions": self._versions, "machine": self._machine, **counts}
+        made_by = {**self._code, "versions": self._versions, "machine": self._machine}
+        return {**self._head, **seconds, **made_by, **counts}
 
 
 def deliver(result: Mapping[str, Any], path: Path | None, text: str | None = None) -> None:
@@ -111,6 +127,18 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "absent"
+
+
+def _git(of: Path, *words: str) -> str | None:
+    """What git says of the checkout in which the file lies; None where there is none, or no git."""
+    # Within a hook these say which repository git is to take.
+    around = {name: value for name, value in os.environ.items() if name not in _OF_A_HOOK}
+    command = ["git", "--no-optional-locks", "-C", str(of.parent), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=around)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _first(path: str, key: str) -> str:

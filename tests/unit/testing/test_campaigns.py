@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast.testing import campaigns
-from holdfast.testing.campaigns import Progress, Sitting, deliver, machine, options, versions
+from holdfast.testing.campaigns import Progress, Sitting, code, deliver, machine, options, versions
 from holdfast.version import __version__
 
 
-def test_a_result_begins_with_what_it_was_obtained_by() -> None:
+def test_a_result_begins_with_what_it_was_obtained_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaigns, "code", lambda: {"commit": "4dc1f00", "dirty": False})
     found = Sitting("holdfast.testing.one", ["--seed", "7"], seed=7, packages=["numpy"]).result({"cases": 3})
-    assert list(found) == ["command", "seed", "seconds", "versions", "machine", "cases"]
+    assert list(found) == ["command", "seed", "seconds", "commit", "dirty", "versions", "machine", "cases"]
     assert found["command"] == "python -m holdfast.testing.one --seed 7"
     assert (found["seed"], found["cases"]) == (7, 3)
     assert found["versions"].keys() == {"python", "holdfast", "numpy"}
@@ -27,6 +29,43 @@ def test_the_command_is_the_process_s_own_where_no_arguments_are_given(monkeypat
     monkeypatch.setattr(sys, "argv", ["ignored", "--kills", "20"])
     assert Sitting("m", None, seed=1).result({})["command"] == "python -m m --kills 20"
     assert Sitting("m", [], seed=1).result({})["command"] == "python -m m"
+
+
+def test_a_result_names_the_commit_that_it_ran_from_and_whether_the_code_was_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "src" / "holdfast"
+    here, results = package / "testing" / "campaigns.py", tmp_path / "results"
+    monkeypatch.setattr(campaigns, "__file__", str(here))
+    for place in (here.parent, results):
+        place.mkdir(parents=True)
+    here.write_text("pass\n")
+    assert code() == {}, "no checkout"
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "train.py").write_text("pass\n")
+    git("add", "train.py")
+    git("commit", "-q", "-m", "somebody's training")
+    assert code() == {}, "a package that is installed within the checkout of something else"
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    clean = {"commit": git("rev-parse", "--short", "HEAD"), "dirty": False}
+    (results / "r1.json").write_text("{}")
+    assert code() == clean, "the results of the campaign before are no code"
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as within a hook
+    assert code() == clean
+    (tmp_path / "benchmark.py").write_text("pass\n")
+    assert code() == clean and code(tmp_path / "*.py") == clean | {"dirty": True}
+    (package / "new.py").write_text("pass\n")
+    assert code() == clean | {"dirty": True}
+    monkeypatch.setenv("PATH", "")
+    assert code() == {}, "no git"
 
 
 def test_what_is_not_installed_or_not_told_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from unittest import mock
 
@@ -222,6 +222,13 @@ BUGS: Final[tuple[Bug, ...]] = (
         "one rank's disk fails",
     ),
     _layer(
+        "the coordinator's flush error ignored",
+        "what the disk of whoever commits refused counts as durable",
+        FIRST,
+        layers.IgnoreFlushError,
+        "the coordinator's disk fails",
+    ),
+    _layer(
         "one temporary name for all ranks",
         "ranks write over each other's parts",
         ALL,
@@ -249,3 +256,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         "retention beside saves",
     ),
 )
+SOUGHT: Final = {
+    f"{bug.name}, in {scenario}": replace(bug, scenarios=(scenario,)) for bug in BUGS for scenario in bug.scenarios
+}
+"""Each bug in each scenario in which it may be found."""

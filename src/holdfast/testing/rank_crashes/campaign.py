@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from holdfast.testing.expectations import Expected
 from holdfast.testing.exploration import crash_states, violation
 from holdfast.testing.going_on import ends, go_on
 from holdfast.testing.persistence import Persistence
-from holdfast.testing.rank_crashes.bugs import BUGS, Bug
+from holdfast.testing.rank_crashes.bugs import SOUGHT, Bug
 from holdfast.testing.rank_crashes.jobs import Seeded
 from holdfast.testing.rank_crashes.nodes import NodePersistence
 from holdfast.testing.rank_crashes.scenarios import SCENARIOS, End, restart
@@ -26,13 +27,15 @@ from holdfast.testing.simulated_disk import SimulatedDisk
 
 RESTART_ONE_IN: Final = 41
 """Of the states that are judged, one in so many is handed to a restarted job of one to three ranks."""
+PARTS: Final = 8
+"""Of a recording only one in so many prefixes is looked at."""
 CRASHED: Final = 6
 """Interleavings of which a bug's crash states are looked at."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One recording. `part`: only one in so many of its prefixes is looked at."""
+    """One recording. `part`: only one in so many of its prefixes is looked at, beginning with number `at`."""
 
     scenario: str
     seed: int
@@ -41,6 +44,7 @@ class Unit:
     nodes: bool = False
     end: End | None = None
     part: int = 1
+    at: int = 0
 
 
 def run_unit(unit: Unit, restart_one_in: int = RESTART_ONE_IN) -> Result:
@@ -54,7 +58,7 @@ def run_unit(unit: Unit, restart_one_in: int = RESTART_ONE_IN) -> Result:
     if recording is None:
         return result
     check, seen = Checker(), set[bytes]()
-    for state in crash_states(recording, each=unit.each, seed=unit.seed, seen=seen, part=unit.part):
+    for state in crash_states(recording, each=unit.each, seed=unit.seed + unit.at, seen=seen, part=unit.part):
         result.judged += 1
         problems = check(SimulatedDisk.holding(state.image), state.expected)
         if problems:
@@ -75,21 +79,23 @@ def _restart(*words: object) -> Recording:
     return restart(base, opening, seed, name, Seeded())  # type: ignore[arg-type]
 
 
-def units(seed: int, each: int) -> Iterator[Unit]:
-    """Without end: each scenario on one machine and on nodes, then with ends of ranks and of the whole job; over and
-    over in other interleavings."""
-    chance = random.Random(seed)
-    lengths = {name: scenario.length(seed) for name, scenario in SCENARIOS.items()}
-    schedule = 0
-    while True:
-        for name, (whole, of_ranks) in lengths.items():
-            for nodes in (False, True):
-                yield Unit(name, seed, schedule, each // 4 if nodes else each, nodes)
-            ends = [End(chance.randrange(8, max(whole, 9)))]
-            ends += [End(chance.randrange(4, max(spent, 5)), rank) for rank, spent in enumerate(of_ranks)]
-            for number, end in enumerate(ends):
-                yield Unit(name, seed, schedule, each // 4, bool((schedule + number) % 2), end)
-        schedule += 1
+def units(name: str, seed: int, each: int) -> Iterator[Unit]:
+    """Of one scenario, without end, each time in another interleaving: on one machine, on nodes, and with the end of
+    the job or of one of its ranks. All are short, so that few states say something of many interleavings."""
+    chance = random.Random(f"{name} {seed}")
+    whole, of_ranks = SCENARIOS[name].length(seed)
+    victims = [None, *range(len(of_ranks))]
+    for schedule in itertools.count():
+        for nodes in (False, True):
+            yield Unit(name, seed, schedule, each // 4 if nodes else each, nodes, part=PARTS, at=schedule)
+        turn, victim = schedule // len(victims), victims[schedule % len(victims)]
+        end = End(_within(chance, 8, whole) if victim is None else _within(chance, 4, of_ranks[victim]), victim)
+        nodes = bool((schedule + turn) % 2)
+        yield Unit(name, seed, schedule, each // 4, nodes, end, part=PARTS, at=schedule)
+
+
+def _within(chance: random.Random, first: int, length: int) -> int:
+    return chance.randrange(first, max(length, first + 1))
 
 
 def hunt(bug: Bug, seed: int = 1, *, each: int = 4, limit: int = 3000, schedules: int = 18) -> BugResult:
@@ -148,4 +154,4 @@ def _buggy(bug: Bug, seed: int, schedules: int) -> Iterator[Recording | str]:
 
 def hunt_by_name(name: str, seed: int) -> BugResult:
     """For another process, to which a bug itself cannot be sent."""
-    return hunt(next(bug for bug in BUGS if bug.name == name), seed)
+    return hunt(SOUGHT[name], seed)

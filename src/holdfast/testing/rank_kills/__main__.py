@@ -1,4 +1,9 @@
-"""`python -m holdfast.testing.rank_kills --kills 200 --seed 1 --json result.json`"""
+"""`python -m holdfast.testing.rank_kills --kills 200 --seed 1 --json result.json`
+
+Numbers that depend on the step alone, and trainings under torch (DDP, FSDP2), in turn. The ranks are forked from this
+process, which has imported torch and runs none of it. Exit status 12 if a training differs from the untouched one, if a
+rank that was left alone did not find out, or if a control was not told.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +13,54 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.testing.campaigns import Progress, Sitting, deliver, options
-from holdfast.testing.rank_kills.campaign import Tally, campaign
+from holdfast.testing.rank_kills.campaign import Tallies, campaign, told
+from holdfast.testing.rank_kills.kinds import Kind, OfNumbers
 
 MODULE: Final = "holdfast.testing.rank_kills"
+WITH_TORCH: Final = ("ddp", "fsdp2")
+TRAININGS: Final = {"mix": ("numbers", *WITH_TORCH), "torch": WITH_TORCH}
+"""What stands for several kinds."""
 
 
-def main() -> None:
+def kinds(names: tuple[str, ...], place: Path, *, steps: int, torch_steps: int) -> list[Kind]:
+    """`place`: where untouched trainings are. torch is imported where it is needed, before the first rank is forked."""
+    if names == ("numbers",):
+        return [OfNumbers(steps)]
+    from holdfast.demo.runner import load_framework
+    from holdfast.testing.rank_kills.torch_training import CONTROLS, OfTorch
+    from holdfast.testing.resume_ranks.cases import WRAPPERS
+
+    load_framework()
+    chosen = [wrapper for wrapper in WRAPPERS if wrapper in names]
+    under_torch: list[Kind] = [
+        OfTorch(wrapper, torch_steps, place, CONTROLS[number :: len(chosen)]) for number, wrapper in enumerate(chosen)
+    ]
+    return [OfNumbers(steps), *under_torch] if "numbers" in names else under_torch
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = options(MODULE, "Kills single ranks of a job; every round must end bit for bit as the untouched one.")
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=40)
-    given = parser.parse_args()
-    sitting, progress, tally = Sitting(MODULE, None, seed=given.seed, packages=["numpy"]), Progress(), Tally()
+    parser.add_argument("--training", choices=[*TRAININGS, "numbers", *WITH_TORCH], default="mix")
+    parser.add_argument("--steps", type=int, default=40, help="of a training of numbers")
+    parser.add_argument("--torch-steps", type=int, default=24, help="of a training under torch")
+    parser.add_argument("--no-controls", action="store_true", help="break nothing that has to be told")
+    given = parser.parse_args(arguments)
+    names = TRAININGS.get(given.training, (given.training,))
+    packages = ["numpy"] if names == ("numbers",) else ["numpy", "torch"]
+    sitting, progress = Sitting(MODULE, arguments, seed=given.seed, packages=packages), Progress()
+    tallies: Tallies = {}
     with tempfile.TemporaryDirectory(prefix="holdfast-ranks-") as place:
-        for tally in campaign(given.kills, given.seed, Path(place), steps=given.steps):
-            progress(f"{tally.kills} of {given.kills} kills, {tally.equal} of {tally.rounds} rounds equal")
+        chosen = kinds(names, Path(place) / "untouched", steps=given.steps, torch_steps=given.torch_steps)
+        rounds = campaign(given.kills, given.seed, Path(place), chosen, controls=not given.no_controls)
+        for tallies in rounds:
+            found = told(tallies)
+            equal = f"{found['rounds_equal_to_the_untouched_training']} of {found['rounds']} rounds equal"
+            progress(f"{found['kills']} of {given.kills} kills, {equal}")
     progress.end()
-    deliver(sitting.result(tally.told()), given.json)
-    sys.exit(0 if tally.equal == tally.rounds and not tally.faults else 12)
+    deliver(sitting.result(told(tallies)), given.json)
+    return 0 if all(tally.as_it_has_to_be for tally in tallies.values()) else 12
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,8 +10,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -65,6 +65,15 @@ class Plan:
     def where(self) -> Path:
         return self.place / "checkpoints"
 
+    @property
+    def struck(self) -> Path:
+        """Where the moment is noted at which the death came."""
+        return self.place / "struck"
+
+    def raised(self, rank: int) -> Path:
+        """Where the moment is noted at which the training of this rank met an error."""
+        return self.place / f"raised-{rank}"
+
     def ranks(self, rank: int) -> Ranks:
         return SharedFiles(self.place / "ranks", rank=rank, world_size=self.world)
 
@@ -83,11 +92,32 @@ def train(plan: Plan, rank: int) -> Mapping[str, Any]:
         in_flight=plan.in_flight,
         **arguments,
     ) as ckpt:
-        for number in ckpt.steps(plan.steps):
-            numbers.step(number + 1)
-            if plan.step_s:
-                time.sleep(plan.step_s)
+        with raising_noted(plan.raised(rank)):
+            for number in ckpt.steps(plan.steps):
+                numbers.step(number + 1)
+                if plan.step_s:
+                    time.sleep(plan.step_s)
     return {"step": ckpt.step}
+
+
+@contextmanager
+def raising_noted(path: Path) -> Iterator[None]:
+    """When something is raised within the block, the moment is noted: before the rank leaves the others, which takes
+    its own time."""
+    try:
+        yield
+    except BaseException:
+        note_moment(path)
+        raise
+
+
+def note_moment(path: Path) -> None:
+    """Now, by a clock that all processes of a machine share."""
+    path.write_text(repr(time.monotonic()))
+
+
+def moment(path: Path) -> float | None:
+    return float(path.read_text()) if path.exists() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +143,11 @@ class Job:
 
     def __enter__(self) -> Job:
         self.plan.place.mkdir(parents=True, exist_ok=True)
+        self.plan.struck.unlink(missing_ok=True)
         for rank in range(self.plan.world):
             self._said(rank).unlink(missing_ok=True)
+            self.plan.raised(rank).unlink(missing_ok=True)
+        for rank in range(self.plan.world):
             self.pids[rank] = self._forked(rank)
         return self
 
@@ -161,7 +194,18 @@ class Job:
         if death is None or death.point or self.killed or time.monotonic() - self.began < death.after_s:
             return
         self.killed = death.rank not in self.ended
+        note_moment(self.plan.struck)
         self.send(death.rank, death.number)
+
+    @property
+    def struck_at(self) -> float | None:
+        """When the death came, if it did; by the clock of `began`."""
+        return moment(self.plan.struck)
+
+    def met_error_at(self, rank: int) -> float:
+        """When this rank, which has ended, met its error: in a step, or, where no step did, at its end."""
+        found = moment(self.plan.raised(rank))
+        return self.began + self.ended[rank].seconds if found is None else found
 
     def _said(self, rank: int) -> Path:
         return self.plan.place / f"rank-{rank}.json"
@@ -192,7 +236,7 @@ class Job:
             with ExitStack() as stack:
                 death = self.plan.death
                 if death is not None and death.rank == rank and death.point:
-                    stack.enter_context(armed(death.point, _dying(death)))
+                    stack.enter_context(armed(death.point, _dying(death, self.plan.struck)))
                 told = dict(self.work(self.plan, rank))
         except SystemExit as leaving:
             status = int(leaving.code or 0)
@@ -218,12 +262,13 @@ def _of(error: BaseException) -> dict[str, Any]:
     return told
 
 
-def _dying(death: Death) -> Callable[[], None]:
+def _dying(death: Death, noted: Path) -> Callable[[], None]:
     left = [death.nth]
 
     def die() -> None:
         left[0] -= 1
         if left[0] == 0:
+            note_moment(noted)
             death.strike()
 
     return die

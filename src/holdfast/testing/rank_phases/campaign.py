@@ -11,6 +11,7 @@ from unittest import mock
 
 from holdfast.repo import attempts
 from holdfast.testing.rank_phases.cells import Cell, Outcome, begun, cells, judge
+from holdfast.testing.rank_phases.in_time import TIMEOUT_S, by_phase
 from holdfast.testing.rank_phases.returning import Cut, cuts, judge_cut
 
 DYING_S: Final = 0.5
@@ -31,7 +32,7 @@ def _one(task: tuple[Cell | Cut, Path, Path, int]) -> Outcome:
     try:
         return judge(cell, start, here, world) if isinstance(cell, Cell) else judge_cut(cell, start, here, world)
     except Exception as error:  # noqa: BLE001 - a cell that cannot be played is a fault of it
-        return Outcome(cell, (f"could not be played: {error!r}",), 0.0, ())
+        return Outcome(cell, (f"could not be played: {error!r}",))
 
 
 def everything() -> list[Cell | Cut]:
@@ -48,11 +49,13 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "by_victim": _by(struck, lambda cell: cell.who),
         "by_phase": _by(struck, lambda cell: cell.phase),
         "by_how": _by(struck, lambda cell: cell.how),
-        "slowest_cell_until_all_had_raised_s": round(max((one.slowest_s for one in struck), default=0.0), 1),
+        "ranks_timeout_s": TIMEOUT_S,
+        "from_the_strike_until_the_others_raised": by_phase([one.times for one in struck if one.times is not None]),
         "old_jobs_that_came_back": len(returned),
         "old_jobs_that_changed_nothing": sum(not one.faults for one in returned),
         "faults": [f"{one.cell}: {fault}" for one in outcomes for fault in one.faults],
         "said": {str(one.cell): list(one.said) for one in outcomes},
+        "times": {str(one.cell): one.times.told() for one in struck if one.times is not None},
     }
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +19,16 @@ from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
 from holdfast.testing.rank_kills.processes import Death, Job, Plan
 from holdfast.testing.rank_kills.training import untouched
+from holdfast.testing.rank_phases.in_time import TIMEOUT_S, Promise, Times
 from holdfast.testing.rank_phases.places import DirectoryDeath, MetAt, Server, StoreDeath, restored
 
 WORLD: Final = 3
 BEGUN: Final = 6
 STEPS: Final = 18
-TIMEOUT_S: Final = 8.0
-SLACK_S: Final = 60.0
-"""So much later than its deadline a rank may have ended: the machine may be busy."""
+KEPT: Final = 2
+"""Checkpoints; an older one is gone where so many are newer."""
+PATIENCE_S: Final = 60.0
+"""Who has not ended so long after all of its deadlines hangs."""
 OLD_TIMEOUT_S: Final = 60.0
 
 PHASES: Final = {
@@ -61,6 +62,10 @@ class Cell:
         return f"{self.who}, {self.phase}, {self.how}"
 
     @property
+    def promise(self) -> Promise:
+        return Promise(self.phase, lost=isinstance(self.victim, str))
+
+    @property
     def who(self) -> str:
         if isinstance(self.victim, str):
             return f"the {self.victim}"
@@ -79,13 +84,13 @@ def cells() -> Iterator[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`cell`: what was played. `slowest_s`: from the start of the job to the end of the last of its ranks. `faults`:
-    what is not as it must be. `said`: the errors behind what the other ranks raised."""
+    """`cell`: what was played. `faults`: what is not as it must be. `said`: the errors behind what the other ranks
+    raised. `times`: how long after the strike."""
 
     cell: object
     faults: tuple[str, ...]
-    slowest_s: float
-    said: tuple[str, ...]
+    said: tuple[str, ...] = ()
+    times: Times | None = None
 
 
 def begun(place: Path) -> Path:
@@ -116,6 +121,8 @@ class Struck:
             assert isinstance(cell.victim, int)
             death = Death(cell.victim, point, number=signal.Signals[cell.how])
         self.job = self._stack.enter_context(Job(replace(plan, death=death)))
+        self.following_s = 0.0
+        """How long the job took that followed."""
 
     def __enter__(self) -> Struck:
         return self
@@ -127,9 +134,9 @@ class Struck:
         """What the ranks did not do that they have to, once they had time for it."""
         job, cell = self.job, self.cell
         stopped = [cell.victim] if isinstance(cell.victim, int) and cell.how == "SIGSTOP" else []
-        late = RESTORE_TIMES * TIMEOUT_S + SLACK_S
-        if not job.wait(late, without=stopped):
-            yield f"{sorted(set(range(WORLD)) - job.ended.keys())} have not raised within {late:g} s"
+        hangs_s = RESTORE_TIMES * TIMEOUT_S + PATIENCE_S
+        if not job.wait(hangs_s, without=stopped):
+            yield f"{sorted(set(range(WORLD)) - job.ended.keys())} have not raised within {hangs_s:g} s"
             return
         for rank, ended in sorted(job.ended.items()):
             told = ended.told
@@ -147,6 +154,17 @@ class Struck:
             elif cell.victim == "server" and told["behind"] != "RankStoreLost":
                 yield f"rank {rank} does not say that the store is lost: {ended}"
 
+    def times(self) -> Times | None:
+        """Before the next job begins at the same place. `pace_s` is what it took to come to the strike. None where
+        nothing was struck."""
+        job, struck_at = self.job, self.job.struck_at
+        if struck_at is None:
+            return None
+        others = [rank for rank, ended in job.ended.items() if rank != self.cell.victim and ended.status > 0]
+        raised_s = {rank: job.met_error_at(rank) - struck_at for rank in others}
+        left_s = {rank: job.began + job.ended[rank].seconds - struck_at for rank in others}
+        return Times(self.cell.promise, struck_at - job.began, raised_s, left_s)
+
     def said(self) -> tuple[str, ...]:
         return tuple(sorted({str(ended.told["behind"]) for ended in self.job.ended.values() if "behind" in ended.told}))
 
@@ -156,7 +174,7 @@ class Struck:
             yield from differences(self.place)  # it lost nothing that it needed
             return
         before = committed(self.place)
-        if (1, BEGUN) not in before:
+        if lost(before):
             yield f"step {BEGUN} was committed and is gone: {before}"
             return
         restored(self.place)
@@ -165,17 +183,24 @@ class Struck:
             if not job.wait(2 * OLD_TIMEOUT_S) or any(ended.status for ended in job.ended.values()):
                 yield f"the job does not go on: {job.ended}"
                 return
+            self.following_s = max(ended.seconds for ended in job.ended.values())
         yield from differences(self.place)
         after = committed(self.place)
         for rank in set(range(WORLD)) - self.job.ended.keys():
             self.job.send(rank, signal.SIGCONT)
-        if not self.job.wait(RESTORE_TIMES * TIMEOUT_S + SLACK_S):
+        if not self.job.wait(RESTORE_TIMES * TIMEOUT_S + PATIENCE_S):
             yield "a rank that was stopped and goes on does not end"
         if isinstance(self.cell.victim, int) and self.job.ended[self.cell.victim].status == 0:
             yield "a rank that was stopped, and superseded, ended well"
         if committed(self.place) != after:
             yield f"{committed(self.place)} are committed, and {after} were before the old job came back"
         yield from differences(self.place)
+
+
+def lost(found: Sequence[tuple[int, int]]) -> bool:
+    """Whether what was committed before the strike is gone, and not by retention: fewer newer ones are there than it
+    keeps."""
+    return (1, BEGUN) not in found and sum(each > (1, BEGUN) for each in found) < KEPT
 
 
 def committed(place: Path) -> list[tuple[int, int]]:
@@ -200,12 +225,14 @@ def differences(place: Path) -> Iterator[str]:
 
 def judge(cell: Cell, start: Path, place: Path, world: int) -> Outcome:
     """Plays one cell to its end."""
-    began = time.monotonic()
     with Struck(cell, start, place) as struck:
         faults = [*struck.faults()]
-        slowest = time.monotonic() - began
+        times = struck.times()
         if not faults:
             faults += struck.goes_on(world)
         said = struck.said()
+        if times is not None:
+            times = replace(times, pace_s=max(times.pace_s, struck.following_s))
+            faults += times.late()
     shutil.rmtree(place, ignore_errors=True)
-    return Outcome(cell, tuple(faults), slowest, said)
+    return Outcome(cell, tuple(faults), said, times)

@@ -18,15 +18,15 @@ from holdfast.testing.rank_kills.processes import Death, Job, Plan
 from holdfast.testing.rank_phases.cells import (
     OLD_TIMEOUT_S,
     ONLY_COORDINATOR,
+    PATIENCE_S,
     PHASES,
-    SLACK_S,
     STEPS,
-    TIMEOUT_S,
     WORLD,
     Outcome,
     committed,
     differences,
 )
+from holdfast.testing.rank_phases.in_time import TIMEOUT_S
 from holdfast.upkeep.verify import execute, plan_verify
 
 CUTS: Final = {
@@ -73,7 +73,7 @@ class CutOff:
 
     def stands_still(self) -> str:
         """Waits until the coordinator is stopped, and stops the others where all are to be. What went wrong, or ""."""
-        until = time.monotonic() + SLACK_S
+        until = time.monotonic() + PATIENCE_S
         while not _stopped(self.job.pids[0]):
             if self.job.look() or time.monotonic() > until:
                 return f"the coordinator did not come to its point: {self.job.ended}"
@@ -87,7 +87,7 @@ class CutOff:
         """Whether all of it have ended after that."""
         for rank in set(self.job.pids) - self.job.ended.keys():
             self.job.send(rank, signal.SIGCONT)
-        return self.job.wait(RESTORE_TIMES * 2 * TIMEOUT_S + SLACK_S)
+        return self.job.wait(RESTORE_TIMES * 2 * TIMEOUT_S + PATIENCE_S)
 
 
 def _stopped(pid: int) -> bool:
@@ -99,12 +99,11 @@ def _stopped(pid: int) -> bool:
 
 def judge_cut(cut: Cut, start: Path, place: Path, world: int) -> Outcome:
     """Plays one to its end; the job that takes over has so many ranks."""
-    began = time.monotonic()
     with CutOff(cut, start, place) as old:
         faults = [*_faults(old, world)]
         said = tuple(sorted({str(ended.told.get("error")) for ended in old.job.ended.values() if ended.told}))
     shutil.rmtree(place, ignore_errors=True)
-    return Outcome(cut, tuple(faults), time.monotonic() - began, said)
+    return Outcome(cut, tuple(faults), said)
 
 
 def _faults(old: CutOff, world: int) -> Iterator[str]:

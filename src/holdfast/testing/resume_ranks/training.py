@@ -33,7 +33,7 @@ from holdfast.state import rng, streams
 from holdfast.testing.exact_resume.cases import End
 from holdfast.testing.rank_kills.processes import Plan
 from holdfast.testing.resume_ranks import cases
-from holdfast.testing.resume_ranks.cases import SAMPLES, SAVE_EVERY, STEP_SAMPLES, STEPS, Case
+from holdfast.testing.resume_ranks.cases import SAMPLES, SAVE_EVERY, STEP_SAMPLES, Case
 
 WIDTH: Final = 9
 
@@ -121,31 +121,42 @@ def live(plan: Plan, rank: int) -> Mapping[str, Any]:
     life."""
     case, end, life = plan.more["case"], plan.more["end"], plan.more["life"]
     dist.init_process_group("gloo", init_method=f"file://{plan.place}/group-{life}", rank=rank, world_size=plan.world)
-    wrong = case.wrong if life else ""
+    train(plan, rank, case, plan.place / f"trail-{rank}.jsonl", end=end, wrong=case.wrong if life else "")
+    dist.destroy_process_group()
+    return {}
+
+
+def train(
+    plan: Plan, rank: int, case: Case, trail: Path, *, end: End | None = None, wrong: str = "", **more: Any
+) -> int:
+    """Trains to the plan's last step, or to an earlier end, with what is `wrong` broken; returns the steps that are
+    completed. `trail`: where what the rank holds is noted, after a restore and after every step. `more`: for the
+    Checkpointer."""
     with ExitStack() as stack:
         if wrong == cases.CURSOR:
             stack.enter_context(mock.patch.object(Cursor, "of", _one_further(Cursor.of)))
         if wrong == cases.RANDOM:
             stack.enter_context(mock.patch("holdfast.api.position.apply", lambda state: ()))
-        _train(plan, rank, case, end, wrong)
-    dist.destroy_process_group()
-    return {}
+        return _train(plan, rank, case, trail, end=end, wrong=wrong, **more)
 
 
-def _train(plan: Plan, rank: int, case: Case, end: End | None, wrong: str) -> None:
+def _train(plan: Plan, rank: int, case: Case, path: Path, *, end: End | None, wrong: str, **more: Any) -> int:
     training, loader = Training(case, rank, plan.world), loader_of(case, rank, plan.world)
-    ranks = plan.ranks(rank) if plan.world > 1 else None
+    arguments: dict[str, Any] = {
+        "save": every(steps=SAVE_EVERY) | on.end(),
+        "keep": keep.latest(9),
+        "resume_from": 2 if wrong == "another step than the last" else "latest",
+        "on_error": "raise",
+        "ranks": plan.ranks(rank) if plan.world > 1 else None,
+        **more,
+    }
     with (
-        (plan.place / f"trail-{rank}.jsonl").open("a") as trail,
+        path.open("a") as trail,
         Checkpointer(
             plan.where,
             training.state(complete=wrong != cases.OPTIMIZER),
             data=None if wrong == cases.DATA else loader,
-            save=every(steps=SAVE_EVERY) | on.end(),
-            keep=keep.latest(9),
-            resume_from=2 if wrong == "another step than the last" else "latest",
-            on_error="raise",
-            ranks=ranks,
+            **arguments,
         ) as ckpt,
     ):
         restored = ckpt.restore()
@@ -155,28 +166,30 @@ def _train(plan: Plan, rank: int, case: Case, end: End | None, wrong: str) -> No
             told = {name: restored.certificate[name] for name in ("exact", "reasons", "caveats")}
             _note(trail, {"life": plan.world, "step": ckpt.step, "digests": training.digests(), "certificate": told,
                           "marks": streams.marks(rng.capture())})  # fmt: skip
-        for step, (points, indices) in _loop(ckpt, case, own=loader if wrong == cases.DATA else None):
+        own = loader if wrong == cases.DATA else None
+        for step, (points, indices) in _loop(ckpt, case, plan.steps, own):
             if end is not None and end.how == "killed" and step == end.step:
                 ckpt.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
             if end is not None and end.how == "stopped" and step + 1 == end.step:
                 ckpt.stop()
-            if step + 1 == STEPS:
+            if step + 1 == plan.steps:
                 ckpt.stop()
             loss = training.learn(points)
             _note(trail, {"step": step + 1, "indices": indices.tolist(), "loss": float(loss).hex(),
                           "digests": training.digests(), "marks": streams.marks(rng.capture())})  # fmt: skip
+    return ckpt.step
 
 
-def _loop(ckpt: Checkpointer, case: Case, own: Any) -> Iterator[tuple[int, Any]]:
-    """Completed steps before each body, and its batch."""
+def _loop(ckpt: Checkpointer, case: Case, steps: int, own: Any) -> Iterator[tuple[int, Any]]:
+    """Completed steps before each body, and its batch. `own`: the data, where the Checkpointer has none."""
     if case.epochs and own is None:
-        for _ in ckpt.epochs(STEPS):
+        for _ in ckpt.epochs(steps):
             for batch in ckpt.batches:
                 yield ckpt.step, batch
         return
-    batches: Iterator[Any] = (batch for _ in range(STEPS) for batch in own or ())
-    for step in ckpt.steps(STEPS):
+    batches: Iterator[Any] = (batch for _ in range(steps) for batch in own or ())
+    for step in ckpt.steps(steps):
         yield step, next(ckpt.batches) if own is None else next(batches)
 
 
