@@ -6,9 +6,11 @@ A first plan is all that the coordinator does when a structure is new: what the 
 together and checked, every distinct box is given to one rank, it is proved that every item is written exactly once, and
 what each rank is told of it is encoded. (`make scale-campaign` has the rest of a save, and bytes.) Tensors are
 4096 x 1024, in three layouts: rows over all ranks; rows and columns over a mesh with 8 columns; the same with every box
-on two ranks. A cached plan is the look-up of it and of one rank's own lines. Growth is the slope of a least-squares
-line through the logarithms of sizes and times, over five sizes, for the leaves (at 1,000 ranks) and for the ranks.
-Planning a restore onto half as many ranks is timed beside.
+on two ranks. A cached plan is what one of 1,000 ranks does with it at a later save of the same 1,000 leaves, by the
+code of a save and with nobody answering: it knows the structure again, takes its part of the plan and lays it out.
+Looking through the state, which comes before that, is timed beside; both are means of some saves. Growth is the slope
+of a least-squares line through the logarithms of sizes and times, over five sizes, for the leaves (at 1,000 ranks) and
+for the ranks. Planning a restore onto half as many ranks is timed beside.
 
 Every plan that is timed is looked at: its bytes are those of the state, and the largest share is told.
 """
@@ -16,20 +18,37 @@ Every plan that is timed is looked at: its bytes are those of the state, and the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from harness import Contender, Result, arguments, compare, median_interval, note, report, workplace
 
-from holdfast.engine.joint.sharing import JointPlan, plan_together
+import holdfast
+from holdfast.engine.arenas import ArenaHolder
+from holdfast.engine.handle import Save
+from holdfast.engine.joint.party import Together
+from holdfast.engine.joint.sharing import JointPlan, Share, plan_together
 from holdfast.engine.joint.structure import Said, encode_said, understand
 from holdfast.engine.parts import saved_boxes
+from holdfast.engine.planned import Planner, SavePlan
+from holdfast.events import Emitter
+from holdfast.model.names import CheckpointId
 from holdfast.plan.assign import CHUNK_BYTES, Assignment, assign, written
 from holdfast.plan.coverage import check_coverage
 from holdfast.plan.holdings import Holdings, Shards, gather
 from holdfast.plan.reshard import reshard
+from holdfast.ranks.agreement import Agreement
+from holdfast.ranks.leftovers import Leftovers
+from holdfast.ranks.memory import MemoryBoard
+from holdfast.ranks.session import Session
+from holdfast.ranks.timing import Settings
+from holdfast.repo.repository import Repo
+from holdfast.state import Flattener
+from holdfast.state.contract import Flattened
+from holdfast.store.backends.memory import MemoryStore
 
 WHOLE = (4096, 1024)
 ITEM_BYTES = 4
@@ -38,6 +57,9 @@ RANKS = (1000, 2000, 4000, 8000, 16_000)
 LEAVES = (62, 125, 250, 500, 1000)
 FIRST_MS = 5000.0
 CACHED_MS = 1.0
+SAVES = 20
+"""Of a known structure, in a round."""
+RUN = "main"
 EXPONENT = 1.05
 JUDGED = "rows and columns"
 
@@ -120,23 +142,74 @@ class Sizes:
         return name
 
 
-def cached(mesh: Mesh, ranks: int, leaves: int) -> Contender:
-    """Mean time of one rank's look-up over all ranks."""
-    held, made, boxes = plan(mesh.said(ranks, leaves), leaves)
-    plans = {"fingerprint": (held, made, boxes)}
+class Known:
+    """One rank of a job whose structure is planned: it saves the same state again and again."""
 
-    def measure() -> float:
-        begun, lines = time.perf_counter(), 0
-        for rank in range(ranks):
-            _, mine, rows = plans["fingerprint"]
-            some = mine.of(rank)
-            lines += len(mine.holding[some])
-            rows.offsets[some], rows.shape[some], held.row[mine.holding[some]]
+    def __init__(self, mesh: Mesh, ranks: int, leaves: int) -> None:
+        rank, said = ranks // 2, mesh.said(ranks, leaves)
+        plan, shares = first_plan(*posted(said, leaves))
+        self._flattener = Flattener(state_of(said[rank]))
+        flattened = self.look()
+        session = Session("f" * 32, rank, ranks, MemoryBoard(), Settings())
+        repo = Repo.create_or_open(MemoryStore("p11"))
+        self._together = Together(repo, Agreement(session, Leftovers(session)))
+        self._together._share = Share(plan.told, shares[rank], flattened, rank)
+        holder = ArenaHolder(repo.id, RUN, rank, budget=None, lasting=False)
+        self._planner = Planner(holder, CHUNK_BYTES, Emitter(), rank=rank)
+        self._step = 0
+        self._made, rows = self.take(), saved_boxes(plan.table, plan.held.paths).rank == rank
+        assert len(self._made.rows) == int(rows.sum()) == leaves
+
+    def look(self) -> Flattened:
+        """Through the state, for what has changed."""
+        return self._flattener.flatten()
+
+    def take(self) -> SavePlan:
+        return self._taken(self.look())[0]
+
+    def _taken(self, flattened: Flattened) -> tuple[SavePlan, float]:
+        """What is saved of it, and how long that took to know."""
+        self._step += 1
+        save = Save(CheckpointId(RUN, 1, self._step), "")
+        begun = time.perf_counter()
+        found = self._planner.plan(self._together.take(flattened, save))
         seconds = time.perf_counter() - begun
-        assert lines == len(made)
-        return seconds / ranks
+        self._together._under.pop(save.save_id).round.end()  # nobody writes it
+        return found, seconds
 
-    return Contender(f"cached plan of one rank, {mesh.name}", measure)
+    def looking(self) -> float:
+        begun = time.perf_counter()
+        for _ in range(SAVES):
+            self.look()
+        seconds = time.perf_counter() - begun
+        assert self._flattener.full_looks == 1
+        return seconds / SAVES
+
+    def taking(self) -> float:
+        flattened, spent = self.look(), 0.0
+        for _ in range(SAVES):
+            found, seconds = self._taken(flattened)
+            assert found is self._made, "planned anew"
+            spent += seconds
+        return spent / SAVES
+
+
+def state_of(held: Shards) -> dict[str, Any]:
+    """The state of a rank that holds this."""
+    boxes = zip(held.leaf.tolist(), held.shape.tolist(), held.offsets.tolist(), strict=True)
+    return {
+        f"layers.{leaf}.weight": holdfast.shard(torch.zeros(shape), whole=WHOLE, offsets=tuple(offsets))
+        for leaf, shape, offsets in boxes
+    }
+
+
+def cached(mesh: Mesh, ranks: int, leaves: int) -> list[Contender]:
+    """What a rank does at a save of a structure that is known: with the plan, and before that."""
+    known = Known(mesh, ranks, leaves)
+    return [
+        Contender(f"cached plan of one rank, {mesh.name}", known.taking),
+        Contender(f"look through the state of one rank, {mesh.name}", known.looking),
+    ]
 
 
 def restoring(mesh: Mesh, ranks: int, leaves: int) -> Contender:
@@ -174,16 +247,15 @@ def main() -> None:
     judged = next(mesh for mesh in MESHES if mesh.name == JUDGED)
     in_leaves = [sizes.add(judged, RANKS[0], leaves) for leaves in LEAVES]
     in_ranks = [sizes.add(judged, ranks, LEAVES[0]) for ranks in RANKS]
-    other: list[Callable[[Mesh, int, int], Contender]] = [cached, restoring]
-    more = [make(judged, RANKS[-1], ENTRIES // RANKS[-1]) for make in other]
+    known = cached(judged, RANKS[0], ENTRIES // RANKS[0])
     with workplace(options) as place:
-        contenders = [*sizes.contenders, *more]
+        contenders = [*sizes.contenders, *known, restoring(judged, RANKS[-1], ENTRIES // RANKS[-1])]
         seconds = compare(contenders, rounds=options.rounds, own=full[0], note=note)
         result = Result("p11_planning", seconds, int(options.gib * 2**30))
         result.facts = {"shard entries": sizes.entries, "largest share over the mean": sizes.shares}
         for name in full:
             result.judge_value(f"{name} <= 5 s", milliseconds(result, name), at_most=FIRST_MS, unit="ms")
-        name = more[0].name
+        name = known[0].name
         result.judge_value(f"{name} <= 1 ms", milliseconds(result, name), at_most=CACHED_MS, unit="ms")
         for what, names, counts in (("leaves", in_leaves, LEAVES), ("ranks", in_ranks, RANKS)):
             found = exponent(result, names, counts)

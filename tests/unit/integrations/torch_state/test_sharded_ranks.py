@@ -1,5 +1,6 @@
 """Sharded state over two and four real processes: the rows of all ranks make up every tensor exactly once, and what was
-saved comes back into parts and wholes alike. Each process group runs all of its checks, one after another."""
+saved comes back into parts and wholes alike. Whole saves and restores over them. Each process group runs all of its
+checks, one after another."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ import pytest
 
 import forked
 import sharded_program
+import sharded_saves
 
-PROGRAM = Path(sharded_program.__file__)
+PROGRAM = Path(sharded_saves.__file__)
+"""It has the checks of `sharded_program`, and those of whole saves."""
 DEADLINE_S = 240
 
 
