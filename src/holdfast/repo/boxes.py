@@ -14,7 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from holdfast.codec.digest import digest
 from holdfast.errors import CorruptionError
+from holdfast.model import canonical
 from holdfast.model.names import CheckpointId
 from holdfast.repo.columns import decode_columns, decode_json, encode_columns, encode_json
 from holdfast.repo.forms import MAX_DIMENSIONS, lengths, read_dtypes
@@ -96,7 +98,22 @@ def encode_boxes(table: BoxTable, id: CheckpointId, save_id: str) -> bytes:
         "path": f"{id.directory}/{BOXES}",
         "save_id": save_id,
     }
-    columns = {
+    return encode_columns({**_numbers(table), "head": encode_json(head)}, COLUMNS, save_id=save_id, narrow=True)
+
+
+def table_parts(table: BoxTable) -> list[bytes]:
+    """What the content digest says of a table, whichever checkpoint it belongs to: its dtypes, and the XXH3-128 of each
+    column in the order of COLUMNS, as little-endian unsigned numbers of 64 bits."""
+    numbers = _numbers(table)
+    columns = [numbers[name] for name, _, _ in COLUMNS if name in numbers]
+    return [
+        canonical.dumps(list(table.dtypes)),
+        *(digest(np.ascontiguousarray(column, dtype="<u8").view(np.uint8)) for column in columns),
+    ]
+
+
+def _numbers(table: BoxTable) -> dict[str, Array]:
+    return {
         "leaf": table.leaf,
         "origin": table.origin,
         "shape": table.shape,
@@ -106,9 +123,7 @@ def encode_boxes(table: BoxTable, id: CheckpointId, save_id: str) -> bytes:
         "rank": table.rank,
         "row": table.row,
         "dtype": table.code,
-        "head": encode_json(head),
     }
-    return encode_columns(columns, COLUMNS, save_id=save_id, narrow=True)
 
 
 def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, leaves: int) -> BoxTable:

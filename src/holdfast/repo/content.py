@@ -12,6 +12,7 @@ from holdfast.model import canonical
 from holdfast.model.canonical import Spelled
 from holdfast.model.checkpoint import Index, Json
 from holdfast.model.leaf import LeafSpec
+from holdfast.repo.boxes import BoxTable, table_parts
 
 
 def content_digest(
@@ -48,11 +49,11 @@ def rank_digest(index: Index) -> str:
     return digest.hexdigest()
 
 
-def joint_digest(tree: Spelled, boxes: bytes, ranks: Sequence[str]) -> str:
-    """SHA-256 (hex) of a checkpoint of several ranks: its tree, the digest of its table of parts, and the
-    `rank_digest` of each rank. Equal contents that are laid out otherwise have another."""
+def joint_digest(tree: Spelled, boxes: BoxTable, ranks: Sequence[str]) -> str:
+    """SHA-256 (hex) of a checkpoint of several ranks: its tree, its table of parts, and the `rank_digest` of each rank.
+    Equal contents that are laid out otherwise have another."""
     digest = hashlib.sha256(b"holdfast joint content 1")
-    for part in (tree.text, boxes, *(rank.encode("ascii") for rank in ranks)):
+    for part in (tree.text, *table_parts(boxes), *(rank.encode("ascii") for rank in ranks)):
         digest.update(b"%d " % len(part))
         digest.update(part)
     return digest.hexdigest()

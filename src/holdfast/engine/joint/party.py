@@ -279,7 +279,7 @@ class Together:
             save_id=save.save_id,
             tree=tree.value,
             indexes=tuple(entries),
-            content=joint_digest(tree, table.digest, [post.head["content"] for post in posts]),
+            content=joint_digest(tree, plan.table, [post.head["content"] for post in posts]),
             bytes=sum(int(length) for post in posts for _, length in post.head["packs"]),
             leaves=plan.table.leaves,
             chunk_bytes=index.chunk_bytes,
