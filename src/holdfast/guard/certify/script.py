@@ -109,6 +109,11 @@ class Script:
         return all(one.done is not None for one in self._ranks)
 
     @property
+    def _leaving(self) -> bool:
+        """Whether a rank has done its steps: none leaves before all have come so far."""
+        return any(one.done is not None for one in self._ranks)
+
+    @property
     def _refused(self) -> dict[str, Any] | None:
         return next((one.refused for one in self._ranks if one.refused is not None), None)
 
@@ -134,13 +139,15 @@ class Script:
         while True:
             ended = process.poll() is not None
             news = self._look()
-            if self.done and not self._below:
+            if self._leaving and not self._below:
                 self._below = below(process.pid)  # before it leaves: then nobody knows any more whose they were
             if news:
                 last_news = time.monotonic()
-            if ended or self.saved is not None or self._refused is not None:
-                return
             waited = time.monotonic() - last_news
+            # Whoever started the other ranks may be the first to leave, and does not have to wait for them.
+            to_come = self._leaving and not self.done and waited <= LEAVING_S
+            if (ended and not to_come) or self.saved is not None or self._refused is not None:
+                return
             if self.done and waited > LEAVING_S:
                 return
             if waited > self.patience_s:
