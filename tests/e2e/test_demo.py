@@ -58,6 +58,7 @@ def test_the_demo_kills_resumes_and_proves(tmp_path: Path) -> None:
     assert again.returncode == 2 and "not empty" in again.stderr
 
 
+@pytest.mark.long
 def test_without_shared_memory_the_demo_says_so_and_comes_back_from_disk(tmp_path: Path) -> None:
     code = (
         "from holdfast.image import slots; from holdfast.cli import main; "

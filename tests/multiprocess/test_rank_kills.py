@@ -24,7 +24,7 @@ TIMEOUT_S = 600
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A few kills, in an interpreter that has run nothing of torch."""
     out = tmp_path_factory.mktemp("kills") / "out.json"
-    words = ["--training", "torch", "--kills", "4", "--torch-steps", "8", "--seed", "5", "--json", str(out)]
+    words = ["--training", "torch", "--kills", "2", "--torch-steps", "8", "--seed", "5", "--json", str(out)]
     done = subprocess.run([sys.executable, "-m", MODULE, *words], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert out.exists(), done.stderr[-3000:]
     found: dict[str, Any] = json.loads(out.read_text())
@@ -35,7 +35,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_r2_single_ranks_killed_under_torch_go_on_to_the_very_bits(report: dict[str, Any], wrapper: str) -> None:
     found = report["trainings"][wrapper]
-    assert (found["kills"], found["faults"]) == (2, [])
+    assert (found["kills"], found["faults"]) == (1, [])
     assert found["rounds"] == found["rounds_equal_to_the_untouched_training"] >= 1
     compared = found["compared_bit_for_bit"]
     assert compared["steps of a rank"] >= 16 and compared["checkpoints"] >= 1
