@@ -253,6 +253,11 @@ class Fence:
         """Somebody waits for the copies: no pauses any more."""
         self._hurry.set()
 
+    @property
+    def _passed(self) -> bool:
+        """Asked anew: while a thread waits at the fence its signals' handlers run."""
+        return self._open
+
     def before_update(self) -> None:
         """Returns when training's memory may change. What goes wrong fails the save, never the update."""
         with self._passing:  # two threads, or one that a signal's handler interrupts here
@@ -268,10 +273,10 @@ class Fence:
                 self._look_at_versions()
                 self._compare()
             except Exception as error:  # noqa: BLE001 - it is told, and the save given up; an update must not end for it
-                if not self._open:
+                if not self._passed:
                     self.give_up()
                     self._observer.ended(error)
-            if self._open:
+            if self._passed:
                 return  # a signal's handler came by meanwhile, and has let go of what is looked at here
             self._open = True
             fall(self)
