@@ -179,7 +179,7 @@ def draw(axes: Any, panel: Panel, document: dict[str, Any]) -> None:
     axes.set_xlim(min(0, axes.get_xlim()[0]), widest * (1 + LABEL))
     _goal(axes, panel, widest)
     axes.set_title(
-        f"{panel.title}, {table.size(document)} GiB", loc="left", color=TEXT, fontsize=10, weight="bold", pad=8
+        f"{panel.title}, {table.size(document)} GiB", loc="left", color=TEXT, fontsize=9, weight="bold", pad=8
     )
     axes.set_xlabel(panel.unit, color=TEXT, fontsize=8, loc="left")
 
