@@ -17,7 +17,6 @@ from holdfast.api.disarmed import Nothing
 from holdfast.api.environment import check_platform
 from holdfast.api.familiar import Familiar
 from holdfast.api.loops import Batches, Epochs, Steps
-from holdfast.api.meeting import once_claimed
 from holdfast.api.metrics import as_floats, tag_names
 from holdfast.api.position import Position
 from holdfast.api.rehearsal import rehearsal
@@ -168,7 +167,7 @@ class Checkpointer:
             """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was
             restored when training begins."""
             if isinstance(claiming, ClaimingTogether):
-                claiming.on_claimed = once_claimed(claiming.company, repo, saving.expect)
+                claiming.on_claimed = saving.expect
             if behind_fence:
                 saving.capture_beside(state)
             self._training = Training(run, position, snapshots, saving, claiming, catch=policy.catches_signals)

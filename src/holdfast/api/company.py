@@ -9,7 +9,7 @@ from typing import Final
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.handle import Save
-from holdfast.engine.joint.visible import SHARE_ONE_PLACE, awaited, newest_claim, sees_claim
+from holdfast.engine.joint.visible import SHARE_ONE_PLACE, awaited, sees_claim
 from holdfast.errors import HoldfastError, NotARepository, RanksDisagree, RanksError, UsageError, in_words
 from holdfast.events import Emitter, RanksBehind, Warned
 from holdfast.model.names import run_key
@@ -19,6 +19,7 @@ from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
 from holdfast.ranks.agreement import Agreement
 from holdfast.ranks.contract import Ranks
 from holdfast.ranks.timing import Settings
+from holdfast.repo.attempts import Attempt
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Where
 from holdfast.store.registry import open_store
@@ -155,24 +156,18 @@ class Company:
             return None, f"another repository lies there ({id[:8]}, and the coordinator's is {wanted[:8]})"
         return found[0], ""
 
-    def claimed(self, repo: Repo) -> None:
-        """All ranks have heard of the claim of the run: now each has to see it in its own place. A repository that was
+    def see(self, attempt: Attempt) -> None:
+        """All ranks have heard of this claim of the run: now each has to see it in its own place. A repository that was
         copied from node to node has the same id on each, and the claim on one.
 
         Raises RanksDisagree, on all of them, where one does not see it; and what other waits for ranks do.
         """
-        phase, wrong, run = "looking for the claim of the run", "", run_key(self._run)
-        with self.agreement.topic("claimed") as topic:
-            if self.coordinates:
-                record = newest_claim(repo, run)
-                assert record is not None, "claimed a moment ago"
-                topic.announce(f"{record.number} {record.id}".encode())
-            else:
-                number, id = topic.hear(self.timeout_s, phase).decode().split()
-                clock = self.agreement.session.settings.clock
-                if not awaited(lambda: sees_claim(repo, run, int(number), id), self.timeout_s, clock):
-                    wrong = f"a copy lies there, without attempt {number} of run {run!r}, just claimed by rank 0"
-        self._same_place(repo.url, wrong, phase)
+        wrong, clock = "", self.agreement.session.settings.clock
+        if not self.coordinates and not awaited(lambda: sees_claim(attempt), self.timeout_s, clock):
+            wrong = (
+                f"a copy lies there, without attempt {attempt.number} of run {attempt.run!r}, just claimed by rank 0"
+            )
+        self._same_place(attempt.repo.url, wrong, "looking for the claim of the run")
 
     def _same_place(self, place: str, wrong: str, phase: str) -> None:
         """Raises RanksDisagree, on all ranks, where one has found `wrong` what lies in `place`."""

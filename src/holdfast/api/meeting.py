@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Literal
 
 from holdfast.api.company import Company, leaving_if_raised
-from holdfast.api.restored import Restored
 from holdfast.api.together import attempt_of
 from holdfast.errors import RanksMissing
 from holdfast.events import Emitter
@@ -45,25 +44,11 @@ def meeting(
     company.part(timeout_s, well=True)
 
 
-def once_claimed(
-    company: Company, repo: Repo, then: Callable[[Restored | None], None]
-) -> Callable[[Restored | None], None]:
-    """What each rank does when it has heard of the claim: sees it in its own place, and `then`. A rank that writes all
-    that several hold, or nothing of it, has no use for memory that is for an equal share."""
-
-    def claimed(restored: Restored | None) -> None:
-        company.claimed(repo)
-        if company.writers != "one":
-            then(restored)
-
-    return claimed
-
-
 def agreed_attempt(repo: Repo, company: Company, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
     """What `find` gives on the coordinator, an attempt and a step, on all ranks, which save in one place."""
     attempt, step = _told(repo, company, find)
     try:
-        company.claimed(repo)
+        company.see(attempt)
     except BaseException:
         attempt.release()
         raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from holdfast.api import ownership
@@ -29,8 +28,9 @@ from holdfast.ranks.contract import Ranks
 from holdfast.ranks.detection import find_ranks
 from holdfast.ranks.solo import Solo
 from holdfast.ranks.torch_store import initialised
-from holdfast.repo.attempts import Attempt, claim
+from holdfast.repo.attempts import Attempt
 from holdfast.repo.lineage import latest
+from holdfast.repo.onward import CLAIMS, claim_onward
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened, Prepared
 from holdfast.state.flattener import flatten
@@ -45,12 +45,6 @@ _attempts: dict[ownership.Key, tuple[Attempt, int]] = {}
 _loaded: dict[ownership.Key, CheckpointId] = {}
 """What this process last loaded from each run: the parent of its next attempt."""
 _lock = threading.Lock()
-CLAIMS = 3
-"""How often a claim is made anew because another process committed meanwhile."""
-
-
-class _Newer(Exception):
-    """Another process has committed since `latest` was asked; no claim was put."""
 
 
 def save(
@@ -140,25 +134,14 @@ def _attempt(repo: Repo, run: str, key: ownership.Key, step: int | None) -> tupl
         parent = _loaded.get(key, newest)
         if parent is not None and not repo.exists(parent):
             parent = newest
-        try:
-            attempt = claim(repo, run, parent, look=partial(_look_again, repo, run, newest, withdrawn))
-        except _Newer:
-            continue
-        if latest(repo, run, below=attempt.number, withdrawn=withdrawn) == newest:
+        attempt = claim_onward(repo, run, newest, parent, withdrawn=withdrawn)
+        if attempt is not None:
             return attempt, number
-        withdrawn.add(attempt.number)
-        attempt.release()
     raise Superseded(
         f"another process keeps committing to run {run!r} while this one saves to it",
         subject=run,
         hint=f"holdfast ls {repo.url} --run {run}",
     )
-
-
-def _look_again(repo: Repo, run: str, newest: CheckpointId | None, withdrawn: set[int]) -> None:
-    """Before the claim is put: whether what it would go on from is still the newest."""
-    if latest(repo, run, withdrawn=withdrawn) != newest:
-        raise _Newer
 
 
 def load(

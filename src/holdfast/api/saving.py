@@ -143,8 +143,9 @@ class Saving:
 
     def expect(self, restored: Restored | None) -> None:
         """Memory for what one of several ranks saves of what was restored: an equal share, and a little more, for who
-        writes what is planned at the first save. A job that starts afresh has no state yet to tell by."""
-        if restored is not None and self.company is not None:
+        writes what is planned at the first save. A job that starts afresh has no state yet to tell by, and where one
+        rank writes all that several hold the shares are not equal."""
+        if restored is not None and self.company is not None and self.company.writers != "one":
             share = restored.checkpoint.bytes // self.company.world_size
             self.saver.expect(share + share // 32 + SHARE_SPARE_BYTES)
 

@@ -51,6 +51,7 @@ class ClaimingTogether(Claiming):
     def claim(self) -> Attempt:
         attempt = self._claim()
         try:
+            self.company.see(attempt)
             if self.on_claimed is not None:
                 self.on_claimed(self.restored)
         except BaseException:

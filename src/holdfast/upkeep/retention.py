@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from holdfast.crashpoints import crashpoint
 from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError, StoreFull, Superseded
@@ -17,17 +16,15 @@ from holdfast.events import Emitter, Removed
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.policy.keeping import KeepPolicy, Verdict, protections
 from holdfast.repo import layout
-from holdfast.repo.attempts import Attempt, claim
+from holdfast.repo.attempts import Attempt
 from holdfast.repo.lineage import latest
+from holdfast.repo.onward import CLAIMS, claim_onward
 from holdfast.repo.repository import Repo
 from holdfast.repo.tombstones import Tombstone, put_tombstone, stands, take_back
 from holdfast.store.names import TEMPORARY
 from holdfast.upkeep.census import SaveDirectory, is_note, look_at
 from holdfast.upkeep.facts import gather_facts
 from holdfast.upkeep.sweeping import listed, listed_names
-
-CLAIMS = 3
-"""How often a run is claimed anew because somebody committed to it, or removed from it, meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +86,18 @@ def retain(
         newest = latest(repo, run, withdrawn=withdrawn)
         if newest is None or not plan.dropped:
             return plan, ()
-        look = partial(_assert_newest, repo, run, newest, withdrawn)
         try:
-            attempt = claim(repo, run, newest, wait_s=wait_s, report=report, look=look, withdrawn=withdrawn)
+            attempt = claim_onward(repo, run, newest, newest, withdrawn=withdrawn, wait_s=wait_s, report=report)
         except CheckpointNotFound:
             continue
+        if attempt is None:
+            continue
         try:
-            if latest(repo, run, below=attempt.number, withdrawn=withdrawn) == newest:
-                plan = plan_retention(repo, attempt, policy)
-                return plan, execute(repo, attempt, plan, emitter=emitter)
-            withdrawn.add(attempt.number)
+            plan = plan_retention(repo, attempt, policy)
+            return plan, execute(repo, attempt, plan, emitter=emitter)
         finally:
             attempt.release()
     raise Superseded(f"others keep committing to run {run!r}", subject=run, hint=f"holdfast ls {repo.url} --run {run}")
-
-
-def _assert_newest(repo: Repo, run: str, id: CheckpointId, withdrawn: Container[int]) -> None:
-    """Before the claim is put. CheckpointNotFound where `latest` means another one by now."""
-    if latest(repo, run, withdrawn=withdrawn) != id:
-        raise CheckpointNotFound(f"checkpoint {id} is no longer the newest of run {run!r}", subject=str(id))
 
 
 def _plan(

@@ -10,7 +10,7 @@ import pytest
 
 import holdfast
 from holdfast.api import oneoff
-from holdfast.repo import attempts
+from holdfast.repo import attempts, onward
 from holdfast.repo.lineage import walk
 from holdfast.repo.repository import Repo
 from holdfast.store.backends.local import LocalStore
@@ -42,7 +42,7 @@ def test_a_save_goes_on_from_what_the_owner_it_waited_for_has_committed(
         claimed.append(attempt.number)
         return attempt
 
-    monkeypatch.setattr(oneoff, "claim", meanwhile)
+    monkeypatch.setattr(onward, "claim", meanwhile)
     third = holdfast.save(STATE, place)
     repo = Repo.open(LocalStore(place))
     assert third.id.step == saved[1].id.step + 1

@@ -9,7 +9,7 @@ from holdfast.errors import StoreFull, StoreUnavailable
 from holdfast.events import Emitter, Event, Removed
 from holdfast.policy import keep
 from holdfast.policy.keeping import KeepPolicy, Opinion
-from holdfast.repo import attempts, layout, tombstones
+from holdfast.repo import attempts, layout, onward, tombstones
 from holdfast.repo.lineage import latest, walk
 from holdfast.repo.notes import add_note
 from holdfast.repo.refs import put_ref
@@ -321,7 +321,7 @@ def test_i4_retain_goes_on_from_what_was_committed_while_it_claimed(world, monke
 
         return attempts.claim(repo, run, parent, look=committing, **options)
 
-    monkeypatch.setattr(retention, "claim", meanwhile)
+    monkeypatch.setattr(onward, "claim", meanwhile)
     plan, removed = retention.retain(world.repo, "main", keep.latest(1))
     assert removed == tuple(ids[:2]) and there(world) == [(1, 3)]
     assert plan.attempt == (2 if when == "before the claim is put" else 3)

@@ -11,9 +11,9 @@ from contextlib import closing
 from typing import Final
 
 from holdfast.errors import CorruptionError, ObjectNotFound
-from holdfast.model.checkpoint import AttemptRecord
 from holdfast.model.names import CheckpointId
 from holdfast.ranks.timing import Clock
+from holdfast.repo.attempts import Attempt
 from holdfast.repo.layout import begin_name
 from holdfast.repo.repository import Repo
 
@@ -35,20 +35,16 @@ def awaited(look: Callable[[], bool], deadline_s: float, clock: Clock) -> bool:
     return True
 
 
-def newest_claim(repo: Repo, run: str) -> AttemptRecord | None:
-    """The run's last claim; its id was drawn for it."""
-    for number in reversed(repo.attempts(run)):
-        found = _claim(repo, run, number)
-        if found is not None:
-            return found
-    return None
-
-
-def sees_claim(repo: Repo, run: str, number: int, id: str) -> bool:
+def sees_claim(attempt: Attempt) -> bool:
+    """Whether its claim is there, with the id that was drawn for it."""
+    repo, run, number = attempt.repo, attempt.run, attempt.number
     if number not in repo.attempts(run):  # listed first: that makes a network file system look anew
         return False
-    found = _claim(repo, run, number)
-    return found is not None and found.id == id
+    try:
+        found = repo.find_attempt(run, number)
+    except CorruptionError:
+        return False
+    return found is not None and found.id == attempt.id
 
 
 def sees_begin(repo: Repo, id: CheckpointId, save_id: str) -> bool:
@@ -60,10 +56,3 @@ def sees_begin(repo: Repo, id: CheckpointId, save_id: str) -> bool:
     except ObjectNotFound:
         return False
     return b'"save_id":"%b"' % save_id.encode() in tail
-
-
-def _claim(repo: Repo, run: str, number: int) -> AttemptRecord | None:
-    try:
-        return repo.find_attempt(run, number)
-    except CorruptionError:
-        return None
