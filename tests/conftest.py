@@ -1,5 +1,6 @@
 """Options of the whole test run."""
 
+import gc
 import signal
 
 import pytest
@@ -13,6 +14,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays. A process that a test forks would look through it all, and so copy its pages."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.ranks import torch_store
 from holdfast.ranks.memory import MemoryBoard
 from holdfast.ranks.shared_files import FilesBoard
 from holdfast.ranks.solo import Solo
@@ -40,8 +41,9 @@ class TestSharedFiles(RanksSuite):
 
 
 @pytest.fixture
-def store() -> Iterator[object]:
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     distributed = pytest.importorskip("torch.distributed")
+    monkeypatch.setattr(torch_store, "_ABSENT_S", 0.5)  # what a key that is removed just then costs
     yield distributed.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
 

@@ -16,11 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from fenced_training import holding
 from holdfast.policy import every
 
 STEPS, WIDTH = 8, 384
 MEDDLED = 4
-"""In the body of the step after this many, a parameter is changed behind the optimizer's back, at once."""
+"""In the body of the step after this many, parameters are changed behind the optimizer's back while they are still to
+be copied."""
 
 
 def built(kind: str, world: int) -> nn.Module:
@@ -35,12 +37,12 @@ def built(kind: str, world: int) -> nn.Module:
 
 
 def meddle(model: nn.Module, kind: str, rank: int) -> None:
-    """Under FSDP every rank has parameters of its own, and one alone is meddled with; replicas stay equal."""
+    """In place, in a weight that the sample of this save is no part of. Under FSDP it is a DTensor, of which every rank
+    has a part of its own, and one alone is meddled with; replicas stay equal."""
     if kind == "ddp" or rank == 1:
+        *_, weight, _ = model.parameters()
         with torch.no_grad():
-            for parameter in model.parameters():
-                local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[operator]
-                local.mul_(0.5)
+            weight.mul_(0.5)
 
 
 def train(where: Path, kind: str, capture: Any, meddled: bool) -> None:
@@ -48,17 +50,19 @@ def train(where: Path, kind: str, capture: Any, meddled: bool) -> None:
     model = built(kind, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer}
-    with holdfast.Checkpointer(
-        where, state, save=every(steps=1), capture=capture, keep=holdfast.keep.latest(99), in_flight=2
-    ) as ckpt:
+    options: dict[str, Any] = {"save": every(steps=1), "keep": holdfast.keep.latest(99), "in_flight": 2}
+    with holding() as copy, holdfast.Checkpointer(where, state, capture=capture, **options) as ckpt:
         for step in ckpt.steps(STEPS):
             if meddled and step == MEDDLED:
                 meddle(model, kind, rank)
+                copy.let_go()
             batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
             loss = nn.functional.mse_loss(model(batch), batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if meddled and step == MEDDLED - 1:
+                copy.hold()
 
 
 def main() -> None:

@@ -40,3 +40,18 @@ def test_a_killed_job_goes_on_from_memory_to_the_same_bits(tmp_path: Path, captu
     assert [told["digest"] for told in parts] == [told["digest"] for told in whole]
     assert [told["random"] for told in parts] == [told["random"] for told in whole]
     assert whole[0]["random"] != whole[1]["random"], "each rank has a generator of its own"
+
+
+@pytest.mark.parametrize("durable", [pytest.param("5", marks=pytest.mark.long), "0"])
+def test_buffers_that_only_the_first_rank_keeps_come_back_to_all(tmp_path: Path, durable: str) -> None:
+    """Those of DistributedDataParallel, moved on by each rank's own batch; as from the store, the first rank's."""
+    words = ("--replicated", "--durable", durable)
+    whole = job(tmp_path / "whole", *words)
+    job(tmp_path / "parts", "--kill", "8", *words)
+    parts = job(tmp_path / "parts", *words)
+    assert whole is not None and parts is not None
+    assert [told["step"] for told in parts] == [8, 8]
+    assert all(told["source"].startswith("from memory, step 8, sealed ") for told in parts)
+    assert parts[0]["buffers"] == parts[1]["buffers"] != whole[0]["buffers"], "before any forward pass"
+    assert [told["digest"] for told in parts] == [told["digest"] for told in whole]
+    assert whole[0]["digest"] != whole[1]["digest"], "each rank's batches are its own"

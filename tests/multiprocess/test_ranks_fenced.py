@@ -48,7 +48,7 @@ def test_fenced_images_are_those_of_eager_saves(place: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_no_torn_image_is_ever_committed(place: Path, kind: str) -> None:
     steps = committed(place / f"{kind}-fenced-meddled")
-    assert set(steps) >= {1, 2, 3, STEPS} and len(steps) >= STEPS - 2, steps
+    assert steps == [1, 2, 3, 5, 6, 7, 8], "the state of step 4 was changed while it was being copied"
     assert_equal(place / f"{kind}-fenced-meddled", place / f"{kind}-eager-meddled", steps)
 
 

@@ -14,6 +14,7 @@ from holdfast.api.arguments import count, fenced, memory_policy, policies, secon
 from holdfast.api.claiming import Claiming, ResumeFrom
 from holdfast.api.company import Company, leaving_if_raised, refused
 from holdfast.api.disarmed import Nothing
+from holdfast.api.ending import warn_of_epochs
 from holdfast.api.environment import check_platform
 from holdfast.api.familiar import Familiar
 from holdfast.api.loops import Batches, Epochs, Steps
@@ -211,6 +212,7 @@ class Checkpointer:
         if training is None:
             return Steps(Nothing(), 0)
         training.enter(self)
+        warn_of_epochs(training.saving)
         loop = Steps(training, total)
         training.loop = loop
         return loop
@@ -242,8 +244,8 @@ class Checkpointer:
     def log(self, *, tag: str | Iterable[str] | None = None, **metrics: Any) -> None:
         """Metrics of the step that is open; outside, of the last completed one (noted if it is taken already).
 
-        tag: a name for that step, or several. A tagged step is saved (at its end; outside a step at once, as by
-        `save`), and kept until the tag is moved, by giving it to another step, or taken off. `load`, `resume_from` and
+        tag: a name for that step, or several. A tagged step is saved (at its end; outside a step as by `save`), and
+        kept until the tag is moved, by giving it to another step, or taken off. `load`, `resume_from` and
         `--step` take a tag for a step. Tags are the repository's, not the run's: one name means one checkpoint.
         """
         training = self._armed()
@@ -266,7 +268,8 @@ class Checkpointer:
                 "step_done is for loops that somebody else owns; steps() and epochs() count by themselves",
                 subject="step_done",
             )
-        training.claim(self)
+        if not self._claim_to_count(training):
+            return
         number = training.step + 1 if step is None else count(step, "step_done(step=)")
         if number <= training.step:
             raise UsageError(
@@ -277,7 +280,8 @@ class Checkpointer:
         training.step_done(number, as_floats(metrics))
 
     def save(self, wait: bool = False) -> Save:
-        """Saves now, or at the end of the step that is open; `wait=True` returns (or ends the step) once committed.
+        """Saves now, or at the end of the step that is open; behind the batches of an epoch, at the end of its body,
+        whose rest a resume would run again otherwise. `wait=True` returns (or ends the step) once committed.
 
         Where no step was completed since the last save, that save is returned, with a warning. With `wait`, what made
         it fail is raised; Superseded and RunInUse always are.
@@ -354,6 +358,20 @@ class Checkpointer:
                 hint="call ckpt.restore() first, or pass resume_from=None to start afresh on purpose",
             )
         training.claim(self)
+
+    def _claim_to_count(self, training: Training) -> bool:
+        """As to save; whether the step that is done counts. It does not where another process has committed since the
+        restore: what that one saved is in the state now, and training goes on from there."""
+        before, step = training.claiming.restored, training.step
+        self._claim_to_save(training)
+        found = training.claiming.restored
+        if found is before or found is None:
+            return True
+        training.saving.warn(
+            f"step {step + 1} is dropped: another process had committed step {found.step} before this one owned the "
+            "run, and training goes on from there"
+        )
+        return False
 
     @overload
     def _armed(self, *, needed: Literal[True]) -> Training: ...

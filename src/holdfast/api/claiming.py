@@ -128,9 +128,8 @@ class Claiming:
         return self._resume_from is not None and self.exists()
 
     def claim(self) -> Attempt:
-        """Claims the run for this process: what was restored is the parent. If `latest` means another one by then,
-        that is
-        restored and the run claimed anew."""
+        """Claims the run for this process: what was restored is the parent. If `latest` means another one by then, that
+        is restored and the run claimed anew."""
         self._close_own()
         for _ in range(CLAIMS):
             try:

@@ -218,7 +218,11 @@ class Company:
         return decision
 
     def _wish(self, reason: str) -> None:
-        """Once until it comes."""
+        """Once until it comes. A save that is still to come is what is wished for, but for a signal, which all act upon
+        only where it is what they save for."""
+        coming = self.agreement.promised
+        if coming is not None and (coming.reason.endswith(_CAME) or not reason.endswith(_CAME)):
+            return
         if not self._wished:
             self._wished = True
             try:

@@ -112,6 +112,12 @@ class Epochs(Iterator[int]):
         return self._open and self._took_nothing
 
     @property
+    def finishing(self) -> bool:
+        """Whether a body is running whose batches are used up. What is saved now would have a resume run its rest once
+        more."""
+        return self._open and self.group == 0 and not self.cut_short and not self._took_nothing
+
+    @property
     def _took_nothing(self) -> bool:
         counters = self._training.position.counters
         return self.group == 0 and counters.step == self.began_step and counters.batch == 0

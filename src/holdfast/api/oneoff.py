@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,7 @@ _attempts: dict[ownership.Key, tuple[Attempt, int]] = {}
 _loaded: dict[ownership.Key, CheckpointId] = {}
 """What this process last loaded from each run: the parent of its next attempt."""
 _lock = threading.Lock()
+os.register_at_fork(after_in_child=_attempts.clear)  # they are the parent's, and a child claims one of its own
 
 
 def save(
@@ -107,7 +109,8 @@ def _saved(
         about = About(parent=attempt.parent, progress={"step": number}, environment=environment(), reason="asked for")
         handle = saver.save(flattened, number, wait=True, about=about)
         id = handle.wait()
-        _attempts[key] = (attempt, number)
+        if company is None or company.coordinates:  # else it is another process's, which alone can hold the run by it
+            _attempts[key] = (attempt, number)
     finally:
         attempt.release()
         saver.close()
@@ -118,7 +121,8 @@ def _saved(
 
 def _attempt(repo: Repo, run: str, key: ownership.Key, step: int | None) -> tuple[Attempt, int]:
     """This process's attempt for the run if `step` lies above its last one and nobody has claimed since; else a new
-    one, which goes on from what an owner that it waited for has committed at its end."""
+    one, which goes on from what an owner that it waited for has committed at its end. Either holds the run until it is
+    released."""
     withdrawn: set[int] = set()
     for _ in range(CLAIMS):
         newest = latest(repo, run, withdrawn=withdrawn)
@@ -126,7 +130,7 @@ def _attempt(repo: Repo, run: str, key: ownership.Key, step: int | None) -> tupl
         held = _attempts.get(key)
         if held is not None and number > held[1]:
             try:
-                held[0].check()
+                held[0].resume()
             except Superseded:
                 pass  # not ours any more: a new attempt it is
             else:

@@ -12,6 +12,7 @@ from holdfast.api.company import RESTORE_TIMES, Company
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.candidates import Candidate
 from holdfast.engine.images import Image
+from holdfast.engine.joint.lending import lend
 from holdfast.engine.joint.memory import JointTier
 from holdfast.engine.joint.recalling import Recalled, recall
 from holdfast.engine.listing import kept_by_others, passed_over
@@ -29,6 +30,7 @@ from holdfast.events import Adopted, CandidateSkipped, Emitter, RestoredEvent
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId
+from holdfast.ranks.contract import Verdict
 from holdfast.ranks.topic import Topic
 from holdfast.repo.adoption import Adoptable, foreign, went_on
 from holdfast.repo.footer import Footer, Holder
@@ -39,6 +41,7 @@ HOLD_S: Final = 10.0
 """How long a rank waits for its slots: the process before may be dying."""
 _POLL_S: Final = 0.05
 UNFIT: Final = "unfit: "
+LACKING: Final = "lacking: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +130,26 @@ class AdoptingTogether(Adopting):
         moved = 0
         try:
 
-            def match() -> None:
+            def match() -> str:
                 nonlocal candidate, image, recalled
                 candidate = self._candidate(common)
                 image = self._tier.open(candidate)
                 recalled = recall(image, prepare, verify=base is None)
+                return "".join(f"{LACKING}{path}" for (path, _, _), _ in recalled.lacking[:1])
 
             def fill() -> None:
                 nonlocal moved
                 assert image is not None and recalled is not None
                 moved = recalled.read(image, self._emitter)
 
-            if not self._all(match, id):
+            verdict = self._vote(match, id)
+            if not verdict and all(said.startswith(LACKING) for said in verdict.reasons.values()):
+                assert image is not None and recalled is not None
+                take = lend(image, recalled, self._topic, deadline_s=self._deadline_s, emitter=self._emitter)
+                verdict = self._vote(take, id)
+            if not self._heeded(verdict, id):
                 return None
-            if not self._all(fill, id):
+            if not self._heeded(self._vote(fill, id), id):
                 if base is None:  # what is half filled is made whole by no checkpoint
                     raise NothingRestorable(
                         f"{id} in memory was whole when it was looked at, and could not be read then",
@@ -172,18 +181,20 @@ class AdoptingTogether(Adopting):
         crashpoint("memory image adopted, not yet claimed")
         return RestoreResult(footer.id, manifest, state, recalled.prepared.report, moved, seconds)
 
-    def _all(self, work: Callable[[], None], id: CheckpointId) -> bool:
-        """Does it on every rank; whether all could. What hinders one is told, and there is the store; but a state of
+    def _vote(self, work: Callable[[], str | None], id: CheckpointId) -> Verdict:
+        """Does it on every rank; who could. `work` returns why its rank cannot go on by itself, if so. A state of
         another structure is raised: RankFailed on the others."""
         own: Exception | None = None
+        reason = ""
         try:
-            work()
+            reason = work() or ""
         except Exception as error:  # noqa: BLE001 - told to all
             own = error
-        reason = "" if own is None else (UNFIT if _is_unfit(own) else "") + in_words(own)
+            reason = (UNFIT if _is_unfit(own) else "") + in_words(own)
         crashpoint("memory image looked into, not yet voted for")
         with self._topic() as topic:
-            verdict = topic.vote(own is None, reason, self._deadline_s, f"going on from {id} in memory")
+            could = own is None and not reason
+            verdict = topic.vote(could, reason, self._deadline_s, f"going on from {id} in memory")
         if own is not None and _is_unfit(own):
             raise own
         for rank, said in sorted(verdict.reasons.items()):
@@ -195,7 +206,12 @@ class AdoptingTogether(Adopting):
                     ranks=(rank,),
                     phase=phase,
                 )
-        for rank, said in sorted(verdict.reasons.items())[:1]:
+        return verdict
+
+    def _heeded(self, verdict: Verdict, id: CheckpointId) -> bool:
+        """Whether all could. What hinders one is told, and there is the store."""
+        hinders = {rank: said for rank, said in verdict.reasons.items() if not said.startswith(LACKING)}
+        for rank, said in sorted(hinders.items())[:1]:
             self._emitter.emit(CandidateSkipped(id, f"its image in the memory of rank {rank}: {said}"))
         return verdict.ok
 

@@ -144,14 +144,19 @@ class Remembering:
             return Decision(True, f"in place of the torn state of step {torn}")
         return decision
 
-    def take(self, flattened: Flattened, step: int, about: About, *, eager: bool = False) -> None:
-        """Takes the state of a completed step. It fails no training: what goes wrong is told. `eager`: with nothing
-        left to be copied beside training."""
+    def skips(self, step: int) -> bool:
+        """Whether the state of this step, which is due, is left out, for the one before is not sealed yet: that is
+        counted and told. To be asked before the state is looked at."""
+        if self._on_busy != "skip" or not self._saver.busy or self.torn is not None:
+            return False  # a torn one is about to be let go
+        self._skip(step, BUSY)
+        return True
+
+    def take(self, flattened: Flattened, step: int, about: About, *, due_s: float, eager: bool = False) -> None:
+        """Takes the state of a completed step. It fails no training: what goes wrong is told. `due_s`: since when
+        training has been held for it. `eager`: with nothing left to be copied beside training."""
         assert self._attempt is not None
         torn = self.torn is not None
-        if self._on_busy == "skip" and self._saver.busy and not torn:  # a torn one is about to be let go
-            self._skip(step, BUSY)
-            return
         self._last_s = time.monotonic()
         self._moment(step, self._last_s)
         self.delayed += self._saver.busy
@@ -167,7 +172,7 @@ class Remembering:
             why = getattr(error, "message", None) or repr(error)
             self._emitter.emit(Warned(f"step {step} is not kept in memory: {why}", self._run))
         finally:
-            self._held_s += time.monotonic() - self._last_s
+            self._held_s += time.monotonic() - due_s
 
     def close(self, durable: CheckpointId | None) -> None:
         """Gives the slots back; an image of a step that is not durable stays for the next process."""

@@ -123,7 +123,8 @@ class Saving:
         self._line = Line(policy)
         self.spent = Spent()
         self.tally = Tally()
-        self._first_step = 0
+        self.first_step = 0
+        """What training here began at."""
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
         self._stands_still: Save | None = None
@@ -155,7 +156,7 @@ class Saving:
         """The run is claimed: from here on saves may be taken. `restored`: the newest durable checkpoint of the line
         that training goes on with, and `since_s` when a save of it was last begun, where what was restored is newer."""
         self.saver.attempt = attempt
-        self._first_step = first_step
+        self.first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
         self.tally.begin()
         if restored is not None:
@@ -165,13 +166,13 @@ class Saving:
             self._line.begin(self.repo, self.run, attempt)
 
     def decide(self, moment: Moment) -> Decision:
-        self._unlogged.asked(moment, self._first_step, self._judging)
+        self._unlogged.asked(moment, self.first_step, self._judging)
         waits = not self.saver.free
         if waits:
             self._tell_standstill()
         history = SaveHistory(
             started_s=self._started_s,
-            first_step=self._first_step,
+            first_step=self.first_step,
             last_saved_step=self.last.step if self.last is not None else None,
             last_saved_s=self._last_saved_s,
             saved=self._line.metrics(),

@@ -108,14 +108,15 @@ class Snapshots:
         step, progress = self._position.counters.step, self._position.progress()
         return Moment(step, flattened, besides, marks, samples(shared, most), progress)
 
-    def untouched(self, moment: Moment) -> bool:
+    def untouched(self, moment: Moment, *, plain: bool = True) -> bool:
         """Whether the state is as it was at `moment`, as far as can be seen: tensors count their changes, and a few of
-        their elements are compared; all else is compared as a whole."""
+        their elements are compared; all else is compared as a whole. `plain=False`: but for the state's plain values,
+        which the moment has copies of."""
         now, then = self.now(), moment.flattened
         rows, before = list(_rows(now, moment.besides)), list(_rows(then, moment.besides))
         return (
             [spec for spec, _ in rows] == [spec for spec, _ in before]
-            and now.tree == then.tree
+            and (not plain or now.tree == then.tree)
             and _entries(now, moment.besides) == _entries(then, moment.besides)
             and tuple(_mark(spec, source) for spec, source in rows) == moment.marks
             and unchanged(moment.samples, now.sources)

@@ -67,8 +67,14 @@ class Taking:
             handle.end(self._saving.turns.skipped(handle.step))
 
     def as_it_was(self, moment: Moment, reason: str) -> None:
-        """Of the last completed step, if it is the one of `moment`, is not saved yet, and nothing has changed it."""
-        if moment.step != self.step or not self.unsaved or not self._snapshots.untouched(moment):
+        """Of the last completed step, if it is the one of `moment`, is not saved yet, and nothing has changed its
+        tensors; else that is said."""
+        if moment.step != self.step or not self.unsaved:
+            return
+        if not self._snapshots.untouched(moment, plain=False):
+            self._saving.warn(
+                f"step {moment.step} is not saved, though {reason}: the state has changed since that step"
+            )
             return
         about = self._snapshots.about(parent=self.parent, metrics=self.metrics, reason=reason, progress=moment.progress)
         self._saving.take(moment.flattened, moment.step, about, wait=True, must=True)
@@ -79,6 +85,7 @@ class Taking:
         if memory is None or moment.signal is not None:
             return
         decision = memory.decide(moment)
-        if decision.save:
+        if decision.save and not memory.skips(self.step):
+            due_s = time.monotonic()
             about = self._snapshots.about(parent=self.parent, metrics=self.metrics, reason=decision.reason)
-            memory.take(self._snapshots.now(), self.step, about, eager=moment.ending)
+            memory.take(self._snapshots.now(), self.step, about, due_s=due_s, eager=moment.ending)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from holdfast.api import ownership
 from holdfast.api.belated import Belated
 from holdfast.api.claiming import Claiming
-from holdfast.api.ending import await_saves, say_what_is_left
+from holdfast.api.ending import await_saves, say_what_is_left, warn_of_epochs
 from holdfast.api.leaving import Leaving
 from holdfast.api.loops import Epochs, Steps
 from holdfast.api.position import Position
+from holdfast.api.requests import Requests
 from holdfast.api.saving import Saving
 from holdfast.api.snapshot import Moment, Snapshots
 from holdfast.api.taking import Taking
@@ -56,13 +57,11 @@ class Training:
         self._leaving = Leaving(self._signal_came, catch=catch)
         self._foreign_loop = False
         """Whether somebody else's loop tells when a step is done."""
-        self._requested: tuple[Save, bool] | None = None
         self._taking = Taking(saving, snapshots, claiming, position)
+        self._requests = Requests(saving, snapshots, self._taking)
         self._early: dict[str, float] = {}
         """Metrics of an epoch's body that has taken no batch yet: of the step before if it takes one, else of its
         own."""
-        self._tags: list[str] = []
-        """Of the step that is open."""
         self._moment: Moment | None = None
         self._belated = Belated(saving, snapshots, self._taking)
 
@@ -85,6 +84,9 @@ class Training:
                 hint="build a new Checkpointer: it resumes from the last checkpoint",
             )
         with self._leaving.undisturbed():
+            if self.loop is not None:
+                self._requests.leave()
+                self.loop, self.stopping = None, False  # what ended that loop ends no other one
             self.claiming.restore()
             self.claim(checkpointer)
         self._settle_early()
@@ -93,7 +95,7 @@ class Training:
         """Makes this process the run's owner, once; from then on signals are watched."""
         if self.saving.attempt is not None:
             return
-        if not self.claiming.done and not self.claiming.exists():
+        if not self.claiming.done and not self.claiming.hidden_by_saving():
             self.claiming.restore()
         attempt = self.claiming.claim()
         ownership.register(self.key, self, checkpointer)
@@ -157,7 +159,7 @@ class Training:
         with self._leaving.undisturbed():
             self._heed_signal()
             self.between = False
-        self.loop = None
+        self.loop, self.stopping = None, False
         self._belated.remember()
 
     def leave_batches(self) -> None:
@@ -172,6 +174,8 @@ class Training:
         """A step is completed in a loop that somebody else owns."""
         self._taking.metrics = dict(metrics)
         self.saving.seen(metrics)
+        if not self._foreign_loop:
+            warn_of_epochs(self.saving)
         self._foreign_loop = True
         self.position.counters.step = step - 1
         self.open = True
@@ -205,11 +209,11 @@ class Training:
             self._log(early)
 
     def tag(self, names: Sequence[str]) -> None:
-        """Tags the open step, which is then saved at its end; outside, the last completed one, which is saved at once
-        if it is not yet."""
+        """Tags the open step, which is then saved at its end; outside, the last completed one, which is saved as by
+        `save` if it is not yet."""
         last = self.saving.last
-        if self.open:
-            self._tags.extend(names)
+        if self.open or self._finishing:
+            self._requests.tag(names, between=not self.open)
         elif last is not None and last.step >= self.step:
             self.saving.tag(last, names)
         else:
@@ -217,10 +221,11 @@ class Training:
                 self._taking.tagged(names)
 
     def save(self, *, wait: bool) -> Save:
-        """Saves now; inside a step at its end; where nothing is new, the last save with a warning."""
+        """Saves now; inside a step, or behind the batches of an epoch, at the end of the body; where nothing is new,
+        the last save with a warning."""
         self.saving.raise_failure()
-        if self.open:
-            return self._at_end_of_step(wait)
+        if self.open or self._finishing:
+            return self._requests.save(wait=wait, between=not self.open)
         last = self.saving.last
         if last is None or last.step < self.step:
             with self._leaving.undisturbed():
@@ -237,15 +242,10 @@ class Training:
             last.wait()
         return last
 
-    def _at_end_of_step(self, wait: bool) -> Save:
-        if self._requested is None:
-            handle = self.saving.saver.plan_save(self.step + 1, reason="asked for")
-            handle.inside_step = True
-        else:
-            handle, before = self._requested
-            wait = wait or before
-        self._requested = (handle, wait)
-        return handle
+    @property
+    def _finishing(self) -> bool:
+        """Whether the rest of an epoch's body runs, behind its batches, and its last step is not saved yet."""
+        return isinstance(self.loop, Epochs) and self.loop.finishing and self._taking.unsaved
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -267,6 +267,7 @@ class Training:
             await_saves(self.saving, until - spare)  # first: the last save is not to wait for a store that hangs
             self._settle_early()
             if ended_well and not replaced:
+                self._requests.leave()
                 self._last_save()
                 await_saves(self.saving, until - spare)
         except BaseException:
@@ -274,7 +275,9 @@ class Training:
             raise
         self._end(spare, well=ended_well)
         incomplete = self.open and self.saving.attempt is not None
-        say_what_is_left(self.saving, self.step, incomplete=incomplete, replaced=replaced and self._lacks_last_save)
+        lacks = replaced and self._lacks_last_save
+        left = self._left_behind and not replaced
+        say_what_is_left(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left)
         if ended_well:
             self.saving.raise_failure()
             if self._leaving.owed and sys.exc_info()[0] is None:
@@ -306,6 +309,13 @@ class Training:
             self._taking.take(decision.reason if decision.save else STOPPED, wait=False, must=True)
 
     @property
+    def _left_behind(self) -> bool:
+        """Whether a loop was broken out of between two steps, the last one not saved. A signal is told otherwise."""
+        begun = self.loop is not None and not self.open and self.saving.attempt is not None
+        lacking = self._taking.unsaved and self.step > self.saving.first_step
+        return begun and lacking and self._leaving.signal is None
+
+    @property
     def _lacks_last_save(self) -> bool:
         return self.saving.attempt is not None and self._foreign_loop and self._taking.unsaved
 
@@ -323,18 +333,11 @@ class Training:
             epoch_ended=epoch_ended, ending=ending or signal is not None or self.stopping, signal=signal
         )
         decision = self.saving.decide(moment)
-        requested, self._requested = self._requested, None
-        tags, self._tags = self._tags, []
-        if requested is not None:
-            self.saving.tag(requested[0], tags)
-            handle, wait = requested
-            self._taking.requested(handle, wait=wait, must=bool(tags) or moment.ending, eager=moment.ending)
-        elif tags:
-            self._taking.tagged(tags, decision.reason if decision.save else "", wait=signal is not None)
-        elif decision.save:
-            self._taking.take(decision.reason, wait=signal is not None, must=moment.ending, eager=moment.ending)
-        elif self.stopping and self._taking.unsaved:
-            self._taking.take(STOPPED, wait=False, must=True)
+        if not self._requests.take(decision, moment):
+            if decision.save:
+                self._taking.take(decision.reason, wait=signal is not None, must=moment.ending, eager=moment.ending)
+            elif self.stopping and self._taking.unsaved:
+                self._taking.take(STOPPED, wait=False, must=True)
         self._taking.in_memory(moment)
         if signal is not None:
             self._leave(signal)

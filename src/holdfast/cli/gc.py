@@ -41,8 +41,9 @@ def gc(
     """
     from holdfast.upkeep.gc import execute, plan_gc
 
+    grace_s = options.grace_seconds(grace)
     repo = repository(where)
-    plan = plan_gc(repo, grace_s=grace * HOUR_S)
+    plan = plan_gc(repo, grace_s=grace_s)
     if not json:
         _print(plan)
     report: GcReport | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
+
+from holdfast.errors import UsageError
 
 Where = Annotated[
     str, typer.Argument(metavar="WHERE", help="The repository: a directory or a URL.", show_default=False)
@@ -36,3 +39,11 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and do nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Needed where there is no terminal to ask on.")]
+
+
+def grace_seconds(hours: float) -> float:
+    """--grace in seconds. UsageError for what is no finite number, which no comparison with a minimum refuses."""
+    seconds = hours * 3600.0
+    if not math.isfinite(seconds):
+        raise UsageError(f"--grace {hours:g} is no duration that can pass", subject="--grace", hint="--grace 24")
+    return seconds

@@ -35,9 +35,10 @@ def run_of(repo: Repo, run: str | None) -> str:
 
 
 def checkpoint(repo: Repo, run: str | None, step: str) -> CheckpointId:
-    """The checkpoint that is meant. RunNotFound and CheckpointNotFound name what there is instead."""
-    from holdfast.repo.lineage import resolve
+    """The checkpoint that is meant; a tag is the repository's, and needs no run. RunNotFound and CheckpointNotFound
+    name what there is instead."""
+    from holdfast.repo.lineage import may_be_tag, resolve
 
     if step.count("/") > 1 and run is None:
         run = step.partition("/")[0]
-    return resolve(repo, run_of(repo, run), step)
+    return resolve(repo, run or MAIN if may_be_tag(step) else run_of(repo, run), step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
@@ -24,19 +26,24 @@ def undelete(
     checkpoints: options.Checkpoints,
     *,
     run: options.Run = None,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0.0, metavar="HOURS", help="The grace that `holdfast gc` is run with.")
+    ] = 24.0,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Bring removed checkpoints back, every byte verified.
 
-    Works until `holdfast gc` has come near them; `holdfast ls` shows what is removed and still there.
+    Works until `holdfast gc` has come near them: until an hour before the grace after its first visit ends. `holdfast
+    ls` shows what is removed and still there.
     """
     from holdfast.report.measures import size
     from holdfast.upkeep.undelete import execute, plan_undelete
 
+    grace_s = options.grace_seconds(grace)
     repo = repository(where)
-    plans = [plan_undelete(repo, _removed(repo, run, name)) for name in checkpoints]
+    plans = [plan_undelete(repo, _removed(repo, run, name), grace_s=grace_s) for name in checkpoints]
     back = []
     for plan in plans:
         left = "" if plan.left_s is None else f"; gc may take it in {plan.left_s / 3600:,.1f} h"

@@ -10,6 +10,7 @@ import typer
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import checkpoint, repository
+from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.model.names import CheckpointId
@@ -54,6 +55,8 @@ def verify(
     from holdfast.report.progress import ProgressBar
     from holdfast.upkeep.verify import execute, plan_verify
 
+    if note and structure:
+        raise UsageError("--note needs every byte read", subject="--note", hint="leave --structure out")
     repo = repository(where)
     plan = plan_verify(repo, _ids(repo, run, step), every_byte=not structure, listed=step is None)
     output.story(_plan_words(plan))
@@ -66,9 +69,16 @@ def verify(
         output.document("verify", _json(repo, report))
     else:
         _print(report)
+    unnoted = report.unnoted
+    if unnoted is not None and report.ok and not json:
+        raise unnoted
+    if unnoted is not None:
+        output.story(f"warning: the result is not noted beside every checkpoint: {unnoted.message}")
     if not report.ok:
         _hint(repo, report)
         raise typer.Exit(DAMAGED)
+    if unnoted is not None:
+        raise typer.Exit(unnoted.exit_code)  # the document is out, and there is to be one
 
 
 def _ids(repo: Repo, run: str | None, step: str | None) -> list[CheckpointId] | None:
@@ -144,6 +154,7 @@ def _json(repo: Repo, report: VerifyReport) -> dict[str, Any]:
         "seconds": report.seconds,
         "checked": list(report.checked),
         "damaged": list(report.damaged()),
+        "not_noted": None if report.unnoted is None else report.unnoted.message,
         "findings": [
             {
                 "checkpoint": finding.id,

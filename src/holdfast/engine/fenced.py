@@ -17,6 +17,7 @@ from holdfast.image.capture import Capturer
 from holdfast.image.fenced import DEADLINE_S, Fence, Pace
 from holdfast.image.places import Places
 from holdfast.model.leaf import LeafSpec
+from holdfast.state import ownership
 from holdfast.state.contract import Flattened
 from holdfast.state.ownership import Choice, Gate, LateBound, Record, fall
 
@@ -43,6 +44,7 @@ class Fencing:
         self._watch: _Watch | None = None
         """Of the current one."""
         self._window_told = False
+        self._scattered_told = False
         self._fenceable: Sequence[int] = ()
         self._fingerprint = ""
         self._fit: Sequence[tuple[int, str, int]] = ()
@@ -148,11 +150,17 @@ class Fencing:
         if fenceable is not self._fenceable or flattened.fingerprint != self._fingerprint:
             self._fenceable, self._fingerprint = fenceable, flattened.fingerprint
             wanted, specs, sources = set(fenceable), flattened.specs, flattened.sources
-            self._fit = [
-                (leaf, specs[leaf].path, places.length[leaf])
-                for leaf in places.order
-                if leaf in wanted and cast(LateBound, places.at[leaf][0]).can_wait(sources[leaf])
-            ]
+            owned = [leaf for leaf in places.order if leaf in wanted]
+            waiting = {leaf for leaf in owned if cast(LateBound, places.at[leaf][0]).can_wait(sources[leaf])}
+            self._fit = [(leaf, specs[leaf].path, places.length[leaf]) for leaf in owned if leaf in waiting]
+            long = [leaf for leaf in owned if places.length[leaf] >= ownership.LEAST_BYTES]
+            if not waiting.issuperset(long) and not self._scattered_told:
+                self._scattered_told = True
+                left_out = [specs[leaf].path for leaf in long if leaf not in waiting]
+                self.tell(
+                    f"{len(left_out)} of {len(long)} leaves that optimizers own are captured eagerly, {left_out[0]} "
+                    "first: they are not contiguous, or lie on a device from which no parts are copied"
+                )
         with self.lock:
             return self._record.choose(flattened.fingerprint, self._fit)
 

@@ -95,6 +95,8 @@ class Half:
     def prepare(self, flattened: Flattened) -> SavePlan:
         """The plan for this state, over this slot's memory. OSError where there is no room for it."""
         self.arenas.leaves = len(flattened.specs)
+        if not self.planner.fits(flattened):
+            self.plan = None  # its views would keep the memory that is given back before more is asked for
         try:
             self.plan = self.planner.plan(flattened)
         except BaseException:
@@ -110,6 +112,7 @@ class Half:
         try:
             self.slot.unseal()
         except FileNotFoundError:
+            del plan
             self.planner.release()  # somebody has cleared shared memory: begun anew
             self.slot.discard()
             plan = self.prepare(flattened)

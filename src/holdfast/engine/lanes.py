@@ -142,6 +142,8 @@ class Lanes:
         while True:
             others = [other for other in self._all if other is not lane and other.arenas.nbytes]
             lane.arenas.whole = bool(others)
+            if not lane.planner.fits(flattened):
+                lane.plan = None  # its views would keep the memory that is given back before more is asked for
             try:
                 plan = lane.planner.plan(flattened)
             except NotWhole as error:

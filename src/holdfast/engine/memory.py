@@ -151,7 +151,6 @@ class MemoryTier:
 
     def _prepare(self, half: Half, flattened: Flattened) -> None:
         assert self._halves is not None
-        own = [one.slot.slot for one in self._halves.all]
         while True:
             try:
                 half.prepare(flattened)
@@ -161,7 +160,7 @@ class MemoryTier:
             except OSError as error:
                 # Nobody else's image goes for more than the tier needs.
                 spare = sum(one.slot.arena is not None for one in self._halves.all if one is not half) >= LEAST
-                if spare or not free_room(own, self._emitter, error):
+                if spare or not free_room([half.slot.slot], self._emitter, error):
                     raise
 
     def _admit(self, slot: LastingSlot, nbytes: int) -> None:
@@ -287,7 +286,7 @@ class MemoryTier:
                 return plan
             except OSError as error:
                 self._halves.ended(half)
-                if not self._do_without(half, error):
+                if not self._do_without(half, error) and not free_room([half.slot.slot], self._emitter, error):
                     self.turn_off(shortage(error))
                     return None
             except BaseException:

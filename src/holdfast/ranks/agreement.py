@@ -115,13 +115,21 @@ class Agreement:
         self._pulse.ask(reason)
 
     def at(self, step: int, deadline: Deadline | float) -> Proposal | None:
-        """This rank has completed `step`, in the training thread; what all ranks save for here, if they do.
+        """This rank has completed `step`, in the training thread; what all ranks save for here, if they do: the newest
+        of what they have agreed to, where that is more than one.
 
         Waits only where this rank has agreed to save here, for the others' answers. Raises then what `Topic.hear` does.
         """
-        proposal = self._proposals.reached(step, self.session.settings.clock.now())
-        if proposal is None or self.world_size == 1:
-            return proposal
+        settings = self.session.settings
+        due = self._proposals.reached(step, settings.clock.now())
+        if not due or self.world_size == 1:
+            return due[0] if due else None
+        until = deadline if isinstance(deadline, Deadline) else settings.deadline(deadline)
+        heard = [self._heard(proposal, step, until) for proposal in due]
+        return next((one for one in reversed(heard) if one is not None), None)
+
+    def _heard(self, proposal: Proposal, step: int, deadline: Deadline) -> Proposal | None:
+        """The proposal, where all ranks have agreed to it."""
         topic = self._leftovers.of(KIND, proposal.number)
         if topic is None:
             return None  # refused, and ended by the coordinator's own pulse, since this rank came to the step
@@ -132,7 +140,8 @@ class Agreement:
 
     @property
     def promised(self) -> Proposal | None:
-        """The save that this rank has agreed to, while it has not reached its step."""
+        """The save that this rank has agreed to, while it has not reached its step; the newest, where that is more than
+        one."""
         return self._proposals.armed
 
     def close(self, reason: str = _CLOSED) -> None:

@@ -4,6 +4,9 @@ The coordinator proposes a step that no rank should have reached. Each rank answ
 not reached the step, no afterwards. Who has said yes waits at that step until it is known whether all have; who has not
 goes on. If one said no, a later step is proposed. Between proposals the training thread only compares two numbers.
 
+All know of a step that they have agreed to well before they reach it. Others may be proposed until then, and each
+stands by itself: who has said yes keeps its word.
+
 This file decides and does no I/O; `pulse` moves what is decided.
 """
 
@@ -38,7 +41,8 @@ class Proposals:
         self._step = -1
         self._reached_at: float | None = None
         self._step_s = 0.0
-        self._armed: Proposal | None = None
+        self._armed: list[Proposal] = []
+        """By number. Several, where one is agreed to and its step is still to come when the next is proposed."""
         self._seen = 0
         self._wishes: list[tuple[int, str, int]] = []
         """Rank, reason, and the step that this rank had completed."""
@@ -47,8 +51,8 @@ class Proposals:
 
     # -- the training thread
 
-    def reached(self, step: int, now: float) -> Proposal | None:
-        """This rank has completed `step`. The proposal whose outcome it has to wait for here, if there is one."""
+    def reached(self, step: int, now: float) -> list[Proposal]:
+        """This rank has completed `step`. The proposals whose outcome it has to wait for here, by number."""
         with self._lock:
             if self._reached_at is not None and step > self._step:
                 spent = (now - self._reached_at) / (step - self._step)
@@ -58,18 +62,18 @@ class Proposals:
                 by, reason, _ = self._wishes[0]
                 self._wishes.clear()
                 self._seen += 1
-                return Proposal(self._seen, step, reason, by)
-            armed = self._armed
-            if armed is None or step < armed.step:
-                return None
-            self._armed = None
-            return armed
+                return [Proposal(self._seen, step, reason, by)]
+            if not self._armed:
+                return []
+            due = [one for one in self._armed if one.step <= step]
+            self._armed = [one for one in self._armed if one.step > step]
+            return due
 
     @property
     def armed(self) -> Proposal | None:
-        """Where this rank will wait."""
+        """Where this rank will wait: for the newest, where there are several."""
         with self._lock:
-            return self._armed
+            return self._armed[-1] if self._armed else None
 
     # -- every rank, in the background
 
@@ -84,14 +88,13 @@ class Proposals:
             self._seen = proposal.number
             if self._step >= proposal.step:
                 return False
-            self._armed = proposal
+            self._armed.append(proposal)
             return True
 
     def withdrawn(self, number: int) -> None:
         """It has come to nothing: nobody has to wait there any more."""
         with self._lock:
-            if self._armed is not None and self._armed.number == number:
-                self._armed = None
+            self._armed = [one for one in self._armed if one.number != number]
 
     # -- the coordinator, in the background
 

@@ -23,7 +23,7 @@ from holdfast.ranks.contract import Board
 _PART_BYTES: Final = 1 << 20
 """The store's server closes the connection of who sends much more than 8 MiB at once."""
 _WHOLE, _PARTS = b"\x00", b"\x01"
-_ABSENT_S: Final = 5
+_ABSENT_S: Final = 5.0
 """How long the store itself waits for a key that has been removed between two questions."""
 _CONNECT_S: Final = 300
 """How long a connection may take, as torch's own may: whoever waits for it gives up when his own time is over."""

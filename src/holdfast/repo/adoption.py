@@ -3,8 +3,9 @@
 A sealed image counts as a checkpoint of the attempt that holds it, one that only this boot of this machine has. It may
 be gone on from where that attempt is the last one that has anything to its name: every later one has no commit, and
 went on from where the holder's own durable line ends, or from nothing. So an image never brings back what training has
-gone on from elsewhere, nor what somebody went back behind; but for one who began again from that very end, on purpose
-and without memory, and committed nothing: no attempt record tells that one from a restart.
+gone on from elsewhere, nor what somebody went back behind, by removing checkpoints too; but for one who began again
+from that very end, on purpose and without memory, and committed nothing: no attempt record tells that one from a
+restart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import CorruptionError, ObjectNotFound
 from holdfast.model.checkpoint import AttemptRecord
-from holdfast.model.names import CheckpointId
+from holdfast.model.names import CheckpointId, parse_step
 from holdfast.repo import layout, objects
 from holdfast.repo.footer import Footer, Holder
 from holdfast.repo.liveness import this_process
@@ -71,6 +72,9 @@ def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: H
             reason = _went_elsewhere(repo, run, later, base)
             if reason:
                 return reason
+    removed = _removed(repo, run, number, above=committed[0] if committed else -1, upto=id.step)
+    if removed is not None:
+        return f"step {removed} of attempt {number}, at or before it, was removed by hand"
     if base is None:
         return Adoptable(None, durable=False)
     if base == id and _save_id(repo, base) == save_id:
@@ -82,6 +86,18 @@ def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: H
     if not repo.exists(base):
         return f"checkpoint {base}, which it went on from, has been removed"
     return Adoptable(base, durable=False)
+
+
+def _removed(repo: Repo, run: str, number: int, *, above: int, upto: int) -> int | None:
+    """The newest step of the attempt between the two that somebody has removed, as far as the trash still tells.
+    Retention puts nothing there: nobody has gone back behind what it frees."""
+    keys = repo.store.children(layout.attempt_trash(run, number)).directories
+    for step in sorted((step for key in keys if (step := parse_step(key)) is not None), reverse=True):
+        if above < step <= upto:
+            trash = layout.trash_directory(CheckpointId(run, number, step))
+            if repo.store.children(trash).objects:  # else `undelete` has emptied it
+                return step
+    return None
 
 
 def _went_elsewhere(repo: Repo, run: str, later: int, base: CheckpointId | None) -> str:

@@ -80,11 +80,29 @@ class Attempt:
             )
 
     def release(self, timeout: float | None = None) -> None:
-        """Says that this process is done with the run. Once; in a forked child it does nothing. Raises what
-        `Lease.release` raises: the run then counts as used until its lease runs out."""
+        """Says that this process is done with the run. Once, until `resume`; in a forked child it does nothing. Raises
+        what `Lease.release` raises: the run then counts as used until its lease runs out."""
         if os.getpid() == self._pid and self._lease is not None:
             let_go(self.repo, self.run, self.number)
             self._lease.release(timeout)
+
+    def resume(self) -> None:
+        """Holds the run again after `release`, so that nobody takes this process for gone. Raises Superseded if
+        somebody has claimed the run since, and errors of the store: it is released again then. In a forked child it
+        only checks."""
+        try:
+            if os.getpid() == self._pid and self._lease is not None:
+                take_hold(self.repo, self.run, self.number)
+                # Before the check: whoever looks from here on finds an owner, whoever has claimed before is found. One
+                # who looked before the beat and claims after the check is met at the commit, as ever.
+                self._lease.resume()
+            self.check()
+        except BaseException:
+            try:
+                self.release()
+            except HoldfastError:
+                pass  # the run counts as used until the lease runs out: what is raised matters more
+            raise
 
 
 def joined(repo: Repo, record: AttemptRecord) -> Attempt:

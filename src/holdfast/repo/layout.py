@@ -47,9 +47,13 @@ def notes_directory(id: CheckpointId) -> str:
     return f"{id.directory}/notes"
 
 
+def attempt_trash(run: str, attempt: int) -> str:
+    return f"trash/{run_key(run)}/{attempt_key(attempt)}"
+
+
 def trash_directory(id: CheckpointId) -> str:
     """Where `rm` keeps the manifest's copy, until gc takes the packs too."""
-    return f"trash/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"
+    return f"{attempt_trash(id.run, id.attempt)}/{step_key(id.step)}"
 
 
 def tombstone_directory(id: CheckpointId) -> str:

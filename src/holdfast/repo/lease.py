@@ -65,9 +65,16 @@ class Lease:
     def start(self) -> None:
         """Puts the first beat, then goes on by itself."""
         self._try_beat()
-        name = f"holdfast-lease-{self._record.run}-{self._record.number}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._go_on()
+
+    def resume(self) -> None:
+        """Beats again after `release`, the first time now. Nothing where it beats, and in a forked child. Raises
+        StoreError if that beat cannot be put: while the last one says released, everybody takes the owner for gone."""
+        if not self._released or os.getpid() != self._pid:
+            return
+        self._released = False
+        self.beat()
+        self._go_on()
 
     def beat(self) -> None:
         """Puts the next beat, and removes the one before the last. Raises StoreError."""
@@ -80,9 +87,9 @@ class Lease:
         self.beat()
 
     def release(self, timeout: float | None = None) -> None:
-        """Ends the beating, with a last beat that says so. Once; nothing in a forked child. Raises StoreError if that
-        beat cannot be put, DeadlineExceeded if the store hangs for `timeout` seconds (10 if not given): observers then
-        wait for the ttl."""
+        """Ends the beating, with a last beat that says so. Once, until `resume`; nothing in a forked child. Raises
+        StoreError if that beat cannot be put, DeadlineExceeded if the store hangs for `timeout` seconds (10 if not
+        given): observers then wait for the ttl."""
         if self._released or os.getpid() != self._pid:
             return
         self._released = True
@@ -95,10 +102,17 @@ class Lease:
 
     def _last_beat(self) -> None:
         with self._beating:
-            self._put(released=True)
+            if self._released:  # else it hung for so long that the owner has gone on meanwhile
+                self._put(released=True)
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval_s) and os.getpid() == self._pid:
+    def _go_on(self) -> None:
+        self._stop = threading.Event()
+        name = f"holdfast-lease-{self._record.run}-{self._record.number}"
+        self._thread = threading.Thread(target=self._run, args=(self._stop,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(self._interval_s) and os.getpid() == self._pid:
             self._try_beat()
 
     def _try_beat(self) -> None:

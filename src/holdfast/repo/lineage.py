@@ -105,7 +105,7 @@ def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> 
         found = _ID.fullmatch(step)
         if found:
             return _existing(repo, CheckpointId(found[1] or run, int(found[2]), int(found[3])))
-        if not (step.isascii() and step.isdigit()):
+        if may_be_tag(step):
             return _tagged(repo, step)
         step = int(step)
     if step == "latest":
@@ -114,6 +114,11 @@ def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> 
             raise _none_in(repo, run)
         return newest
     return _by_step(repo, run, int(step))
+
+
+def may_be_tag(step: str) -> bool:
+    """Whether `resolve` would look for a tag of this name: then the run plays no part."""
+    return step != "latest" and _ID.fullmatch(step) is None and not (step.isascii() and step.isdigit())
 
 
 def _tagged(repo: Repo, name: str) -> CheckpointId:

@@ -134,7 +134,7 @@ class Program:
 @contextmanager
 def quiet(processes: Processes, seed: int) -> Iterator[None]:
     """Simulated processes, and leases that beat only when told."""
-    with simulated(processes, seed), mock.patch.object(Lease, "_run", lambda lease: None):
+    with simulated(processes, seed), mock.patch.object(Lease, "_run", lambda lease, stop: None):
         yield
 
 

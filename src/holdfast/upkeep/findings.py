@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from holdfast.errors import StoreError
 from holdfast.model.names import CheckpointId
 
 Severity = Literal["error", "info"]
@@ -44,6 +45,8 @@ class VerifyReport:
     objects: int
     every_byte: bool
     seconds: float = 0.0
+    unnoted: StoreError | None = None
+    """Why a note could not be put; what came after it was read, and has none."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:

@@ -68,7 +68,7 @@ def plan_undelete(repo: Repo, id: CheckpointId, *, grace_s: float = GRACE_S) -> 
             f"{id} cannot be brought back any more: gc may delete its packs in {max(left, 0.0) / 60:.0f} minutes, "
             "and an hour is needed",
             subject=str(id),
-            hint=f"holdfast ls {repo.url} shows what else there is",
+            hint=f"where gc is run with a longer grace: holdfast undelete {repo.url} {id} --grace HOURS",
         )
     return UndeletePlan(repo.url, id, _trash_of(repo, save), save.manifest.bytes, left, grace_s)
 

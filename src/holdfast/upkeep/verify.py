@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.errors import CheckpointNotFound, CorruptionError
+from holdfast.errors import CheckpointNotFound, CorruptionError, StoreError
 from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId
@@ -74,7 +74,8 @@ def execute(
     repo: Repo, plan: VerifyPlan, *, emitter: Emitter | None = None, threads: int | None = None, note: bool = False
 ) -> VerifyReport:
     """Verifies. `threads`: ranges read at once. With `note`, each checkpoint of which every byte was read gets a note:
-    "verified", or "suspect" if it cannot be restored bit for bit.
+    "verified", or "suspect" if it cannot be restored bit for bit. A store that takes no note is no reason to read no
+    further: it is in the report, and no more notes are tried.
 
     Damage is reported, not raised; FormatTooNew, and a store that cannot be listed, are raised.
     """
@@ -82,12 +83,13 @@ def execute(
     progress = _Progress(repo.url, plan.bytes, emitter or Emitter())
     findings: list[Finding] = []
     nbytes = count = 0
+    unnoted: StoreError | None = None
     for id in plan.ids:
         found, read, number = _verify_one(repo, id, plan, progress, threads or _threads())
         findings.extend(found)
         nbytes, count = nbytes + read, count + number
-        if note and plan.every_byte:
-            _note(repo, id, found)
+        if note and plan.every_byte and unnoted is None:
+            unnoted = _note(repo, id, found)
     if plan.everything:
         census = take_census(repo)
         findings.extend(surroundings(repo, census, frozenset(plan.ids)))
@@ -96,7 +98,7 @@ def execute(
             findings.extend(found)
             nbytes, count = nbytes + read, count + number
     seconds = time.perf_counter() - began
-    return VerifyReport(tuple(findings), plan.ids, nbytes, count, plan.every_byte, seconds)
+    return VerifyReport(tuple(findings), plan.ids, nbytes, count, plan.every_byte, seconds, unnoted)
 
 
 def assert_whole(repo: Repo) -> VerifyReport:
@@ -160,7 +162,8 @@ def _scan(repo: Repo, found: Inspection, progress: _Progress, threads: int) -> N
             found.bytes_read += pack.length - pack.header_length
 
 
-def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> None:
+def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> StoreError | None:
+    """What the store has against the note, None if it is there."""
     harmful = [finding for finding in findings if finding.severity == "error" and finding.harms_restore]
     told: list[Json] = [str(finding)[:1000] for finding in harmful[:20]]
     try:
@@ -170,6 +173,9 @@ def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> None:
             add_note(repo, id, "verified", {"every_byte": True})
     except CheckpointNotFound:
         pass  # removed while it was verified: nothing is left to say of it
+    except StoreError as error:
+        return error
+    return None
 
 
 def _threads() -> int:

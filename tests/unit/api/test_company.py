@@ -33,6 +33,7 @@ class Agreed:
     def __init__(self, *proposals: Proposal) -> None:
         self._proposals = {one.step: one for one in proposals}
         self.wishes: list[str] = []
+        self.promised: Proposal | None = None
 
     def at(self, step: int, deadline: float) -> Proposal | None:
         return self._proposals.get(step)
@@ -56,6 +57,22 @@ def test_a_save_that_is_agreed_on_is_not_wished_for_again_at_its_own_step() -> N
             last_s = now_s
     assert saved == [3]
     assert len(agreement.wishes) == 1, "at step 1, and never again"
+
+
+def test_a_save_that_is_still_to_come_is_what_is_wished_for() -> None:
+    """Only a signal asks for one of its own: all leave where it is what they save for."""
+    agreement = Agreed(Proposal(1, 3, "in place of the torn save of step 1", 1), Proposal(2, 6, "SIGTERM came", 0))
+    company = Company(agreement, "main", Emitter())  # type: ignore[arg-type]
+    history = SaveHistory(started_s=0.0, first_step=0, last_saved_step=None, last_saved_s=0.0)
+    left = []
+    for step in range(1, 7):
+        agreement.promised = next((one for at, one in agreement._proposals.items() if step <= at), None)
+        left.append(company.completed(step, "SIGTERM" if step > 1 else None, ending=False))
+        company.decide(on.end(), every(minutes=10), Moment(step=step, now_s=601.0 + step), history, None)
+        if step == 1:
+            assert agreement.wishes == [], "the clock's"
+    assert agreement.wishes == ["SIGTERM came"], "at step 2"
+    assert left == [None] * 5 + ["SIGTERM"]
 
 
 class Board:

@@ -420,6 +420,59 @@ def test_an_optimizer_without_hooks_is_eager_and_it_says_so_once(place: Path) ->
     assert len(said) == 1
 
 
+def said(told: Told, words: str) -> list[str]:
+    return [event.message for event in told.events if isinstance(event, Warned) and words in event.message]
+
+
+def test_an_optimizer_inside_an_object_is_not_seen_and_it_says_so_once(place: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    class Trainer:
+        def state_dict(self) -> dict[str, Any]:
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+        def load_state_dict(self, found: dict[str, Any]) -> None:
+            model.load_state_dict(found["model"])
+            optimizer.load_state_dict(found["optimizer"])
+
+    state = {"trainer": Trainer()}
+    told = train(place, state, stepping(model, optimizer), steps=PROBATION + 1)
+    assert assert_images_are_right(place, state, told) == [1, 2, 3, 4]
+    assert not owned(told) and not any(told.watched.values())
+    assert len(said(told, "no optimizer")) == 1
+
+
+def test_an_optimizer_that_is_made_later_is_not_called_missing(place: Path) -> None:
+    model, state = Model(), dict[str, Any]()
+    state["model"] = model
+
+    def body(step: int) -> None:
+        if step == PROBATION - 1:
+            state["optimizer"] = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loss_of(model).backward()
+        if "optimizer" in state:
+            state["optimizer"].step()
+
+    told = train(place, state, body, steps=2 * PROBATION + 2)
+    assert owned(told) >= PARAMETERS and not said(told, "no optimizer")
+
+
+def test_weights_that_are_not_contiguous_are_eager_and_it_says_how_many_once(place: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 3, bias=False)).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(step: int) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2, 4, 8, 8)).square().mean().backward()
+        optimizer.step()
+
+    told = train(place, {"model": model, "optimizer": optimizer}, body)
+    assert owned(told) == {"model/0.bias"} and not told.demoted
+    (message,) = said(told, "not contiguous")
+    assert message.startswith("2 of 3 leaves that optimizers own are captured eagerly, model/")
+
+
 # -- writers other than the step ---------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import holdfast
 from held_store import Held, held
 from holdfast import every, keep, on
 from holdfast.api.saving import Saving
+from holdfast.engine import arenas
 from holdfast.engine import handle as handles
 from holdfast.engine.handle import Save
 from holdfast.engine.lanes import Lanes
@@ -244,6 +246,28 @@ def test_the_structure_may_change_while_another_is_being_written(place: Path) ->
     assert all(holds(place, step) for step in (1, 2, 3))
     found = [holdfast.load(place, step=step).state.get("more", ()) for step in (1, 2, 3)]
     assert [len(more) for more in found] == [0, 5000, 70_000]
+
+
+def test_an_image_that_has_become_too_small_is_let_go_before_room_is_asked_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, there = state(), list[bool]()
+    headroom = arenas.memory_headroom
+    with built(held(place), one, 1) as ckpt:
+        step_on(ckpt, one)
+        ckpt.wait()  # for the thread that has written it as well
+        (lane,) = saver_of(ckpt)._lanes._all
+        assert lane.plan is not None
+        held_by = weakref.ref(lane.plan.capturer)
+
+        def asked() -> int | None:
+            there.append(held_by() is not None)
+            return headroom()
+
+        monkeypatch.setattr(arenas, "memory_headroom", asked)
+        one["more"] = np.ones(MIB, np.float32)
+        step_on(ckpt, one).wait()
+    assert there and not any(there), "its pages stay taken as long as anything has a view of them"
 
 
 def test_a_state_that_outgrows_the_budget_waits_for_the_images_that_are_in_its_way(

@@ -1,18 +1,31 @@
-"""One-off saves of a run that somebody else commits to at the same time."""
+"""One-off saves of a run that somebody else commits to, or claims, at the same time."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.joint_ranks import together
 
 import holdfast
+from held_store import held
 from holdfast.api import oneoff
-from holdfast.repo import attempts, onward
+from holdfast.errors import RunInUse, StoreUnavailable
+from holdfast.model.names import CheckpointId
+from holdfast.repo import attempts, objects, onward
+from holdfast.repo.attempts import claim
+from holdfast.repo.lease import read_last
 from holdfast.repo.lineage import walk
 from holdfast.repo.repository import Repo
+from holdfast.repo.watch import Watch
 from holdfast.store.backends.local import LocalStore
 
 STATE = {"w": np.arange(4.0)}
@@ -49,3 +62,91 @@ def test_a_save_goes_on_from_what_the_owner_it_waited_for_has_committed(
     assert list(walk(repo, "main")) == [third.id, saved[1].id, saved[0].id]
     assert repo.manifest(third.id).parent == saved[1].id
     assert claimed == ([2] if when == "before the claim is put" else [2, 3])
+
+
+def while_it_writes(place: Path, save: Callable[[Any], Any], step: int, look: Callable[[], None]) -> Any:
+    """What `save` into the place returns; `look` is called while it is about to put the pack of `step`."""
+    store = held(place, step)
+    with ThreadPoolExecutor(1) as pool:
+        saving: Future[Any] = pool.submit(save, store)
+        try:
+            store.await_pack(step)
+            look()
+        finally:
+            store.let_go()
+        return saving.result(60)
+
+
+def found(place: Path) -> str:
+    return Watch(Repo.open(LocalStore(place)), "main").look().verdict
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_save_holds_the_run_while_it_writes_not_the_first_alone(tmp_path: Path, count: int) -> None:
+    def save(store: Any) -> Any:
+        if count == 1:
+            return holdfast.save(STATE, store)
+        for one in (told := together(count, lambda ranks: holdfast.save(STATE, store, ranks=ranks))):
+            assert not isinstance(one, BaseException), one
+        return told[0]
+
+    seen: list[str] = []
+    for step in range(4):
+        saved = while_it_writes(tmp_path, save, step, lambda: seen.append(found(tmp_path)))
+        assert (saved.attempt, saved.step) == (1, step)
+        assert found(tmp_path) == "dead", "who has saved holds nothing"
+    assert seen == ["here"] * 4
+    assert not [one for one in threading.enumerate() if one.name.startswith("holdfast-lease-main-")]
+
+
+def test_another_process_frees_nothing_in_the_middle_of_a_later_save(tmp_path: Path) -> None:
+    for _ in range(2):
+        holdfast.save(STATE, tmp_path)
+    words = ["holdfast", "keep", str(tmp_path), "--latest", "1", "--yes"]
+    script = f"import sys; from holdfast.cli import main; sys.argv = {words!r}; main()"
+    ended: list[int] = []
+
+    def retain() -> None:
+        ended.append(subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True).returncode)
+
+    saved = while_it_writes(tmp_path, lambda store: holdfast.save(STATE, store), 2, retain)
+    assert ended == [RunInUse.exit_code]
+    assert (saved.attempt, saved.step) == (1, 2)
+    repo = Repo.open(LocalStore(tmp_path))
+    assert [id.step for id in walk(repo, "main")] == [2, 1, 0]
+    retain()
+    assert ended[1:] == [0], "between two saves it may"
+    assert holdfast.save(STATE, tmp_path).attempt == 3
+
+
+def test_an_attempt_that_somebody_has_claimed_over_is_given_back_again(tmp_path: Path) -> None:
+    holdfast.save(STATE, tmp_path)
+    repo = Repo.open(LocalStore(tmp_path))
+    claim(repo, "main", CheckpointId("main", 1, 0)).release()
+    assert holdfast.save(STATE, tmp_path).attempt == 3
+    last = read_last(repo, "main", 1)[1]
+    assert last is not None and last.released
+    assert not [one for one in threading.enumerate() if one.name.startswith("holdfast-lease-main-")]
+
+
+def test_a_save_that_cannot_take_its_attempt_up_again_fails_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(store: Any, name: str, data: bytes, *, token: str) -> Any:
+        raise StoreUnavailable("away", subject=name)
+
+    holdfast.save(STATE, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(StoreUnavailable, match="away"):
+        patch.setattr(objects, "put", refuse)
+        holdfast.save(STATE, tmp_path)
+    assert found(tmp_path) == "dead"
+    assert holdfast.save(STATE, tmp_path).attempt == 1
+
+
+def test_a_forked_child_saves_under_no_attempt_of_its_parent(tmp_path: Path) -> None:
+    holdfast.save(STATE, tmp_path)
+    assert oneoff._attempts
+    child = os.fork()
+    if child == 0:
+        os._exit(len(oneoff._attempts))
+    assert os.waitpid(child, 0)[1] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 
 import holdfast
 from holdfast import every, keep, on
+from holdfast.api.snapshot import Snapshots
 from holdfast.api.stats import ROWS, Stats
 from holdfast.api.tally import RECENT, Tally, medians
 from holdfast.engine.handle import Save
+from holdfast.engine.memory import MemoryTier
 from holdfast.engine.save import Saver
 from holdfast.errors import SaveFailed, StoreError
-from holdfast.events import Committed, Event, SaveDelayed
+from holdfast.events import Committed, Event, SaveDelayed, SaveSkipped
 from holdfast.model.names import CheckpointId
 from holdfast.model.timing import Part, Timing
 from memory_training import shared_memory
@@ -149,6 +152,57 @@ def test_states_in_memory_are_counted_and_have_an_age(tmp_path: Path) -> None:
     assert (after.kept_in_memory, after.skipped_in_memory) == (4, 0)
     assert after.memory_age_s is not None and after.memory_age_s >= 0
     assert 0 < after.held_s <= after.elapsed_s
+
+
+class Watch:
+    """A clock that stands still, but for the looks at the state."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the state takes 10 s, and nothing that is done for memory takes any time beside it."""
+    watch, now = Watch(), Snapshots.now
+
+    def look(self: Snapshots) -> Any:
+        watch.now_s += 10
+        return now(self)
+
+    monkeypatch.setattr(Snapshots, "now", look)
+    monkeypatch.setattr("holdfast.api.taking.time", watch)
+    monkeypatch.setattr("holdfast.api.remembering.time", watch)
+
+
+def test_the_look_at_a_state_that_goes_into_memory_holds_training(tmp_path: Path, looks: None) -> None:
+    one = {"w": np.zeros(50_000)}
+    with shared_memory():
+        with holdfast.Checkpointer(tmp_path, one, save=every(steps=100), memory=every(steps=1)) as ckpt:
+            for _ in ckpt.steps(3):
+                one["w"] += 1
+            memory = ckpt._armed(needed=True).saving.memory
+            assert memory is not None and memory.held_s == 30.0
+
+
+def test_a_state_that_is_skipped_is_not_even_looked_at(
+    tmp_path: Path, looks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealing, seal = threading.Event(), MemoryTier.seal
+    monkeypatch.setattr(MemoryTier, "seal", lambda self, *a, **k: sealing.wait(30) and seal(self, *a, **k))
+    one, sink = {"w": np.zeros(50_000)}, Recorded()
+    options: dict[str, Any] = {"save": every(steps=100), "memory": every(steps=1), "on_busy": "skip", "sinks": [sink]}
+    with shared_memory():
+        with holdfast.Checkpointer(tmp_path, one, **options) as ckpt:
+            for _ in ckpt.steps(3):
+                one["w"] += 1
+            memory = ckpt._armed(needed=True).saving.memory
+            assert memory is not None and (memory.skipped, memory.held_s) == (2, 10.0)
+            sealing.set()
+    assert [event.step for event in sink.of(SaveSkipped)] == [2, 3]
 
 
 def test_what_training_went_on_from_is_as_old_as_the_training(place: Path) -> None:

@@ -1,8 +1,23 @@
 import json
+import os
+
+import pytest
+
+from holdfast.cli import options
+from holdfast.errors import UsageError
 
 
 def removed(cli, place):
     assert cli("rm", place, "gpt/a0001/2", "gpt/a0001/6", "--yes")[0] == 0
+
+
+def marked_hours_ago(cli, place, hours):
+    """Removed, and visited by gc so long ago."""
+    removed(cli, place)
+    assert cli("gc", place)[0] == 0
+    for mark in place.glob("tombstones/gc/*/*/*/*.json"):
+        then = mark.stat().st_mtime - hours * 3600
+        os.utime(mark, (then, then))
 
 
 def test_gc_marks_first_and_deletes_after_the_grace(cli, place):
@@ -37,6 +52,21 @@ def test_gc_dry_run_does_nothing(cli, place):
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.parametrize("grace", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("words", [("gc", "--yes"), ("undelete", "2", "--run", "gpt")])
+def test_a_grace_that_is_no_duration_is_refused(cli, place, grace, words):
+    marked_hours_ago(cli, place, 1)
+    before = sorted(place.rglob("*"))
+    assert cli(words[0], place, *words[1:], "--grace", grace)[:2] == (2, "")
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize("hours", [float("nan"), float("inf"), 1e308])
+def test_a_grace_that_is_not_finite_is_refused_by_whatever_reads_the_command_line(hours):
+    with pytest.raises(UsageError, match="no duration that can pass"):
+        options.grace_seconds(hours)
+
+
 def test_gc_of_a_tidy_repository(cli, place):
     assert cli("gc", place) == (0, "nothing to free\n", "")
 
@@ -52,6 +82,17 @@ def test_undelete(cli, place):
     )
     assert "removed" not in cli("ls", place)[1]
     assert cli("verify", place)[0] == 0
+
+
+def test_undelete_keeps_away_from_gc_by_the_grace_that_gc_is_run_with(cli, place):
+    marked_hours_ago(cli, place, 48)
+    assert "wait 120.0 h" in cli("gc", place, "--grace", "168", "--dry-run")[1]
+    status, _, err = cli("undelete", place, "2", "--run", "gpt")
+    hint = "hint: where gc is run with a longer grace: holdfast undelete /ckpts gpt/a0001/2 --grace HOURS"
+    assert (status, err.splitlines()[-1]) == (10, hint)
+    status, out, _ = cli("undelete", place, "2", "--run", "gpt", "--grace", "168", "--dry-run")
+    assert (status, out) == (0, "gpt/a0001/2 can come back, 198 KiB to be checked; gc may take it in 120.0 h\n")
+    assert cli("undelete", place, "2", "--run", "gpt", "--grace", "168")[1] == "gpt/a0001/2 is back, 198 KiB verified\n"
 
 
 def test_undelete_of_what_is_not_removed(cli, place):

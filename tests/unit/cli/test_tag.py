@@ -1,5 +1,7 @@
 import json
 
+import holdfast
+
 
 def test_a_tag_is_put_shown_moved_and_taken_off(cli, place):
     assert cli("tag", place, "baseline", "--run", "gpt", "--step", "4") == (0, "gpt/a0001/4 is tagged baseline\n", "")
@@ -14,6 +16,26 @@ def test_a_tag_is_put_shown_moved_and_taken_off(cli, place):
     assert moved == (0, "gpt/a0002/7 is tagged baseline (moved from gpt/a0001/4)\n", "")
     assert cli("tag", place, "baseline", "--delete")[1] == "gpt/a0002/7 is no longer tagged baseline\n"
     assert "tagged" not in cli("ls", place)[1]
+
+
+def test_a_tag_is_the_repositorys_and_needs_no_run(cli, place, tmp_path):
+    cli("tag", place, "baseline", "--run", "gpt", "--step", "4")
+    assert cli("show", place, "--step", "4")[0] == 2, "which run?"
+    assert cli("show", place, "--step", "baseline")[1].splitlines()[0] == "gpt/a0001/4"
+    assert cli("verify", place, "--step", "baseline")[1].startswith("1 checkpoint: whole")
+    assert "gpt/a0001/4" in cli("restore", place, tmp_path / "state.safetensors", "--step", "baseline")[1]
+    assert "tag 'baseline' names it" in cli("rm", place, "baseline", "--yes")[2]
+    assert cli("tag", place, "paper", "--step", "baseline")[1] == "gpt/a0001/4 is tagged paper\n"
+    status, _, err = cli("show", place, "--step", "baselin")
+    assert status == 11
+    assert "neither a step nor a tag; tags that there are: baseline, paper" in " ".join(err.split())
+
+
+def test_a_tag_of_another_run_is_found_as_load_finds_it(cli, place):
+    cli("tag", place, "baseline", "--run", "gpt", "--step", "4")
+    loaded = holdfast.load(place, run="small", step="baseline").checkpoint
+    assert str(loaded.id) == "gpt/a0001/4"
+    assert cli("show", place, "--run", "small", "--step", "baseline")[1].splitlines()[0] == str(loaded.id)
 
 
 def test_what_cannot_be_a_tag_is_refused(cli, place):

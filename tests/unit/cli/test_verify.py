@@ -1,8 +1,29 @@
 import json
 
+import pytest
+
+from holdfast.errors import StoreFull
+from holdfast.store.backends.local import LocalStore
+
 from .conftest import flip
 
 PACK = "runs/gpt/a0002/step-00000007/rank-00000.safetensors"
+FIRST = "runs/gpt/a0001/step-00000002/rank-00000.safetensors"
+
+
+@pytest.fixture
+def no_room_for_notes(monkeypatch):
+    """The names of the notes that were tried."""
+    tried, put = [], LocalStore.put_if_absent
+
+    def full(self, name, content, *, token):
+        if "/notes/" in name:
+            tried.append(name)
+            raise StoreFull("there is no room", subject=name, hint="make some")
+        return put(self, name, content, token=token)
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", full)
+    return tried
 
 
 def test_verify_whole(cli, made):
@@ -59,6 +80,38 @@ def test_verify_note_is_seen_by_ls(cli, place):
     marks = [row.split("  ") for row in cli("ls", place, "--run", "gpt")[1].splitlines()]
     assert "latest, SUSPECT" in marks[2]
     assert "left behind, verified" in marks[4]
+
+
+def test_a_note_that_cannot_be_put_hides_no_damage(cli, place, no_room_for_notes):
+    flip(place / FIRST, 4096 + 10)
+    status, out, err = cli("verify", place, "--run", "gpt", "--note")
+    assert status == 12
+    assert out.splitlines()[0] == "DAMAGED  gpt/a0001/2 model/layers.0.bias: 2048 bytes are not what was saved"
+    assert "1 of 6 checkpoints DAMAGED" in out
+    assert "warning: the result is not noted beside every checkpoint: there is no room" in err.splitlines()
+    assert err.splitlines()[-1].startswith("hint: gpt/a0002/7 is whole")
+    assert len(no_room_for_notes) == 1, "no more are tried"
+    status, out, _ = cli("verify", place, "--run", "gpt", "--note", "--json")
+    found = json.loads(out)
+    assert (status, len(found["checked"]), found["not_noted"]) == (12, 6, "there is no room")
+    assert found["damaged"] == [{"run": "gpt", "attempt": 1, "step": 2}]
+
+
+def test_what_is_whole_and_cannot_be_noted_is_told_and_ends_with_the_stores_error(cli, place, no_room_for_notes):
+    status, out, err = cli("verify", place, "--run", "gpt", "--note")
+    assert (status, out.startswith("6 checkpoints: whole")) == (StoreFull.exit_code, True)
+    assert err.splitlines()[-2:] == ["error: there is no room", "hint: make some"]
+    status, out, err = cli("verify", place, "--run", "gpt", "--note", "--json")
+    found = json.loads(out)
+    assert (status, found["ok"], found["not_noted"]) == (StoreFull.exit_code, True, "there is no room")
+    assert "there is no room" in err
+
+
+def test_a_note_needs_every_byte_read(cli, place):
+    before = sorted(place.rglob("*"))
+    status, out, err = cli("verify", place, "--structure", "--note")
+    assert (status, out, err) == (2, "", "error: --note needs every byte read\nhint: leave --structure out\n")
+    assert sorted(place.rglob("*")) == before
 
 
 def test_verify_without_note_writes_nothing(cli, place):

@@ -1,6 +1,7 @@
 """Too little room for the memory tier: no crash, one warning in words, and saves to the store as ever."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,13 +59,24 @@ def train(where, told, *, steps=4, elements=MIB // 4, **options):
 
 
 def a_small_file_system(monkeypatch, root, nbytes):
-    """As a file system of this size that holds nothing but what lies below `root`."""
+    """As a file system of this size that holds nothing but what lies below `root`, and what did and is still mapped."""
 
     def room(descriptor):
-        return max(nbytes - sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file()), 0)
+        there = sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+        return max(nbytes - there - still_mapped(root), 0)
 
     monkeypatch.setattr(headroom, "file_system_headroom", room)
     monkeypatch.setattr("holdfast.engine.room.file_system_headroom", room)
+
+
+def still_mapped(root):
+    """Bytes of files below `root` that are removed and keep their pages, for this process has them mapped."""
+    found = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(root) in line and line.endswith("(deleted)"):
+            begin, _, end = line.partition(" ")[0].partition("-")
+            found += int(end, 16) - int(begin, 16)
+    return found
 
 
 @pytest.mark.parametrize("room", [0, MIB // 2, 3 * MIB // 2])
@@ -142,6 +154,20 @@ def test_a_state_that_grows_within_the_budget_is_kept(tmp_path, root):
     assert not told.off() and [event.id.step for event in told.of("Remembered")] == [1, 2, 3, 4, 5]
 
 
+def test_a_state_that_grows_in_its_first_step_is_kept_in_twice_its_room_and_a_little(tmp_path, root, monkeypatch):
+    """As the first step of an optimizer makes it grow."""
+    a_small_file_system(monkeypatch, root, int(6.8 * MIB))
+    told = Told()
+    state = {"w": np.zeros(MIB // 4, np.float32)}
+    with holdfast.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1), sinks=[told]) as ckpt:
+        for step in ckpt.steps(6):
+            if step == 0:
+                state["w"] = np.zeros(3 * MIB // 4, np.float32)
+            state["w"] += 1
+        assert ckpt._training.saving.memory.tier.off == ""
+    assert not told.off() and [event.id.step for event in told.of("Remembered")] == [1, 2, 3, 4, 5]
+
+
 def test_without_shared_memory_there_is_no_tier(tmp_path, root, monkeypatch):
     monkeypatch.setattr("holdfast.image.slots.SHARED_MEMORY", str(root / "none"))
     told = Told()
@@ -183,6 +209,22 @@ def test_what_dead_processes_of_other_runs_left_gives_way_oldest_first(tmp_path,
     assert 2 <= len(left) < 4
     assert left.count(str(tmp_path / "new")) == 2
     assert any("its room was needed" in event.message for event in told.of("Warned"))
+
+
+def test_what_dead_processes_left_gives_way_to_a_state_that_has_grown(tmp_path, root, monkeypatch):
+    assert live(tmp_path / "old", kill=2, elements=MIB // 8).killed
+    a_small_file_system(monkeypatch, root, sum(found.bytes for found in images()) + 2 * MIB)
+    told = Told()
+    state = {"w": np.zeros(MIB // 16, np.float32)}
+    with holdfast.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1), sinks=[told]) as ckpt:
+        assert len([found for found in images() if found.footer is not None]) == 2, "there is room beside them"
+        for step in ckpt.steps(4):
+            if step == 0:
+                state["w"] = np.zeros(MIB // 4, np.float32)
+            state["w"] += 1
+        assert ckpt._training.saving.memory.tier.off == ""
+    assert len([event for event in told.of("Warned") if "its room was needed" in event.message]) == 1
+    assert [event.id.step for event in told.of("Remembered")] == [1, 2, 3]
 
 
 def test_skipping_is_counted_and_told(tmp_path, root, monkeypatch):

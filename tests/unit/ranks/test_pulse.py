@@ -92,3 +92,33 @@ def test_a_proposal_that_came_to_nothing_at_its_very_step_is_no_save() -> None:
     board = MemoryBoard()
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, (0, 1))) == [None, None]
+
+
+def test_of_two_saves_at_one_step_both_are_heard_and_the_newest_counts() -> None:
+    """The second is asked for when all have agreed to the first, and none of them is there yet."""
+    board, together, second = MemoryBoard(), threading.Barrier(2), [False, False]
+
+    def run(rank: int) -> tuple[Proposal | None, Proposal | None, dict[str, list[int]]]:
+        with Agreement.open(ThreadRanks(rank, 2, board), {"run": "main"}, PATIENT_S, QUICK) as agreement:
+            asked = False
+            if rank == 0:
+                agreement.want("the clock")
+            for _ in range(100_000):
+                coming = agreement.promised
+                if rank == 0 and not asked and coming is not None and agreement._proposals.open() is None:
+                    agreement.want("a signal")
+                    asked = True
+                second[rank] = coming is not None and coming.number == 2
+                together.wait(PATIENT_S)
+                both = all(second)
+                together.wait(PATIENT_S)
+                if both:
+                    break
+            found = [agreement.at(step, PATIENT_S) for step in (1, 2)]
+            together.wait(PATIENT_S)
+            return found[0], found[1], agreement._leftovers.live()
+
+    with ThreadPoolExecutor(2) as pool:
+        (first, after, _), other = pool.map(run, (0, 1))
+    assert first == Proposal(2, 1, "a signal", 0) and after is None
+    assert other == (first, None, {}), "no topic is left open"

@@ -14,6 +14,7 @@ from holdfast.repo.adoption import Adoptable, judge
 from holdfast.repo.footer import KIND, Holder, Part, decode_footer, encode_footer, new_footer, newest
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
+from holdfast.upkeep import remove
 
 NAME = "ab/gpt/0-1"
 
@@ -43,6 +44,12 @@ def sealed(repo, attempt, step, *, id=None, save_id="ef" * 16):
 
 def at(attempt, step):
     return CheckpointId("gpt", attempt, step)
+
+
+def rm(repo, id):
+    """As `holdfast rm --force` does where the run's process is known to be gone."""
+    finished = {"gpt": max(repo.attempts("gpt"))}
+    remove.execute(repo, remove.plan_remove(repo, [id], force=True, finished=finished))
 
 
 def test_the_newest_of_the_last_attempt(repo, make):
@@ -99,6 +106,25 @@ def test_what_it_went_on_from_must_still_be_there(repo, make):
     assert "no newer" in judge(repo, "gpt", sealed(repo, second, 10))
     repo.store.delete([at(1, 10).manifest])
     assert "has been removed" in judge(repo, "gpt", sealed(repo, second, 11))
+
+
+def test_nothing_goes_on_from_memory_behind_a_checkpoint_that_was_removed_by_hand(repo, make):
+    first = attempt_with(make, [10, 20])
+    itself = sealed(repo, first, 20, save_id=make.written[at(1, 20)].save_id)
+    assert judge(repo, "gpt", itself) == Adoptable(at(1, 20), durable=True)
+    rm(repo, at(1, 20))
+    for footer in (itself, sealed(repo, first, 25)):
+        assert judge(repo, "gpt", footer) == "step 20 of attempt 1, at or before it, was removed by hand"
+    assert judge(repo, "gpt", sealed(repo, first, 15)) == Adoptable(at(1, 10), durable=False)
+    second = attempt_with(make, [], at(1, 10))
+    assert judge(repo, "gpt", sealed(repo, second, 25)) == Adoptable(at(1, 10), durable=False), "trained anew"
+
+
+def test_one_whose_attempt_has_no_other_checkpoint_is_ruled_out_too(repo, make):
+    first = attempt_with(make, [10])
+    rm(repo, at(1, 10))
+    assert "step 10 of attempt 1" in str(judge(repo, "gpt", sealed(repo, first, 25)))
+    assert judge(repo, "gpt", sealed(repo, first, 5)) == Adoptable(None, durable=False)
 
 
 def test_foreign_ones(repo, make, tmp_path, monkeypatch):

@@ -190,6 +190,40 @@ def test_the_beating_thread_is_named_and_ends_with_the_release(repo: Repo, make:
     assert not thread.is_alive()
 
 
+def test_a_lease_that_is_taken_up_again_beats_again(repo: Repo, make: Any) -> None:
+    record = make.attempt(1)
+    lease = Lease(repo, record, interval_s=SLOW)
+    lease.start()
+    lease.resume()
+    assert read_last(repo, "gpt", 1)[0] == 1, "it has not been released"
+    lease.release()
+    lease.resume()
+    lease.resume()
+    assert read_last(repo, "gpt", 1) == (3, LeaseRecord(3, record.id, None, False, False))
+    thread = lease._thread
+    assert thread is not None and thread.is_alive()
+    lease._last_beat()  # of the release before, where the store has answered only now
+    assert read_last(repo, "gpt", 1)[0] == 3
+    lease.release()
+    assert read_last(repo, "gpt", 1) == (4, LeaseRecord(4, record.id, None, False, True))
+    assert not thread.is_alive()
+
+
+def test_a_lease_that_cannot_be_taken_up_again_says_so(repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(store: Any, name: str, data: bytes, *, token: str) -> Any:
+        raise StoreUnavailable("away", subject=name)
+
+    lease = Lease(repo, make.attempt(1), interval_s=SLOW)
+    lease.beat()
+    lease.release()
+    with monkeypatch.context() as patch, pytest.raises(StoreUnavailable):
+        patch.setattr(objects, "put", refuse)
+        lease.resume()
+    lease.release()
+    last = read_last(repo, "gpt", 1)[1]
+    assert last is not None and last.released, "the beat that failed may be there"
+
+
 def test_a_release_that_hangs_is_given_up_and_named(repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     come_back = threading.Event()
     real = objects.put

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.crashpoints import armed
 from holdfast.errors import CheckpointNotFound, CorruptionError, RemovalRefused, RepositoryError
 from holdfast.repo import attempts, tombstones
+from holdfast.repo.adoption import Adoptable, went_on
+from holdfast.repo.footer import Holder
 from holdfast.repo.lineage import latest
 from holdfast.repo.notes import add_note
 from holdfast.repo.refs import clear_ref, put_ref
@@ -96,6 +100,22 @@ def test_latest_of_a_finished_run_needs_force(world):
     rm(world, old, force=True)
     assert latest(world.repo, "main") is None
     assert_whole(world.repo)
+
+
+def test_training_goes_on_from_memory_behind_what_was_removed_only_once_it_is_back(world):
+    attempt = world.claim()
+    _, new = world.save(attempt, 1), world.save(attempt, 2)
+    world.die(attempt)
+
+    def later():
+        return went_on(world.repo, "main", replace(new, step=9), "ef" * 16, Holder(attempt.number, attempt.id))
+
+    assert later() == Adoptable(new, durable=False)
+    for _ in range(2):
+        rm(world, new, force=True)
+        assert later() == "step 2 of attempt 1, at or before it, was removed by hand"
+        bring_back(world, new)
+        assert later() == Adoptable(new, durable=False)
 
 
 def test_a_fork_without_a_commit_needs_its_parent(world):

@@ -124,7 +124,7 @@ def test_i7_what_a_ref_names_stays(world, kind):
     assert there(world) == [(1, 1), (1, 3)]
 
 
-def test_i7_what_a_fork_goes_on_from_stays(world):
+def test_i7_what_a_fork_goes_on_from_stays_until_the_fork_has_saved(world):
     attempt = world.claim()
     ids = [world.save(attempt, step) for step in (1, 2, 3, 4)]
     add_note(world.repo, ids[0], "verified", {})

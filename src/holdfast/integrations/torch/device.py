@@ -82,19 +82,25 @@ class TorchBound:
         np.positive(content[start:stop], out=self._views[leaf][start:stop])
 
     def splits(self, source: Any) -> bool:
-        return bool(source.is_contiguous() and not source.is_conj() and not source.is_neg() and source.numel())
+        return bool(
+            source.device.type == "cpu"  # of no other device is the address one of this process's memory
+            and source.is_contiguous()
+            and not source.is_conj()
+            and not source.is_neg()
+            and source.numel()
+        )
 
     def wait(self) -> None:
         pass
 
     def can_wait(self, source: Any) -> bool:
-        return late.can_wait(source)
+        return bool(source.device.type == "cpu" and late.can_wait(source))
 
     def hold(self, source: Any) -> Any:
         return late.hold(source)
 
     def version(self, held: Any) -> int:
-        return int(held._version)
+        return late.version(held)
 
     def late(self, parts: Sequence[Told], watched: Sequence[Told] = ()) -> LateCopies:
         return late.HostCopies(self, self._views, parts, watched)
@@ -131,6 +137,9 @@ class AcceleratorBound(TorchBound):
 
     def splits(self, source: Any) -> bool:
         return False
+
+    def can_wait(self, source: Any) -> bool:
+        return late.can_wait(source)
 
     def late(self, parts: Sequence[Told], watched: Sequence[Told] = ()) -> LateCopies:
         return late.DeviceCopies(self._device, self._views, parts, watched)

@@ -22,9 +22,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.integrations.torch.meshes import local_of
+from holdfast.integrations.torch import late
+from holdfast.integrations.torch.meshes import is_dtensor, local_of
 from holdfast.state.atoms import ENCODERS
-from holdfast.state.ownership import let_updates_pass
+from holdfast.state.ownership import PROBATION, let_updates_pass
 
 _MOST = 100_000
 """Objects that a search for optimizers looks at."""
@@ -120,6 +121,8 @@ class TorchGate:
         self._tell = tell
         self._told: set[str] = set()
         self._known: _Known | None = None
+        self._without = 0
+        """Captures at which there was no optimizer."""
         self._save = self._before = steps.tick
         steps.enter()
         self._leave = weakref.finalize(self, _leave, os.getpid())
@@ -132,14 +135,26 @@ class TorchGate:
 
     def fenceable(self, sources: Sequence[Any]) -> Sequence[int]:
         optimizers, modules = found_in(self._state)
+        if not optimizers:
+            self._without += 1
+            if self._without == PROBATION:  # the first captures are eager anyway, and one may be made later
+                self._once(
+                    "no optimizer of torch is found in the state (one inside an object of your own is not seen): "
+                    "everything is captured eagerly"
+                )
+            return ()
         waiting = [optimizer for optimizer in optimizers if self._waits(optimizer)]
         if not waiting:
             return ()
         if self._known is None or not self._known.holds(waiting, sources):
-            owned = {id(tensor): tensor for optimizer in waiting for tensor in map(local_of, tensors_of(optimizer))}
+            owned = _owned(waiting)
             for tensor in map(local_of, written_by_forward(modules)):
                 owned.pop(id(tensor), None)
-            self._known = _Known(waiting, sources, _among(sources, owned))
+            found = _among(sources, owned)
+            for position, tensor in found.items():
+                if is_dtensor(tensor):
+                    late.count_with(sources[position], tensor)
+            self._known = _Known(waiting, sources, found)
         return self._known.found
 
     def _waits(self, optimizer: Optimizer) -> bool:
@@ -175,11 +190,16 @@ class _Known:
     known again by weak references. What is a new object at each save, like the state of a random generator, is never
     among it."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], sources: Sequence[Any], found: Sequence[int]) -> None:
-        self.found = found
+    def __init__(
+        self, optimizers: Sequence[Optimizer], sources: Sequence[Any], found: Mapping[int, torch.Tensor]
+    ) -> None:
+        """`found`: as `_among` gives it."""
+        self.found = list(found)
         self._owners = _owners(optimizers)
         self._count = len(sources)
         self._held = [(at, weakref.ref(sources[at]), sources[at].is_contiguous()) for at in found]
+        self._wholes = [weakref.ref(tensor) for tensor in found.values() if is_dtensor(tensor)]
+        """They count what is done to their parts."""
 
     def holds(self, optimizers: Sequence[Optimizer], sources: Sequence[Any]) -> bool:
         return (
@@ -188,6 +208,7 @@ class _Known:
             and all(
                 ref() is sources[at] and (not dense or sources[at].is_contiguous()) for at, ref, dense in self._held
             )
+            and all(whole() is not None for whole in self._wholes)
         )
 
 
@@ -207,19 +228,34 @@ def _leave(owner: int) -> None:
 gate = TorchGate
 
 
-def _among(sources: Sequence[Any], owned: Mapping[int, torch.Tensor]) -> list[int]:
-    """Positions of the sources that are owned: the very tensors, or the same memory in the same form."""
-    found: list[int] = []
-    forms: dict[int, torch.Tensor] | None = None
+_Owned = tuple[torch.Tensor, torch.Tensor]
+"""What this process holds of a tensor that an optimizer owns, and the tensor itself: the same but for a DTensor."""
+
+
+def _owned(optimizers: Iterable[Optimizer]) -> dict[int, _Owned]:
+    """By the identity of what is held; without tensors whose changes nobody counts."""
+    tensors = [tensor for optimizer in optimizers for tensor in tensors_of(optimizer) if not tensor.is_inference()]
+    return {id(local): (local, tensor) for tensor in tensors for local in [local_of(tensor)]}
+
+
+def _among(sources: Sequence[Any], owned: Mapping[int, _Owned]) -> dict[int, torch.Tensor]:
+    """Positions of the sources that are owned, the very tensors or the same memory in the same form, and the tensors as
+    optimizers have them."""
+    found: dict[int, torch.Tensor] = {}
+    forms: dict[int, _Owned] | None = None
     for position, source in enumerate(sources):
-        if id(source) in owned:
-            found.append(position)
+        if (known := owned.get(id(source))) is not None:
+            found[position] = known[1]
         elif isinstance(source, torch.Tensor) and source.layout is torch.strided and source.numel():
             if forms is None:
-                forms = {one.data_ptr(): one for one in owned.values() if one.layout is torch.strided and one.numel()}
+                forms = {
+                    local.data_ptr(): (local, tensor)
+                    for local, tensor in owned.values()
+                    if local.layout is torch.strided and local.numel()
+                }
             same = forms.get(source.data_ptr())
-            if same is not None and _form(same) == _form(source):
-                found.append(position)
+            if same is not None and _form(same[0]) == _form(source):
+                found[position] = same[1]
     return found
 
 

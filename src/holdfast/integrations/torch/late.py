@@ -6,10 +6,12 @@ The accelerator's half has been run against fakes only, on no device yet.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.state.contract import Buffer
 from holdfast.state.ownership import Told
@@ -23,13 +25,32 @@ _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _compare.restype = ctypes.c_int
 
 
+_wholes: Final[MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]]] = WeakIdKeyDictionary()
+"""A local tensor -> the DTensor that it is the memory of, weakly."""
+
+
 class _Parts(Protocol):
     def copy_part(self, source: Any, leaf: int, start: int, stop: int) -> None: ...
 
 
+def count_with(local: torch.Tensor, whole: torch.Tensor) -> None:
+    """From now on what is done in place to a DTensor counts as a change of its local tensor: torch counts it at the
+    DTensor alone, and writes the local tensor below what counts."""
+    _wholes[local] = weakref.ref(whole)
+
+
 def hold(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and the same count of changes, also when the tensor is given other memory through `.data`."""
-    return tensor.detach()
+    held = tensor.detach()
+    if _wholes and (whole := _wholes.get(tensor)) is not None:
+        held._holdfast_whole = whole()  # type: ignore[attr-defined]
+    return held
+
+
+def version(held: torch.Tensor) -> int:
+    """How often the memory was changed in place, as far as torch counts it."""
+    whole = getattr(held, "_holdfast_whole", None)
+    return int(held._version + (whole._version if whole is not None else 0))
 
 
 def can_wait(tensor: torch.Tensor) -> bool:

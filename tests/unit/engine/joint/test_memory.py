@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.joint_ranks import on_ranks
+from tests.joint_ranks import on_ranks, outcomes
 from tests.joint_saves import held
 from tests.memory_training import shared_memory
 
 from holdfast.engine.candidates import Candidate
 from holdfast.engine.images import Image
 from holdfast.engine.job import About
+from holdfast.engine.joint.lending import lend
 from holdfast.engine.joint.memory import JointTier
-from holdfast.engine.joint.recalling import recall
+from holdfast.engine.joint.recalling import Recalled, recall
 from holdfast.engine.remembering import MemorySaver
 from holdfast.engine.restore import Told
-from holdfast.errors import CorruptionError, ShardMismatch
+from holdfast.errors import CorruptionError, ShardMismatch, StateMismatch
 from holdfast.events import Emitter
 from holdfast.image import slots
 from holdfast.model.checkpoint import Manifest
@@ -31,6 +33,8 @@ from holdfast.repo.attempts import claim, joined
 from holdfast.repo.repository import Repo
 from holdfast.state import Flattener
 from holdfast.state.contract import Prepared
+from holdfast.state.declared import Shard
+from holdfast.state.layouts import everywhere, nowhere
 from holdfast.state.prepare import prepare
 from holdfast.store.registry import open_store
 
@@ -50,11 +54,15 @@ def repo(tmp_path: Path) -> Repo:
     return Repo.create_or_open(open_store(tmp_path / "ckpts"))
 
 
-def flattened(rank: int, of: int, step: int) -> Any:
-    return Flattener(held(rank, of, step), private={"mine": np.full(2, rank)}).flatten()
+State = Callable[[int, int, int], dict[str, Any]]
+"""What a rank holds: by rank, number of ranks, and step."""
 
 
-def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS) -> JointTier:
+def flattened(rank: int, of: int, step: int, state: State = held) -> Any:
+    return Flattener(state(rank, of, step), private={"mine": np.full(2, rank)}).flatten()
+
+
+def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS, state: State = held) -> JointTier:
     """A tier that has kept `steps` steps, as all ranks know."""
     rank, of = agreement.rank, agreement.world_size
     attempt = claim(repo, "main", None) if rank == 0 else None
@@ -64,11 +72,12 @@ def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS) -> JointTier:
     assert record is not None
     attempt = attempt or joined(repo, record)
     tier = JointTier(repo, "main", agreement, deadline_s=30, emitter=Emitter())
-    tier.claimed(attempt, flattened(rank, of, 0))
+    tier.claimed(attempt, flattened(rank, of, 0, state))
     tier.agree(None)
     saver = MemorySaver(repo, tier, Emitter(), rank=rank)
     for step in range(1, steps + 1):
-        assert saver.save(flattened(rank, of, step), CheckpointId("main", 1, step), About(progress={"step": step}))
+        taken = flattened(rank, of, step, state)
+        assert saver.save(taken, CheckpointId("main", 1, step), About(progress={"step": step}))
     assert saver.join(30)
     assert tier._kept is not None and tier._kept.settle(30) == steps
     attempt.release()
@@ -101,12 +110,17 @@ def test_each_rank_has_the_newest_two_and_all_have_one_save_id(repo: Repo) -> No
     assert all(len(each) == 2 for each in found)
 
 
-def recalled(image: Image, target: dict[str, Any], private: dict[str, Any], *, verify: bool = True) -> None:
+def matched(image: Image, target: dict[str, Any], private: dict[str, Any], *, verify: bool = True) -> Recalled:
     def match(manifest: Manifest, told: Told) -> Prepared:
-        return prepare(manifest.tree, told.private, told.specs, target, private_into=private)
+        return prepare(manifest.tree, told.private, told.specs, target, private_into=private, apart=True)
 
     found = recall(image, match, verify=verify)
     assert len(found.manifest.indexes) == image.footer.ranks
+    return found
+
+
+def recalled(image: Image, target: dict[str, Any], private: dict[str, Any]) -> None:
+    found = matched(image, target, private)
     found.read(image, Emitter())
     found.prepared.apply()
 
@@ -144,6 +158,93 @@ def test_a_state_that_is_cut_otherwise_is_refused_untouched(repo: Repo) -> None:
 
     for message, untouched in on_ranks(2, work):
         assert "this rank holds another part of it" in message and untouched
+
+
+def test_a_state_without_a_place_for_some_of_it_is_refused_untouched(repo: Repo) -> None:
+    """An image has what its own rank held: what that leaves over is no other's, as it might be of a checkpoint."""
+
+    def work(agreement: Agreement) -> tuple[str, bool]:
+        rank, of = agreement.rank, agreement.world_size
+        tier = keeping(repo, agreement)
+        target, before = held(rank, of, 0), held(rank, of, 0)
+        del target["model"]["bias"]
+        image = opened(tier, STEPS)
+        with pytest.raises(StateMismatch) as raised:
+            recalled(image, target, {"mine": np.zeros(2, np.int64)})
+        image.close()
+        leave(tier, agreement)
+        return raised.value.message, np.array_equal(target["model"]["rows"].value, before["model"]["rows"].value)
+
+    for message, untouched in on_ranks(2, work):
+        assert "model/bias: in the checkpoint only" in message and untouched
+
+
+# -- what counts on one rank alone -------------------------------------------------------------------------------------
+
+
+def averaged(rank: int, of: int, step: int) -> dict[str, Any]:
+    """Of `mean` the value of rank 1 counts, and nobody's of `lost`."""
+    mean, lost = np.full(4, 10.0 * step + rank), np.full(2, 1.0 * step)
+    return {
+        "w": np.arange(3.0) + step,
+        "mean": Shard(mean, (everywhere if rank == 1 else nowhere)(mean.shape)),
+        "lost": Shard(lost, nowhere(lost.shape)),
+    }
+
+
+def handed_on(
+    repo: Repo, agreement: Agreement, entries: tuple[str, ...], meddle: Callable[[JointTier], None] | None = None
+) -> tuple[dict[str, Any], int]:
+    """What entries of the state are after the restart, with the bytes that have moved; raises what was in the way."""
+    rank, of = agreement.rank, agreement.world_size
+    tier = keeping(repo, agreement, state=lambda *which: {name: averaged(*which)[name] for name in entries})
+    if meddle is not None and rank == 1:
+        meddle(tier)
+    target = {name: getattr(value, "value", value) for name, value in averaged(rank, of, 0).items() if name in entries}
+    image = opened(tier, STEPS)
+    try:
+        found = matched(image, target, {"mine": np.zeros(2, np.int64)}, verify=meddle is None)
+        topic = partial(agreement.topic, "memory")
+        take = lend(image, found, topic, deadline_s=30, emitter=Emitter())
+        try:
+            take()
+        except (CorruptionError, ShardMismatch):
+            assert all(np.array_equal(target[name], averaged(rank, of, 0)[name].value) for name in entries[1:])
+            raise
+        moved = found.read(image, Emitter())
+        found.prepared.apply()
+    finally:
+        image.close()
+        leave(tier, agreement)
+    return target, moved
+
+
+def test_what_counts_on_one_rank_alone_comes_back_to_all(repo: Repo) -> None:
+    found = on_ranks(3, lambda agreement: handed_on(repo, agreement, ("w", "mean")))
+    for rank, (target, moved) in enumerate(found):
+        assert np.array_equal(target["w"], np.arange(3.0) + STEPS), rank
+        assert np.array_equal(target["mean"], np.full(4, 10.0 * STEPS + 1)), rank
+        assert moved == 3 * 8 + 4 * 8 + 2 * 8, "w, mean, mine"
+
+
+def test_what_counts_on_no_rank_is_in_no_image(repo: Repo) -> None:
+    for one in outcomes(2, lambda agreement: handed_on(repo, agreement, ("w", "mean", "lost"))):
+        assert isinstance(one, ShardMismatch) and "lost: no rank has all of it in memory" in one.message, one
+
+
+def test_what_others_lack_is_verified_by_who_has_it(repo: Repo) -> None:
+    def meddle(tier: JointTier) -> None:
+        half, footer = next(one for one in tier.mine() if one[1].id.step == STEPS)
+        image = opened(tier, STEPS)
+        index = image.repo.index(image.manifest(), footer.rank)
+        row = next(row for row, spec in enumerate(index.specs) if spec.path == "mean")
+        assert half.slot.arena is not None
+        half.slot.arena.buffer[int(index.offset[row])] ^= 0x10
+        image.close()
+
+    lacking, has = outcomes(2, lambda agreement: handed_on(repo, agreement, ("w", "mean"), meddle))
+    assert isinstance(has, CorruptionError), has
+    assert isinstance(lacking, ShardMismatch), lacking
 
 
 def test_what_is_changed_by_a_bit_is_found_before_anything_is_filled(repo: Repo, root: Path) -> None:
