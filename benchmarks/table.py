@@ -301,7 +301,9 @@ def block(documents: dict[str, Document]) -> str:
         _miss(document, target) for document in used.values() for target in document["targets"] if not target["met"]
     ]
     if missed:
-        lines += ["", "What falls short of what we want, with the 95 % interval of each figure:", "", *missed]
+        checked = sum(len(document["targets"]) for document in used.values())
+        told = f"{len(missed)} of {checked} aims are missed: each, with the 95 % interval of its figure"
+        lines += ["", f"<details><summary>{told}</summary>", "", *missed, "", "</details>"]
     return "\n".join(lines)
 
 
