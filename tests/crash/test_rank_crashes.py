@@ -85,6 +85,24 @@ def test_a_node_loses_only_its_own_and_flushes_only_its_own() -> None:
     assert sorted(trees) == [["/a"], ["/a", "/b"]]
 
 
+def test_a_directory_that_another_node_puts_names_in_is_not_its_makers_to_lose() -> None:
+    """Nor are those above it; what the maker alone has put there is."""
+    persistence = NodePersistence()
+    calls = [
+        Call("mkdir", "/d", 1, ROOT, "d", node=1),
+        Call("mkdir", "/d/e", 2, 1, "e", node=1),
+        Call("mkdir", "/d/own", 3, 1, "own", node=1),
+        Call("create", "/d/e/f", 4, 2, "f", node=2),
+        Call("fsync_directory", "/d/e", 2, node=2),
+    ]
+    for number, call in enumerate(calls):
+        persistence.replay(call, number)
+    trees = [
+        sorted(instant.image(choice).tree()) for instant in persistence.instants() for choice in _all(instant.variables)
+    ]
+    assert sorted(trees) == [["/d", "/d/e", "/d/e/f"], ["/d", "/d/e", "/d/e/f", "/d/own"]]
+
+
 def _all(variables: tuple[object, ...]) -> list[tuple[int, ...]]:
     assert len(variables) == 1, "the entry of the node that has flushed nothing"
     return [(0,), (1,)]

@@ -14,6 +14,7 @@ BEGIN: Final = "begin.json"
 MANIFEST: Final = "manifest.json"
 BOXES: Final = "boxes.index"
 
+_PART: Final = re.compile(r"rank-[0-9]{5,}(\.index|(\.[0-9]{2,})?\.safetensors)", re.ASCII)
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
 _RESERVED: Final = frozenset({BEGIN, MANIFEST, "notes"})
 _NUMBERED: Final = re.compile(r"([1-9][0-9]{0,17})\.json", re.ASCII)
@@ -73,6 +74,11 @@ def parse_numbered(file: str) -> int | None:
 def is_file(name: object) -> bool:
     """Whether `name` may name a pack or an index inside a checkpoint's own directory: nothing that leads out of it."""
     return isinstance(name, str) and _FILE.fullmatch(name) is not None and name not in _RESERVED
+
+
+def is_part(file: str) -> bool:
+    """Whether a save of Holdfast's own calls a pack or an index so."""
+    return file == BOXES or _PART.fullmatch(file) is not None
 
 
 def check_file(name: object, *, subject: str) -> str:

@@ -60,13 +60,22 @@ class SaveDirectory:
         return bool(self.tombstones) or not (self.begin or self.has(layout.BEGIN) or any(True for _ in self.own()))
 
     def own(self) -> Iterator[Entry]:
-        """What is there of what `begin.json` or the manifest lists, and the notes; not the two themselves."""
-        listed = set(self.begin.names if self.begin else ())
+        """What is there of what `begin.json` or the manifest lists, and the notes; not the two themselves. Where an
+        aborted mark stands and `begin.json` is gone, as after a power loss that undid a freeing, what is called like
+        parts of a save."""
+        listed = {*(self.begin.names if self.begin else ()), *self.unlisted()}
         listed.update(entry.name for entry in (self.manifest.tables if self.manifest else ()))
         for entry in self.entries:
             file = entry.name[len(self.id.directory) + 1 :]
             if file in listed or is_note(file):
                 yield entry
+
+    def unlisted(self) -> list[str]:
+        """File names of what a closed save has left that nothing lists any more."""
+        if self.state != "closed" or self.begin is not None:
+            return []
+        files = [entry.name[len(self.id.directory) + 1 :] for entry in self.entries]
+        return [file for file in files if layout.is_part(file)]
 
     def strangers(self) -> Iterator[Entry]:
         own = {entry.name for entry in self.own()}

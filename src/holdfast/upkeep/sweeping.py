@@ -1,4 +1,5 @@
-"""Deletes what a save has left that nothing reaches: only names that it listed itself, and `begin.json` last."""
+"""Deletes what a save has left that nothing reaches: only names that it listed itself, and `begin.json` last;
+where that is gone behind an aborted mark, names of a save's own form."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ def sweep(repo: Repo, save: SaveDirectory, *, keep_begin: bool) -> None:
 
 
 def listed(repo: Repo, save: SaveDirectory) -> list[str]:
-    """File names of packs and indexes that the save's begin.json or manifest lists, also through its indexes."""
-    names = set(save.begin.names if save.begin else ())
+    """File names of packs and indexes that the save's begin.json or manifest lists, also through its indexes; of a
+    closed save without begin.json those that are called so."""
+    names = {*(save.begin.names if save.begin else ()), *save.unlisted()}
     if save.manifest is not None:
         names.update(entry.name for entry in save.manifest.tables)
         if save.begin is None:

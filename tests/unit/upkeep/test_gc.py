@@ -57,6 +57,26 @@ def test_two_visits_free_an_unfinished_save_of_a_dead_attempt(world):
     assert_whole(world.repo)
 
 
+def test_what_an_aborted_save_left_without_its_begin_json_is_freed_by_its_form(world):
+    """A power loss after a failed flush can bring back what was freed, and not what listed it."""
+    attempt = world.claim()
+    saved = world.save(attempt, 1, until="index")
+    world.die(attempt)
+    abort(world.repo, saved, "0" * 32)
+    world.store.delete([layout.begin_name(saved)])
+    for file in ("boxes.index", "rank-00001.01.safetensors", "my-notes.txt", "rank-1.index"):
+        world.put(f"{saved.directory}/{file}")
+    visit(world)
+    world.store.advance(25 * HOUR)
+    assert visit(world).deleted == (saved,)
+    assert [name.rpartition("/")[2] for name in world.names() if name.startswith(saved.directory)] == [
+        "manifest.json",
+        "my-notes.txt",
+        "rank-1.index",
+    ]
+    assert visit(world).marked == ()
+
+
 @pytest.mark.parametrize("until", ["begin", "pack", "index"])
 def test_i6_a_live_save_is_never_touched(world, until):
     attempt = world.claim()
