@@ -26,6 +26,7 @@ def pages() -> dict[str, str]:
         "python.md": HEAD + "\n".join(python(package)),
         "torch.md": HEAD + "\n".join(torch(package)),
         "errors.md": HEAD + "\n".join(errors(package)),
+        "events.md": HEAD + "\n".join(events(package)),
         "command-line.md": HEAD + "\n".join(command_line()),
     }
 
@@ -127,6 +128,21 @@ def errors(package: Any) -> Iterator[str]:
         if not found.is_alias and found.is_class:
             yield f"| `{name}` | {getattr(tree, name).exit_code} |"
     yield "\n`holdfast.Preempted` is no error: it is the SystemExit of a training that a signal asked to leave.\n"
+
+
+def events(package: Any) -> Iterator[str]:
+    from holdfast import events as told
+    from holdfast import report
+
+    yield "# `holdfast.events` and `holdfast.report`\n"
+    yield f"{package['report'].docstring.value}\n\nA sink is given as `sinks=[…]`; `emit` gets each event.\n"
+    for name in report.__all__:
+        home = getattr(report, name).__module__.removeprefix("holdfast.")
+        yield from documented(package[f"{home}.{name}"], f"holdfast.report.{name}", level=2)
+    yield from documented(package["events.Sink"], "holdfast.events.Sink", level=2)
+    for name, found in package["events"].members.items():
+        if not found.is_alias and found.is_class and issubclass(getattr(told, name), told.Event):
+            yield from documented(found, f"holdfast.events.{name}", level=2)
 
 
 def command_line() -> Iterator[str]:

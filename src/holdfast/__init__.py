@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
+    from holdfast import errors as errors
+    from holdfast import events as events
+    from holdfast import report as report
     from holdfast.api.checkpointer import Checkpointer
     from holdfast.api.oneoff import load, save
     from holdfast.api.opened import Opened, open
@@ -58,6 +61,9 @@ _HOME = {
     "shard": "holdfast.state.declared",
 }
 
+_MODULES = ("errors", "events", "report")
+"""Modules that are written as `holdfast.report.JsonLines(…)`, without an import of their own."""
+
 __all__ = [
     "Checkpoint",
     "Checkpointer",
@@ -92,6 +98,8 @@ __all__ = [
 if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for something
 
     def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(f"holdfast.{name}")  # which puts it among the names of this module
         home = _HOME.get(name)
         if home is None:
             raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
@@ -101,4 +109,4 @@ if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name fo
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_MODULES})

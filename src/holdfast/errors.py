@@ -49,6 +49,8 @@ that the command line leaves with (`exit_code`).
 
 from __future__ import annotations
 
+import shlex
+
 
 class HoldfastError(Exception):
     """Root of the tree. `subject` is the leaf, object, run or rank concerned; `hint` is what to type next."""
@@ -68,6 +70,17 @@ class HoldfastError(Exception):
 def in_words(error: BaseException) -> str:
     """What one line says of any error: an error of ours without its hint, another one by its kind too."""
     return error.message if isinstance(error, HoldfastError) else repr(error)
+
+
+def typed(*words: object) -> str:
+    """A command as a hint gives it: each word one word for a shell, whatever is in it."""
+    return shlex.join(map(str, words))
+
+
+def install(extra: str) -> str:
+    """What to type for an extra that is absent. Holdfast is installed from its checkout; an index may have another
+    project of that name."""
+    return f"{typed('pip', 'install', f'.[{extra}]')}  # in Holdfast's checkout"
 
 
 class UsageError(HoldfastError, ValueError):

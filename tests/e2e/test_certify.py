@@ -27,7 +27,12 @@ def outcomes() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "case", ["training.exact", "training.epochs", "training.step_done", "training.saves_too", "torch_training.exact"]
+    "case",
+    [
+        *("training.exact", "training.epochs", "training.epochs_end", "training.step_done", "training.saves_too"),
+        *("torch_training.exact", "torch_training.epochs_end", "torch_training.epochs_end_accumulated"),
+        *("torch_training.epochs_end_stateful", "torch_training.epochs_end_stateful_order"),
+    ],
 )
 def test_a_training_that_resumes_exactly_is_certified(outcomes: dict[str, Any], case: str) -> None:
     found = outcomes[case]
@@ -153,6 +158,14 @@ def test_the_command_tells_and_cleans_up(tmp_path: Path) -> None:
     assert done.returncode == 22 and "ZeroDivisionError" in done.stderr and done.stdout == ""
     (kept,) = tmp_path.iterdir()
     assert f"kept in {kept}" in done.stderr and "about to divide" in (kept / "output-1.txt").read_text()
+
+
+def test_a_relative_scratch_directory_serves_a_script_that_changes_its_own(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    words = command(tmp_path, "moves", "--scratch", "scratch", "--steps", "1", "--more", "1")
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout[:6]) == (0, "EXACT:"), done.stderr
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:

@@ -19,7 +19,13 @@ from holdfast.events import Event
 from holdfast.model.names import CheckpointId
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import SavePolicy
+from holdfast.report import LogSink
 from holdfast.state.declared import PerRank, Replicated, Shard
+
+
+def modules(event: holdfast.events.Event) -> None:
+    assert_type(holdfast.report.LogSink(), LogSink)
+    assert_type(holdfast.errors.StoreFull("full").hint, str | None)
 
 
 def policies() -> None:

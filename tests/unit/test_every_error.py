@@ -110,7 +110,7 @@ def a_forked_child_that_saves(place: Path, patch: pytest.MonkeyPatch) -> object:
     raise errors.ForkedProcess(message, hint=hint)
 
 
-@case(errors.MissingExtra, "needs torch", "pip install")
+@case(errors.MissingExtra, "needs torch", r"pip install '\.\[torch\]'")
 def a_pt_file_without_torch(place: Path, patch: pytest.MonkeyPatch) -> object:
     from holdfast.cli.restore import restore
 
@@ -182,7 +182,7 @@ def the_directory_above(place: Path, patch: pytest.MonkeyPatch) -> object:
     return holdfast.load(place.parent)
 
 
-@case(errors.FormatTooNew, "has format 2", "pip install --upgrade")
+@case(errors.FormatTooNew, "has format 2", "the Holdfast that wrote it")
 def a_newer_format(place: Path, patch: pytest.MonkeyPatch) -> object:
     import json
 

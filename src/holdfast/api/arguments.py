@@ -37,9 +37,11 @@ def policies(
             hint='keep=keep.latest(3) | keep.best(2, "val_loss")',
         )
     if on_busy not in ("wait", "skip"):
-        raise UsageError(f"on_busy={on_busy!r} is neither 'wait' nor 'skip'", subject="on_busy")
+        raise UsageError(f"on_busy={on_busy!r} is neither 'wait' nor 'skip'", subject="on_busy", hint='on_busy="wait"')
     if on_error not in ("warn", "raise"):
-        raise UsageError(f"on_error={on_error!r} is neither 'warn' nor 'raise'", subject="on_error")
+        raise UsageError(
+            f"on_error={on_error!r} is neither 'warn' nor 'raise'", subject="on_error", hint='on_error="warn"'
+        )
     if memory_budget is not None and (
         isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget <= 0
     ):
@@ -100,12 +102,20 @@ def strategy(writers: object) -> Strategy:
 def count(value: object, what: str, least: int = 0) -> int:
     """`value` as a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{what} takes a whole number of at least {least}, not {value!r}", subject=what)
+        raise UsageError(
+            f"{what} takes a whole number of at least {least}, not {value!r}",
+            subject=what,
+            hint=f"give a plain int, such as {max(least, 1)}",
+        )
     return value
 
 
 def seconds(value: object, what: str) -> float:
     """`value` as a span of time above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UsageError(f"{what} takes a number of seconds above 0, not {value!r}", subject=what)
+        raise UsageError(
+            f"{what} takes a number of seconds above 0, not {value!r}",
+            subject=what,
+            hint="give seconds, such as 60",
+        )
     return float(value)

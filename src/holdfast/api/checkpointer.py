@@ -267,6 +267,7 @@ class Checkpointer:
             raise UsageError(
                 "step_done is for loops that somebody else owns; steps() and epochs() count by themselves",
                 subject="step_done",
+                hint="leave the call out",
             )
         if not self._claim_to_count(training):
             return

@@ -14,7 +14,7 @@ from holdfast.engine.candidates import Candidate
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.private import private_entry
 from holdfast.engine.restore import RestoreResult, Told, chosen, restore_checkpoint, restore_latest
-from holdfast.errors import CheckpointNotFound, HoldfastError, Superseded, UsageError
+from holdfast.errors import CheckpointNotFound, HoldfastError, Superseded, UsageError, typed
 from holdfast.events import AttemptClaimed, Emitter, Warned
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId, run_key
@@ -163,7 +163,7 @@ class Claiming:
         raise Superseded(
             f"another process keeps committing to run {self._run!r} while this one starts",
             subject=self._run,
-            hint=f"holdfast ls {self._repo.url} --run {self._run}",
+            hint=typed("holdfast", "ls", self._repo.url, "--run", self._run),
         )
 
     def _adopt(self) -> RestoreResult | None:

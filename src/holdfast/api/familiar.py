@@ -85,7 +85,9 @@ class Familiar:
                 f"save_top_k={top!r} is no whole number of at least -1", subject="save_top_k", hint="save_top_k=3"
             )
         if self.save_last is not None and not isinstance(self.save_last, bool):
-            raise UsageError(f"save_last={self.save_last!r} is neither True nor False", subject="save_last")
+            raise UsageError(
+                f"save_last={self.save_last!r} is neither True nor False", subject="save_last", hint="save_last=True"
+            )
         if self.monitor is not None:
             metric_name(self.monitor, 'monitor="val_loss"')
         if self.mode is not None:

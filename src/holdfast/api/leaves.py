@@ -8,7 +8,7 @@ import numpy as np
 
 from holdfast.engine.joined import JoinedReader
 from holdfast.engine.lazy import LazyReader
-from holdfast.errors import MissingExtra, StateError
+from holdfast.errors import MissingExtra, StateError, install
 from holdfast.model.checkpoint import Json
 from holdfast.model.dtypes import dtype
 from holdfast.model.leaf import LeafSpec
@@ -85,7 +85,9 @@ class Leaf:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise StateError(f"{self.path} has no dimension, and so no length", subject=self.path)
+            raise StateError(
+                f"{self.path} has no dimension, and so no length", subject=self.path, hint="[()] reads its one value"
+            )
         return self.shape[0]
 
     def numpy(self) -> Array:
@@ -103,7 +105,11 @@ class Leaf:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise StateError(f"{self.path}: values that have not been read are not there without a copy")
+            raise StateError(
+                f"{self.path}: values that have not been read are not there without a copy",
+                subject=self.path,
+                hint="leave copy=False out",
+            )
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
@@ -124,7 +130,7 @@ class Leaf:
             raise MissingExtra(
                 f"{self.path} is {self.dtype}, which only torch has" if row.numpy is None else "torch is not installed",
                 subject=self.path,
-                hint="pip install 'holdfast[torch]'",
+                hint=install("torch"),
             ) from None
         spec = LeafSpec(self.path, self.dtype, chosen.shape)
         value, sink = adapter.allocate(spec, self._node, None)

@@ -20,7 +20,7 @@ from holdfast.engine.job import About
 from holdfast.engine.joint.party import Together
 from holdfast.engine.restore import RestoreResult, Told, chosen, restore_checkpoint, restore_latest
 from holdfast.engine.save import Saver
-from holdfast.errors import CheckpointNotFound, Superseded, UsageError
+from holdfast.errors import CheckpointNotFound, Superseded, UsageError, typed
 from holdfast.events import Emitter, Sink
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId, run_key
@@ -45,8 +45,19 @@ _attempts: dict[ownership.Key, tuple[Attempt, int]] = {}
 """The attempts that one-off saves of this process have claimed, and the last step of each."""
 _loaded: dict[ownership.Key, CheckpointId] = {}
 """What this process last loaded from each run: the parent of its next attempt."""
-_lock = threading.Lock()
-os.register_at_fork(after_in_child=_attempts.clear)  # they are the parent's, and a child claims one of its own
+_saving: dict[ownership.Key, threading.Lock] = {}
+"""Held by a save of the run while it lasts. The tables themselves need no lock: each is read and written in single
+steps of the interpreter. So no load ever waits for a save, which may last as long as its store hangs."""
+
+
+def _forget() -> None:
+    """The attempts are the parent's, and a child claims one of its own; the locks may be held by threads that a child
+    has not."""
+    _attempts.clear()
+    _saving.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def save(
@@ -74,7 +85,7 @@ def save(
     check_platform()
     patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise UsageError(f"step={step!r} is no number of completed steps", subject="step")
+        raise UsageError(f"step={step!r} is no number of completed steps", subject="step", hint="step=500")
     emitter, where = Emitter.of(sinks), rehearsed(where)
     ranks = find_ranks(ranks)
     if ranks.world_size > 1:
@@ -83,8 +94,9 @@ def save(
         with met as (company, repo):
             return _saved(repo, flatten(state), run, step, emitter=emitter, company=company)
     flattened = flatten(state)
-    with _lock:
-        return _saved(Repo.create_or_open(open_store(where)), flattened, run, step, emitter=emitter)
+    repo = Repo.create_or_open(open_store(where))
+    with _saving.setdefault((repo.id, run_key(run)), threading.Lock()):
+        return _saved(repo, flattened, run, step, emitter=emitter)
 
 
 def _saved(
@@ -144,7 +156,7 @@ def _attempt(repo: Repo, run: str, key: ownership.Key, step: int | None) -> tupl
     raise Superseded(
         f"another process keeps committing to run {run!r} while this one saves to it",
         subject=run,
-        hint=f"holdfast ls {repo.url} --run {run}",
+        hint=typed("holdfast", "ls", repo.url, "--run", run),
     )
 
 
@@ -209,8 +221,7 @@ def load(
             found = _found(repo, run, restore_latest(repo, run, match, emitter=emitter))
         else:
             found = restore_checkpoint(repo, chosen(repo, run, step), match, emitter=emitter)
-    with _lock:
-        _loaded[(repo.id, run_key(run))] = found.id
+    _loaded[(repo.id, run_key(run))] = found.id
     return Restored.of(found, repo.url)
 
 
@@ -219,6 +230,6 @@ def _found(repo: Repo, run: str, result: RestoreResult | None) -> RestoreResult:
     if result is None:
         chosen(repo, run, "latest")  # raises, naming what there is
         raise CheckpointNotFound(
-            f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=f"holdfast ls {repo.url}"
+            f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=typed("holdfast", "ls", repo.url)
         )
     return result

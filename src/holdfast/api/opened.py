@@ -13,7 +13,7 @@ from holdfast.engine.joined import JoinedOutline, JoinedReader
 from holdfast.engine.lazy import LazyReader
 from holdfast.engine.parts import Parts
 from holdfast.engine.restore import choose, chosen, exactly
-from holdfast.errors import CheckpointNotFound, LeafNotFound, StateError, UsageError
+from holdfast.errors import CheckpointNotFound, LeafNotFound, StateError, UsageError, typed
 from holdfast.events import Emitter, Sink
 from holdfast.model.checkpoint import Json
 from holdfast.model.leaf import LeafSpec
@@ -176,8 +176,9 @@ class Opened(Mapping[str, Leaf]):
         node = self._node(path) if isinstance(path, str) else NOTHING
         if node is NOTHING:
             message = f"{self.id} has nothing at {path!r}"
-            which = f"--run {self.run} --step {attempt_key(self.id.attempt)}/{self.step}"
-            hint = f"holdfast show {self._repo.url} {which} lists what there is"
+            step = f"{attempt_key(self.id.attempt)}/{self.step}"
+            show = typed("holdfast", "show", self._repo.url, "--run", self.run, "--step", step)
+            hint = f"{show} lists what there is"
             if self.ranks > 1 and isinstance(path, str) and path.startswith(PRIVATE):
                 hint = f"name a rank: holdfast.open(…, rank=0), holdfast show … --rank 0; {self.ranks} have saved it"
         elif parts := leaves_below(node, path):
@@ -236,7 +237,11 @@ def open(
         outline = read_outline(repo, id)
         count = len(outline.manifest.indexes)
         if rank is not None and not 0 <= rank < count:
-            raise UsageError(f"there is no rank {rank}: {id} was saved by {count}", subject=str(id))
+            raise UsageError(
+                f"there is no rank {rank}: {id} was saved by {count}",
+                subject=str(id),
+                hint=f"the last one is {count - 1}",
+            )
         if outline.manifest.boxes is None:
             return outline, LazyReader(repo, id, outline.table)
         manifest = repo.manifest(id)
@@ -249,7 +254,7 @@ def open(
     if found is None:
         chosen(repo, run, "latest")  # raises, naming what there is
         raise CheckpointNotFound(
-            f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=f"holdfast ls {repo.url}"
+            f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=typed("holdfast", "ls", repo.url)
         )
     return Opened(repo, *found, skipped)
 

@@ -14,7 +14,7 @@ from holdfast.crashpoints import crashpoint
 from holdfast.engine.joint.neighbours import Neighbours
 from holdfast.engine.joint.together import NodeReads
 from holdfast.engine.joint.window import Timing
-from holdfast.engine.restore import Matched, Prepare, RestoreResult, choose, chosen, exactly, match
+from holdfast.engine.restore import Matched, Prepare, RestoreResult, as_damage, choose, chosen, exactly, match
 from holdfast.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
 from holdfast.events import CandidateSkipped, Emitter, RestoredEvent
 from holdfast.model import canonical
@@ -147,8 +147,8 @@ class ReadingTogether:
             outcome.wait_s = 0.0 if node is None else node.waited_s
             outcome.read_s = max(time.perf_counter() - began_reading - outcome.wait_s, 0.0)
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
-            own = error
-            outcome.reason = _reason(error)
+            own = as_damage(error)
+            outcome.reason = _reason(own)
             if node is not None:
                 node.absent()
         crashpoint("part restored, not yet voted for")
@@ -175,7 +175,7 @@ class ReadingTogether:
             found = manifest, match(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
             outcome.match_s = time.perf_counter() - began
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after they have heard it
-            own = error
+            own = as_damage(error)
         left_over = None if found is None else found[1].prepared.left_over
         reason = "" if own is None else _reason(own)
         with self._topic() as topic:
@@ -203,6 +203,7 @@ class ReadingTogether:
                 subject=f"rank {rank}",
                 ranks=tuple(fatal),
                 phase="restore",
+                hint=f"look at the log of rank {rank}",
             )
         rank, said = min(reasons.items())
         self.raised_by_all = False  # all wait for the next choice

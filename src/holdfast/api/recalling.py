@@ -205,6 +205,7 @@ class AdoptingTogether(Adopting):
                     subject=f"rank {rank}",
                     ranks=(rank,),
                     phase=phase,
+                    hint=f"look at the log of rank {rank}",
                 )
         return verdict
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.api.snapshot import Snapshots
+from holdfast.errors import typed
 from holdfast.guard.certify.entries import entries, mark_of
 from holdfast.guard.certify.order import Order, standing
 from holdfast.guard.certify.telling import Teller
@@ -58,7 +59,7 @@ class Rehearsal:
         if not self._order.means(where):
             raise self._teller.refuse(
                 f"its Checkpointer is for {open_store(where).url}, and not for the WHERE that was given",
-                f"holdfast certify {where} -- …",
+                f"{typed('holdfast', 'certify', where)} -- …",
             )
         self._teller.begin(self._order.where, run)
         return self._order.scratch

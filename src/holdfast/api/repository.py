@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.api.rehearsal import rehearsed
 from holdfast.api.restored import Checkpoint
-from holdfast.errors import CheckpointNotFound
+from holdfast.errors import CheckpointNotFound, typed
 from holdfast.events import Emitter, Sink
 from holdfast.model.checkpoint import Json, Manifest, Note
 from holdfast.model.names import CheckpointId
@@ -82,7 +82,7 @@ class Repository:
         if found is None and not damaged:
             there = ", ".join(self.tags()) or "none"
             raise CheckpointNotFound(
-                f"there is no tag {name!r}; there are: {there}", subject=name, hint=f"holdfast ls {self.url}"
+                f"there is no tag {name!r}; there are: {there}", subject=name, hint=typed("holdfast", "ls", self.url)
             )
         clear_ref(self.repo, "tag", name)
         return found

@@ -68,7 +68,13 @@ class Requests:
             missed = f"step {then.step} is not saved, though it was asked for: the state has changed since"
             self._saving.warn(f"{missed} its loop was left")
             if requested is not None:
-                requested[0].end(SaveFailed(missed, subject=str(requested[0].id)))
+                requested[0].end(
+                    SaveFailed(
+                        missed,
+                        subject=str(requested[0].id),
+                        hint="change nothing in the state between asking for a save and leaving the loop",
+                    )
+                )
         elif requested is not None:
             self._saving.tag(requested[0], tags)
             self._taking.requested(requested[0], wait=requested[1], must=True, eager=True)

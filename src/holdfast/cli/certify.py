@@ -192,7 +192,8 @@ def _absolute(where: str) -> str:
 def _place(where: str, scratch: Path | None, keep: bool) -> Iterator[Path]:
     """An empty directory to work in, removed at the end unless it is to be kept."""
     try:
-        place = Path(tempfile.mkdtemp(prefix=BEGIN, dir=scratch if scratch is not None else _beside(where)))
+        made = tempfile.mkdtemp(prefix=BEGIN, dir=scratch if scratch is not None else _beside(where))
+        place = Path(_absolute(made))  # before Python 3.12 it is relative where DIR is
     except OSError as error:
         raise UsageError(
             f"there is no place to work in: {error.strerror}",

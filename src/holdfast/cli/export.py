@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from holdfast.engine.restore import Told
-from holdfast.errors import MissingExtra, StoreError, StoreFull, UsageError
+from holdfast.errors import MissingExtra, StoreError, StoreFull, UsageError, install, typed
 from holdfast.image.header import build_header
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.dtypes import dtype
@@ -70,8 +70,11 @@ class Export(ABC):
         self._part.unlink(missing_ok=True)
         if isinstance(error, OSError) and not isinstance(error, StoreError):
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            look = f"{typed('ls', '-ld', self.out.parent)}  # is it there, who may write to it, and is it mounted so"
             raise (StoreFull if full else StoreError)(
-                f"{self.out} cannot be written: {error.strerror or error}", subject=str(self.out)
+                f"{self.out} cannot be written: {error.strerror or error}",
+                subject=str(self.out),
+                hint="make room there, or write to another place" if full else look,
             ) from error
 
     def _open(self) -> int:
@@ -126,7 +129,11 @@ class SafetensorsExport(Export):
             name = spec.path.removeprefix(self._strip)
             entries.append((name, code, spec.shape) if code else (name, "U8", (spec.nbytes,)))
         if len({name for name, _, _ in entries}) != len(entries) or any(not name for name, _, _ in entries):
-            raise UsageError(f"without {self._strip!r} two leaves have one name, or one has none", subject=self._strip)
+            raise UsageError(
+                f"without {self._strip!r} two leaves have one name, or one has none",
+                subject=self._strip,
+                hint="--strip less, or --include fewer leaves; a *.pt file keeps the state's own nesting",
+            )
         return entries
 
     def _metadata(self, manifest: Manifest) -> dict[str, str]:
@@ -172,7 +179,7 @@ class TorchExport(Export):
         try:
             from holdfast.integrations.torch import plain_file
         except ImportError:
-            raise MissingExtra("a *.pt file needs torch", hint="pip install 'holdfast[torch]'") from None
+            raise MissingExtra("a *.pt file needs torch", hint=install("torch")) from None
         self._write = plain_file.write
 
     def prepare(self, manifest: Manifest, told: Told) -> Prepared:

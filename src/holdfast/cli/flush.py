@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import repository, run_of
-from holdfast.errors import StoreDenied
+from holdfast.errors import StoreDenied, typed
 
 if TYPE_CHECKING:
     from holdfast.cli.images import Rows
@@ -76,7 +76,7 @@ def _refuse_others(repo: Repo, run: str, theirs: Rows) -> None:
         raise StoreDenied(
             f"run {run} was left in memory by user {', '.join(names)}, and nobody else may write it to the store",
             subject=run,
-            hint=f"run it as user {names[0]}: holdfast flush {repo.url} --run {run}",
+            hint=f"run it as user {names[0]}: {typed('holdfast', 'flush', repo.url, '--run', run)}",
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.errors import CorruptionError, RunNotFound, StoreError
+from holdfast.errors import CorruptionError, RunNotFound, StoreError, typed
 from holdfast.model.names import CheckpointId, run_key
 
 if TYPE_CHECKING:
@@ -101,7 +101,9 @@ def listing(repo: Repo, only: str | None = None) -> list[RunRows]:
         if key not in runs:
             there = ", ".join(sorted(runs)) or "none"
             raise RunNotFound(
-                f"no run {only!r} at {repo.url}; there are: {there}", subject=only, hint=f"holdfast ls {repo.url}"
+                f"no run {only!r} at {repo.url}; there are: {there}",
+                subject=only,
+                hint=typed("holdfast", "ls", repo.url),
             )
         runs = {key: runs[key]}
     committed = {id for id, save in census.saves.items() if save.state == "committed"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, typed
 
 if TYPE_CHECKING:
     from holdfast.model.names import CheckpointId
@@ -31,7 +31,7 @@ def run_of(repo: Repo, run: str | None) -> str:
     if len(runs) == 1:
         return runs[0]
     shown = ", ".join(runs[:20]) + (", …" if len(runs) > 20 else "")
-    raise UsageError(f"which run? There are {shown}", subject=repo.url, hint=f"--run {runs[0]}")
+    raise UsageError(f"which run? There are {shown}", subject=repo.url, hint=typed("--run", runs[0]))
 
 
 def checkpoint(repo: Repo, run: str | None, step: str) -> CheckpointId:

@@ -10,7 +10,7 @@ import typer
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import checkpoint, repository, run_of
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, typed
 
 if TYPE_CHECKING:
     from holdfast.cli.export import Export
@@ -64,7 +64,7 @@ def restore(
             raise UsageError(
                 f"no leaf of {result.id} is left by --include and --exclude; nothing was written",
                 subject=str(result.id),
-                hint=f"holdfast show {repo.url} --run {result.id.run} shows the paths",
+                hint=f"{typed('holdfast', 'show', repo.url, '--run', result.id.run)} shows the paths",
             )
         export.publish(force=force)
     for remark in export.remarks:
@@ -93,7 +93,11 @@ def _export(out: Path, strip: str, include: Patterns | None, exclude: Patterns |
         return SafetensorsExport(out, include, exclude, strip)
     if out.suffix in (".pt", ".pth"):
         if strip:
-            raise UsageError("--strip is for *.safetensors files; a *.pt file keeps the state's own nesting")
+            raise UsageError(
+                "--strip is for *.safetensors files; a *.pt file keeps the state's own nesting",
+                subject="--strip",
+                hint="leave --strip out, or write a *.safetensors file",
+            )
         from holdfast.cli.export import TorchExport
 
         return TorchExport(out, include, exclude)

@@ -11,7 +11,7 @@ import typer
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import checkpoint, repository
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, typed
 
 if TYPE_CHECKING:
     from holdfast.cli.spread import Contents
@@ -77,12 +77,12 @@ def show(
         if path is not None or depth is not None:
             raise UsageError(
                 "--timing speaks of whole saves: it goes with neither PATH nor --depth",
-                hint=f"holdfast show {where} --timing",
+                hint=typed("holdfast", "show", where, "--timing"),
             )
         show_timing(repo, id.run, id if step != "latest" else None, json=json)
         return
     if rank is not None and path is None:
-        raise UsageError("--rank goes with a PATH", hint=f"holdfast show {where} '#private' --rank {rank}")
+        raise UsageError("--rank goes with a PATH", hint=typed("holdfast", "show", where, "#private", "--rank", rank))
     if path is not None:
         from holdfast.cli.leaf import show_path
 
@@ -111,7 +111,9 @@ def show(
         for text in columns(lines(index.private, held.private(index), depth=depth)):
             output.line(text)
     if len(own) > SHOWN_RANKS:
-        output.line(f"\nof {len(own) - SHOWN_RANKS} more ranks: holdfast show {where} '#private' --rank N")
+        output.line(
+            f"\nof {len(own) - SHOWN_RANKS} more ranks: {typed('holdfast', 'show', where, '#private')} --rank N"
+        )
 
 
 def _about(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ import typer
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import checkpoint
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, typed
 
 EXAMPLES = examples(
     "holdfast tag /data/checkpoints baseline --step 500",
@@ -41,7 +41,11 @@ def tag(
     before = None if damaged else find_tag(there.repo, name)
     if delete:
         if run is not None or step != "latest":
-            raise UsageError("--delete takes a tag off whatever it is on: --run and --step say nothing beside it")
+            raise UsageError(
+                "--delete takes a tag off whatever it is on: --run and --step say nothing beside it",
+                subject="--delete",
+                hint=typed("holdfast", "tag", where, name, "--delete"),
+            )
         there.untag(name)
     id = None if delete else there.tag(name, checkpoint(there.repo, run, step))
     if json:

@@ -9,7 +9,7 @@ import typer
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import repository, run_of
-from holdfast.errors import CheckpointNotFound
+from holdfast.errors import CheckpointNotFound, typed
 
 if TYPE_CHECKING:
     from holdfast.model.names import CheckpointId
@@ -79,10 +79,12 @@ def _removed(repo: Repo, run: str | None, name: str) -> CheckpointId:
     if any(
         name in (str(row.id.step), f"{attempt_key(row.id.attempt)}/{row.id.step}", str(row.id)) for row in found.rows
     ):
-        raise CheckpointNotFound(f"{name} of run {found.run!r} is not removed", subject=name)
+        raise CheckpointNotFound(
+            f"{name} of run {found.run!r} is not removed", subject=name, hint=typed("holdfast", "ls", repo.url)
+        )
     there = ", ".join(map(str, gone[:10])) or "nothing"
     raise CheckpointNotFound(
         f"no removed checkpoint {name} in run {found.run!r}; in the trash: {there}",
         subject=name,
-        hint=f"holdfast ls {repo.url}",
+        hint=typed("holdfast", "ls", repo.url),
     )

@@ -10,7 +10,7 @@ import typer
 from holdfast.cli import options, output
 from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import checkpoint, repository
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, typed
 
 if TYPE_CHECKING:
     from holdfast.model.names import CheckpointId
@@ -142,7 +142,7 @@ def _hint(repo: Repo, report: VerifyReport) -> None:
     if whole:
         output.story(f"hint: {whole[0]} is whole; restoring passes over damaged ones by itself")
     else:
-        output.story(f"hint: holdfast ls {repo.url} shows what else there is")
+        output.story(f"hint: {typed('holdfast', 'ls', repo.url)} shows what else there is")
 
 
 def _json(repo: Repo, report: VerifyReport) -> dict[str, Any]:

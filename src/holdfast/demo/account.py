@@ -11,6 +11,7 @@ from rich.text import Text
 
 from holdfast.demo.children import Life
 from holdfast.demo.outcome import Account
+from holdfast.errors import typed
 from holdfast.report.measures import count, seconds, size
 
 BAR: Final = 23
@@ -62,7 +63,9 @@ def rendered(account: Account, kept: str | None, *, unicode: bool = True) -> Ren
         parts += [_lives(account, unicode), Text()]
     parts += [_table(account), Text(), Text.assemble(mark, "  ", verdict(account))]
     if kept is not None:
-        parts.append(Text(f"Kept in {kept}; look at it with: holdfast ls {kept}/checkpoints", style="dim"))
+        parts.append(
+            Text(f"Kept in {kept}; look at it with: {typed('holdfast', 'ls', f'{kept}/checkpoints')}", style="dim")
+        )
     return Group(*parts)
 
 

@@ -17,7 +17,7 @@ from holdfast.demo.comparison import compare, read
 from holdfast.demo.outcome import Account, Flushing
 from holdfast.demo.plan import PLACES, Flush, Kill, Plan
 from holdfast.demo.trace import ORDER, Death, Place, Trace
-from holdfast.errors import HoldfastError, MissingExtra
+from holdfast.errors import HoldfastError, MissingExtra, install, typed
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo.lineage import latest, resolve
 from holdfast.repo.repository import Repo
@@ -230,7 +230,7 @@ class Runner:
             raise TrainingFailed(
                 f"the training process ended with status {life.status} after step {life.reached}: {said}",
                 subject=str(self.output),
-                hint=f"see what it said: tail {self.output}",
+                hint=f"see what it said: {typed('tail', self.output)}",
             )
         return life
 
@@ -262,7 +262,7 @@ def load_framework() -> None:
         from holdfast.integrations.torch import certificate, data, rng
         from holdfast.state.registry import home
     except ModuleNotFoundError as error:
-        raise MissingExtra(f"the demo trains with torch: {error}", hint="pip install 'holdfast[torch]'") from error
+        raise MissingExtra(f"the demo trains with torch: {error}", hint=install("torch")) from error
     assert all((torch._dynamo, checkpointer, train_gpt, certificate, data, rng, home("torch")))
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
@@ -12,7 +15,7 @@ import numpy as np
 from holdfast.engine.lazy import LazyReader
 from holdfast.engine.parts import Parts
 from holdfast.engine.portions import PIECE_BYTES
-from holdfast.errors import CorruptionError
+from holdfast.errors import CorruptionError, UsageError, typed
 from holdfast.model.box import Box
 from holdfast.model.checkpoint import Json, Manifest
 from holdfast.model.leaf import LeafSpec
@@ -28,6 +31,8 @@ from holdfast.state.nodes import leaf_nodes, number_of
 OPENED_AT_ONCE: Final = 256
 """Ranks whose packs are opened with the checkpoint, so that it can be read on after its removal; further ones when
 needed."""
+FURTHER: Final = 64
+"""So many of those stay open, the ones that were read last: a process may have no more than a thousand files open."""
 
 
 class JoinedOutline:
@@ -69,6 +74,14 @@ class JoinedOutline:
         return [self.manifest.tree, *([] if self._whole.private is None else [self._whole.private])]
 
 
+@dataclass(slots=True)
+class _Further:
+    """A rank's packs that were opened when needed. `users`: how many read from them now."""
+
+    reader: LazyReader
+    users: int = 0
+
+
 class JoinedReader:
     """As `LazyReader`: reads by the rows of a `JoinedOutline`, every chunk verified. May be used by several threads."""
 
@@ -78,13 +91,15 @@ class JoinedReader:
         self._manifest = manifest
         self._parts = parts
         self._own = own
-        self._readers: dict[int, LazyReader] = {}
+        self._first: dict[int, LazyReader] = {}
+        self._further: OrderedDict[int, _Further] = OrderedDict()
+        self._let_go = 0
         self._proven: set[int] = set()
         self._lock = threading.Lock()
         self._closed = False
         try:
             for rank in range(min(len(manifest.indexes), OPENED_AT_ONCE)):
-                self._reader(rank)
+                self._first[rank] = self._opened(rank)
         except BaseException:
             self.close()
             raise
@@ -92,11 +107,12 @@ class JoinedReader:
     @property
     def bytes_read(self) -> int:
         with self._lock:
-            return sum(reader.bytes_read for reader in self._readers.values())
+            return self._let_go + sum(reader.bytes_read for reader in self._readers())
 
     def close(self) -> None:
         with self._lock:
-            for reader in self._readers.values():
+            self._closed = True
+            for reader in self._readers():
                 reader.close()
 
     def parts(self, row: int) -> list[tuple[int, Box]]:
@@ -113,7 +129,8 @@ class JoinedReader:
         boxes = self._parts.boxes
         if row >= boxes.leaves:
             rank, at = self._of_own(row)
-            self._reader(rank).read(at, path, region, itemsize, out)
+            with self._reader(rank) as reader:
+                reader.read(at, path, region, itemsize, out)
             return
         if not region.size or not itemsize:
             return
@@ -123,27 +140,59 @@ class JoinedReader:
             found = taken(region, whole, offsets, shape)
             if found is None:
                 continue
-            reader = self._reader(rank)
-            if target[found.where].flags.c_contiguous:
-                reader.read(at, path, found.region, itemsize, target[found.where].reshape(-1))
-                continue
-            for band in bands(found, max(PIECE_BYTES // itemsize, 1)):
-                held = np.empty(band.region.size * itemsize, np.uint8)
-                reader.read(at, path, band.region, itemsize, held)
-                target[band.where] = held.reshape(*band.region.counts, itemsize)
+            with self._reader(rank) as reader:
+                if target[found.where].flags.c_contiguous:
+                    reader.read(at, path, found.region, itemsize, target[found.where].reshape(-1))
+                    continue
+                for band in bands(found, max(PIECE_BYTES // itemsize, 1)):
+                    held = np.empty(band.region.size * itemsize, np.uint8)
+                    reader.read(at, path, band.region, itemsize, held)
+                    target[band.where] = held.reshape(*band.region.counts, itemsize)
 
     def _of_own(self, row: int) -> tuple[int, int]:
         """Rank, and row of its index, of a private leaf."""
         assert self._own is not None, "no other rows are there"
         return self._own, row - self._parts.boxes.leaves + self._parts.table(self._own).shared
 
-    def _reader(self, rank: int) -> LazyReader:
+    def _opened(self, rank: int) -> LazyReader:
+        return LazyReader(self._repo, self._manifest.id, self._parts.table(rank))
+
+    def _readers(self) -> Iterator[LazyReader]:
+        yield from self._first.values()
+        yield from (one.reader for one in self._further.values())
+
+    @contextmanager
+    def _reader(self, rank: int) -> Iterator[LazyReader]:
+        """A rank's, which stays open for as long as the block lasts, unless all are closed."""
         with self._lock:
-            found = self._readers.get(rank)
-            if found is None:
-                found = LazyReader(self._repo, self._manifest.id, self._parts.table(rank))
-                self._readers[rank] = found
-            return found
+            if self._closed:
+                id = str(self._manifest.id)
+                raise UsageError(f"{id} is closed", subject=id, hint="read inside `with holdfast.open(…)`")
+            first = self._first.get(rank)
+            further = self._take(rank) if first is None else None
+        if further is None:
+            assert first is not None
+            yield first
+            return
+        try:
+            yield further.reader
+        finally:
+            with self._lock:
+                further.users -= 1
+
+    def _take(self, rank: int) -> _Further:
+        """One of the further ones, for one more user; others that nobody uses make room for it."""
+        found = self._further.get(rank)
+        if found is None:
+            idle = [other for other, one in self._further.items() if not one.users]
+            for other in idle[: max(len(self._further) + 1 - FURTHER, 0)]:
+                gone = self._further.pop(other).reader
+                gone.close()
+                self._let_go += gone.bytes_read
+            found = self._further[rank] = _Further(self._opened(rank))
+        self._further.move_to_end(rank)
+        found.users += 1
+        return found
 
     def _proved(self, row: int, path: str) -> tuple[int, ...]:
         """The leaf's whole shape; its parts have been shown to have every item once."""
@@ -158,7 +207,7 @@ class JoinedReader:
             if not found or first_fault(np.zeros(len(found), np.int64), offsets, shape, table) is not None:
                 name = f"{self._manifest.id.directory}/{BOXES}"
                 message = f"{name} does not have every item of {path} once"
-                raise CorruptionError(message, subject=path, hint=f"holdfast verify {self._repo.url}")
+                raise CorruptionError(message, subject=path, hint=typed("holdfast", "verify", self._repo.url))
             self._proven.add(row)
         return whole
 

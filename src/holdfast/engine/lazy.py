@@ -18,7 +18,7 @@ import numpy as np
 from holdfast.codec.digest import digest
 from holdfast.engine.packs import OpenPack, damaged, open_pack
 from holdfast.engine.threads import READ_THREADS, hand_out
-from holdfast.errors import CheckpointNotFound, ObjectNotFound, UsageError
+from holdfast.errors import CheckpointNotFound, ObjectNotFound, UsageError, typed
 from holdfast.model.box import Box
 from holdfast.model.checkpoint import PackEntry
 from holdfast.model.names import CheckpointId
@@ -228,7 +228,7 @@ class LazyReader:
             raise CheckpointNotFound(
                 f"{self._id} was removed while it was open, and this store keeps nothing for those who still read",
                 subject=str(self._id),
-                hint=f"holdfast ls {self._repo.url}",
+                hint=typed("holdfast", "ls", self._repo.url),
             ) from error
 
     def _check(self, data: Buffer, chunk: int, path: str, row: int, start: int) -> None:

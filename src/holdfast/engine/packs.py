@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.codec.digest import digest
-from holdfast.errors import CorruptionError, ObjectNotFound
+from holdfast.errors import CorruptionError, ObjectNotFound, typed
 from holdfast.model.checkpoint import PackEntry
 from holdfast.model.names import CheckpointId
 from holdfast.repo.repository import Repo
@@ -42,13 +42,16 @@ def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -
     try:
         reader = repo.store.open(name)
     except ObjectNotFound as error:
-        raise _refused(repo, name, f"{name} is missing: damaged, or the checkpoint was removed meanwhile") from error
+        raise missing(repo, name) from error
     try:
         if reader.length != entry.length:
             raise _refused(repo, name, f"{name} is {reader.length} bytes long; {entry.length} were saved")
         if header:
             block = np.empty(entry.header_length, np.uint8)
-            reader.read_into(0, block.data)
+            try:
+                reader.read_into(0, block.data)
+            except ObjectNotFound as error:
+                raise missing(repo, name) from error
             if digest(block.data) != entry.header_digest:
                 raise _refused(repo, name, f"the header of {name} is damaged")
         whole = reader.view()
@@ -58,6 +61,11 @@ def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -
     return OpenPack(name, reader, np.frombuffer(whole, np.uint8) if whole is not None else None)
 
 
+def missing(repo: Repo, name: str) -> CorruptionError:
+    """What a pack that is not there is told by. Where its checkpoint was removed too, whoever restores finds out."""
+    return _refused(repo, name, f"{name} is missing: damaged, or the checkpoint was removed meanwhile")
+
+
 def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> CorruptionError:
     """What a chunk of leaf `path` that is not what was saved is told by (I5): `nbytes` of `pack` from `offset` on."""
     what = f"{nbytes} bytes from offset {offset}"
@@ -65,4 +73,4 @@ def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> Corru
 
 
 def _refused(repo: Repo, subject: str, message: str) -> CorruptionError:
-    return CorruptionError(message, subject=subject, hint=f"holdfast verify {repo.url}")
+    return CorruptionError(message, subject=subject, hint=typed("holdfast", "verify", repo.url))

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple, overload
+from itertools import accumulate, groupby
+from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from holdfast.engine.packs import OpenPack, open_pack
 from holdfast.engine.portions import Cut, Portions, Runs
 from holdfast.engine.read import LeafReader
 from holdfast.engine.threads import COPY_THREADS, READ_THREADS, hand_out
-from holdfast.errors import CorruptionError, ShardMismatch
+from holdfast.errors import CorruptionError, ShardMismatch, typed
 from holdfast.events import Emitter, Progress
 from holdfast.model.box import Box
 from holdfast.model.checkpoint import Index, Json, Manifest, PackEntry
@@ -40,6 +40,9 @@ from holdfast.repo.repository import Repo
 from holdfast.repo.specs import Specs
 from holdfast.state import leaf_paths
 from holdfast.state.contract import Prepared, Sink
+
+SAVERS_AT_ONCE: Final = 32
+"""Ranks whose packs are open at once while cuts are read: a process may have no more than a thousand files open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class Parts:
                 raise CorruptionError(
                     f"{name} does not have every element of every leaf once: {damage.message}",
                     subject=damage.subject or name,
-                    hint=f"holdfast verify {self._repo.url}",
+                    hint=typed("holdfast", "verify", self._repo.url),
                 ) from error
             raise
 
@@ -193,6 +196,11 @@ class Parts:
         """Rank by rank what lies side by side; then what has to be cut out, in the order in which it lies."""
         self._read_runs(portions.runs)
         cuts = sorted(portions.cuts(), key=lambda one: (one.saver, one.row))
+        batch = {saver: at // SAVERS_AT_ONCE for at, saver in enumerate(sorted({one.saver for one in cuts}))}
+        for _, some in groupby(cuts, key=lambda one: batch[one.saver]):
+            self._read_batch(list(some))
+
+    def _read_batch(self, cuts: Sequence[Cut]) -> None:
         readers: dict[int, LazyReader] = {}
         try:
             for one in cuts:

@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from holdfast.codec.digest import DIGEST_BYTES, digest, digest_rows
-from holdfast.engine.packs import OpenPack, damaged, open_pack
+from holdfast.engine.packs import OpenPack, damaged, missing, open_pack
 from holdfast.engine.targets import Targets
 from holdfast.engine.threads import COPY_THREADS, READ_THREADS, hand_out
-from holdfast.errors import CorruptionError
+from holdfast.errors import CorruptionError, ObjectNotFound
 from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Index, Manifest, PackEntry
 from holdfast.plan.reads import GAP_BYTES, TASK_BYTES, Column, ReadPlan, ReadTask, coalesce
@@ -160,8 +160,16 @@ class LeafReader:
         if pack.view is None and pack.reader.alignment > 1:
             low, high = start // PAGE * PAGE, -(-stop // PAGE) * PAGE
         buffer = self._bounce.of(high - low)
-        pack.read_into(low, buffer)
+        self._read_into(pack, low, buffer)
         return buffer[start - low : stop - low]
+
+    def _read_into(self, pack: OpenPack, position: int, target: Buffer) -> None:
+        """As the pack does; one that is gone, from a store whose open objects do not outlive their removal, is missing
+        as it would be to who opens it now."""
+        try:
+            pack.read_into(position, target)
+        except ObjectNotFound as error:
+            raise missing(self._repo, pack.name) from error
 
     def _chunk(self, one: _Task, number: int, held: Buffer | None, targets: Targets) -> None:
         """One chunk, as in `_run`."""
@@ -169,7 +177,7 @@ class LeafReader:
         start, size, position = chunks.start[number], chunks.size[number], chunks.position[number]
         target = targets.part(chunks.want[number], start, start + size) if held is None else None
         if target is not None:
-            one.pack.read_into(position, target)
+            self._read_into(one.pack, position, target)
             self._check(one, number, number + 1, target)
             return
         base = one.task.start
@@ -195,7 +203,7 @@ class LeafReader:
         start = int(plan.start[rows.start])
         target = targets.part(want, start, start + high - low) if alone and held is None else None
         if target is not None:
-            pack.read_into(low, target)
+            self._read_into(pack, low, target)
             self._check(one, rows.start, rows.stop, target)
             return
         data = self._fetched(pack, low, high) if held is None else held[low - base : high - base]

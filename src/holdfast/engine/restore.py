@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from holdfast.engine.joint.together import NodeReads
 from holdfast.engine.parts import Parts
 from holdfast.engine.read import read_leaves
-from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorable
+from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorable, StoreError, in_words, typed
 from holdfast.events import CandidateSkipped, Emitter, RestoredEvent, Warned
 from holdfast.model.checkpoint import Json, Manifest
 from holdfast.model.leaf import LeafSpec
@@ -23,6 +23,7 @@ from holdfast.repo.lineage import latest, resolve, walk
 from holdfast.repo.repository import Repo
 from holdfast.state.collector import collector_paused
 from holdfast.state.contract import LoadReport, Prepared
+from holdfast.store.contract import is_unreadable
 
 CHOICES = 3
 """How often the choice starts again because a candidate was removed meanwhile."""
@@ -92,7 +93,7 @@ def exactly(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Resu
         return _unless_vanished(repo, id, attempt)
     except _Vanished as vanished:
         raise CheckpointNotFound(
-            f"{id} was removed while it was being read", subject=str(id), hint=f"holdfast ls {repo.url}"
+            f"{id} was removed while it was being read", subject=str(id), hint=typed("holdfast", "ls", repo.url)
         ) from vanished
 
 
@@ -124,20 +125,31 @@ def choose(
         stranded = _elsewhere(repo, run)  # looked for before `latest` is asked: what has just been committed is either
         if latest(repo, run, withdrawn=withdrawn) is None:
             break  # else something was committed since the walk looked for it
+    else:
+        skipped, stranded = [], _elsewhere(repo, run)
+        newest = latest(repo, run, withdrawn=withdrawn)
+        if newest is not None:  # None would mean a start from scratch
+            raise NothingRestorable(
+                f"run {run!r} changed each of the {CHOICES} times that a checkpoint of it was chosen: others commit "
+                f"and remove there; the newest is now {newest}",
+                subject=run,
+                hint="try again when less is removed, or keep more (keep=)",
+            )
     if skipped:
         reasons = "".join(f"\n  {id}: {reason}" for id, reason in skipped[:5])
         reasons += f"\n  and {len(skipped) - 5} more" if len(skipped) > 5 else ""
         raise NothingRestorable(
             f"run {run!r} has checkpoints, and none of them is whole:{reasons}",
             subject=run,
-            hint=f"holdfast verify {repo.url} --run {run}",
+            hint=typed("holdfast", "verify", repo.url, "--run", run),
         )
     if stranded is not None:
         raise NothingRestorable(
             f"the last attempt of run {run!r} went on from a checkpoint that is gone, so `latest` means nothing; "
             f"there are others, such as {stranded}",
             subject=run,
-            hint=f"name one: step={stranded.step}, or resume_from={stranded.step}; `holdfast ls {repo.url}` shows all",
+            hint=f"name one: step={stranded.step}, or resume_from={stranded.step}; "
+            f"`{typed('holdfast', 'ls', repo.url)}` shows all",
         )
     return None, []
 
@@ -164,6 +176,22 @@ def _unless_vanished(repo: Repo, id: CheckpointId, attempt: Callable[[Checkpoint
         if not repo.exists(id):
             raise _Vanished from None
         raise
+    except StoreError as error:
+        damage = as_damage(error)
+        if damage is error:
+            raise
+        raise damage from error
+
+
+def as_damage(error: Exception) -> Exception:
+    """What it means to a restore: damage, where the disk does not give some of the checkpoint's bytes."""
+    if not is_unreadable(error):
+        return error
+    return CorruptionError(
+        in_words(error),
+        subject=getattr(error, "subject", None),
+        hint="look at the kernel log (`dmesg`) and at the disk",
+    )
 
 
 @collector_paused

@@ -14,7 +14,7 @@ from holdfast.engine.describing import index_of
 from holdfast.engine.job import Job
 from holdfast.engine.memory import MemoryTier
 from holdfast.engine.party import Party
-from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable, in_words
+from holdfast.errors import HoldfastError, OwnershipError, SaveFailed, StoreFull, StoreUnreliable, in_words, typed
 from holdfast.events import Emitter, PackWritten, Progress, SaveFailedEvent, Warned
 from holdfast.model.checkpoint import Index, Manifest, Receipt
 from holdfast.repo.attempts import Attempt
@@ -77,7 +77,7 @@ class SaveWriter:
             failure = SaveFailed(
                 f"the save of {save.id} failed while {save.phase}: {in_words(cause)}",
                 subject=str(save.id),
-                hint=getattr(cause, "hint", None) or f"holdfast ls {self._repo.url}",
+                hint=getattr(cause, "hint", None) or typed("holdfast", "ls", self._repo.url),
             )
             failure.__cause__ = cause
         self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
@@ -206,5 +206,6 @@ class SaveWriter:
             raise StoreFull(
                 f"{self._repo.url} has {free_mib:,.0f} MiB free; this checkpoint needs {needed_mib:,.0f} MiB",
                 subject=self._repo.url,
-                hint=f"free space there, or keep fewer checkpoints; `holdfast ls {self._repo.url}` shows what is kept",
+                hint="free space there, or keep fewer checkpoints; "
+                f"`{typed('holdfast', 'ls', self._repo.url)}` shows what is kept",
             )

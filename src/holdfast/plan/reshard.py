@@ -77,7 +77,11 @@ def _check_leaves(saved: Holdings, wanted: Holdings, asked: Flags) -> None:
     missing = leaves[leaves >= saved.leaves]
     if len(missing):
         path = leaf_name(wanted.paths, int(missing[0]))
-        raise ShardMismatch(f"{path}: the checkpoint has no such leaf", subject=path, hint="holdfast show")
+        raise ShardMismatch(
+            f"{path}: the checkpoint has no such leaf",
+            subject=path,
+            hint="`holdfast show WHERE` lists the leaves that it has",
+        )
     axes = max(saved.whole.shape[1], wanted.whole.shape[1])
     here, there = _wide(wanted.whole[leaves], axes, 1), _wide(saved.whole[leaves], axes, 1)
     differs = (here != there).any(axis=1) | (wanted.ndim[leaves] != saved.ndim[leaves])
@@ -107,5 +111,5 @@ def _error(wanted: Holdings, at: int, fault: Fault) -> ShardMismatch:
     return ShardMismatch(
         f"{path}: {item_name(place)} {said}; rank {wanted.rank[at]} wants {box}",
         subject=path,
-        hint="holdfast verify",
+        hint="`holdfast verify WHERE` names all that is damaged",
     )

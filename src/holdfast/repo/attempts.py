@@ -8,7 +8,15 @@ from collections.abc import Callable
 from typing import Final
 
 from holdfast.crashpoints import crashpoint
-from holdfast.errors import AlreadyExists, CheckpointNotFound, CorruptionError, HoldfastError, RunInUse, Superseded
+from holdfast.errors import (
+    AlreadyExists,
+    CheckpointNotFound,
+    CorruptionError,
+    HoldfastError,
+    RunInUse,
+    Superseded,
+    typed,
+)
 from holdfast.model.checkpoint import AttemptRecord
 from holdfast.model.names import CheckpointId, check_run, run_key
 from holdfast.repo import layout, objects
@@ -191,7 +199,7 @@ def _put_claim(
                 raise CheckpointNotFound(
                     f"there is no checkpoint {parent} to go on from",
                     subject=str(parent),
-                    hint=f"holdfast ls {repo.url} shows what is left",
+                    hint=f"{typed('holdfast', 'ls', repo.url)} shows what is left",
                 )
             if ended and look is not None:
                 look()
@@ -253,7 +261,7 @@ def _rely_on(repo: Repo, parent: CheckpointId | None) -> None:
         raise CheckpointNotFound(
             f"checkpoint {parent} was removed, or is being removed, while it was being claimed",
             subject=str(parent),
-            hint=f"holdfast ls {repo.url} shows what is left",
+            hint=f"{typed('holdfast', 'ls', repo.url)} shows what is left",
         )
 
 

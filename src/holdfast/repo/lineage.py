@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RunNotFound, UsageError
+from holdfast.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RunNotFound, UsageError, typed
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.repo import layout, objects
 from holdfast.repo.records import decode_begin, decode_lease
@@ -154,7 +154,7 @@ def _by_step(repo: Repo, run: str, step: int) -> CheckpointId:
     raise CheckpointNotFound(
         f"run {run!r} has no checkpoint of step {step}; the nearest are {', '.join(map(str, near))}",
         subject=f"{run}/{step}",
-        hint=f"holdfast ls {repo.url} shows all",
+        hint=f"{typed('holdfast', 'ls', repo.url)} shows all",
     )
 
 
@@ -167,7 +167,7 @@ def _existing(repo: Repo, id: CheckpointId) -> CheckpointId:
     raise CheckpointNotFound(
         f"no checkpoint {id} at {repo.url}; steps of that attempt: {there}",
         subject=str(id),
-        hint=f"holdfast ls {repo.url} shows all",
+        hint=f"{typed('holdfast', 'ls', repo.url)} shows all",
     )
 
 
@@ -176,7 +176,7 @@ def _none_in(repo: Repo, run: str) -> RunNotFound | CheckpointNotFound:
         return CheckpointNotFound(f"run {run!r} at {repo.url} has no checkpoint yet", subject=run)
     runs = repo.runs()
     close = difflib.get_close_matches(run_key(run), runs, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"holdfast ls {repo.url} shows what there is"
+    hint = f"did you mean {close[0]!r}?" if close else f"{typed('holdfast', 'ls', repo.url)} shows what there is"
     return RunNotFound(f"no run {run!r} at {repo.url}; {known_runs(runs)}", subject=run, hint=hint)
 
 

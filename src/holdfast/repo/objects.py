@@ -58,7 +58,7 @@ def check_format(found: Fields) -> None:
         raise FormatTooNew(
             f"{found.name} has format {number}; this version reads formats up to {FORMAT}",
             subject=found.name,
-            hint="pip install --upgrade holdfast",
+            hint="read it with the Holdfast that wrote it, or a newer one",
         )
 
 

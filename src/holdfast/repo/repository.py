@@ -15,7 +15,9 @@ from holdfast.errors import (
     NotARepository,
     ObjectNotFound,
     RepositoryError,
+    StoreError,
     UsageError,
+    typed,
 )
 from holdfast.model.checkpoint import AttemptRecord, Index, IndexEntry, Json, Manifest, PackEntry
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step, run_key
@@ -26,7 +28,7 @@ from holdfast.repo.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Aborted
 from holdfast.repo.nearby import nearby
 from holdfast.repo.records import decode_attempt
 from holdfast.state import leaf_paths
-from holdfast.store.contract import Bytes, Store
+from holdfast.store.contract import Bytes, Store, is_unreadable
 from holdfast.version import __version__
 
 
@@ -163,6 +165,10 @@ class Repo:
             return False
         except CorruptionError:
             return True
+        except StoreError as error:
+            if not is_unreadable(error):
+                raise
+            return True  # it must not hide what is older, nor be taken for gone
         if len(data) > MAX_ABORTED and b',"path":"%b",' % id.manifest.encode() in data:
             return True  # no aborted mark, no copy: a large tree need not be parsed to be counted
         try:
@@ -213,7 +219,7 @@ class Repo:
         return CheckpointNotFound(
             f"no checkpoint {id} at {self.url}: {why}",
             subject=str(id),
-            hint=f"holdfast ls {self.url} shows those that exist",
+            hint=f"{typed('holdfast', 'ls', self.url)} shows those that exist",
         )
 
     def index(self, manifest: Manifest, rank: int = 0) -> Index:

@@ -10,12 +10,13 @@ import secrets
 from collections.abc import Callable, Iterable
 
 from holdfast.crashpoints import crashpoint
-from holdfast.errors import AlreadyExists, CorruptionError, ObjectNotFound
+from holdfast.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout, objects
 from holdfast.repo.manifest import MAX_ABORTED, Aborted, encode_aborted
 from holdfast.repo.records import decode_begin
 from holdfast.repo.repository import Repo
+from holdfast.store.contract import is_unreadable
 from holdfast.store.names import TEMPORARY
 
 Report = Callable[[str], None]
@@ -30,8 +31,18 @@ def abort(repo: Repo, id: CheckpointId, save_id: str, *, by: str = "the save fai
     try:
         objects.put(repo.store, id.manifest, encode_aborted(mark), token=save_id)
     except AlreadyExists:
-        return isinstance(repo.mark(id), Aborted)
+        return _is_aborted(repo, id)
     return True
+
+
+def _is_aborted(repo: Repo, id: CheckpointId) -> bool:
+    """CorruptionError if what lies there cannot be read: then nothing is to be freed, and nothing else held up."""
+    try:
+        return isinstance(repo.mark(id), Aborted)
+    except StoreError as error:
+        if not is_unreadable(error):
+            raise
+        raise CorruptionError(error.message, subject=error.subject) from error
 
 
 def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin: bool = False) -> bool:
@@ -40,7 +51,7 @@ def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin:
     `names`: file names that the caller knows it wrote, where `begin.json` may be gone. `keep_begin`: the save's process
     may still live and put more, so that somebody has to come back.
     """
-    if not isinstance(repo.mark(id), Aborted):
+    if not _is_aborted(repo, id):
         return False
     # Somebody else may have put it a moment ago. Were it lost with the power, a commit could come after the freeing.
     repo.store.settle(id.manifest)

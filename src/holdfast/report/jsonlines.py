@@ -9,11 +9,13 @@ import math
 import os
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, Any
 
 from holdfast.events import Event
 from holdfast.model.names import CheckpointId
+from holdfast.model.spread import Part, RankTimings
 from holdfast.model.timing import Timing
 
 SCHEMA = "holdfast.event/1"
@@ -23,9 +25,9 @@ class JsonLines:
     """Appends events to `target`, a path or a text stream; a path is opened at the first event.
 
     Each line: `schema`, `event` (the class's name), `time` (seconds since 1970 by this machine's clock, for the eye),
-    then the event's own fields. A checkpoint is {"run", "attempt", "step"}, a timing an object of its fields; a number
-    that JSON lacks is a string ("nan"). Lines of several threads, and of several processes that append to one file, do
-    not mix.
+    then the event's own fields. A checkpoint is {"run", "attempt", "step"}, a timing an object of its fields, and so
+    are those of several ranks; a number that JSON lacks is a string ("nan"). Lines of several threads, and of several
+    processes that append to one file, do not mix.
     """
 
     def __init__(self, target: str | os.PathLike[str] | IO[str]) -> None:
@@ -77,8 +79,10 @@ def plain(value: object) -> Any:
     """`value` of an event's field as JSON can hold it."""
     if isinstance(value, CheckpointId):
         return {"run": value.run, "attempt": value.attempt, "step": value.step}
-    if isinstance(value, Timing):
+    if isinstance(value, (Timing, RankTimings, Part)):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, (bool, int, str)):

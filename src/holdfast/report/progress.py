@@ -7,7 +7,7 @@ import threading
 import time
 from typing import IO, TYPE_CHECKING
 
-from holdfast.events import Committed, Event, Progress, RanksBehind, RestoredEvent, SaveFailedEvent
+from holdfast.events import CandidateSkipped, Committed, Event, Progress, RanksBehind, RestoredEvent, SaveFailedEvent
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -42,6 +42,8 @@ class ProgressBar:
             case Committed(id) | SaveFailedEvent(id):
                 self._end(("save", str(id)))
                 self._end(("behind", id.run))
+            case CandidateSkipped(id):
+                self._end(("restore", str(id)))
             case RestoredEvent(id):
                 self._end(("restore", str(id)))
                 self._end(("behind", id.run))

@@ -171,6 +171,9 @@ class NumpyAdapter:
 
         return node, refresh
 
+    def plain(self, kind: type) -> bool:
+        return issubclass(kind, np.generic)
+
     def encode_shard(self, value: Shard, path: str, writer: Writer) -> tuple[Json, Refresh]:
         array, layout = value.value, value.layout
         if not isinstance(array, np.ndarray) or array.shape != layout.local:

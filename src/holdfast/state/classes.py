@@ -12,6 +12,7 @@ from holdfast.model.paths import join
 from holdfast.state import registry
 from holdfast.state.nodes import ROOT, items, kind_of, name_of, segment
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
+from holdfast.state.structure import field_names, fields_fit, fields_of, holds_structure, offered
 from holdfast.state.tagged import Tagged, type_name
 
 
@@ -37,25 +38,25 @@ def enum_member(plan: Restorer, node: Json, like: Any, path: str, keep: bool) ->
 
 
 def named_fields(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
-    kind, is_data = _class(node, like), kind_of(node) == "dataclass"
-    known = kind is not None and (
-        dataclasses.is_dataclass(kind) if is_data else issubclass(kind, tuple) and hasattr(kind, "_fields")
-    )
+    kind = offered(node, like, keep=keep)
+    if kind is not None and not fields_fit(node, kind):
+        theirs = f"{node.get('type')} with fields {sorted(name_of(key) for key, _ in items(node))}"
+        return plan.mismatch(like, path, theirs, f"fields {sorted(field_names(kind))}")
+    present = {} if kind is None else fields_of(like) if dataclasses.is_dataclass(kind) else like._asdict()
     thunks: dict[str, Thunk] = {}
     for key, child in items(node):
         name, where = name_of(key), join(path, segment(key))
-        if known and hasattr(like, name):
-            now = getattr(like, name)
-            thunks[name] = plan.value(child, now, where) if keep else plan.rebuild(child, where, now)
-        else:
-            thunks[name] = plan.rebuild(child, where)
-    if not known or kind is None:
+        now = present.pop(name, ABSENT)
+        thunks[name] = plan.value(child, now, where) if keep and now is not ABSENT else plan.rebuild(child, where, now)
+    if kind is None:
         tag = name_of(node.get("type"))
         return lambda: Tagged(tag, {name: thunk() for name, thunk in thunks.items()})
-    fields = {one.name for one in dataclasses.fields(kind)} if is_data else set(kind._fields)  # type: ignore[attr-defined]
-    if not set(thunks) <= fields or (not is_data and set(thunks) != fields):
-        return plan.mismatch(like, path, f"{node.get('type')} with fields {sorted(thunks)}", f"fields {sorted(fields)}")
-    if not is_data:
+    if type_name(kind) != node.get("type"):
+        plan.notes.append(f"{path or ROOT}: saved by a {node.get('type')}, restored into a {type_name(kind)}")
+    if keep:
+        new = [join(path, segment(name)) for name, value in present.items() if holds_structure(value)]
+        plan.missing.extend(filter(plan.takes, new))
+    if kind_of(node) == "namedtuple":
         return lambda: kind._make(thunks[name]() for name in kind._fields)  # type: ignore[attr-defined]
     frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
     return _data(kind, like, thunks, in_place=keep and not frozen)
@@ -65,8 +66,7 @@ def _data(kind: type, like: Any, thunks: dict[str, Thunk], *, in_place: bool) ->
     def build() -> Any:
         made = {name: thunk() for name, thunk in thunks.items()}
         if not in_place:
-            held = {one.name: getattr(like, one.name) for one in dataclasses.fields(kind) if hasattr(like, one.name)}
-            return registry.rebuild_dataclass(kind, {**held, **made})
+            return registry.rebuild_dataclass(kind, {**fields_of(like), **made})
         for name, now in made.items():
             object.__setattr__(like, name, now)
         return like

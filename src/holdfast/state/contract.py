@@ -138,7 +138,7 @@ class Rows(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
     """A restore that has been matched but not begun: `wants` are leaf numbers and where their bytes go."""
 
@@ -146,6 +146,7 @@ class Prepared:
     apply: Callable[[], Any]
     """After every leaf has arrived: sets plain values, creates what did not exist, returns the state."""
     report: LoadReport = field(default_factory=LoadReport)
+    """Once applied, with what modules that load in their own way made of what they were given."""
     boxes: Sequence[Box | None] | None = None
     """For each of `wants` the box of the leaf that its sink takes; None: the whole leaf. None for all: every want takes
     a whole leaf, of which then no other want takes anything."""

@@ -219,7 +219,8 @@ class Position:
         return None
 
     def run_out(self, epoch: int) -> None:
-        pass
+        if self._begun and self._epoch == epoch:
+            self._current.ended = True
 
     def goes_on_after(self, epoch: int, batch: int) -> int:
         return batch

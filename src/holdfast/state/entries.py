@@ -10,12 +10,10 @@ from holdfast.errors import StateMismatch
 from holdfast.model.checkpoint import Json
 from holdfast.model.paths import join
 from holdfast.state import registry
-from holdfast.state.atoms import ENCODERS
-from holdfast.state.declared import MARKS
 from holdfast.state.keys import key_node, key_thunk, spelled
 from holdfast.state.nodes import KEYED, ROOT, are_segments, is_plain, items, kind_of, segment, sequence, walk
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
-from holdfast.state.stateful import is_stateful
+from holdfast.state.structure import holds_structure
 from holdfast.state.tagged import type_name
 
 _Entry = tuple[Any, Json, Any, str]
@@ -30,17 +28,6 @@ _NEEDS_CLASS: Final = frozenset({"enum", "dataclass", "namedtuple", "defaultdict
 def structured(node: Json, like: Any) -> bool:
     """Whether either side holds tensors or objects: then entries are matched one by one."""
     return kind_of(node) in (*KEYED, "list", "module") and (not is_plain(node) or holds_structure(like))
-
-
-def holds_structure(like: Any) -> bool:
-    kind = type(like)
-    if kind in ENCODERS:
-        return False
-    if kind in MARKS or registry.adapter_for(kind) is not None or is_stateful(like):
-        return True
-    if isinstance(like, Mapping):
-        return any(holds_structure(one) for one in like.values())
-    return isinstance(like, list | tuple) and any(holds_structure(one) for one in like)
 
 
 def matched(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:

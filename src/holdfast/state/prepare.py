@@ -77,6 +77,7 @@ def prepare(
 
     def apply() -> Any:
         restorer.act()
+        prepared.report = _report(restorer)
         state = root()
         if own is not None:
             own()
@@ -84,7 +85,8 @@ def prepare(
 
     wants, boxes = restorer.wants()
     left = _left_over(restorer, matched) if apart and strict else None
-    return Prepared(wants, apply, _report(restorer), boxes, left)
+    prepared = Prepared(wants, apply, _report(restorer), boxes, left)
+    return prepared
 
 
 def _own_values(private_tree: Json) -> tuple[Json, dict[str, Json]]:
@@ -112,7 +114,10 @@ def _checked_paths(tree: Json, private_tree: Json, specs: Sequence[LeafSpec]) ->
         return list(specs.paths[: specs.shared]), list(specs.paths[specs.shared :])
     shared, private = leaf_paths(tree), leaf_paths(private_tree) if private_tree is not None else []
     if shared + private != [spec.path for spec in specs]:
-        raise CorruptionError("the index does not list the leaves that the tree names", hint="holdfast verify")
+        raise CorruptionError(
+            "the index does not list the leaves that the tree names",
+            hint="`holdfast verify WHERE` names all that is damaged",
+        )
     return shared, private
 
 
@@ -189,17 +194,21 @@ def _check(restorer: Restorer, *, apart: bool) -> None:
         raise StateError(_listed(restorer.faults, "cannot be restored"), subject=_subject(restorer.faults[0]))
     problems = [
         *restorer.mismatched,
-        *(f"{path}: not in the checkpoint" for path in restorer.missing),
+        *_not_there(restorer.missing),
         *_only_there(() if apart else restorer.unexpected),
     ]
     if restorer.strict and problems:
         raise _mismatch(problems)
 
 
-def refuse_left_over(paths: Sequence[str]) -> None:
-    """Raises StateMismatch for what no target takes, if there is anything."""
-    if paths:
-        raise _mismatch(_only_there(paths))
+def refuse_left_over(paths: Sequence[str], missing: Sequence[str] = ()) -> None:
+    """Raises StateMismatch for what no target takes, and for what a target found missing, if there is anything."""
+    if paths or missing:
+        raise _mismatch([*_not_there(missing), *_only_there(paths)])
+
+
+def _not_there(paths: Iterable[str]) -> list[str]:
+    return [f"{path}: not in the checkpoint" for path in paths]
 
 
 def _only_there(paths: Iterable[str]) -> list[str]:

@@ -32,6 +32,7 @@ from holdfast.state.nodes import (
 from holdfast.state.restorer import ABSENT, Restorer, Thunk
 from holdfast.state.selection import Selection
 from holdfast.state.stateful import is_stateful
+from holdfast.state.structure import refused
 from holdfast.state.tagged import Tagged
 
 _KEYED_TYPES: Final[dict[str, type]] = {
@@ -60,6 +61,8 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
             return stateful(plan, node, like, path)
         if isinstance(like, dict | list | MutableMapping) and structured(node, like):
             return matched(plan, node, like, path)
+        if (mismatch := refused(plan, node, like, path)) is not None:
+            return mismatch
     if keep and kind not in _TRANSPARENT and not plan.takes(path):
         return lambda: like
     if keep and kind == "random" and isinstance(like, random.Random):

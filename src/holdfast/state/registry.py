@@ -40,6 +40,10 @@ class Adapter(Protocol):
         """Whether this adapter represents values of the type."""
         ...
 
+    def plain(self, kind: type) -> bool:
+        """Whether values of the type, which is this adapter's, are replaced as numbers are, and never filled."""
+        ...
+
     def encode(self, value: Any, path: str, writer: Writer) -> tuple[Json, Refresh]: ...
 
     def encode_shard(self, value: Shard, path: str, writer: Writer) -> tuple[Json, Refresh]:

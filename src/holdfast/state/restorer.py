@@ -110,7 +110,7 @@ class Restorer:
         self._actions: list[tuple[int, str, Callable[[], Any]]] = []
         self._owners: dict[int, tuple[Any, str]] | None = None
         self._tree: Json = None
-        self._places: dict[str, tuple[int, str]] | None = None
+        self._places: dict[str, tuple[int, Json]] | None = None
         self._own: tuple[Json, int, int] = (None, 0, 0)
         self._own_nodes: dict[str, Json] = {}
         self._own_taken: set[str] = set()
@@ -153,13 +153,10 @@ class Restorer:
         """The paths of the shared tree whose values in the private one were not asked for."""
         return [path for path in self._own_nodes if path not in self._own_taken]
 
-    def _located(self) -> dict[str, tuple[int, str]]:
-        """Path -> (leaf number, type of the device that the tensor lay on) of the tree at hand."""
+    def _located(self) -> dict[str, tuple[int, Json]]:
+        """Path -> (leaf number, node) of the tree at hand."""
         if self._places is None:
-            self._places = {
-                path: (self.spec(node, path)[0], str(node.get("device", "cpu")))
-                for path, node in leaf_nodes(self._tree)
-            }
+            self._places = {path: (self.spec(node, path)[0], node) for path, node in leaf_nodes(self._tree)}
         return self._places
 
     def number_at(self, path: str) -> int | str:
@@ -169,7 +166,11 @@ class Restorer:
 
     def device_at(self, path: str) -> str:
         """The type of the device on which the tensor saved at `path` lay."""
-        return self._located().get(path, (0, "cpu"))[1]
+        return str((self.leaf_at(path) or {}).get("device", "cpu"))
+
+    def leaf_at(self, path: str) -> Json | None:
+        """The node of the tensor saved at `path`."""
+        return self._located().get(path, (0, None))[1]
 
     def spec(self, node: Json, path: str) -> tuple[int, LeafSpec]:
         """The number (over shared and private leaves) and spec of the leaf that a leaf or alias node means."""

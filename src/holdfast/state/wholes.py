@@ -27,7 +27,8 @@ class Wholes(Sequence[LeafSpec]):
         self._forms = list(forms)
         if len(self._forms) != len(self.paths):
             raise CorruptionError(
-                f"{len(self._forms)} leaves are described, the trees name {len(self.paths)}", hint="holdfast verify"
+                f"{len(self._forms)} leaves are described, the trees name {len(self.paths)}",
+                hint="`holdfast verify WHERE` names all that is damaged",
             )
 
     def forms(self) -> Sequence[Form]:

@@ -7,12 +7,14 @@ errors of the `StoreError` branch (and what `Content.pieces` itself raises). Not
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
+from holdfast.errors import StoreError
 from holdfast.model.checkpoint import Receipt
 
 
@@ -25,9 +27,10 @@ class Content(Protocol):
     def pieces(self) -> Iterator[memoryview]:
         """The bytes in order, as contiguous buffers whose lengths sum to `length`.
 
-        May block until bytes are ready; may raise, and then the put leaves nothing under its name. Each call starts
-        anew. A piece that starts page-aligned in memory and at a multiple of 4096 in the object can be written
-        directly; the buffer behind the last piece is readable up to the next multiple of 4096.
+        A piece is valid only until the next one is asked for: its memory may hold other bytes from then on. May block
+        until bytes are ready; may raise, and then the put leaves nothing under its name. Each call starts anew. A piece
+        that starts page-aligned in memory and at a multiple of 4096 in the object can be written directly; the buffer
+        behind the last piece is readable up to the next multiple of 4096.
         """
         ...
 
@@ -180,6 +183,12 @@ class Store(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def is_unreadable(error: BaseException | None) -> bool:
+    """Whether a disk did not give an object's bytes (EIO). Whoever restores takes that for damage of the object, if it
+    stays; whoever removes, claims or commits does not, and stops: the object may be whole."""
+    return isinstance(error, StoreError) and error.errno == errno.EIO
 
 
 Where = str | os.PathLike[str] | Store

@@ -31,7 +31,11 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
         return where
     text = os.fspath(where)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise UsageError(f"{where!r} is no place for checkpoints: give a directory or a URL", subject=repr(where))
+        raise UsageError(
+            f"{where!r} is no place for checkpoints: give a directory or a URL",
+            subject=repr(where),
+            hint="write /the/path, file:///the/path or memory://NAME",
+        )
     found = _SCHEME.match(text)
     if found is None:
         return RetryingStore(_local(text))

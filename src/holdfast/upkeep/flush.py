@@ -14,7 +14,7 @@ from holdfast.crashpoints import crashpoint
 from holdfast.engine.candidates import newness
 from holdfast.engine.images import Image, check_image, open_image
 from holdfast.engine.listing import Found, images
-from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError, Superseded
+from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError, Superseded, typed
 from holdfast.image import lasting
 from holdfast.image.lasting import LastingSlot
 from holdfast.model.checkpoint import Receipt
@@ -257,5 +257,5 @@ def _close(repo: Repo, id: CheckpointId, save_id: str, names: Sequence[str]) -> 
 
 def _gone_on(repo: Repo, run: str, why: str) -> Superseded:
     return Superseded(
-        f"the image in memory is not written: {why}", subject=run, hint=f"holdfast ls {repo.url} --run {run}"
+        f"the image in memory is not written: {why}", subject=run, hint=typed("holdfast", "ls", repo.url, "--run", run)
     )

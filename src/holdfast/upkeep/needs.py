@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from holdfast.errors import typed
 from holdfast.model.checkpoint import Note
 from holdfast.model.names import CheckpointId
 from holdfast.repo.lineage import walk
@@ -31,7 +32,11 @@ def needs(repo: Repo, id: CheckpointId, finished: Finished) -> list[Need]:
 def _refs(repo: Repo, id: CheckpointId) -> Iterator[Need]:
     for ref in list_refs(repo):
         if ref.id == id:
-            way = f"holdfast tag {repo.url} {ref.name} --delete" if ref.kind == "tag" else f"clear the {ref.kind} first"
+            way = (
+                typed("holdfast", "tag", repo.url, ref.name, "--delete")
+                if ref.kind == "tag"
+                else f"clear the {ref.kind} first"
+            )
             yield Need(f"{ref.kind} {ref.name!r} names it", way)
 
 

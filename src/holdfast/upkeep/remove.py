@@ -17,6 +17,7 @@ from holdfast.errors import (
     HoldfastError,
     ObjectNotFound,
     RemovalRefused,
+    typed,
 )
 from holdfast.events import Emitter, Removed
 from holdfast.model.names import CheckpointId
@@ -77,7 +78,7 @@ def plan_remove(
             raise CheckpointNotFound(
                 f"no checkpoint {id} at {repo.url}",
                 subject=str(id),
-                hint=f"holdfast ls {repo.url} shows those there are",
+                hint=f"{typed('holdfast', 'ls', repo.url)} shows those there are",
             )
     known = finished_runs(repo, repo.runs()) if finished is None else dict(finished)
     removals = tuple(Removal(id, _bytes(repo, id), tuple(needs(repo, id, known))) for id in dict.fromkeys(ids))
@@ -113,7 +114,7 @@ def remove(repo: Repo, id: CheckpointId, *, finished: Finished, force: bool) -> 
             raise RemovalRefused(
                 f"{id} was not removed: its tombstone has been taken back by a claim of the run",
                 subject=str(id),
-                hint=f"holdfast rm {repo.url} again",
+                hint=typed("holdfast", "rm", repo.url, id),
             )
         repo.store.delete([id.manifest])
         repo.store.settle(id.manifest)

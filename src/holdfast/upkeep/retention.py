@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 from holdfast.crashpoints import crashpoint
-from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError, StoreFull, Superseded
+from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError, StoreFull, Superseded, typed
 from holdfast.events import Emitter, Removed
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.policy.keeping import KeepPolicy, Verdict, protections
@@ -97,7 +97,9 @@ def retain(
             return plan, execute(repo, attempt, plan, emitter=emitter)
         finally:
             attempt.release()
-    raise Superseded(f"others keep committing to run {run!r}", subject=run, hint=f"holdfast ls {repo.url} --run {run}")
+    raise Superseded(
+        f"others keep committing to run {run!r}", subject=run, hint=typed("holdfast", "ls", repo.url, "--run", run)
+    )
 
 
 def _plan(

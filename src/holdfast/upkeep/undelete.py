@@ -18,6 +18,7 @@ from holdfast.errors import (
     ObjectNotFound,
     RemovalRefused,
     RepositoryError,
+    typed,
 )
 from holdfast.model.names import CheckpointId
 from holdfast.repo import objects
@@ -59,7 +60,7 @@ def plan_undelete(repo: Repo, id: CheckpointId, *, grace_s: float = GRACE_S) -> 
     grace is left. `grace_s`: as gc is run here."""
     save = look_at(repo, id)
     if save.state == "committed":
-        raise RepositoryError(f"{id} is not removed", subject=str(id), hint=f"holdfast verify {repo.url}")
+        raise RepositoryError(f"{id} is not removed", subject=str(id), hint=typed("holdfast", "verify", repo.url))
     if save.state != "removed" or save.manifest is None:
         raise _nothing(repo, save)
     left = _left_s(repo, save, grace_s)
@@ -68,7 +69,7 @@ def plan_undelete(repo: Repo, id: CheckpointId, *, grace_s: float = GRACE_S) -> 
             f"{id} cannot be brought back any more: gc may delete its packs in {max(left, 0.0) / 60:.0f} minutes, "
             "and an hour is needed",
             subject=str(id),
-            hint=f"where gc is run with a longer grace: holdfast undelete {repo.url} {id} --grace HOURS",
+            hint=f"where gc is run with a longer grace: {typed('holdfast', 'undelete', repo.url, id)} --grace HOURS",
         )
     return UndeletePlan(repo.url, id, _trash_of(repo, save), save.manifest.bytes, left, grace_s)
 
@@ -159,7 +160,7 @@ def _nothing(repo: Repo, save: SaveDirectory) -> CheckpointNotFound:
         "damaged": save.message,
     }.get(save.state, "nothing of it is in the trash")
     return CheckpointNotFound(
-        f"{save.id} cannot be brought back: {why}", subject=str(save.id), hint=f"holdfast ls {repo.url}"
+        f"{save.id} cannot be brought back: {why}", subject=str(save.id), hint=typed("holdfast", "ls", repo.url)
     )
 
 

@@ -6,8 +6,10 @@ import sys
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
+import holdfast.torch
 
 
 class Augmented(Dataset):
@@ -54,7 +56,44 @@ def exact(where):
     train(where, DataLoader(torch.rand(12, 4), batch_size=2, shuffle=True, num_workers=1), scheduled=True)
 
 
-CASES = ("workers", "scheduler", "exact")
+def epochs_end(where, samples=6, loader=DataLoader, *, accumulate=1, **more):
+    """Saved with the last batch of an epoch, in the step before the epoch's end or in the one that it completes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = loader(torch.rand(samples, 4), batch_size=2, **(more or {"shuffle": True}))
+    with holdfast.Checkpointer(where, {"model": model, "optimizer": optimizer}, data=data) as ckpt:
+        for epoch in ckpt.epochs(100, accumulate=accumulate):
+            if isinstance(data.sampler, holdfast.torch.ResumableSampler):
+                data.sampler.set_epoch(epoch)
+            for batch in ckpt.batches:
+                loss = model(batch).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+def epochs_end_accumulated(where):
+    """Five batches in three steps."""
+    epochs_end(where, 10, accumulate=2)
+
+
+def epochs_end_stateful(where):
+    epochs_end(where, loader=StatefulDataLoader)
+
+
+def epochs_end_stateful_order(where):
+    order = holdfast.torch.ResumableSampler(range(6), seed=1)
+    epochs_end(where, loader=StatefulDataLoader, sampler=order)
+
+
+CASES = (
+    *("workers", "scheduler", "exact", "epochs_end"),
+    *("epochs_end_accumulated", "epochs_end_stateful", "epochs_end_stateful_order"),
+)
 
 if __name__ == "__main__":
     name, place = sys.argv[1:]

@@ -46,6 +46,16 @@ def epochs(where):
             state["rate"] *= 0.9
 
 
+def epochs_end(where):
+    """Saved with the last batch of an epoch that is not over yet: nobody has asked for another one."""
+    state = begin()
+    with holdfast.Checkpointer(where, state, data=BATCHES[:3]) as ckpt:
+        for _ in ckpt.epochs(100):
+            for batch in ckpt.batches:
+                learn(state, batch)
+            state["rate"] *= 0.9
+
+
 def step_done(where):
     """Keeps by a metric that it never logs."""
     state = begin()
@@ -276,6 +286,15 @@ def children(where):
                 time.sleep(0.05)
 
 
+def moves(where):
+    """Works in a directory of its own."""
+    state = begin()
+    os.chdir("/")
+    with holdfast.Checkpointer(where, state) as ckpt:
+        for _ in ckpt.steps(1000):
+            learn(state)
+
+
 def saves_too(where):
     """Saves by itself as well, asks whether there is anything to resume from, and exports."""
     state = begin()
@@ -290,7 +309,8 @@ def saves_too(where):
 
 
 CASES = (
-    *("exact", "epochs", "step_done", "no_restore", "unseeded", "unseeded_unused", "augmented", "nondeterministic"),
+    *("exact", "epochs", "epochs_end", "step_done", "no_restore"),
+    *("unseeded", "unseeded_unused", "augmented", "nondeterministic"),
     *(
         "average",
         "harmless_average",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ import pytest
 from tests.joint_ranks import together
 
 import holdfast
-from held_store import held
+from held_store import PATIENCE_S, held
 from holdfast.api import oneoff
 from holdfast.errors import RunInUse, StoreUnavailable
 from holdfast.model.names import CheckpointId
@@ -143,10 +145,61 @@ def test_a_save_that_cannot_take_its_attempt_up_again_fails_and_the_next_one_goe
     assert holdfast.save(STATE, tmp_path).attempt == 1
 
 
+def test_no_load_and_no_save_of_another_run_waits_for_a_save(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    holdfast.save(STATE, other)
+
+    def elsewhere() -> list[int]:
+        return [holdfast.load(other).step, holdfast.save(STATE, other).step, holdfast.load(other).step]
+
+    with ThreadPoolExecutor(1) as pool:  # not left before what is held goes on
+        beside: list[Future[list[int]]] = []
+
+        def look() -> None:
+            beside.append(pool.submit(elsewhere))
+            assert beside[0].result(PATIENCE_S) == [0, 1, 1]
+
+        while_it_writes(tmp_path / "place", lambda store: holdfast.save(STATE, store), 0, look)
+
+
+def test_saves_of_one_run_come_one_after_the_other(tmp_path: Path) -> None:
+    store = held(tmp_path, 0)
+    with ThreadPoolExecutor(2) as pool:
+        saving = [pool.submit(holdfast.save, STATE, store) for _ in range(2)]
+        store.await_pack(0)
+        store.let_go()
+        assert sorted(one.result(60).step for one in saving) == [0, 1]
+    assert [step for step, _ in store.put] == sorted(step for step, _ in store.put)
+
+
+def test_a_child_that_is_forked_during_a_save_loads_and_saves(tmp_path: Path) -> None:
+    place, other = tmp_path / "place", tmp_path / "other"
+    holdfast.save(STATE, other)
+    left: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                holdfast.load(other)
+                status = holdfast.save(STATE, other).step - 1
+            finally:
+                os._exit(status)
+        watched = os.pidfd_open(child)
+        if not select.select([watched], [], [], PATIENCE_S)[0]:
+            os.kill(child, signal.SIGKILL)
+        os.close(watched)
+        left.append(os.waitpid(child, 0)[1])
+
+    while_it_writes(place, lambda store: holdfast.save(STATE, store), 0, fork)
+    assert left == [0]
+
+
 def test_a_forked_child_saves_under_no_attempt_of_its_parent(tmp_path: Path) -> None:
     holdfast.save(STATE, tmp_path)
-    assert oneoff._attempts
+    assert oneoff._attempts and oneoff._saving
     child = os.fork()
     if child == 0:
-        os._exit(len(oneoff._attempts))
+        os._exit(len(oneoff._attempts) + len(oneoff._saving))
     assert os.waitpid(child, 0)[1] == 0

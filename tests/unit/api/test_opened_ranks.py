@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.joint_saves import save_jointly, whole
+from tests.joint_saves import ROWS, save_jointly, whole
 
 import holdfast
-from holdfast.engine import joined
+from holdfast.engine import joined, parts
 from holdfast.errors import CorruptionError, LeafNotFound, UsageError
 from holdfast.repo.repository import Repo
+from holdfast.store.backends.local import LocalStore
 from holdfast.store.backends.memory import MemoryStore
+from holdfast.store.backends.operating_system import OperatingSystem
 from holdfast.store.contract import Bytes
 
 
@@ -126,3 +131,96 @@ def test_reading_on_when_it_is_closed_is_refused(repo: Repo) -> None:
     opened.close()
     with pytest.raises(UsageError, match="closed"):
         leaf[0]
+
+
+class Packs(OperatingSystem):
+    """Counts the packs that are open."""
+
+    def __init__(self) -> None:
+        self.open_now: dict[int, str] = {}
+        self.most = 0
+        self._lock = threading.Lock()
+
+    def open(self, path: str, *, direct: bool = False) -> int:
+        found = super().open(path, direct=direct)
+        if path.endswith(".safetensors"):
+            with self._lock:
+                self.open_now[found] = path
+                self.most = max(self.most, len(self.open_now))
+        return found
+
+    def close(self, descriptor: int) -> None:
+        with self._lock:
+            self.open_now.pop(descriptor, None)
+        super().close(descriptor)
+
+
+RANKS = 16
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of many ranks, each with a pack of its own."""
+    place = tmp_path_factory.mktemp("many")
+    save_jointly(Repo.create_or_open(LocalStore(place), chunk_bytes=512), RANKS, (1,))
+    return place
+
+
+@pytest.fixture
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(joined, "OPENED_AT_ONCE", 3)
+    monkeypatch.setattr(joined, "FURTHER", 2)
+    monkeypatch.setattr(parts, "SAVERS_AT_ONCE", 4)
+    yield
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_of_many_ranks_few_packs_are_open_at_once(many: Path) -> None:
+    packs = Packs()
+    with holdfast.open(LocalStore(many, filesystem=packs)) as opened:
+        assert len(packs.open_now) == 3
+        for _ in range(2):
+            for name in ("rows", "columns"):
+                assert np.array_equal(opened[f"model/{name}"].numpy(), whole(1)["model"][name])
+        assert len(packs.open_now) == 5 and packs.most == 5
+        assert opened.bytes_read >= whole(1)["model"]["rows"].nbytes + whole(1)["model"]["columns"].nbytes
+    assert not packs.open_now
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_threads_that_read_of_many_ranks_take_nothing_away_from_each_other(many: Path) -> None:
+    packs = Packs()
+    wanted = whole(1)["model"]["columns"]
+    with holdfast.open(LocalStore(many, filesystem=packs)) as opened:
+        leaf, found = opened["model/columns"], []
+
+        def read(start: int) -> None:
+            found.extend(np.array_equal(leaf[:, at], wanted[:, at]) for at in [*range(start, 60), *range(start)])
+
+        threads = [threading.Thread(target=read, args=(7 * one,)) for one in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [True] * 8 * 60
+        assert packs.most <= 3 + 2 + 8
+    assert not packs.open_now
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_a_leaf_that_is_read_after_the_close_opens_nothing(many: Path) -> None:
+    packs = Packs()
+    with holdfast.open(LocalStore(many, filesystem=packs)) as opened:
+        leaf = opened["model/rows"]
+    for key in (..., slice(0, 1), slice(ROWS - 1, ROWS)):
+        with pytest.raises(UsageError, match="is closed"):
+            leaf[key]
+    assert not packs.open_now
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_of_many_ranks_few_packs_are_open_while_what_they_have_is_cut_out(many: Path) -> None:
+    packs = Packs()
+    loaded = holdfast.load(LocalStore(many, filesystem=packs))
+    assert np.array_equal(loaded.state["model"]["columns"], whole(1)["model"]["columns"])
+    assert 0 < packs.most <= 4 and not packs.open_now

@@ -98,7 +98,7 @@ def test_undelete_keeps_away_from_gc_by_the_grace_that_gc_is_run_with(cli, place
 def test_undelete_of_what_is_not_removed(cli, place):
     removed(cli, place)
     status, _, err = cli("undelete", place, "8", "--run", "gpt")
-    assert (status, err) == (11, "error: 8 of run 'gpt' is not removed\n")
+    assert (status, err) == (11, "error: 8 of run 'gpt' is not removed\nhint: holdfast ls /ckpts\n")
     status, _, err = cli("undelete", place, "99", "--run", "gpt")
     assert err.splitlines()[0] == (
         "error: no removed checkpoint 99 in run 'gpt'; in the trash: gpt/a0001/6, gpt/a0001/2"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 
 import holdfast
 from holdfast.engine import restore
+from holdfast.errors import CheckpointNotFound, NothingRestorable, ObjectNotFound
 from holdfast.model.names import CheckpointId
 from holdfast.repo.lineage import walk
 from holdfast.repo.repository import Repo
+from holdfast.store.backends.memory import MemoryReader, MemoryStore
+from holdfast.store.contract import Reader
 
 
 def test_what_is_committed_just_after_the_walk_looked_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +55,84 @@ def test_a_first_checkpoint_that_is_committed_while_one_is_looked_for_is_not_str
         assert checkpointer.restore() is not None
     assert state["w"].tolist() == [7.0, 7.0, 7.0]
     assert looks[0] is not None
+
+
+class Forgetful(MemoryStore):
+    """A store of ranged reads whose open objects do not outlive their removal. `removing(name)` is called before each
+    read of a pack, and says whether it is gone by then."""
+
+    def __init__(self) -> None:
+        super().__init__(str(uuid.uuid4()))
+        self.removing: Callable[[str], bool] = lambda name: False
+
+    def open(self, name: str) -> Reader:
+        inner, outer = super().open(name), self
+
+        class Far(MemoryReader):
+            def view(self) -> memoryview | None:
+                return None
+
+            def read_into(self, offset: int, buffer: memoryview) -> None:
+                if name.endswith(".safetensors") and outer.removing(name):
+                    raise ObjectNotFound(f"there is no object {name}")
+                super().read_into(offset, buffer)
+
+        return Far(inner.name, inner.data)
+
+
+@pytest.fixture(params=["its header", "a long leaf", "small leaves"])
+def removed_while_read(request: pytest.FixtureRequest) -> Forgetful:
+    """Steps 1 and 2; step 2 is removed when that part of its pack is about to be read."""
+    store = Forgetful()
+    wide = np.ones(1 << 19) if request.param == "a long leaf" else np.ones(4)
+    for step in (1, 2):
+        holdfast.save({"w": wide * step, "b": np.full(3, step)}, store, step=step)
+    reads: list[str] = []
+
+    def removing(name: str) -> bool:
+        if "step-00000002" not in name:
+            return False
+        reads.append(name)
+        if len(reads) == (1 if request.param == "its header" else 2):
+            store.delete([other for other in list(store.place.objects) if "step-00000002/" in other])
+        return name not in store.place.objects
+
+    store.removing = removing
+    return store
+
+
+def test_what_is_removed_while_it_is_read_is_passed_over(removed_while_read: Forgetful) -> None:
+    loaded = holdfast.load(removed_while_read)
+    assert loaded.step == 1 and loaded.state["b"].tolist() == [1, 1, 1]
+
+
+def test_what_is_removed_while_it_is_read_is_said_to_be_gone(removed_while_read: Forgetful) -> None:
+    with pytest.raises(CheckpointNotFound, match="removed while it was being read"):
+        holdfast.load(removed_while_read, step=2)
+
+
+def vanishing(saved: int) -> Forgetful:
+    """So many checkpoints, each of which is removed when its pack is about to be read."""
+    store = Forgetful()
+    for step in range(1, saved + 1):
+        holdfast.save({"w": np.full(3, float(step))}, store, step=step)
+
+    def removing(name: str) -> bool:
+        store.delete([name.rpartition("/")[0] + "/manifest.json"])
+        return True
+
+    store.removing = removing
+    return store
+
+
+def test_choices_that_vanish_each_time_are_no_start_from_scratch() -> None:
+    state = {"w": np.zeros(3)}
+    with holdfast.Checkpointer(vanishing(restore.CHOICES + 1), state) as checkpointer:
+        with pytest.raises(NothingRestorable, match=r"newest is now main/a0001/1"):
+            checkpointer.restore()
+        assert state["w"].tolist() == [0, 0, 0]
+
+
+def test_where_all_of_them_vanish_there_is_none() -> None:
+    with pytest.raises(CheckpointNotFound):
+        holdfast.load(vanishing(restore.CHOICES))

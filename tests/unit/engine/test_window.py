@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def test_i9_a_state_beyond_the_budget_goes_out_piece_by_piece(tmp_path: Path, wa
     assert_whole(Repo.open(open_store(tmp_path)))
 
 
-def test_a_single_save_takes_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_single_save_takes_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    where = str(tmp_path) if kind == "local" else f"memory://{uuid.uuid4()}"
     monkeypatch.setattr(arenas, "WINDOW_BYTES", MIB)
     taken: list[int | None] = []
     acquire = arenas.acquire_window
@@ -68,9 +71,9 @@ def test_a_single_save_takes_a_window(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(arenas, "acquire_window", watched)
     one = state()
-    holdfast.save(one, tmp_path)
+    holdfast.save(one, where)
     assert taken == [MIB]
-    assert same(holdfast.load(tmp_path).state, one)
+    assert same(holdfast.load(where).state, one)
 
 
 def test_a_leaf_that_cannot_be_cut_asks_for_a_larger_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

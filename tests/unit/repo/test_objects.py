@@ -58,7 +58,10 @@ def test_a_newer_format_says_how_to_read_it() -> None:
     with pytest.raises(FormatTooNew) as caught:
         objects.decode("note", NAME, data)
     assert caught.value.message == f"{NAME} has format 2; this version reads formats up to 1"
-    assert (caught.value.subject, caught.value.hint) == (NAME, "pip install --upgrade holdfast")
+    assert (caught.value.subject, caught.value.hint) == (
+        NAME,
+        "read it with the Holdfast that wrote it, or a newer one",
+    )
     older = canonical.seal({"format": 0, "kind": "note", "path": NAME})
     assert objects.decode("note", NAME, older).whole("format") == 0
 

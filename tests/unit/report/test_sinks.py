@@ -10,6 +10,7 @@ import pytest
 
 from holdfast import events
 from holdfast.model.names import CheckpointId
+from holdfast.model.spread import RankTimings
 from holdfast.model.timing import Timing
 from holdfast.report import JsonLines, LogSink, ProgressBar
 from holdfast.report.jsonlines import SCHEMA
@@ -98,6 +99,20 @@ def test_json_lines_holds_every_event_with_all_its_fields(tmp_path):
         "seconds": 1.75,
         "timing": dict.fromkeys((field.name for field in dataclasses.fields(Timing)), 0.0)
         | {"write_s": 1.5, "bytes": 3 << 30},
+    }
+
+
+def test_json_lines_holds_the_timings_of_several_ranks_as_objects():
+    stream = io.StringIO()
+    ranks = RankTimings.of([Timing(wait_s=0.5, seconds=1.5), Timing(wait_s=math.nan, seconds=2.5)])
+    JsonLines(stream).emit(events.RestoredEvent(ID, 3 << 30, 0.5, ranks=ranks))
+    told = json.loads(stream.getvalue())["ranks"]
+    assert told["ranks"] == 2 and told["parts"].keys() == {"held_s", "wait_s", "seconds"}
+    assert told["parts"]["wait_s"]["each"] == [0.5, "nan"]
+    assert told["parts"]["seconds"] == {
+        "quantiles": [1.5, 1.5, 1.5, 2.5, 2.5],
+        "slowest": [[1, 2.5], [0, 1.5]],
+        "each": [1.5, 2.5],
     }
 
 
@@ -193,10 +208,17 @@ def test_bar_draws_on_a_terminal_and_goes_away():
     assert not drawing()
 
 
-@pytest.mark.parametrize("ending", [events.SaveFailedEvent(ID, "broke", "writing"), None])
-def test_bar_of_work_that_broke_off_ends(ending):
+@pytest.mark.parametrize(
+    ("phase", "ending"),
+    [
+        ("save", events.SaveFailedEvent(ID, "broke", "writing")),
+        ("restore", events.CandidateSkipped(ID, "rank-00000.safetensors is 3 bytes short")),
+        ("save", None),
+    ],
+)
+def test_bar_of_work_that_broke_off_ends(phase, ending):
     bar = ProgressBar(Terminal(), min_bytes=0)
-    bar.emit(events.Progress("save", str(ID), 10, 100))
+    bar.emit(events.Progress(phase, str(ID), 10, 100))
     assert drawing()
     bar.emit(ending) if ending else bar.close()
     assert not drawing()

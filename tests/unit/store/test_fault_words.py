@@ -274,5 +274,5 @@ def test_a_range_that_cannot_be_read_is_told(store, faulty):
         faulty.fail("pread", errno.EIO)
         with pytest.raises(StoreError) as caught:
             reader.read_into(0, memoryview(bytearray(1)))
-    assert caught.value.message == f"reading {store.root}/{NAME} failed: {os.strerror(errno.EIO)}"
+    assert caught.value.message == f"reading from byte 0 of {store.root}/{NAME} failed: {os.strerror(errno.EIO)}"
     assert (caught.value.subject, caught.value.errno) == (NAME, errno.EIO)

@@ -187,8 +187,12 @@ def test_a_removal_whose_tombstone_was_taken_back_stops(world):
         for name in world.names("tombstones"):
             world.lose(name)
 
-    with armed("copy in trash, manifest still there", take_back), pytest.raises(RemovalRefused, match="taken back"):
+    with (
+        armed("copy in trash, manifest still there", take_back),
+        pytest.raises(RemovalRefused, match="taken back") as refused,
+    ):
         rm(world, old)
+    assert refused.value.hint == f"holdfast rm {world.repo.url} {old}"
     assert world.repo.exists(old)
 
 

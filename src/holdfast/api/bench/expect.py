@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from holdfast.api.bench import figures
 from holdfast.api.bench.figures import WORDS, Figures
+from holdfast.errors import typed
 from holdfast.report.measures import count, seconds, size
 
 SHARES: Final = (0.05, 0.01, 0.001)
@@ -59,7 +60,7 @@ def warnings(found: Figures) -> list[str]:
     """What was found that makes saves slower or weaker than they could be, each with what to do."""
     out = [*_of_place(found), *_of_speed(found)]
     out += [f"The saves said: {text}." for text in found.notes]
-    out += [f"{path} is left from a measurement that was killed: rm -r {path}" for path in found.leftovers]
+    out += [f"{path} is left from a measurement that was killed: {typed('rm', '-r', path)}" for path in found.leftovers]
     return out
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.errors import HoldfastError, StoreDenied, StoreError, StoreFull, UsageError
+from holdfast.errors import HoldfastError, StoreDenied, StoreError, StoreFull, UsageError, typed
 from holdfast.image.headroom import memory_headroom
 from holdfast.report.measures import size
 
@@ -41,7 +41,9 @@ def check_place(where: str, nbytes: int) -> Path:
         raise UsageError(f"{where} is no directory of this machine", subject=where, hint="holdfast bench /a/directory")
     path = Path(os.path.realpath(os.path.expanduser(where.removeprefix("file://"))))
     if not path.is_dir():
-        raise UsageError(f"{where} is no directory", subject=where, hint=f"mkdir -p {where}")
+        raise UsageError(
+            f"{where} is no directory", subject=where, hint=typed("mkdir", "-p", where.removeprefix("file://"))
+        )
     room = os.statvfs(path)
     free, needed = room.f_bavail * room.f_frsize, SPACE * nbytes + SPARE
     if free < needed:
@@ -84,7 +86,9 @@ def workplace(path: Path) -> Iterator[Path]:
         shutil.rmtree(own, ignore_errors=True)
         if own.exists():
             raise StoreError(
-                f"{own} could not be removed", subject=str(own), hint=f"rm -r {own}  # it holds measurements only"
+                f"{own} could not be removed",
+                subject=str(own),
+                hint=f"{typed('rm', '-r', own)}  # it holds measurements only",
             )
 
 
@@ -107,5 +111,7 @@ def _told(error: OSError, path: Path) -> StoreError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(text, subject=str(path), hint="a smaller --size, or make room there")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StoreDenied(text, subject=str(path), hint=f"ls -ld {path}  # who may write there, and is it mounted so")
+        return StoreDenied(
+            text, subject=str(path), hint=f"{typed('ls', '-ld', path)}  # who may write there, and is it mounted so"
+        )
     return StoreError(text, subject=str(path), hint="dmesg  # what the kernel says of that disk")

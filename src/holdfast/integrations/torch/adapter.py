@@ -49,6 +49,9 @@ class TorchAdapter:
     def claims(self, kind: type) -> bool:
         return issubclass(kind, (torch.Tensor, nn.Module, Optimizer, torch.Generator, *_SMALL))
 
+    def plain(self, kind: type) -> bool:
+        return issubclass(kind, _SMALL)
+
     def owners(self, value: Any, path: str) -> Iterable[tuple[Any, str]]:
         if isinstance(value, nn.Module):
             settle(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,18 +10,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from holdfast.errors import StateError, StateMismatch
+from holdfast.errors import StateError
 from holdfast.integrations.torch import tensors
 from holdfast.integrations.torch.fully_sharded import loaded, others, settle, settling
 from holdfast.integrations.torch.looks import Looks
-from holdfast.integrations.torch.meta import device_after, materialise, materialise_part, plans
+from holdfast.integrations.torch.meta import plans
 from holdfast.integrations.torch.replicas import Replicas, replicas
-from holdfast.integrations.torch.sharded import layout_like, made_like
 from holdfast.integrations.torch.wrappers import own_tensors, places
 from holdfast.model.checkpoint import Json
 from holdfast.model.paths import escape, join
 from holdfast.state.declared import Shard, attached
-from holdfast.state.layouts import Layout
 from holdfast.state.nodes import KEYED, LEAVES, ROOT, items, kind_of, name_of
 from holdfast.state.registry import Refresh
 from holdfast.state.restorer import MODULES, Restorer, Thunk
@@ -253,7 +250,9 @@ def restore(module: nn.Module, node: Json, path: str, restorer: Restorer) -> Thu
     found, _ = entries(module, path)
     direct = all(one.own or one.name.rpartition(".")[2] == _EXTRA for one in found)
     if not direct or any(_loads_its_own_way(place.module) for place in places(module) if not place.wrapper):
-        _through_load_state_dict(module, node, theirs, found, path=path, restorer=restorer)
+        from holdfast.integrations.torch.module_loading import through_load_state_dict
+
+        through_load_state_dict(module, node, theirs, found, path=path, restorer=restorer)
     else:
         _in_place(module, theirs, found, path, restorer)
         restorer.later(path, lambda: loaded(module), MODULES)
@@ -283,92 +282,9 @@ def _extra(module: nn.Module, one: Entry, node: Json, path: str, restorer: Resto
     """Extra state: whatever the module's class makes of it."""
     raw = one.key[: -len(_EXTRA)]
     owner = next(place.module for place in places(module) if place.raw == raw)
-    value = restorer.rebuild(_bare(node), path, one.value)
+    value = restorer.rebuild(bare(node), path, one.value)
     restorer.restored.append(path)
     restorer.later(path, lambda: owner.set_extra_state(value()), MODULES)
-
-
-def _through_load_state_dict(
-    module: nn.Module, node: Json, theirs: dict[str, Json], found: list[Entry], *, path: str, restorer: Restorer
-) -> None:
-    """For modules that load in their own way: they get what they saved, and decide."""
-    keys = {one.name: one.key for one in found}
-    present = {one.name: one.value for one in found}
-    state: OrderedDict[str, Thunk] = OrderedDict()
-    for name, child in theirs.items():
-        where = join(path, escape(name))
-        if not restorer.takes(where):
-            continue
-        ours = present.get(name)
-        if isinstance(ours, torch.Tensor) and kind_of(child) in LEAVES and not _fits(ours, child, where, restorer):
-            continue
-        layout = layout_like(ours, where) if isinstance(ours, torch.Tensor) and kind_of(child) in LEAVES else None
-        if layout is not None and not restorer.private:
-            state[keys.get(name, name)] = _part(ours, layout, child, where, restorer)
-            continue
-        if isinstance(ours, torch.Tensor) and ours.is_meta and kind_of(child) in LEAVES:
-            number, spec = restorer.spec(child, where)
-            materialise(ours, number, spec, where, restorer)
-        restorer.restored.append(where)
-        device = ours.device if isinstance(ours, torch.Tensor) and not ours.is_meta else restorer.device
-        with restorer.on(device):
-            state[keys.get(name, name)] = restorer.rebuild(_bare(child), where, ours)
-    whole = restorer.strict and restorer.selection.everything
-    metadata = _metadata_for(module, node)
-    restorer.later(path, lambda: _load(module, state, metadata, whole, path), MODULES)
-
-
-def _part(ours: Any, layout: Layout, child: Json, path: str, restorer: Restorer) -> Thunk:
-    """What load_state_dict() gets for a part of a global tensor: this rank's part, as the module's own is one."""
-    if ours.is_meta:
-        materialise_part(ours, layout, restorer.spec(child, path)[0], path, restorer)
-    else:
-        restorer.restored.append(path)
-    with restorer.on(device_after(ours, restorer)):
-        made = made_like(ours, layout, child, path, restorer)
-    restorer.created.pop()
-    return made
-
-
-def _fits(ours: torch.Tensor, child: Json, path: str, restorer: Restorer) -> bool:
-    if tensors.is_lazy(ours):
-        return True
-    _, spec = restorer.spec(child, path)
-    layout = attached(ours)
-    shape = tuple(ours.shape) if layout is None or restorer.private else layout.whole
-    if spec.shape == shape and spec.dtype == str(ours.dtype)[6:]:
-        return True
-    restorer.mismatch(ours, path, f"{spec.dtype} {list(spec.shape)}", tensors.words(ours))
-    return False
-
-
-def _load(module: nn.Module, thunks: Mapping[str, Thunk], metadata: Mapping[str, Any], strict: bool, path: str) -> None:
-    state = OrderedDict((key, thunk()) for key, thunk in thunks.items())
-    state._metadata = metadata  # type: ignore[attr-defined]
-    try:
-        if overrides(module, "load_state_dict") and not _takes_strict(module):
-            module.load_state_dict(state)
-        else:
-            module.load_state_dict(state, strict=strict)
-    except RuntimeError as error:
-        raise StateMismatch(f"{path or ROOT}: load_state_dict() refused: {error}", subject=path) from error
-
-
-def _takes_strict(module: nn.Module) -> bool:
-    import inspect
-
-    parameters = inspect.signature(module.load_state_dict).parameters.values()
-    return any(one.name == "strict" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
-
-
-def _metadata_for(module: nn.Module, node: Json) -> OrderedDict[str, Any]:
-    from holdfast.state.rebuild import plain
-
-    saved = {name_of(prefix): plain(said) for prefix, said in items(node, "meta")} if "meta" in node else {}
-    found: OrderedDict[str, Any] = OrderedDict()
-    for place in places(module):
-        found[place.raw.rstrip(".")] = saved.get(place.canonical.rstrip("."), {"version": 1})
-    return found
 
 
 def _check_meta(module: nn.Module, path: str, restorer: Restorer) -> None:
@@ -381,12 +297,12 @@ def _check_meta(module: nn.Module, path: str, restorer: Restorer) -> None:
 def fresh(node: Json, path: str, restorer: Restorer) -> Thunk:
     """A module's entries where there is no module: a dictionary as state_dict() gives it."""
     thunks = {
-        name_of(key): restorer.rebuild(_bare(child), join(path, escape(name_of(key)))) for key, child in items(node)
+        name_of(key): restorer.rebuild(bare(child), join(path, escape(name_of(key)))) for key, child in items(node)
     }
     return lambda: {name: thunk() for name, thunk in thunks.items()}
 
 
-def _bare(node: Json) -> Json:
+def bare(node: Json) -> Json:
     """A leaf's node as state_dict() would give it: a plain tensor."""
     if isinstance(node, dict) and node.get("!") in (*LEAVES, "sparse"):
         return {key: value for key, value in node.items() if key not in _FLAGS}

@@ -22,6 +22,12 @@ class Kept:
         self._path = path
         self._names = names
         self._selection = selection
+        self._left: set[int] = set()
+        """The identities of parameters whose state stays, whatever is selected."""
+
+    def leave(self, parameter: torch.Tensor) -> None:
+        """The state of a parameter stays as it is."""
+        self._left.add(id(parameter))
 
     def entries(self, path: str, present: Mapping[Any, Any]) -> dict[Any, Any]:
         """The entries at `path` of which nothing is restored."""
@@ -41,6 +47,8 @@ class Kept:
     def of(self, parameter: torch.Tensor, present: Any) -> dict[Any, Thunk] | Thunk | None:
         """Of the state of a parameter; None for nothing."""
         path = join(join(self._path, "state"), self._names[id(parameter)])
+        if id(parameter) in self._left and present is not None:
+            return constants(present) if type(present) is dict else _constant(present)
         if type(present) is dict:
             return constants(self.entries(path, present)) or None
         return None if present is None or self._selection.takes(path) else _constant(present)
@@ -48,7 +56,7 @@ class Kept:
     def carry_over(self, said: dict[str, Any], optimizer: Optimizer, groups: Sequence[int | None]) -> None:
         """Adds it to what `load_state_dict()` is given, which replaces all that the optimizer has. `groups`: None for a
         group that the checkpoint has nothing of."""
-        if self._selection.everything and None not in groups:
+        if self._selection.everything and None not in groups and not self._left:
             return
         now = optimizer.state_dict()
         state, said_groups = now.pop("state"), now.pop("param_groups")

@@ -9,49 +9,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from holdfast.errors import CorruptionError
 from holdfast.integrations.torch import tensors
 from holdfast.integrations.torch.device import TORCH_DTYPES
-from holdfast.integrations.torch.meshes import is_dtensor
+from holdfast.integrations.torch.meshes import is_dtensor, local_of
 from holdfast.integrations.torch.meta import device_after
 from holdfast.integrations.torch.optimizer_kept import Kept, called, constants
-from holdfast.integrations.torch.optimizers import located
+from holdfast.integrations.torch.optimizer_saved import Saved, saved_in
+from holdfast.integrations.torch.optimizers import its_own_way, located
 from holdfast.integrations.torch.sharded import layout_like, made_like, restore_shard, whole_like
 from holdfast.model.checkpoint import Json
 from holdfast.model.paths import join
 from holdfast.state.declared import Shard, attached
-from holdfast.state.nodes import KEYED, LEAVES, ROOT, is_part, items, kind_of, name_of, segment, sequence
+from holdfast.state.nodes import KEYED, LEAVES, ROOT, is_part, items, kind_of, segment, walk
 from holdfast.state.restorer import OPTIMIZERS, Restorer, Thunk
 from holdfast.state.tagged import type_name
-
-
-def _loads_its_own_way(optimizer: Optimizer) -> bool:
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
-    return bool(hooks) or type(optimizer).load_state_dict is not Optimizer.load_state_dict
-
-
-@dataclass(slots=True)
-class Saved:
-    """An optimizer's node, taken apart. `state` and `groups` name parameters by their path."""
-
-    state: list[tuple[str, Json]]
-    other: list[tuple[Json, Json]]
-    groups: list[tuple[list[tuple[str, Json]], list[str]]]
-    extra: list[tuple[str, Json]]
-
-
-def _saved(node: Json, path: str) -> Saved:
-    content = {name_of(key): child for key, child in items(node["v"])}
-    state, groups = content.pop("state", None), content.pop("param_groups", None)
-    other = content.pop("other", {"!": "dict", "i": []})
-    if kind_of(state) != "bypath" or type(groups) is not list or kind_of(other) != "dict":
-        raise CorruptionError(f"{path or ROOT}: a malformed optimizer", subject=path)
-    found: list[tuple[list[tuple[str, Json]], list[str]]] = []
-    for group in groups:
-        pairs = [(name_of(key), child) for key, child in items(group)]
-        parameters = [name_of(one) for key, child in pairs if key == "params" for one in sequence(child)]
-        found.append(([(key, child) for key, child in pairs if key != "params"], parameters))
-    return Saved([(name_of(key), child) for key, child in items(state)], items(other), found, list(content.items()))
 
 
 def restore(optimizer: Optimizer, node: Json, path: str, restorer: Restorer) -> Thunk:
@@ -63,9 +34,9 @@ def restore(optimizer: Optimizer, node: Json, path: str, restorer: Restorer) -> 
         restorer.notes.append(
             f"{path or ROOT}: saved by a {node.get('type')}, restored into a {type_name(type(optimizer))}"
         )
-    saved = _saved(node, path)
+    saved = saved_in(node, path)
     plan = _Plan(optimizer, saved, path, restorer)
-    if _loads_its_own_way(optimizer) or saved.extra:
+    if its_own_way(optimizer, "load_state_dict") or saved.extra:
         plan.through_load_state_dict()
     else:
         plan.in_place()
@@ -102,6 +73,8 @@ class _Plan:
                 self._name(parameter, where, group)
         self._kept = Kept(path, self._paths, restorer.selection)
         self._groups = self._match_groups()
+        self._on_device = {id(group): self._updates_on_device(number) for number, group in
+                           enumerate(optimizer.param_groups)}  # fmt: skip
 
     def _name(self, parameter: torch.Tensor, path: str, group: Mapping[str, Any]) -> None:
         mark = self._restorer.number_at(path)
@@ -164,8 +137,52 @@ class _Plan:
             else:
                 here = self._paths[id(found[0])]
                 where = join(join(self._path, "state"), here)
-                if self._restorer.takes_some(node, where):
-                    yield _Held(found[0], found[1], name, node, where)
+                held = _Held(found[0], found[1], name, node, where)
+                if not self._restorer.takes_some(node, where):
+                    continue
+                if self._fits(held):
+                    yield held
+                else:
+                    self._kept.leave(held.parameter)
+
+    def _fits(self, held: _Held) -> bool:
+        """Whether the saved state can be that of the parameter as it is now; told where it cannot. Where one entry
+        cannot, none is restored: no optimizer goes on from half a state."""
+        restorer, shapes = self._restorer, self._shapes(held)
+        if shapes is not None:
+            restorer.mismatch(None, held.path, *(f"the state of a parameter {list(shape)}" for shape in shapes))
+        entries = [(held.path, held.node, present := self._optimizer.state.get(held.parameter))]
+        if kind_of(held.node) in KEYED:
+            now = present if isinstance(present, dict) else {}
+            entries = [(join(held.path, segment(key)), child, now.get(self._plain_key(key, held.path)))
+                       for key, child in items(held.node) if kind_of(child) not in LEAVES]  # fmt: skip
+        lacking = [
+            f"{where}: a tensor of other tensors ({found[0].get('type')}) in the checkpoint, and none to fill in the "
+            "target: let the optimizer make its state first"
+            for where, child, now in entries
+            if (found := [one for _, one in walk(child) if kind_of(one) == "subclass"])
+            and not (found[0] is child and _is_subclass(now))
+            and restorer.takes_some(child, where)
+        ]
+        restorer.mismatched.extend(lacking)
+        return shapes is None and not lacking
+
+    def _shapes(self, held: _Held) -> tuple[Sequence[int], Sequence[int]] | None:
+        """The shapes of the parameter in the checkpoint and in the target, where the state is of the former."""
+        restorer, leaf = self._restorer, self._restorer.leaf_at(held.name)
+        if leaf is None or tensors.is_lazy(held.parameter):
+            return None
+        layout = layout_like(held.parameter, held.path) if not restorer.private else None
+        theirs = restorer.spec(leaf, held.name)[1].shape
+        ours = tuple(local_of(held.parameter).shape) if layout is None else layout.whole
+        if theirs == ours:
+            return None
+        # A module may save its weight in another shape, and a mark in the state say of a tensor that it is a part: then
+        # the shapes of the optimizer's state tell what it belongs to.
+        found = [restorer.spec(node, held.path)[1].shape for _, node in walk(held.node) if kind_of(node) in LEAVES]
+        if ours in found or not any(found):
+            return None
+        return None if is_part(leaf) and layout is None and theirs not in found else (theirs, ours)
 
     def _device(self, held: _Held, key: str, node: Json) -> Any:
         """Where a new state tensor belongs: as it lay relative to its parameter when saved.
@@ -174,13 +191,23 @@ class _Plan:
         """
         ours, host = device_after(held.parameter, self._restorer), torch.device("cpu")
         if key == "step":
-            return ours if held.group.get("capturable") or held.group.get("fused") else host
-        theirs = node.get("device", "cpu") if isinstance(node, dict) else "cpu"
-        return host if theirs == "cpu" and self._restorer.device_at(held.name) != "cpu" else ours
+            return ours if self._on_device[id(held.group)] else host
+        kinds = {one.get("device", "cpu") for _, one in walk(node) if kind_of(one) in LEAVES}
+        return host if kinds <= {"cpu"} and self._restorer.device_at(held.name) != "cpu" else ours
+
+    def _updates_on_device(self, number: int) -> bool:
+        """Whether a group of the target, with the options that it has after the restore, is updated on the device."""
+        group, match = self._optimizer.param_groups[number], self._groups[number]
+        where = f"{self._path}/param_groups/{number}"
+        said = dict(self._saved.groups[match][0]) if match is not None else {}
+        taken = {key: value for key, value in said.items() if self._restorer.selection.takes(join(where, segment(key)))}
+        return any(taken.get(key, group.get(key)) for key in ("capturable", "fused"))
 
     def _value(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk:
         """One entry of a parameter's state: filled in place where it is there already, else new."""
         restorer = self._restorer
+        if kind_of(node) == "subclass":
+            return tensors.restore(now, node, path, restorer)
         part = self._part(held, key, node, path, now) if kind_of(node) in LEAVES else None
         if part is not None:
             return part
@@ -292,7 +319,9 @@ class _Plan:
         """For optimizers that load in their own way; what they cast is put right afterwards."""
         restorer, optimizer = self._restorer, self._optimizer
         numbers = {mark: number for number, mark in enumerate(self._by_mark)}
-        state = {numbers[restorer.number_at(held.name)]: self._entries(held) for held in self._states()}
+        present = optimizer.state
+        state = {numbers[restorer.number_at(held.name)]: self._entries(held, _subclasses(present.get(held.parameter)))
+                 for held in self._states()}  # fmt: skip
         groups = [
             (thunks, [numbers[restorer.number_at(self._paths[id(one)])] for one in group["params"]])
             for group, thunks in self._options(in_place=False)
@@ -313,6 +342,17 @@ class _Plan:
                 _put_right(optimizer.state.get(parameter), values.get(number))
 
         restorer.later(self._path, apply, OPTIMIZERS)
+
+
+def _subclasses(present: Any) -> Any:
+    """Of a parameter's state what only itself can take up what was saved of it."""
+    if type(present) is dict:
+        return {key: value for key, value in present.items() if _is_subclass(value)}
+    return present if _is_subclass(present) else None
+
+
+def _is_subclass(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not is_dtensor(value) and tensors.is_subclass(value)
 
 
 def _copied(value: Any) -> Any:

@@ -27,17 +27,19 @@ from holdfast.state.writer import Changed, Writer
 _KNOWN: Final = ("state", "param_groups")
 
 
-def _asked_each_time(optimizer: Optimizer) -> bool:
-    """Whether only state_dict() knows the state: overridden, or with hooks."""
-    hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
-    return bool(hooks) or type(optimizer).state_dict is not Optimizer.state_dict
+def its_own_way(optimizer: Optimizer, method: str) -> bool:
+    """Whether an optimizer has its own version of state_dict or load_state_dict, or hooks at it. A wrapper around
+    another one need not have any of what Optimizer.__init__ sets."""
+    names = (f"_optimizer_{method}_pre_hooks", f"_optimizer_{method}_post_hooks")
+    own = getattr(type(optimizer), method) is not getattr(Optimizer, method)
+    return own or any(getattr(optimizer, name, None) for name in names)
 
 
 def encode(optimizer: Optimizer, path: str, writer: Writer) -> tuple[Json, Refresh]:
     paths = _paths(optimizer, path, writer)
     kind = type_name(type(optimizer))
     held = [list(group["params"]) for group in optimizer.param_groups]
-    if _asked_each_time(optimizer):
+    if its_own_way(optimizer, "state_dict"):
         return _asked_node(optimizer, kind, paths, path, writer), _ask_again(optimizer, kind, held, paths, path)
     places = [_Place(parameter, value, path, paths, writer) for parameter, value in optimizer.state.items()]
     named, other = _split(places)
@@ -45,7 +47,7 @@ def encode(optimizer: Optimizer, path: str, writer: Writer) -> tuple[Json, Refre
 
     def refresh(again: Optimizer, replay: Writer) -> Json:
         _check_groups(again, optimizer, held)
-        if _asked_each_time(again) or len(again.state) != len(places):
+        if its_own_way(again, "state_dict") or len(again.state) != len(places):
             raise Changed
         for place in places:
             place.again(again.state, replay)

@@ -16,21 +16,16 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from holdfast.integrations.torch import rng
 from holdfast.integrations.torch.batch_sizes import Cut, index_sampler
 from holdfast.integrations.torch.epochs import EpochOfSampler
+from holdfast.integrations.torch.orders import order_differs, order_name, order_sampler
 from holdfast.integrations.torch.shared_order import SharedOrder
 from holdfast.model.moved import Cursor, Moved
 from holdfast.state import rng as global_rng
 from holdfast.state.data import Position, length
-
-
-def _sampler(loader: DataLoader[Any]) -> Any:
-    """What the samples' order comes from."""
-    found = index_sampler(loader)
-    return found.sampler if isinstance(found, BatchSampler) else found
 
 
 class Skipping(Sampler[Any]):
@@ -196,7 +191,7 @@ class ReplayPosition(Position):
     def run_out(self, epoch: int) -> None:
         if self._loaded is not None and self._loaded[0] == epoch:
             self._run_out(self._loaded[1])
-            self._current.ended = True
+        super().run_out(epoch)
 
     def _run_out(self, delivered: int) -> None:
         """A sampler may draw from its generator once more where it ends. One that feeds workers has come there before
@@ -270,7 +265,7 @@ class ReplayPosition(Position):
 
     @property
     def _source(self) -> str:
-        return f"the order of {type(_sampler(self._data)).__name__}"
+        return f"the order of {type(order_sampler(self._data)).__name__}"
 
     def cursor(self, epoch: int, batch: int) -> Cursor | None:
         return None if self._order is None else self._order.cursor(epoch, batch)
@@ -281,10 +276,10 @@ class ReplayPosition(Position):
         if self._order is not None and cursor is not None:
             for reason in self._order.begin_at(cursor, epoch, batch):
                 self._says(reason)
-            self._caveats += self._order.steps_differ(cursor)
+            self._caveats += self._order.steps_differ(cursor.step)
             self._take({"epoch": epoch, "delivered": batch, "ended": False})
             return batch
-        shared = isinstance(_sampler(self._data), DistributedSampler)
+        shared = isinstance(order_sampler(self._data), DistributedSampler)
         here = batch * moved.saved // moved.here if shared else batch
         self._says_moved(moved, f"the epoch goes on after {here} of this rank's batches")
         return here
@@ -295,13 +290,15 @@ class ReplayPosition(Position):
             "generators": list(self._own_states()),
             "worker_seed": self._worker_seed,
             "keeps_workers": self._keeps_workers,
-            "drawn": self._indices.drawn if self._loaded is None else self._drawn,
             "sampler_epoch": self._sampler_epoch.seen,
+            "order_of": order_name(self._data),
             "samples": length(self._data.dataset),
             **Cut.of(self._data, self.batches_per_epoch).record(),
         }
         if self._order is not None:
             out["order"] = self._order.state_dict(self._epoch, self._current.delivered)
+        # Of an epoch that is over nobody asks it, and a process that has resumed there does not know.
+        out["drawn"] = None if out["ended"] else self._indices.drawn if self._loaded is None else self._drawn
         if self._start is not None and not out["ended"]:
             out["start"] = {
                 "global": dict(self._start.generators),
@@ -311,6 +308,8 @@ class ReplayPosition(Position):
         return out
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        if differs := order_differs(self._data, state):
+            self._says(differs)
         if len(state["generators"]) != len(self._own):
             self._says(
                 f"the loader has {len(self._own)} generators of its own, not {len(state['generators'])} as saved"
@@ -327,6 +326,7 @@ class ReplayPosition(Position):
         self._take(state)
         if self._order is not None and "order" in state:
             self._moved = self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
+            self._caveats += self._order.cut_anew(state["order"])
             self._moved |= "start" not in state and not state["ended"]  # moved before, and saved before a batch
         if "start" in state and not self._moved:
             start: Mapping[str, Any] = state["start"]

@@ -56,6 +56,14 @@ class SharedOrder:
         """The sampler's next iteration is what these ranks take of an epoch."""
         self._sampler.go_to(epoch, self.base(epoch).used)
 
+    def standing(self) -> dict[str, Any]:
+        """Where the sampler is, for `stand`."""
+        return self._sampler.state_dict()
+
+    def stand(self, at: Mapping[str, Any]) -> None:
+        """Puts the sampler where it was. An iteration that has begun goes on as it would have."""
+        self._sampler.load_state_dict(at)
+
     def cursor(self, epoch: int, batch: int) -> Cursor:
         """Where all ranks are once each has been given `batch` batches of an epoch."""
         base, samples = self.base(epoch), len(self._sampler.data_source)
@@ -77,12 +85,16 @@ class SharedOrder:
             reasons.append(f"shuffle is {self._sampler.shuffle}, and was {cursor.shuffle} when it was saved")
         return tuple(reasons)
 
-    def steps_differ(self, cursor: Cursor) -> tuple[str, ...]:
-        """In words, where a step of all ranks takes another number of samples than it did."""
+    def steps_differ(self, step: int) -> tuple[str, ...]:
+        """In words, where a step of all ranks takes another number of samples than `step`, which it took."""
         here = self._batch_size * self._sampler.world_size
-        if here == cursor.step:
+        if here == step:
             return ()
-        return (f"all ranks together take {here} samples in a batch each, and took {cursor.step}: steps are cut anew",)
+        return (f"all ranks together take {here} samples in a batch each, and took {step}: steps are cut anew",)
+
+    def cut_anew(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """As `steps_differ`, of what as many ranks have saved."""
+        return self.steps_differ(state["batch_size"] * self._sampler.world_size)
 
     def state_dict(self, epoch: int, batch: int) -> dict[str, Any]:
         """After `batch` batches of `epoch`."""

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from holdfast.integrations.torch import rng
 from holdfast.integrations.torch.batch_sizes import Cut, index_sampler
 from holdfast.integrations.torch.epochs import EpochOfSampler
+from holdfast.integrations.torch.orders import order_differs, order_name
 from holdfast.integrations.torch.shared_order import SharedOrder
 from holdfast.model.moved import Cursor, Moved
 from holdfast.state.data import Delivered, Position, length
@@ -34,10 +35,13 @@ class StatefulLoaderPosition(Position):
         """Gone on with from another number of ranks, and not iterated yet."""
         self._own = rng.generators_of(loader)
         self._loaded: tuple[int, int, bool] | None = None
+        self._order_at: dict[str, Any] = {}
+        """Where the order stood when the iterator of the loaded position was made."""
         self._again: int | None = None
         """The loaded epoch, where its position is of no use here."""
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        self._stand_again()
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded[0] == epoch:
             if start and loaded[2]:
@@ -55,6 +59,20 @@ class StatefulLoaderPosition(Position):
         if self._order is not None:
             self._order.place(epoch)
         return self._counted(epoch, iter(self._data), begun)
+
+    def _stand_again(self) -> None:
+        """A loop that tells its sampler the epoch has set it to the epoch's beginning since the position was loaded."""
+        if self._order is not None and self._loaded is not None and not self._loaded[2]:
+            self._order.stand(self._order_at)
+
+    def run_out(self, epoch: int) -> None:
+        loaded = self._loaded
+        if loaded is not None and loaded[0] == epoch and not loaded[2]:
+            self._stand_again()
+            with rng.kept():
+                next(iter(self._data), None)
+            self._loaded = epoch, loaded[1], True
+        super().run_out(epoch)
 
     def batches_in(self, epoch: int) -> int | None:
         return self.batches_per_epoch if self._order is None else self._order.batches_in(epoch)
@@ -78,10 +96,11 @@ class StatefulLoaderPosition(Position):
         self._epoch, self._current = epoch, Delivered(iter(()), batch)
         for reason in self._order.begin_at(cursor, epoch, batch):
             self._says(reason)
-        self._caveats += self._order.steps_differ(cursor)
+        self._caveats += self._order.steps_differ(cursor.step)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
+        self._stand_again()
         return {
             **self._progress(),
             # A loader that was never iterated would make its iterator for the asking, and draw from a generator.
@@ -104,15 +123,23 @@ class StatefulLoaderPosition(Position):
             batches, before = self._cut_anew
             used = min(before + (self._current.delivered - batches) * cut.size, self._samples)
         samples = length(self._data.dataset) if self._has_length else None
-        return {"samples": samples, **cut.record(), "used": used}
+        order = {"order_of": order_name(self._data)} if self._has_length else {}
+        return {"samples": samples, **cut.record(), "used": used, **order}
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        if self._has_length and (other := order_differs(self._data, state)):
+            self._says(other)
         self._sampler_epoch.seen = state["sampler_epoch"]
+        begins_there = False
         if self._order is not None and "order" in state:
-            self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
+            anew = self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
+            # What counts batches would pass over as many of another size: it begins anew there, as the order does.
+            begins_there = anew and self._samples is None
+            self._caveats += self._order.cut_anew(state["order"])
+            self._order.place(state["epoch"])
         self._loaded = self._again = None
         here = self._batches_before(state)
-        if state["loader"] is None or here is None:
+        if state["loader"] is None or here is None or begins_there:
             self._again = state["epoch"] if here is None else None
             self._epoch, self._current, self._begun = state["epoch"], Delivered(iter(()), here or 0), False
         else:
@@ -121,6 +148,8 @@ class StatefulLoaderPosition(Position):
                 # torchdata makes an iterator from the state here, and not at the next `iter`: what that draws was drawn
                 # before. One that is at its end is replaced at `iter`, which draws what the uninterrupted run draws.
                 self._data.state_dict()
+            if self._order is not None:
+                self._order_at = self._order.standing()
             self._take({**state, "delivered": here})
             self._loaded = state["epoch"], here, state["ended"]
             self._cut_anew = (0, 0) if state.get("used") is None else (here, state["used"])

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from holdfast.errors import StoreError
+from holdfast.errors import StoreError, typed
 from holdfast.store.backends import faults
 from holdfast.store.backends.filesystem import FileSystem, Kind
 
@@ -133,7 +133,7 @@ class Directories:
                 ) from None
             if self.create:
                 return True
-            raise StoreError(f"there is no directory {path}", subject=path, hint=f"mkdir -p {path}") from None
+            raise StoreError(f"there is no directory {path}", subject=path, hint=typed("mkdir", "-p", path)) from None
         except OSError as error:
             raise faults.meaning(error, "looking at", path, path) from error
         return False

@@ -59,7 +59,7 @@ class MemoryStore:
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
         check_new_name(name)
         check_token(token)
-        data = b"".join(content.pieces())
+        data = b"".join(bytes(piece) for piece in content.pieces())  # each is copied before the next is asked for
         if len(data) != content.length:
             raise StoreError(f"{name} was announced with {content.length} bytes and has {len(data)}", subject=name)
         with self.place.lock:

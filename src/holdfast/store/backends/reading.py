@@ -86,7 +86,7 @@ class LocalReader:
                 if direct is not None and error.errno in faults.UNSUPPORTED:
                     direct = None  # not meant here, or not at the place where a short read ended
                     continue
-                raise faults.meaning(error, "reading", self.path, self.name) from error
+                raise faults.meaning(error, f"reading from byte {offset + done} of", self.path, self.name) from error
             if count == 0:
                 raise self._ends_early(offset + done)
             done += count

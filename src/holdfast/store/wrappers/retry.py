@@ -1,4 +1,5 @@
-"""The one place that tries again: passing faults (StoreUnavailable), a few times, for a bounded time.
+"""The one place that tries again: passing faults (StoreUnavailable), a few times, for a bounded time; and a read that
+the disk failed, once.
 
 A failed flush (StoreUnreliable) is never tried again, nor is a full or forbidden store: those errors pass through.
 """
@@ -13,9 +14,9 @@ from typing import Final, TypeVar
 
 import stamina
 
-from holdfast.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreUnavailable
+from holdfast.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError, StoreUnavailable
 from holdfast.model.checkpoint import Receipt
-from holdfast.store.contract import Capabilities, Content, Entry, Listing, Reader, Stat, Store
+from holdfast.store.contract import Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
 
 _STRIDE: Final = 1 << 20
 Result = TypeVar("Result")
@@ -49,6 +50,17 @@ class Patience:
                     raise first.pop()
                 return work()
         raise AssertionError("stamina ends with a result or an error")
+
+
+def _twice(read: Callable[[], Result]) -> Result:
+    """A disk may give at the second try what it did not at the first. What it does not give then is lost, and nothing
+    is gained by waiting."""
+    try:
+        return read()
+    except StoreError as error:
+        if not is_unreadable(error):
+            raise
+    return read()
 
 
 @dataclass
@@ -113,7 +125,7 @@ class RetryingStore:
             return False  # removed or cut meanwhile: not what we put, whoever did it
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return self.patience(lambda: self.inner.get(name, limit=limit))
+        return self.patience(lambda: _twice(lambda: self.inner.get(name, limit=limit)))
 
     def open(self, name: str) -> Reader:
         return RetryingReader(name, self.inner, self.patience, self.patience(lambda: self.inner.open(name)))
@@ -181,7 +193,7 @@ class RetryingReader:
             else:
                 used.read_into(offset, buffer)
 
-        self.patience(read)
+        self.patience(lambda: _twice(read))
 
     def view(self) -> memoryview | None:
         return self._reader.view()

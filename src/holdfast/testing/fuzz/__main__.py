@@ -1,6 +1,6 @@
 """Fuzzes every reader of bytes: `python -m holdfast.testing.fuzz --seconds 300 --json out.json`.
 
-Needs `pip install holdfast[fuzz]`. Each target runs in a process of its own with bounded memory, from its valid inputs
+Needs the extra `fuzz`. Each target runs in a process of its own with bounded memory, from its valid inputs
 and from the corpus; an input that breaks a rule is kept, and the exit status is 1.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from holdfast.errors import MissingExtra
+from holdfast.errors import MissingExtra, install
 from holdfast.testing.campaigns import Sitting, deliver, options
 from holdfast.testing.fuzz.seeds import make
 from holdfast.testing.fuzz.targets import MAX_BYTES, TARGETS, Target
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, default=Path("fuzz-crashes"), help="where to put what breaks a rule")
     given = parser.parse_args(arguments)
     if importlib.util.find_spec("atheris") is None:
-        raise MissingExtra("fuzzing needs atheris", subject="atheris", hint="pip install 'holdfast[fuzz]'")
+        raise MissingExtra("fuzzing needs atheris", subject="atheris", hint=install("fuzz"))
     each = given.seconds / len(given.targets)
     sitting = Sitting(MODULE, arguments, seed=given.seed, packages=["numpy", "atheris"])
     with ThreadPoolExecutor(given.workers) as pool:

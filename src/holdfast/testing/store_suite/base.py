@@ -31,6 +31,26 @@ class Pieces:
             yield memoryview(part)
 
 
+@dataclass(frozen=True)
+class Refilled:
+    """Content whose pieces all lie in the same memory, which is filled anew for each: as of an image that is larger
+    than the memory it passes through."""
+
+    data: bytes
+    piece_bytes: int = BLOCK
+
+    @property
+    def length(self) -> int:
+        return len(self.data)
+
+    def pieces(self) -> Iterator[memoryview]:
+        room = bytearray(self.piece_bytes)
+        for start in range(0, len(self.data), self.piece_bytes):
+            part = self.data[start : start + self.piece_bytes]
+            room[: len(part)] = part
+            yield memoryview(room)[: len(part)]
+
+
 class Interrupted(Exception):
     """What the content of an abandoned put raises."""
 

@@ -10,7 +10,17 @@ import pytest
 from holdfast.errors import AlreadyExists, StoreError
 from holdfast.model.checkpoint import Receipt
 from holdfast.store.contract import Bytes, Store
-from holdfast.testing.store_suite.base import BLOCK, LARGE, Failing, Interrupted, Pieces, Suite, aligned, patterned
+from holdfast.testing.store_suite.base import (
+    BLOCK,
+    LARGE,
+    Failing,
+    Interrupted,
+    Pieces,
+    Refilled,
+    Suite,
+    aligned,
+    patterned,
+)
 
 
 class Putting(Suite):
@@ -53,6 +63,11 @@ class Putting(Suite):
         data = patterned(LARGE)
         parts = (aligned(data[: 2**20]), data[2**20 : 2**21], b"", aligned(data[2**21 :]))
         store.put_if_absent("a/pack", Pieces(parts), token="t0")
+        assert self.raw_get(store, "a/pack") == data
+
+    def test_a_piece_is_not_looked_at_once_the_next_was_asked_for(self, store: Store) -> None:
+        data = patterned(9 * BLOCK + 5)
+        store.put_if_absent("a/pack", Refilled(data), token="t0")
         assert self.raw_get(store, "a/pack") == data
 
     def test_bytes_on_the_far_side_of_the_last_piece_are_not_stored(self, store: Store) -> None:

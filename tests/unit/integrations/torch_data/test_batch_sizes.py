@@ -163,7 +163,7 @@ def test_a_stream_goes_on_from_its_sample_in_batches_of_another_size_and_says_so
 
 def of_an_older_version(state: dict[str, Any]) -> dict[str, Any]:
     """What a position held before it said what it is counted in."""
-    later = {"batches", "used", "keeps_workers", "drawn"} | (
+    later = {"batches", "used", "keeps_workers", "drawn", "order_of"} | (
         {"samples", "batch_size"} if state["kind"] != "replay" else set()
     )
     return {name: value for name, value in copy.deepcopy(state).items() if name not in later}

@@ -504,6 +504,87 @@ def test_another_kind_of_source_is_refused_in_words() -> None:
     assert not position.exact
 
 
+def ours(batch_size: int = 4, *, shuffle: bool = True) -> DataLoader[Any]:
+    return DataLoader(
+        Numbers(), batch_size=batch_size, sampler=ResumableSampler(range(SAMPLES), seed=1, shuffle=shuffle)
+    )
+
+
+def others(loader: Any = DataLoader, *, shuffle: bool) -> DataLoader[Any]:
+    order = DistributedSampler(Numbers(), num_replicas=2, rank=0, shuffle=shuffle)
+    return loader(Numbers(), batch_size=4, sampler=order)
+
+
+@pytest.mark.filterwarnings("ignore:the data does not resume exactly")  # where another one is expected besides
+@pytest.mark.parametrize("taken", [0, 2, 6], ids=["before a batch", "inside", "at the end"])
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (IN_PROCESS["sequential"], IN_PROCESS["shuffled"], "that of RandomSampler, and was that of SequentialSampler"),
+        (
+            IN_PROCESS["shuffled"],
+            IN_PROCESS["weighted"],
+            "that of WeightedRandomSampler, and was that of RandomSampler",
+        ),
+        (IN_PROCESS["shuffled"], IN_PROCESS["own generator"], "has 1 generators of its own, not 0"),
+        (ours, lambda: ours(shuffle=False), r"ResumableSampler\(shuffle=False\), and was that of Resu.*shuffle=True"),
+        (
+            lambda: others(shuffle=False),
+            lambda: others(shuffle=True),
+            r"DistributedSampler\(shuffle=True\), and was that of Distr.*shuffle=False",
+        ),
+        (
+            lambda: StatefulDataLoader(Numbers(), batch_size=4),
+            STATEFUL["in process"],
+            "that of RandomSampler, and was that of SequentialSampler",
+        ),
+        (
+            lambda: others(StatefulDataLoader, shuffle=False),
+            lambda: others(StatefulDataLoader, shuffle=True),
+            r"DistributedSampler\(shuffle=True\), and was that of Distr.*shuffle=False",
+        ),
+    ],
+    ids=[
+        "sequential, shuffled",
+        "random, weighted",
+        "a generator of its own",
+        "our sampler, no longer shuffled",
+        "distributed, shuffled",
+        "stateful, sequential, shuffled",
+        "stateful, distributed, shuffled",
+    ],
+)
+def test_another_order_is_told(before: Make, now: Make, said: str, taken: int) -> None:
+    position = attach(before())
+    batches = position.iterate(0, 0)
+    for _ in range(taken):
+        next(batches, None)
+    resumed = attach(now())
+    with pytest.warns(RuntimeWarning, match=said):
+        resumed.load_state_dict(copy.deepcopy(position.state_dict()))
+    assert not resumed.exact
+    same = attach(before())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same.load_state_dict(copy.deepcopy(position.state_dict()))
+    assert same.exact
+
+
+def test_our_sampler_goes_on_from_its_sample_in_batches_of_another_size_and_says_so() -> None:
+    position = attach(ours())
+    batches = position.iterate(0, 0)
+    next(batches), next(batches)
+    for size, caveats in (
+        (4, ()),
+        (8, ("all ranks together take 8 samples in a batch each, and took 4: steps are cut anew",)),
+    ):
+        resumed = attach(ours(size))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            resumed.load_state_dict(copy.deepcopy(position.state_dict()))
+        assert (resumed.exact, resumed.caveats) == (True, caveats)
+
+
 def test_another_batch_size_goes_on_from_the_same_sample() -> None:
     training = Training(lambda: DataLoader(Numbers(), batch_size=4, shuffle=True))
     for _ in range(2):

@@ -174,6 +174,21 @@ def in_batches(batch: int) -> Make:
     return make
 
 
+def stateful_in_batches(batch: int) -> Make:
+    def make(length: int, rank: int, of: int) -> Any:
+        sampler = ResumableSampler(Numbers(length), seed=SEED, rank=rank, world_size=of)
+        return StatefulDataLoader(Numbers(length), batch_sampler=BatchSampler(sampler, batch, drop_last=False))
+
+    return make
+
+
+MAKES = pytest.mark.parametrize(
+    "make",
+    [plain, stateful, in_batches, stateful_in_batches],
+    ids=["plain", "stateful", "batch sampler", "stateful, batch sampler"],
+)
+
+
 def unbatched(length: int, rank: int, of: int) -> Any:
     return DataLoader(
         Numbers(length), batch_size=None, sampler=ResumableSampler(Numbers(length), seed=SEED, rank=rank, world_size=of)
@@ -268,7 +283,7 @@ def test_any_number_of_ranks_goes_on_in_the_same_order(length: int, lives: list[
 
 
 @pytest.mark.parametrize("first", range(9))
-@pytest.mark.parametrize("make", [plain, stateful, in_batches], ids=["plain", "stateful", "batch sampler"])
+@MAKES
 def test_steps_take_what_they_would_have_taken_where_all_ranks_take_as_much(
     make: Callable[[int], Make], first: int
 ) -> None:
@@ -278,11 +293,17 @@ def test_steps_take_what_they_would_have_taken_where_all_ranks_take_as_much(
     assert [(epoch, sorted(given)) for epoch, given in pieces] == [(epoch, sorted(given)) for epoch, given in whole]
 
 
-@pytest.mark.parametrize("make", [plain, stateful, in_batches], ids=["plain", "stateful", "batch sampler"])
+@MAKES
 def test_ranks_that_change_twice_in_an_epoch_and_save_before_a_batch(make: Callable[[int], Make]) -> None:
     """What has moved is saved as it came, gone on with by as many, and moved again, in batches of another size too."""
     lives = [(make(2), 2, 17), (make(2), 3, 0), (make(2), 3, 0), (make(2), 3, 2), (make(3), 3, 0), (make(3), 5, 3)]
     check(60, lives)
+
+
+@MAKES
+def test_as_many_ranks_go_on_where_they_began_inside_the_epoch(make: Callable[[int], Make]) -> None:
+    """Behind a position that other ranks left, and behind one that was counted in batches of another size."""
+    check(60, [(make(2), 2, 5), (make(2), 3, 2), (make(2), 3, 2), (make(3), 3, 1), (make(3), 3, 4)])
 
 
 def test_without_batches_of_the_loader_a_sample_is_a_batch() -> None:

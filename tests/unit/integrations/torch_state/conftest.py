@@ -40,7 +40,9 @@ class Carrier:
             else:
                 sink.buffer[:] = data
         self.report = prepared.report
-        return prepared.apply()
+        state = prepared.apply()
+        self.report = prepared.report
+        return state
 
     def round_trip(self, state: Any, into: Any = None, **how: Any) -> Any:
         return self.load(self.save(state), into, **how)
