@@ -15,6 +15,7 @@ from holdfast.api.claiming import Claiming, ResumeFrom
 from holdfast.api.company import Company, leaving_if_raised, refused
 from holdfast.api.disarmed import Nothing
 from holdfast.api.ending import warn_of_epochs
+from holdfast.api.entitled import claim_to_count, claim_to_save
 from holdfast.api.environment import check_platform
 from holdfast.api.familiar import Familiar
 from holdfast.api.loops import Batches, Epochs, Steps
@@ -253,7 +254,7 @@ class Checkpointer:
             return
         tags, floats = tag_names(tag), as_floats(metrics)
         if tags and not training.open:
-            self._claim_to_save(training)
+            claim_to_save(training, self)
         training.log(floats)
         if tags:
             training.tag(tags)
@@ -269,7 +270,7 @@ class Checkpointer:
                 subject="step_done",
                 hint="leave the call out",
             )
-        if not self._claim_to_count(training):
+        if not claim_to_count(training, self):
             return
         number = training.step + 1 if step is None else count(step, "step_done(step=)")
         if number <= training.step:
@@ -288,7 +289,7 @@ class Checkpointer:
         it fail is raised; Superseded and RunInUse always are.
         """
         training = self._armed(needed=True)
-        self._claim_to_save(training)
+        claim_to_save(training, self)
         return training.save(wait=wait)
 
     def fence(self) -> None:
@@ -349,30 +350,6 @@ class Checkpointer:
         self._closed = True
         self._withdraw()
         self._training.close(timeout, ended_well=ended_well)
-
-    def _claim_to_save(self, training: Training) -> None:
-        """Claims the run, unless a save would then hide what nobody has restored."""
-        if not training.claiming.done and training.claiming.hidden_by_saving():
-            raise UsageError(
-                f"run {training.run!r} has checkpoints, and nothing was restored: saving would hide them",
-                subject=training.run,
-                hint="call ckpt.restore() first, or pass resume_from=None to start afresh on purpose",
-            )
-        training.claim(self)
-
-    def _claim_to_count(self, training: Training) -> bool:
-        """As to save; whether the step that is done counts. It does not where another process has committed since the
-        restore: what that one saved is in the state now, and training goes on from there."""
-        before, step = training.claiming.restored, training.step
-        self._claim_to_save(training)
-        found = training.claiming.restored
-        if found is before or found is None:
-            return True
-        training.saving.warn(
-            f"step {step + 1} is dropped: another process had committed step {found.step} before this one owned the "
-            "run, and training goes on from there"
-        )
-        return False
 
     @overload
     def _armed(self, *, needed: Literal[True]) -> Training: ...
