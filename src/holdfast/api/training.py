@@ -60,8 +60,7 @@ class Training:
         self._taking = Taking(saving, snapshots, claiming, position)
         self._requests = Requests(saving, snapshots, self._taking)
         self._early: dict[str, float] = {}
-        """Metrics of an epoch's body that has taken no batch yet: of the step before if it takes one, else of its
-        own."""
+        """Metrics of an epoch's body that has taken no batch yet: of the step before if it takes one, else its own."""
         self._moment: Moment | None = None
         self._belated = Belated(saving, snapshots, self._taking)
 
@@ -275,8 +274,7 @@ class Training:
             raise
         self._end(spare, well=ended_well)
         incomplete = self.open and self.saving.attempt is not None
-        lacks = replaced and self._lacks_last_save
-        left = self._left_behind and not replaced
+        lacks, left = replaced and self._lacks_last_save, self._left_behind and not replaced
         say_what_is_left(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left)
         if ended_well:
             self.saving.raise_failure()
@@ -312,8 +310,7 @@ class Training:
     def _left_behind(self) -> bool:
         """Whether a loop was broken out of between two steps, the last one not saved. A signal is told otherwise."""
         begun = self.loop is not None and not self.open and self.saving.attempt is not None
-        lacking = self._taking.unsaved and self.step > self.saving.first_step
-        return begun and lacking and self._leaving.signal is None
+        return begun and self._taking.unsaved and self.step > self.saving.first_step and self._leaving.signal is None
 
     @property
     def _lacks_last_save(self) -> bool:
