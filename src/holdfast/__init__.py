@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from holdfast.policy import every, keep, on
     from holdfast.ranks.shared_files import SharedFiles
     from holdfast.ranks.solo import Solo
+    from holdfast.repo.spread import Mirror, PerNode
     from holdfast.state.declared import flat, fused, per_rank, replicated, shard
     from holdfast.state.tagged import Tagged
 
@@ -36,7 +37,9 @@ _HOME = {
     "Checkpoint": "holdfast.api.restored",
     "Checkpointer": "holdfast.api.checkpointer",
     "HoldfastError": "holdfast.errors",
+    "Mirror": "holdfast.repo.spread",
     "Opened": "holdfast.api.opened",
+    "PerNode": "holdfast.repo.spread",
     "Preempted": "holdfast.guard.preempted",
     "RankTimings": "holdfast.model.spread",
     "Repository": "holdfast.api.repository",
@@ -68,7 +71,9 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "HoldfastError",
+    "Mirror",
     "Opened",
+    "PerNode",
     "Preempted",
     "RankTimings",
     "Repository",

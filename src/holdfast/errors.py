@@ -168,7 +168,15 @@ class RemovalRefused(RepositoryError):
 
 
 class CorruptionError(HoldfastError, ValueError):
+    """`object`: the name of the one that is damaged, where it is known; `subject` may be a leaf in it."""
+
     exit_code = 12
+
+    def __init__(
+        self, message: str, *, subject: str | None = None, hint: str | None = None, object: str | None = None
+    ) -> None:
+        super().__init__(message, subject=subject, hint=hint)
+        self.object = object
 
 
 class OwnershipError(HoldfastError):

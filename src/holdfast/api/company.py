@@ -20,8 +20,10 @@ from holdfast.ranks.agreement import Agreement
 from holdfast.ranks.contract import Ranks
 from holdfast.ranks.timing import Settings
 from holdfast.repo.attempts import Attempt
+from holdfast.repo.members import join
+from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
-from holdfast.store.contract import Where
+from holdfast.store.contract import Store, Where
 from holdfast.store.registry import open_store
 from holdfast.version import __version__
 
@@ -63,6 +65,10 @@ class Company:
         self.agreement = agreement
         self.timeout_s = timeout_s
         self.writers: Strategy = writers
+        self.spread = False
+        """Whether the repository has other places than its home, which not all ranks may find."""
+        self.leads = self.coordinates
+        """Whether this rank sees to the places that it puts packs into."""
         self._gone = ""
         """Why this rank leaves, where something was raised."""
         self._parted = False
@@ -92,14 +98,15 @@ class Company:
 
         Raises what the store raises; RanksMissing, RanksDisagree, RankFailed and RankStoreLost.
         """
-        alike = {"run": run_key(run), "version": __version__, "writers": writers}
+        store = open_store(where)
+        alike = {"run": run_key(run), "version": __version__, "writers": writers, "where": _kept(store)}
         told = {"call": f"holdfast.{call}", **alike, **(facts or {})}
         agreement = Agreement.open(ranks, told, timeout_s, settings(timeout_s))
         company = cls(agreement, run, emitter, timeout_s, writers)
         agreement.session.behind = company._behind
         crashpoint("ranks met, repository not yet opened")
         try:
-            return company, company._open(where, create=call != "load")
+            return company, company._open(store, create=call != "load")
         except BaseException as error:
             company.leave(error)
             raise
@@ -116,23 +123,38 @@ class Company:
     def coordinates(self) -> bool:
         return self.agreement.is_coordinator
 
-    def _open(self, where: Where, *, create: bool = True) -> Repo:
+    def _open(self, where: Store, *, create: bool = True) -> Repo:
         """The coordinator may `create` it where there is none; the others have to find the very same."""
         phase, wrong = "opening the repository", ""
         with self.agreement.topic("place") as topic:
             if self.coordinates:
-                repo = (Repo.create_or_open if create else Repo.open)(open_store(where))
-                topic.announce(repo.id.encode())
+                repo = (Repo.create_or_open if create else Repo.open)(where)
+                self.spread = isinstance(repo.store, Places)
+                topic.announce(f"{repo.id} {self.spread}".encode())
             else:
-                wanted = topic.hear(self.timeout_s, phase).decode()
+                wanted, _, spread = topic.hear(self.timeout_s, phase).decode().partition(" ")
+                self.spread = spread == str(True)
                 found, wrong = self._find(where, wanted)
-        self._same_place(str(where), wrong, phase)
+        self._same_place(where.url, wrong, phase)
         if not self.coordinates:
             assert found is not None, "voted for"
             repo = found
+        if create and isinstance(repo.store, Places) and repo.store.declared.per_node:
+            self._share_out(join(repo.store, repo.id))
         return repo
 
-    def _find(self, where: Where, wanted: str) -> tuple[Repo | None, str]:
+    def _share_out(self, members: Sequence[str]) -> None:
+        """The lowest rank of each node sees to that node's directory."""
+        phase = "telling which directory of a node each rank has"
+        with self.agreement.topic("members") as topic:
+            topic.post(" ".join(members).encode())
+            if self.coordinates:
+                said = topic.collect(self.timeout_s, phase)
+                topic.announce(b"", [b"leads" if said.index(one) == rank else b"" for rank, one in enumerate(said)])
+            topic.hear(self.timeout_s, phase)
+            self.leads = topic.answer() == b"leads"
+
+    def _find(self, where: Store, wanted: str) -> tuple[Repo | None, str]:
         """The repository there, if it is the one that is wanted; else why not. The coordinator may have made it a
         moment ago."""
         found: list[Repo] = []
@@ -141,7 +163,7 @@ class Company:
         def look() -> bool:
             nonlocal wrong
             try:
-                found.append(Repo.open(open_store(where)))
+                found.append(Repo.open(where))
             except NotARepository as error:
                 wrong = error.message
             return bool(found)
@@ -262,6 +284,11 @@ class Company:
                     topic.gather(b"", min(timeout, self.timeout_s, FAREWELL_S), "the end of training")
             except RanksError as error:
                 self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
+
+
+def _kept(store: Store) -> str:
+    """How packs are kept, for a comparison."""
+    return repr(store.declared) if isinstance(store, Places) else ""
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Final
 from holdfast.api.company import RESTORE_TIMES, Company
 from holdfast.api.outcome import Outcome, agreed, fits, refuse_what_none_takes
 from holdfast.crashpoints import crashpoint
+from holdfast.engine.joint.handing import dealt, hand_on, lacking
 from holdfast.engine.joint.neighbours import Neighbours
 from holdfast.engine.joint.together import NodeReads
 from holdfast.engine.joint.window import Timing
@@ -23,6 +24,7 @@ from holdfast.model.names import CheckpointId
 from holdfast.ranks.contract import Verdict
 from holdfast.ranks.topic import Topic
 from holdfast.repo.manifest import Aborted, decode_manifest
+from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 
 TRY, NONE = b"try", b"none"
@@ -140,6 +142,8 @@ class ReadingTogether:
         began = time.perf_counter()
         outcome = Outcome()
         manifest, matched = self._matched(id, told, outcome)
+        if self.company.spread:
+            self._hand_on(id, manifest, matched)
         own: BaseException | None = None
         began_reading = time.perf_counter()
         try:
@@ -162,6 +166,25 @@ class ReadingTogether:
         seconds = time.perf_counter() - began
         self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, ranks))
         return RestoreResult(id, manifest, state, matched.prepared.report, outcome.nbytes, seconds, ranks=ranks)
+
+    def _hand_on(self, id: CheckpointId, manifest: Manifest, matched: Matched) -> None:
+        """What a rank needs that only another one's node has is put into the home by that one."""
+        places, own = self._repo.store, None
+        assert isinstance(places, Places), "of all ranks alike"
+        names = lacking(self._topic(), places, matched.needs, self._deadline_s)
+        if not names:
+            return
+        ours = dealt(self._topic(), places, names, self.company.rank, self._deadline_s)
+        try:
+            hand_on(self._repo, manifest, ours, self._emitter)
+        except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
+            own = as_damage(error)
+        with self._topic() as topic:
+            self.raised_by_all = True
+            reason = "" if own is None else _reason(own)
+            verdict = topic.vote(own is None, reason, self._deadline_s, f"handing on packs of {id}")
+        self._check(verdict, own, id)
+        self.raised_by_all = False
 
     def _matched(self, id: CheckpointId, told: Callable[[], bytes], outcome: Outcome) -> tuple[Manifest, Matched]:
         """The checkpoint, matched on every rank with what it holds: where it does not fit some rank, or all leave some

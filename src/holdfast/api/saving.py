@@ -73,7 +73,14 @@ class Saving:
         self.company = company
         self._coordinates = company is None or company.coordinates
         self._alike, self._ours = divided(policy)
-        self.tidying = Tidying(repo, keep, emitter=emitter, warn=self.warn)
+        self.tidying = Tidying(
+            repo,
+            keep,
+            emitter=emitter,
+            warn=self.warn,
+            retains=self._coordinates,
+            leads=company is None or company.leads,
+        )
         self._on_error = on_error
         self._emitter = emitter
         self.memory: Remembering | None = None
@@ -373,8 +380,8 @@ class Saving:
             return
         self._exit_status.clear()
         self._late.write()
-        if self.attempt is not None and self._coordinates:
-            self.tidying.after_commit(self.attempt)
+        if self.attempt is not None:
+            self.tidying.after_commit(self.attempt, save.step)
 
     def _fail(self, error: HoldfastError) -> None:
         """A failure is known at once, and in the exit status unless a later save commits."""
@@ -392,4 +399,4 @@ class Saving:
         warnings.warn(f"holdfast: {message}", RuntimeWarning, stacklevel=3)
 
     def _make_room(self) -> bool:
-        return self.attempt is not None and self._coordinates and self.tidying.now(self.attempt) > 0
+        return self.attempt is not None and self.tidying.now(self.attempt) > 0

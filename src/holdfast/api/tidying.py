@@ -1,4 +1,5 @@
-"""Retention beside training: in a thread of its own, so that the next save never waits for files to be unlinked."""
+"""Retention beside training, and each node's own places kept in step with it: in a thread of their own, so that the
+next save never waits for files to be unlinked."""
 
 from __future__ import annotations
 
@@ -9,17 +10,32 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
+from holdfast.model.names import CheckpointId
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.repo.attempts import Attempt
+from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
+from holdfast.upkeep.places import tidy_places
 from holdfast.upkeep.retention import execute, plan_retention
 
 
 class Tidying:
     """Applies the keep policy of one run after commits; one round at a time, and the newest commit always gets one."""
 
-    def __init__(self, repo: Repo, keep: KeepPolicy, *, emitter: Emitter, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        repo: Repo,
+        keep: KeepPolicy,
+        *,
+        emitter: Emitter,
+        warn: Callable[[str], None],
+        retains: bool = True,
+        leads: bool = True,
+    ) -> None:
+        """Of several ranks one `retains` for all, and one of each node `leads` there; the others have nothing to do."""
         self.keep = keep
+        self._retains = retains
+        self._leads = leads and isinstance(repo.store, Places)
         self._repo = repo
         self._emitter = emitter
         self._warn = warn
@@ -27,9 +43,19 @@ class Tidying:
         self._state = threading.Lock()
         self._thread: threading.Thread | None = None
         self._again = False
+        self._step = 0
+        """The last that was committed."""
 
-    def after_commit(self, attempt: Attempt) -> None:
+    @property
+    def idle(self) -> bool:
+        """Whether this process has nothing to tidy, ever."""
+        return not (self._retains or self._leads)
+
+    def after_commit(self, attempt: Attempt, step: int) -> None:
         """Begins a round, or has the one that is under way followed by another."""
+        self._step = max(step, self._step)
+        if self.idle:
+            return
         with self._state:
             if self._thread is not None:
                 self._again = True
@@ -48,14 +74,22 @@ class Tidying:
         """One round in this thread; how many checkpoints went. A failure is a warning: the next commit tries again."""
         with self._round:
             try:
-                plan = plan_retention(self._repo, attempt, self.keep)
-                return len(execute(self._repo, attempt, plan, emitter=self._emitter))
+                return self._retain(attempt) + self._tidy(attempt)
             except Exception as error:  # noqa: BLE001 - a policy of the user's may raise anything; training goes on
                 reason = error.message if isinstance(error, HoldfastError) else repr(error)
                 # Where warnings are errors the event has told it before: in this thread nobody would catch one.
                 with contextlib.suppress(Warning):
                     self._warn(f"retention of run {attempt.run!r} did not finish: {reason}")
                 return 0
+
+    def _retain(self, attempt: Attempt) -> int:
+        if not self._retains:
+            return 0
+        plan = plan_retention(self._repo, attempt, self.keep)
+        return len(execute(self._repo, attempt, plan, emitter=self._emitter))
+
+    def _tidy(self, attempt: Attempt) -> int:
+        return tidy_places(self._repo, CheckpointId(attempt.run, attempt.number, self._step)) if self._leads else 0
 
     def join(self, timeout: float | None) -> bool:
         """Whether nothing is under way any more within `timeout` seconds."""

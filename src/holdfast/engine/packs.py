@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from holdfast.codec.digest import digest
-from holdfast.errors import CorruptionError, ObjectNotFound, typed
+from holdfast.errors import CorruptionError, ObjectNotFound, StoreError, typed
 from holdfast.model.checkpoint import PackEntry
 from holdfast.model.names import CheckpointId
+from holdfast.repo.places import elsewhere, turn_away
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Buffer
-from holdfast.store.contract import Reader
+from holdfast.store.contract import Reader, is_unreadable
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -45,7 +50,7 @@ def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -
         raise missing(repo, name) from error
     try:
         if reader.length != entry.length:
-            raise _refused(repo, name, f"{name} is {reader.length} bytes long; {entry.length} were saved")
+            raise _refused(repo, name, f"{name} is {reader.length} bytes long; {entry.length} were saved", name)
         if header:
             block = np.empty(entry.header_length, np.uint8)
             try:
@@ -53,7 +58,7 @@ def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -
             except ObjectNotFound as error:
                 raise missing(repo, name) from error
             if digest(block.data) != entry.header_digest:
-                raise _refused(repo, name, f"the header of {name} is damaged")
+                raise _refused(repo, name, f"the header of {name} is damaged", name)
         whole = reader.view()
     except BaseException:
         reader.close()
@@ -63,14 +68,29 @@ def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -
 
 def missing(repo: Repo, name: str) -> CorruptionError:
     """What a pack that is not there is told by. Where its checkpoint was removed too, whoever restores finds out."""
-    return _refused(repo, name, f"{name} is missing: damaged, or the checkpoint was removed meanwhile")
+    why = elsewhere(repo.store) or ": damaged, or the checkpoint was removed meanwhile"
+    return _refused(repo, name, f"{name} is missing{why}", name)
 
 
 def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> CorruptionError:
     """What a chunk of leaf `path` that is not what was saved is told by (I5): `nbytes` of `pack` from `offset` on."""
     what = f"{nbytes} bytes from offset {offset}"
-    return _refused(repo, path, f"{path} is damaged: {pack}, {what}, are not what was saved")
+    return _refused(repo, path, f"{path} is damaged: {pack}, {what}, are not what was saved", pack)
 
 
-def _refused(repo: Repo, subject: str, message: str) -> CorruptionError:
-    return CorruptionError(message, subject=subject, hint=typed("holdfast", "verify", repo.url))
+def from_any_copy(repo: Repo, read: Callable[[], Result]) -> Result:
+    """What `read` returns; where a pack that it read from turns out to be damaged and has another copy, read anew from
+    that one."""
+    while True:
+        try:
+            return read()
+        except CorruptionError as error:
+            if not turn_away(repo.store, error.object or error.subject):
+                raise
+        except StoreError as error:
+            if not (is_unreadable(error) and turn_away(repo.store, error.subject)):
+                raise
+
+
+def _refused(repo: Repo, subject: str, message: str, name: str) -> CorruptionError:
+    return CorruptionError(message, subject=subject, hint=typed("holdfast", "verify", repo.url), object=name)

@@ -11,14 +11,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 
+from holdfast.engine.boxes import axes_of, check_sizes, padded, saved_boxes, sizes, spread, table_of
 from holdfast.engine.joint.together import NodeReads
 from holdfast.engine.lazy import LazyReader
-from holdfast.engine.packs import OpenPack, open_pack
+from holdfast.engine.packs import OpenPack, from_any_copy, open_pack
 from holdfast.engine.portions import Cut, Portions, Runs
 from holdfast.engine.read import LeafReader
 from holdfast.engine.threads import COPY_THREADS, READ_THREADS, hand_out
@@ -26,7 +27,6 @@ from holdfast.errors import CorruptionError, ShardMismatch, typed
 from holdfast.events import Emitter, Progress
 from holdfast.model.box import Box
 from holdfast.model.checkpoint import Index, Json, Manifest, PackEntry
-from holdfast.model.dtypes import dtype
 from holdfast.plan.columns import Column, every
 from holdfast.plan.coverage import check_coverage
 from holdfast.plan.holdings import Holdings
@@ -36,6 +36,7 @@ from holdfast.repo.agreeing import check_rank
 from holdfast.repo.boxes import BoxTable
 from holdfast.repo.index import Table
 from holdfast.repo.layout import BOXES
+from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 from holdfast.repo.specs import Specs
 from holdfast.state import leaf_paths
@@ -65,9 +66,10 @@ class Parts:
         self._tables: dict[int, Table] = {}
         self._boxes = repo.boxes(manifest, len(self._paths))
         if self._boxes is not None:
-            _check_sizes(self._boxes, manifest, self._paths)
-        self._table = _table_of(self._of(0)) if self._boxes is None else self._boxes
+            check_sizes(self._boxes, manifest, self._paths)
+        self._table = table_of(self._of(0)) if self._boxes is None else self._boxes
         self._own = own
+        self._known: tuple[Prepared, _LaidOut] | None = None
         self._done = 0
         self._total = 0
         self._count = threading.Lock()
@@ -78,17 +80,12 @@ class Parts:
         """Fills every sink; returns the bytes of what was wanted. `node`: the ranks that want some of it too, each of
         which calls this. CorruptionError names the leaf, the pack and the offset; ShardMismatch the leaf, where the
         checkpoint does not hold all of what is wanted."""
-        boxes = prepared.boxes or [None] * len(prepared.wants)
-        shared = [(leaf, sink, box) for (leaf, sink), box in zip(prepared.wants, boxes, strict=True)
-                  if leaf < self._table.leaves]  # fmt: skip
-        private = [(leaf, sink) for leaf, sink in prepared.wants if leaf >= self._table.leaves]
-        wanted, saved = self._wanted(shared), saved_boxes(self._table, self._paths)
+        shared, private, wanted, saved, plan = self._laid_out(prepared)
         self._total = int(wanted.nbytes().sum()) + sum(self.whole.specs[leaf].nbytes for leaf, _ in private)
         sinks = [sink for _, sink, _ in shared]
-        plan = self._resharded(saved, wanted)
         portions = Portions(plan, saved, wanted, sinks, self._private(private))
         if node is None:
-            self._read_alone(portions)
+            self._read_from_any(portions)
         else:
             self._read_together(portions, node)
         portions.finish()
@@ -97,6 +94,26 @@ class Parts:
             if sink.buffer is None:
                 sink.fill(np.empty(0, np.uint8))
         return self._total
+
+    def needs(self, prepared: Prepared) -> list[str]:
+        """The names of the packs that `read` reads from. Raises like it."""
+        laid = self._laid_out(prepared)
+        savers = set(np.unique(laid.saved.rank[laid.plan.saved]).tolist())
+        if laid.private and self._own is not None:
+            savers.add(self._own)
+        directory = self._manifest.id.directory
+        return [f"{directory}/{pack.name}" for saver in sorted(savers) for pack in self._of(saver).packs]
+
+    def _laid_out(self, prepared: Prepared) -> _LaidOut:
+        """What is wanted and where it is, reckoned once."""
+        if self._known is None or self._known[0] is not prepared:
+            boxes = prepared.boxes or [None] * len(prepared.wants)
+            shared = [(leaf, sink, box) for (leaf, sink), box in zip(prepared.wants, boxes, strict=True)
+                      if leaf < self._table.leaves]  # fmt: skip
+            private = [(leaf, sink) for leaf, sink in prepared.wants if leaf >= self._table.leaves]
+            wanted, saved = self._wanted(shared), saved_boxes(self._table, self._paths)
+            self._known = prepared, _LaidOut(shared, private, wanted, saved, self._resharded(saved, wanted))
+        return self._known[1]
 
     @property
     def boxes(self) -> BoxTable:
@@ -168,16 +185,16 @@ class Parts:
         """What is wanted of shared leaves: line i is `shared[row[i]]`."""
         specs = self.whole.specs
         boxes = [Box.whole(specs[leaf].shape) if box is None else box for leaf, _, box in shared]
-        axes = _axes(self._table)
+        axes = axes_of(self._table)
         leaf = np.array([leaf for leaf, _, _ in shared], np.int64)
         return Holdings(
             leaf=leaf,
             rank=np.zeros(len(leaf), np.int32),
             row=np.arange(len(leaf)),
-            offsets=_padded([box.offsets for box in boxes], axes, 0),
-            shape=_padded([box.shape for box in boxes], axes, 1),
-            itemsize=_sizes(self._table)[leaf],
-            whole=_spread(self._table.whole, self._table.ends, axes, 1),
+            offsets=padded([box.offsets for box in boxes], axes, 0),
+            shape=padded([box.shape for box in boxes], axes, 1),
+            itemsize=sizes(self._table)[leaf],
+            whole=spread(self._table.whole, self._table.ends, axes, 1),
             ndim=np.diff(self._table.ends),
             paths=self._paths,
         )
@@ -191,6 +208,9 @@ class Parts:
         assert self._own is not None
         rows = self._of(self._own).shared - self._table.leaves
         return [(self._own, leaf + rows, self.whole.specs[leaf].nbytes, sink) for leaf, sink in wants]
+
+    def _read_from_any(self, portions: Portions) -> None:
+        from_any_copy(self._repo, lambda: self._read_alone(portions))
 
     def _read_alone(self, portions: Portions) -> None:
         """Rank by rank what lies side by side; then what has to be cut out, in the order in which it lies."""
@@ -217,9 +237,9 @@ class Parts:
         try:
             self._read_beside(portions, node)
         except CorruptionError:
-            if not node.shares:
+            if not (node.shares or isinstance(self._repo.store, Places)):
                 raise
-            self._read_alone(portions)
+            self._read_from_any(portions)
         finally:
             node.done()
 
@@ -289,6 +309,16 @@ class Parts:
             self._emitter.emit(Progress("restore", str(self._manifest.id), done, self._total))
 
 
+class _LaidOut(NamedTuple):
+    """Wants of shared and of private leaves, and which saved box each of the shared ones takes what from."""
+
+    shared: list[tuple[int, Sink, Box | None]]
+    private: list[tuple[int, Sink]]
+    wanted: Holdings
+    saved: Holdings
+    plan: Reshard
+
+
 class _Places(NamedTuple):
     """Bytes `low[i] .. high[i] - 1` of pack `pack[i]`, as all ranks number them."""
 
@@ -312,85 +342,3 @@ def _pack_number(saver: int, pack: int | Column) -> int | Column:
 
 def _number_of(table: Table, entry: PackEntry) -> int:
     return _pack_number(table.rank, table.packs.index(entry))
-
-
-def _check_sizes(table: BoxTable, manifest: Manifest, paths: Sequence[str]) -> None:
-    """CorruptionError where the parts of a leaf are not as many items as the leaf, or are more bytes than all packs:
-    memory is taken by the sizes of leaves, before any of these are proved."""
-    name = f"{manifest.id.directory}/{BOXES}"
-    items, whole = _volumes(table.shape, table.bounds), _volumes(table.whole, table.ends)
-    size = _sizes(table)
-    if float((items * size[table.leaf]).sum()) > manifest.bytes or float((whole * size).sum()) > manifest.bytes:
-        raise CorruptionError(f"{name} tells of more than the {manifest.bytes} bytes that were saved", subject=name)
-    found = np.bincount(table.leaf, items, table.leaves) if len(table) else np.zeros(table.leaves)
-    if not np.array_equal(found, whole):
-        path = paths[int(np.argmax(found != whole))]
-        raise CorruptionError(f"{name} does not have every element of every leaf once: {path}", subject=path)
-
-
-def _volumes(flat: Column, bounds: Column) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """How many items each row of a ragged column of lengths has; floats, which are exact up to 2^53."""
-    found: np.ndarray[Any, np.dtype[np.float64]] = _spread(flat, bounds, int(np.diff(bounds).max(initial=1)), 1).astype(
-        np.float64
-    )
-    volumes: np.ndarray[Any, np.dtype[np.float64]] = found.prod(axis=1)
-    return volumes
-
-
-def _table_of(index: Table) -> BoxTable:
-    """What one rank has saved alone: every row is a whole leaf."""
-    stop = int(index.bounds[index.shared])
-    count, dims, bounds = index.shared, index.dims[:stop], index.bounds[: index.shared + 1]
-    return BoxTable(
-        leaf=np.arange(count),
-        rank=np.zeros(count, np.int64),
-        row=np.arange(count),
-        origin=np.zeros(stop, np.int64),
-        shape=dims,
-        bounds=bounds,
-        dtypes=index.names,
-        code=index.code[:count].astype(np.int64),
-        whole=dims,
-        ends=bounds,
-    )
-
-
-def saved_boxes(table: BoxTable, paths: Sequence[str]) -> Holdings:
-    """The rows of all ranks, by rank and row."""
-    axes = _axes(table)
-    order = np.lexsort((table.row, table.rank))
-    return Holdings(
-        leaf=table.leaf[order],
-        rank=table.rank[order].astype(np.int32),
-        row=table.row[order],
-        offsets=_spread(table.origin, table.bounds, axes, 0)[order],
-        shape=_spread(table.shape, table.bounds, axes, 1)[order],
-        itemsize=_sizes(table)[table.leaf][order],
-        whole=_spread(table.whole, table.ends, axes, 1),
-        ndim=np.diff(table.ends),
-        paths=paths,
-    )
-
-
-def _axes(table: BoxTable) -> int:
-    """The largest number of dimensions of a leaf; one that has none has one item along one axis."""
-    return max(int(np.diff(table.ends).max(initial=1)), 1)
-
-
-def _spread(flat: Column, bounds: Column, axes: int, fill: int) -> Any:
-    """A ragged column as a matrix, padded behind."""
-    count = np.diff(bounds)
-    found = np.full((len(count), axes), fill, np.int64)
-    found[np.arange(axes) < count[:, None]] = flat
-    return found
-
-
-def _sizes(table: BoxTable) -> Column:
-    """Bytes of an item, by leaf."""
-    sizes = np.array([dtype(name).size for name in table.dtypes], np.int64)
-    return sizes[table.code] if len(table.code) else np.zeros(0, np.int64)
-
-
-def _padded(lines: Sequence[tuple[int, ...]], axes: int, fill: int) -> Any:
-    flat = np.array([place for line in lines for place in line], np.int64)
-    return _spread(flat, np.array([0, *accumulate(map(len, lines))], np.int64), axes, fill)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from holdfast.engine.joint.together import NodeReads
+from holdfast.engine.packs import from_any_copy
 from holdfast.engine.parts import Parts
 from holdfast.engine.read import read_leaves
 from holdfast.errors import CheckpointNotFound, CorruptionError, NothingRestorable, StoreError, in_words, typed
@@ -209,10 +210,11 @@ def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -
 class Matched:
     """A checkpoint that has been matched with a target, of which nothing has changed yet. `read` fills it, all but what
     is plain, which `prepared.apply` sets, and returns the bytes; it is given the ranks beside this one, each of which
-    does the same."""
+    does the same. `needs`: the names of the packs that it reads from."""
 
     prepared: Prepared
     read: Callable[[NodeReads | None], int]
+    needs: Callable[[], Sequence[str]]
 
 
 def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of: int = 1, emitter: Emitter) -> Matched:
@@ -223,11 +225,18 @@ def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of
         index = repo.index(manifest)
         prepared = prepare(manifest, index)
         if prepared.boxes is None:
-            return Matched(prepared, lambda _: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter))
-        return Matched(prepared, lambda _: Parts(repo, manifest, own, emitter).read(prepared))
+            return Matched(
+                prepared,
+                lambda _: from_any_copy(
+                    repo, lambda: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
+                ),
+                lambda: [f"{manifest.id.directory}/{pack.name}" for pack in index.packs],
+            )
+        alone = Parts(repo, manifest, own, emitter)
+        return Matched(prepared, lambda _: alone.read(prepared), lambda: alone.needs(prepared))
     parts = Parts(repo, manifest, own, emitter)
     prepared = prepare(manifest, parts.whole)
-    return Matched(prepared, lambda node: parts.read(prepared, node))
+    return Matched(prepared, lambda node: parts.read(prepared, node), lambda: parts.needs(prepared))
 
 
 def fetch(

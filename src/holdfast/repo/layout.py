@@ -6,17 +6,25 @@ import re
 from typing import Final
 
 from holdfast.errors import CorruptionError
-from holdfast.model.names import CheckpointId, attempt_key, parse_step, run_key, step_key
+from holdfast.model.names import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
+from holdfast.store.names import TEMPORARY
 
 REPOSITORY: Final = "holdfast.json"
+MEMBER: Final = "member.json"
+"""In a place that is not the home: whose it is."""
+PLACES: Final = "places"
+"""In the home: which other places there are."""
 RUNS: Final = "runs"
 BEGIN: Final = "begin.json"
 MANIFEST: Final = "manifest.json"
+ATTEMPT: Final = "attempt.json"
 BOXES: Final = "boxes.index"
+NOTES: Final = "notes"
 
+_PACKS: Final = (".safetensors", ".pack")
 _PART: Final = re.compile(r"rank-[0-9]{5,}(\.index|(\.[0-9]{2,})?\.safetensors)", re.ASCII)
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
-_RESERVED: Final = frozenset({BEGIN, MANIFEST, "notes"})
+_RESERVED: Final = frozenset({BEGIN, MANIFEST, NOTES})
 _NUMBERED: Final = re.compile(r"([1-9][0-9]{0,17})\.json", re.ASCII)
 
 
@@ -29,7 +37,7 @@ def attempt_directory(run: str, attempt: int) -> str:
 
 
 def attempt_name(run: str, attempt: int) -> str:
-    return f"{attempt_directory(run, attempt)}/attempt.json"
+    return f"{attempt_directory(run, attempt)}/{ATTEMPT}"
 
 
 def lease_directory(run: str, attempt: int) -> str:
@@ -45,7 +53,7 @@ def index_file(rank: int) -> str:
 
 
 def notes_directory(id: CheckpointId) -> str:
-    return f"{id.directory}/notes"
+    return f"{id.directory}/{NOTES}"
 
 
 def attempt_trash(run: str, attempt: int) -> str:
@@ -97,3 +105,44 @@ def step_in(attempt: str, name: str) -> tuple[int, str] | None:
     key, slash, rest = name[len(attempt) + 1 :].partition("/")
     step = parse_step(key)
     return None if step is None or not slash else (step, rest)
+
+
+def is_pack(name: str) -> bool:
+    """Whether `name` is a pack's: what lies in the places that are meant for packs, and need not be in the home."""
+    return name.endswith(_PACKS) and _in_step(name)
+
+
+def is_index(name: str) -> bool:
+    return name.endswith(".index") and _in_step(name)
+
+
+def is_copied(name: str) -> bool:
+    """Whether what lies under `name` in the home is copied to the places of packs: what says where leaves lie in them,
+    what is known of a checkpoint, and what it is called."""
+    parts = name.split("/")
+    if parts[0] == "refs":
+        return True
+    rest = parts[4:]
+    known = rest[:1] == [NOTES] or (len(rest) == 1 and (rest[0] == MANIFEST or is_index(name)))
+    return known and is_step("/".join(parts[:4]))
+
+
+def _in_step(name: str) -> bool:
+    return is_step(name.rpartition("/")[0])
+
+
+def is_step(prefix: str) -> bool:
+    """Whether `prefix` is the directory of a save."""
+    parts = prefix.split("/")
+    return (
+        len(parts) == 4
+        and parts[0] == RUNS
+        and parse_attempt(parts[2]) is not None
+        and parse_step(parts[3]) is not None
+    )
+
+
+def is_spread(name: str) -> bool:
+    """Whether an object, or a temporary of it, may lie in other places than the home."""
+    final = name.partition(TEMPORARY)[0]
+    return is_pack(final) or is_copied(final) or (final.endswith(f"/{BEGIN}") and _in_step(final))

@@ -25,7 +25,9 @@ from holdfast.repo import layout, objects
 from holdfast.repo.boxes import BoxTable, decode_boxes
 from holdfast.repo.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
 from holdfast.repo.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Aborted, decode_manifest
+from holdfast.repo.members import join, known, one_of_many
 from holdfast.repo.nearby import nearby
+from holdfast.repo.places import Places, turn_away
 from holdfast.repo.records import decode_attempt
 from holdfast.state import leaf_paths
 from holdfast.store.contract import Bytes, Store, is_unreadable
@@ -69,14 +71,17 @@ class Repo:
     @classmethod
     def create_or_open(cls, store: Store, *, chunk_bytes: int = CHUNK_BYTES) -> Repo:
         """Opens the repository, creating it where there is none, beside whatever else lies there. However many
-        processes create it at once, all end with one repository."""
+        processes create it at once, all end with one repository. RepositoryError for a place that is not its home."""
         try:
             data = store.get(layout.REPOSITORY, limit=objects.SMALL)
         except ObjectNotFound:
             data = cls._create(store, chunk_bytes)
         repo = cls._read(store, data)
+        if isinstance(repo.store, Places) and repo.store.of:
+            raise one_of_many(store.url, repo.store.of)
         # Another process may have made it a moment ago: what is put from now on relies on it.
         store.settle(layout.REPOSITORY)
+        join(repo.store, repo.id)
         return repo
 
     @classmethod
@@ -116,7 +121,8 @@ class Repo:
         names = found.mapping("digests")
         if names != {"chunk": DIGEST_NAME, "content": "sha-256", "object": DIGEST_NAME}:
             raise found.refuse("uses digests that this version does not know")
-        return cls(store, found.hex("id", 32), found.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK))
+        id = found.hex("id", 32)
+        return cls(known(store, id), id, found.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK))
 
     def runs(self) -> list[str]:
         """The runs that have an attempt, by directory name, sorted. Foreign directories are passed over."""
@@ -267,15 +273,19 @@ class Repo:
         name = f"{id.directory}/{entry.name}"
         if entry.length > MAX_INDEX:
             raise CorruptionError(f"{name} claims {entry.length} bytes; at most {MAX_INDEX} are read", subject=name)
-        try:
-            data = self.store.get(name, limit=entry.length)
-        except ObjectNotFound:
-            raise CorruptionError(f"{name} is missing, which the manifest of {id} names", subject=name) from None
-        if len(data) != entry.length:
-            raise CorruptionError(f"{name} has {len(data)} bytes, the manifest says {entry.length}", subject=name)
-        if digest(data) != entry.digest:
-            raise CorruptionError(f"{name} is damaged: its digest is not the one in the manifest", subject=name)
-        return data
+        while True:
+            try:
+                data = self.store.get(name, limit=entry.length)
+            except ObjectNotFound:
+                raise CorruptionError(f"{name} is missing, which the manifest of {id} names", subject=name) from None
+            if len(data) != entry.length:
+                wrong = f"{name} has {len(data)} bytes, the manifest says {entry.length}"
+            elif digest(data) != entry.digest:
+                wrong = f"{name} is damaged: its digest is not the one in the manifest"
+            else:
+                return data
+            if not turn_away(self.store, name):
+                raise CorruptionError(wrong, subject=name)
 
 
 def _entry(manifest: Manifest, rank: int) -> IndexEntry:

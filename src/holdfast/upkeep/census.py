@@ -21,9 +21,10 @@ from holdfast.repo.repository import Repo
 from holdfast.store.contract import Entry
 
 MARKS: Final = "tombstones/gc"
-OWN: Final = frozenset({"refs", layout.RUNS, "tombstones", "trash"})
+OWN: Final = frozenset({"refs", layout.PLACES, layout.RUNS, "tombstones", "trash"})
 """The directories at the top in which Holdfast puts anything."""
 _PROBE: Final = re.compile(r"probe-[0-9a-f]{32}\.json", re.ASCII)
+_PLACE: Final = re.compile(r"[0-9a-f]{12}-[0-9a-f]{32}\.json", re.ASCII)
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 
 State = Literal["committed", "damaged", "unfinished", "closed", "removed", "copied", "foreign"]
@@ -98,6 +99,8 @@ class Census:
     saves: dict[CheckpointId, SaveDirectory] = field(default_factory=dict)
     attempts: dict[tuple[str, int], AttemptDirectory] = field(default_factory=dict)
     refs: list[Entry] = field(default_factory=list)
+    places: list[Entry] = field(default_factory=list)
+    """Where else the repository lies, or whose place this is."""
     probes: list[Entry] = field(default_factory=list)
     """Left by a gc that died while it asked for the time."""
     foreign: list[Entry] = field(default_factory=list)
@@ -166,6 +169,9 @@ def place(census: Census, entry: Entry) -> bool:
     """Files one object under what its name says it is; False if no object of Holdfast is called so."""
     parts = entry.name.split("/")
     if entry.name == layout.REPOSITORY:
+        return True
+    if entry.name == layout.MEMBER or (parts[0] == layout.PLACES and _PLACE.fullmatch("/".join(parts[1:]))):
+        census.places.append(entry)
         return True
     if parts[0] == "refs" and len(parts) == 4 and layout.parse_numbered(parts[3]) is not None:
         census.refs.append(entry)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
 from holdfast.codec.digest import digest
-from holdfast.engine.parts import saved_boxes
+from holdfast.engine.boxes import saved_boxes
 from holdfast.errors import (
     CorruptionError,
     FormatTooNew,
@@ -33,11 +33,14 @@ from holdfast.repo.boxes import BoxTable
 from holdfast.repo.content import content_digest, joint_digest, rank_digest
 from holdfast.repo.notes import notes
 from holdfast.repo.numbered import numbers
+from holdfast.repo.places import copies_of, elsewhere
 from holdfast.repo.records import decode_attempt, decode_begin
 from holdfast.repo.repository import Repo
 from holdfast.state import leaf_paths
+from holdfast.store.contract import Store
 from holdfast.upkeep.findings import Finding
 from holdfast.upkeep.rows import row_oddities
+from holdfast.upkeep.scan import Scan
 
 Small = TypeVar("Small")
 UNREADABLE = (CorruptionError, RepositoryError, StoreError)
@@ -45,13 +48,14 @@ UNREADABLE = (CorruptionError, RepositoryError, StoreError)
 
 @dataclass(slots=True)
 class Inspection:
-    """What was found of one checkpoint. `packs[i]`: numbers of the packs of `indexes[i]` that are worth reading."""
+    """What was found of one checkpoint. `packs[i]`: by its number which copies of each pack of `indexes[i]` are worth
+    reading."""
 
     id: CheckpointId
     findings: list[Finding] = field(default_factory=list)
     manifest: Manifest | None = None
     indexes: list[Index] = field(default_factory=list)
-    packs: list[set[int]] = field(default_factory=list)
+    packs: list[dict[int, list[Store]]] = field(default_factory=list)
     objects: int = 0
     bytes_read: int = 0
 
@@ -93,7 +97,7 @@ def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         found.objects += 1
         found.bytes_read += entry.length
         found.indexes.append(index)
-        found.packs.append({number for number in range(len(index.packs)) if _pack_stands(repo, found, index, number)})
+        found.packs.append({number: _pack_copies(repo, found, index, number) for number in range(len(index.packs))})
     if len(found.indexes) == len(manifest.indexes):
         _check_totals(found, manifest, boxes)
 
@@ -163,37 +167,85 @@ def _content(found: Inspection, manifest: Manifest, boxes: BoxTable | None) -> s
     )
 
 
-def _pack_stands(repo: Repo, found: Inspection, index: Index, number: int) -> bool:
-    """Presence, length and header of one pack; True if its leaves are worth reading."""
-    pack = index.packs[number]
-    name = f"{found.id.directory}/{pack.name}"
+def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> list[Store]:
+    """The copies of one pack whose leaves are worth reading. What is wrong with one harms nobody while another is as it
+    should be."""
+    name = f"{found.id.directory}/{index.packs[number].name}"
+    copies = copies_of(repo.store, name) or [repo.store]
+    looks = [_look(store, found.id, index, number) for store in copies]
+    _take(found, copies, [look.findings for look in looks])
+    found.objects += sum(look.read for look in looks)
+    found.bytes_read += sum(look.read for look in looks) * index.packs[number].header_length
+    return [store for store, look in zip(copies, looks, strict=True) if look.stands]
+
+
+def _take(found: Inspection, copies: Sequence[Store], findings: Sequence[Sequence[Finding]]) -> None:
+    """Adds what was found of the copies of one pack."""
+    harms = all(findings)
+    for store, some in zip(copies, findings, strict=True):
+        place = f"in {store.url}: " if len(copies) > 1 else ""
+        found.findings += [replace(one, message=place + one.message, harms_restore=harms) for one in some]
+
+
+@dataclass(slots=True)
+class _Look:
+    """What one copy of a pack looks like without its leaves. `read`: whether its header could be read; `stands`:
+    whether its leaves are worth reading."""
+
+    findings: list[Finding] = field(default_factory=list)
+    read: bool = False
+    stands: bool = False
+
+
+def _look(store: Store, id: CheckpointId, index: Index, number: int) -> _Look:
+    """Presence, length and header of one copy of a pack."""
+    pack, look = index.packs[number], _Look()
+    name = f"{id.directory}/{pack.name}"
+
+    def wrong(message: str, leaf: str | None, offset: int | None = None) -> None:
+        look.findings.append(Finding(id, "error", message, leaf, name, offset))
+
     try:
-        with repo.store.open(name) as reader:
+        with store.open(name) as reader:
             if reader.length != pack.length:
                 leaf = _first_leaf(index, number, beyond=reader.length)
-                found.error(f"is {reader.length} bytes long; {pack.length} were saved", name, leaf=leaf)
-                return False
+                wrong(f"is {reader.length} bytes long; {pack.length} were saved", leaf)
+                return look
             block = np.empty(pack.header_length, np.uint8)
             reader.read_into(0, block.data)
     except ObjectNotFound:
-        found.error("is missing", name, leaf=_first_leaf(index, number))
-        return False
+        wrong(f"is missing{elsewhere(store)}", _first_leaf(index, number))
+        return look
     except UNREADABLE as error:
-        found.error(_words(error), name, leaf=_first_leaf(index, number))
-        return False
-    found.objects += 1
-    found.bytes_read += pack.header_length
+        wrong(_words(error), _first_leaf(index, number))
+        return look
+    look.read = look.stands = True
     if digest(block) != pack.header_digest:
-        found.error("its header is not what was saved", name, leaf=_first_leaf(index, number), offset=0)
-        return True
+        wrong("its header is not what was saved", _first_leaf(index, number), 0)
+        return look
     try:
         header = parse_header(block.data, name=name, file_length=pack.length)
     except CorruptionError as error:
-        found.error(_words(error), name, leaf=_first_leaf(index, number), offset=0)
-        return True
+        wrong(_words(error), _first_leaf(index, number), 0)
+        return look
     for leaf, message in _disagreements(header, index, number):
-        found.error(message, name, leaf=leaf)
-    return True
+        wrong(message, leaf)
+    return look
+
+
+def scan(found: Inspection, *, on_bytes: Callable[[int], None], threads: int) -> None:
+    """Reads every byte of the packs that stand, each copy, and adds what is wrong."""
+    for index, packs in zip(found.indexes, found.packs, strict=True):
+        stores = {id(store): store for copies in packs.values() for store in copies}
+        said: dict[tuple[int, str], list[Finding]] = {}
+        for key, store in stores.items():
+            numbers = {number for number, copies in packs.items() if store in copies}
+            for finding in Scan(store, found.id, index, on_bytes=on_bytes).run(numbers, threads):
+                said.setdefault((key, finding.object or ""), []).append(finding)
+            found.bytes_read += sum(index.packs[one].length - index.packs[one].header_length for one in numbers)
+        for number, copies in packs.items():
+            name = f"{found.id.directory}/{index.packs[number].name}"
+            _take(found, copies, [said.get((id(store), name), []) for store in copies])
 
 
 def _disagreements(header: Header, index: Index, number: int) -> Iterator[tuple[str | None, str]]:

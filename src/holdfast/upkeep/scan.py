@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from holdfast.codec.digest import DIGEST_BYTES, digest
+from holdfast.engine.pieces import Piece, halves, pieces
 from holdfast.errors import CorruptionError, StoreError
 from holdfast.model.checkpoint import Index
 from holdfast.model.names import CheckpointId
 from holdfast.store.contract import Reader, Store
 from holdfast.upkeep.findings import Finding
-from holdfast.upkeep.pieces import Piece, halves, pieces
 
 PAGE = 4096
 

@@ -76,7 +76,7 @@ def _save(
 def _seals(repo: Repo, census: Census) -> Iterator[Finding]:
     """The small objects that no checkpoint's inspection has read. What lies in the trash says another path than its
     own: that of the manifest it was."""
-    entries = [(entry, entry.name) for entry in census.probes]
+    entries = [(entry, entry.name) for entry in (*census.probes, *census.places)]
     for save in census.saves.values():
         entries += [(entry, entry.name) for entry in (*save.tombstones, *save.marks)]
         entries += [(entry, save.id.manifest) for entry in save.trash]

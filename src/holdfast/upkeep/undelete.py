@@ -26,11 +26,10 @@ from holdfast.repo.manifest import MAX_MANIFEST, Aborted, decode_manifest
 from holdfast.repo.repository import Repo
 from holdfast.repo.tombstones import dead_tombstones, is_tombstoned, take_back
 from holdfast.upkeep.census import SaveDirectory, look_at
-from holdfast.upkeep.inspection import inspect
+from holdfast.upkeep.inspection import inspect, scan
 from holdfast.upkeep.marks import age_s, probe, standing_marks, store_now
 from holdfast.upkeep.owners import finished_runs
 from holdfast.upkeep.remove import remove
-from holdfast.upkeep.scan import Scan
 
 GRACE_S = 24 * 3600.0
 MARGIN_S = 3600.0
@@ -111,8 +110,7 @@ def _check(repo: Repo, id: CheckpointId, data: bytes, *, every_byte: bool) -> No
         raise CorruptionError(f"what lies in the trash for {id} is no manifest", subject=str(id))
     found = inspect(repo, id, manifest)
     if every_byte:
-        for index, usable in zip(found.indexes, found.packs, strict=True):
-            found.findings.extend(Scan(repo.store, id, index, on_bytes=_uncounted).run(usable, threads=2))
+        scan(found, on_bytes=_uncounted, threads=2)
     if found.harmed:
         wrong = "\n".join(f"  {finding}" for finding in found.findings)
         raise CorruptionError(f"{id} would not come back whole:\n{wrong}", subject=str(id))

@@ -20,8 +20,7 @@ from holdfast.repo.notes import add_note
 from holdfast.repo.repository import Repo
 from holdfast.upkeep.census import SaveDirectory, look_at, take_census
 from holdfast.upkeep.findings import Finding, VerifyReport
-from holdfast.upkeep.inspection import Inspection, inspect
-from holdfast.upkeep.scan import Scan
+from holdfast.upkeep.inspection import inspect, scan
 from holdfast.upkeep.surroundings import surroundings
 
 
@@ -133,7 +132,7 @@ def _verify_one(
     """Findings, bytes read and objects read. One that was removed meanwhile has none: removal is no damage."""
     found = inspect(repo, id)
     if plan.every_byte:
-        _scan(repo, found, progress, threads)
+        scan(found, on_bytes=progress.advance, threads=threads)
     if found.findings and not repo.exists(id):
         removed = Finding(id, "info", "was removed while it was verified")
         return [removed], found.bytes_read, found.objects
@@ -148,18 +147,10 @@ def _verify_removed(
         return [], 0, 0
     found = inspect(repo, save.id, save.manifest)
     if plan.every_byte:
-        _scan(repo, found, progress, threads)
+        scan(found, on_bytes=progress.advance, threads=threads)
     if found.findings and look_at(repo, save.id).state != "removed":
         return [], found.bytes_read, found.objects  # brought back or collected meanwhile
     return [replace(finding, harms_restore=False) for finding in found.findings], found.bytes_read, found.objects
-
-
-def _scan(repo: Repo, found: Inspection, progress: _Progress, threads: int) -> None:
-    for index, usable in zip(found.indexes, found.packs, strict=True):
-        found.findings.extend(Scan(repo.store, found.id, index, on_bytes=progress.advance).run(usable, threads))
-        for number in usable:
-            pack = index.packs[number]
-            found.bytes_read += pack.length - pack.header_length
 
 
 def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> StoreError | None:

@@ -60,7 +60,7 @@ def test_a_policy_that_raises_is_told_and_asked_again_after_the_next_commit(
 ) -> None:
     tidying = make(Broken())
     for times in (1, 2):
-        tidying.after_commit(attempt)
+        tidying.after_commit(attempt, 1)
         assert tidying.join(30)
         assert told == ["retention of run 'main' did not finish: KeyError('val_loss')"] * times
 
@@ -79,7 +79,7 @@ def test_warnings_that_are_errors_do_not_end_retention(
     monkeypatch.setattr(tidying_module, "plan_retention", unreachable)
     tidying = make(keep.latest(1), then=raised)
     assert tidying.now(attempt) == 0
-    tidying.after_commit(attempt)
+    tidying.after_commit(attempt, 1)
     assert tidying.join(30)
     assert told == ["retention of run 'main' did not finish: the store does not answer"] * 2
 
@@ -97,7 +97,7 @@ def test_a_round_that_ends_its_thread_is_followed_by_another(
     monkeypatch.setattr(Tidying, "now", ended)
     tidying = make(keep.latest(1))
     for _ in range(2):
-        tidying.after_commit(attempt)
+        tidying.after_commit(attempt, 1)
         assert tidying.join(30)
     assert len(set(rounds)) == 2
 

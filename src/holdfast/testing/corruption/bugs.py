@@ -95,18 +95,18 @@ def _copy_accepted() -> AbstractContextManager[Any]:
 @contextmanager
 def _length_trusted() -> Iterator[None]:
     """Verify takes a pack for as long as its index says."""
-    stands = inspection._pack_stands
+    look = inspection._look
 
-    def lenient(repo: Any, found: Any, index: Any, number: int) -> bool:
+    def lenient(store: Any, id: Any, index: Any, number: int) -> Any:
         pack = index.packs[number]
         try:
-            with repo.store.open(f"{found.id.directory}/{pack.name}") as reader:
+            with store.open(f"{id.directory}/{pack.name}") as reader:
                 longer = reader.length > pack.length
         except ObjectNotFound:
             longer = False
-        return True if longer else stands(repo, found, index, number)
+        return inspection._Look(read=True, stands=True) if longer else look(store, id, index, number)
 
-    with mock.patch.object(inspection, "_pack_stands", lenient):
+    with mock.patch.object(inspection, "_look", lenient):
         yield
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from holdfast.engine.parts import saved_boxes
+from holdfast.engine.boxes import saved_boxes
 from holdfast.errors import HoldfastError
 from holdfast.image.header import pad_header, parse_header
 from holdfast.model import canonical

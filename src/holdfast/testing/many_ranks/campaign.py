@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from holdfast.engine.parts import saved_boxes
+from holdfast.engine.boxes import saved_boxes
 from holdfast.model.checkpoint import Manifest
 from holdfast.plan.coverage import check_coverage
 from holdfast.state import leaf_paths

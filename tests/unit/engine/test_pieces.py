@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from holdfast.image.layout import plan_layout
 from holdfast.model.checkpoint import Index, PackEntry
 from holdfast.model.leaf import LeafSpec
-from holdfast.upkeep.pieces import halves, pieces
+from holdfast.engine.pieces import halves, pieces
 
 
 @given(

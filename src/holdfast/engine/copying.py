@@ -1,0 +1,85 @@
+"""Packs copied from one place to another as they are, every byte verified on the way: damage is not handed on."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+from holdfast.codec.digest import digest
+from holdfast.engine.packs import damaged, missing
+from holdfast.engine.pieces import PIECE_BYTES, pieces
+from holdfast.errors import AlreadyExists, CorruptionError, ObjectNotFound
+from holdfast.model.checkpoint import Index, Manifest, PackEntry
+from holdfast.repo.repository import Repo
+from holdfast.store.contract import Reader, Store
+
+_PAGE = 4096
+
+
+def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, source: Store, target: Store) -> int:
+    """Copies one pack of a checkpoint's rank; returns its bytes, 0 if `target` has it.
+
+    CorruptionError if it is not what was saved, StoreError: then nothing is there. A reader of `target` may rely on it
+    only while the checkpoint is there, which the caller looks for afterwards.
+    """
+    index = repo.index(manifest, rank)
+    number = next(number for number, entry in enumerate(index.packs) if entry.name == file)
+    name = f"{manifest.id.directory}/{file}"
+    try:
+        with source.open(name) as reader:
+            content = Verified(repo, reader, name, index, number)
+            target.put_if_absent(name, content, token=manifest.save_id)
+    except AlreadyExists:
+        return 0
+    except ObjectNotFound as error:
+        raise missing(repo, name) from error
+    return content.length
+
+
+class Verified:
+    """A pack's bytes as they lie in a store. CorruptionError, in the middle of them, where they are not what the index
+    says."""
+
+    def __init__(self, repo: Repo, reader: Reader, name: str, index: Index, number: int) -> None:
+        self._repo = repo
+        self._reader = reader
+        self._name = name
+        self._index = index
+        self._number = number
+
+    @property
+    def _entry(self) -> PackEntry:
+        return self._index.packs[self._number]
+
+    @property
+    def length(self) -> int:
+        return self._entry.length
+
+    def pieces(self) -> Iterator[memoryview]:
+        entry, name = self._entry, self._name
+        if self._reader.length != entry.length:
+            message = f"{name} is {self._reader.length} bytes long; {entry.length} were saved"
+            raise CorruptionError(message, subject=name, object=name)
+        room = memoryview(mmap.mmap(-1, max(PIECE_BYTES + self._index.chunk_bytes, entry.header_length) + 2 * _PAGE))
+        header = self._read(room, 0, entry.header_length)
+        if digest(header) != entry.header_digest:
+            raise CorruptionError(f"the header of {name} is damaged", subject=name, object=name)
+        yield header
+        for piece in pieces(self._index):
+            if piece.pack != self._number:
+                continue
+            data = self._read(room, piece.start, piece.stop)
+            for begin, end, row, leaf in zip(
+                piece.begin.tolist(), piece.end.tolist(), piece.row.tolist(), piece.leaf.tolist(), strict=True
+            ):
+                if digest(data[begin - piece.start : end - piece.start]) != self._index.digests[row].tobytes():
+                    raise damaged(self._repo, self._index.specs[leaf].path, name, end - begin, begin)
+            yield data
+
+    def _read(self, room: memoryview, start: int, stop: int) -> memoryview:
+        """The bytes `start..stop-1`; in whole pages where the reader asks for that."""
+        low, high = start, stop
+        if self._reader.alignment > 1:
+            low, high = start // _PAGE * _PAGE, -(-stop // _PAGE) * _PAGE
+        self._reader.read_into(low, room[: high - low])
+        return room[start - low : stop - low]

@@ -1,0 +1,77 @@
+"""What some rank needs and does not find, and another rank's node has: that one puts it into the home, for all.
+
+Nothing is said where every rank finds what it needs, but for one round of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from holdfast.engine.copying import copy_pack
+from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError
+from holdfast.events import Emitter, Warned
+from holdfast.model import canonical
+from holdfast.model.checkpoint import Manifest
+from holdfast.ranks.topic import Topic
+from holdfast.repo.places import Places, holds
+from holdfast.repo.repository import Repo
+
+NOWHERE = -1
+
+
+def lacking(topic: Topic, places: Places, needs: Callable[[], Sequence[str]], deadline_s: float) -> list[str]:
+    """The packs that some rank needs and does not find, on every rank the same. Raises what `Topic.gather` does."""
+    phase = "telling which packs are not found"
+    try:
+        missed = [name for name in needs() if not places.has(name)]
+    except HoldfastError:
+        missed = []  # it is met again, and told, where they are read
+    with topic:
+        topic.post(canonical.dumps(missed))
+        if topic.coordinates:
+            said = {name for one in topic.collect(deadline_s, phase) for name in canonical.loads(one)}
+            topic.announce(canonical.dumps(sorted(said)))
+        return [str(name) for name in canonical.loads(topic.hear(deadline_s, phase))]
+
+
+def dealt(topic: Topic, places: Places, names: Sequence[str], rank: int, deadline_s: float) -> list[str]:
+    """Which of `names` this rank is to put into the home. CorruptionError, on all ranks, where none has one of them."""
+    phase = "telling who has the packs that are not found"
+    held = [number for number, name in enumerate(names) if any(holds(store, name) for store in places.others)]
+    with topic:
+        topic.post(canonical.dumps(held))
+        if topic.coordinates:
+            who = [NOWHERE] * len(names)
+            for one, numbers in reversed(list(enumerate(topic.collect(deadline_s, phase)))):
+                for number in canonical.loads(numbers):
+                    who[number] = one
+            topic.announce(canonical.dumps(who))
+        who = canonical.loads(topic.hear(deadline_s, phase))
+    if NOWHERE in who:
+        name = names[who.index(NOWHERE)]
+        raise CorruptionError(
+            f"{name} is on no node of this job, nor in {places.url}: it was on one that is not here, or is lost",
+            subject=name,
+            object=name,
+        )
+    return [name for name, one in zip(names, who, strict=True) if one == rank]
+
+
+def hand_on(repo: Repo, manifest: Manifest, names: Sequence[str], emitter: Emitter) -> None:
+    """Copies these packs from this node into the home. Raises what `copy_pack` does; CheckpointNotFound where the
+    checkpoint was removed meanwhile."""
+    places = repo.store
+    assert isinstance(places, Places), "no place else has anything"
+    wanted, put = set(names), []
+    for rank in range(len(manifest.indexes)) if wanted else ():
+        for pack in repo.packs(manifest, rank):
+            name = f"{manifest.id.directory}/{pack.name}"
+            if name not in wanted:
+                continue
+            source = next((store for store in places.others if holds(store, name)), places.home)
+            nbytes = copy_pack(repo, manifest, rank, pack.name, source=source, target=places.home)
+            put.append(name)
+            emitter.emit(Warned(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks without it"))
+    if put and not repo.exists(manifest.id):
+        places.home.delete(put)
+        raise CheckpointNotFound(f"{manifest.id} was removed while it was handed on", subject=str(manifest.id))

@@ -1,0 +1,160 @@
+"""Which places a repository lies in: its home has a list of them, and each says whose it is.
+
+`places/<place>-<member>.json` in the home names a place and the member that was there; `member.json` in the place says
+which member it is. A place belongs to the repository for whoever finds that member in it: a directory of one name on
+each node is one place, and another member on each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from holdfast.errors import AlreadyExists, CorruptionError, HoldfastError, ObjectNotFound, RepositoryError
+from holdfast.model.checkpoint import Json
+from holdfast.repo import layout, objects
+from holdfast.repo.objects import Fields
+from holdfast.repo.places import Places
+from holdfast.store.contract import Store
+from holdfast.store.registry import open_store
+
+_KEY: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A place of a repository, as it says of itself. `node`: which one's it is; empty where it is no node's own."""
+
+    id: str
+    repository: str
+    home: str
+    node: str
+
+
+def known(store: Store, repository: str) -> Store:
+    """The store of a repository that has been opened in `store`, with the other places of it that are found here.
+
+    Raises RepositoryError where `store` is given as the home of others, and is a place of another one itself.
+    """
+    declared = isinstance(store, Places)
+    home = store.home if isinstance(store, Places) else store
+    itself = member_in(home)
+    if itself is not None:
+        if declared:
+            raise one_of_many(home.url, itself.home)
+        return Places(home, [home], 1, of=itself.home)
+    names = home.children(layout.PLACES).objects
+    if not isinstance(store, Places):
+        if not names:
+            return store
+        store = Places(home, [home], 1)
+    given = {member.url for member in store.members}
+    store.beside = tuple(_found(home, names, repository, given, store.node))
+    return store
+
+
+def one_of_many(url: str, home: str) -> RepositoryError:
+    """What is said to whoever wants to train in a place that is not the home."""
+    return RepositoryError(
+        f"{url} is one of the places of the repository whose home is {home}",
+        subject=url,
+        hint=f"give {home}; where that is lost for good, remove {layout.MEMBER} from a place that holds all packs: "
+        "then that is the home",
+    )
+
+
+def _found(home: Store, names: Sequence[str], repository: str, given: set[str], node: str) -> Iterator[Store]:
+    """The places on the list that are there, and have a member that is on it."""
+    listed = set(names)
+    for _, some in groupby(sorted(names), key=lambda name: name[:_KEY]):
+        url = next((url for name in some if (url := _url_in(home, name)) is not None), None)
+        if url is None or url in given:
+            continue
+        try:
+            store = open_store(url)
+            member = member_in(store)
+        except HoldfastError:
+            continue  # nothing of this repository is found there; what is missed is told where it is wanted
+        if member is None or member.repository != repository or _name(url, member.id) not in listed:
+            continue
+        if not (node and member.node and member.node != node):
+            yield store
+
+
+def _name(url: str, member: str) -> str:
+    return f"{hashlib.sha256(url.encode()).hexdigest()[:_KEY]}-{member}.json"
+
+
+def _url_in(home: Store, name: str) -> str | None:
+    """The place that is meant; None where the object is damaged, or gone."""
+    whole = f"{layout.PLACES}/{name}"
+    try:
+        return objects.decode("place", whole, home.get(whole, limit=objects.SMALL)).text("url")
+    except (CorruptionError, ObjectNotFound):
+        return None
+
+
+def member_in(store: Store) -> Member | None:
+    """What a place says of itself; None where it says nothing. CorruptionError where that is damaged."""
+    try:
+        data = store.get(layout.MEMBER, limit=objects.SMALL)
+    except ObjectNotFound:
+        return None
+    found: Fields = objects.decode("member", layout.MEMBER, data)
+    return Member(found.hex("id", 32), found.hex("repository", 32), found.text("home"), found.text("node"))
+
+
+def join(store: Store, repository: str) -> tuple[str, ...]:
+    """Makes each place that packs are put into known to the home, and the home to it. The members, by place.
+
+    Raises RepositoryError where another repository lies in one of them.
+    """
+    if not isinstance(store, Places):
+        return ()
+    return tuple(_join(store, member, repository) for member in store.members)
+
+
+def _join(places: Places, place: Store, repository: str) -> str:
+    there = member_in(place)
+    if there is None:
+        own = places.home.get(layout.REPOSITORY, limit=objects.SMALL)
+        try:
+            if place.get(layout.REPOSITORY, limit=objects.SMALL) != own:
+                raise _another(place)
+        except ObjectNotFound:
+            places.bring_to(place, layout.REPOSITORY)
+        there = _mark(places, place, repository)
+    if there.repository != repository:
+        raise _another(place)
+    name = f"{layout.PLACES}/{_name(place.url, there.id)}"
+    body: dict[str, Json] = {"member": there.id, "node": there.node, "repository": repository, "url": place.url}
+    try:
+        objects.put(places.home, name, objects.encode("place", name, body), token=there.id)
+    except AlreadyExists:
+        pass
+    return there.id
+
+
+def _mark(places: Places, place: Store, repository: str) -> Member:
+    node = (places.node or socket.gethostname()) if places.declared.per_node else ""
+    made = Member(secrets.token_hex(16), repository, places.home.url, node)
+    body: dict[str, Json] = {"home": made.home, "id": made.id, "node": node, "repository": repository}
+    try:
+        objects.put(place, layout.MEMBER, objects.encode("member", layout.MEMBER, body), token=made.id)
+    except AlreadyExists:
+        there = member_in(place)
+        if there is not None:
+            return there
+        raise
+    return made
+
+
+def _another(place: Store) -> RepositoryError:
+    return RepositoryError(
+        f"another repository lies in {place.url}", subject=place.url, hint="give an empty directory, or the one it had"
+    )

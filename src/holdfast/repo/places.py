@@ -1,0 +1,404 @@
+"""A repository in several places: its home decides, and packs lie where they are meant to.
+
+The home is a store like that of any repository: attempts, refs and manifests lie there, and every create-if-absent that
+decides something is decided there. Packs lie in `packs_in`, which may be the home, a directory of this node's own, or
+several stores, of which at least `copies` have to hold each pack before its save may commit. What one needs to read
+them (`is_copied`) is copied to each of these places too, after the home has it: all places of a repository, copied into
+one directory, are that repository.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from holdfast.errors import (
+    AlreadyExists,
+    CorruptionError,
+    ObjectNotFound,
+    StoreDenied,
+    StoreError,
+    UsageError,
+    in_words,
+)
+from holdfast.model import canonical
+from holdfast.model.checkpoint import Receipt
+from holdfast.repo import layout
+from holdfast.repo.manifest import MAX_MANIFEST
+from holdfast.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
+from holdfast.store.wrappers.tee import put_into_all
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """How packs are kept, which is the same for all ranks of a job. `per_node`: in a directory of each node's own."""
+
+    per_node: bool
+    copies: int
+    places: int
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+class Places:
+    """A Store over `home` and `packs_in`. `beside`: further places of the same repository that are found here, which
+    are read and freed, and put nothing into.
+
+    `tell` is called with what went wrong in a place without failing what was asked for. `node`: what this node calls
+    itself; empty: nothing.
+    """
+
+    def __init__(
+        self,
+        home: Store,
+        packs_in: Sequence[Store],
+        copies: int,
+        *,
+        beside: Sequence[Store] = (),
+        per_node: bool = False,
+        node: str = "",
+        of: str = "",
+    ) -> None:
+        """`of`: the home that this one place belongs to, where it is none itself: then it is only read."""
+        if not 1 <= copies <= len(packs_in):
+            raise UsageError(
+                f"copies={copies} cannot be kept in {len(packs_in)} places",
+                subject=f"copies={copies}",
+                hint=f"copies= is a number from 1 to {len(packs_in)} here",
+            )
+        self.home = home
+        self.packs_in = tuple(packs_in)
+        self.copies = copies
+        self.beside = tuple(beside)
+        self.node = node
+        self.of = of
+        self.declared = Declared(per_node, copies, len(self.packs_in))
+        self.tell: Callable[[str], None] = _warn
+        self._escorted: set[tuple[str, str]] = set()
+        self._used: dict[str, Store] = {}
+        self._turned: dict[str, list[Store]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def members(self) -> list[Store]:
+        """The places that hold packs beside the home, and copies of what is needed to read them."""
+        return [store for store in self.packs_in if store is not self.home]
+
+    @property
+    def others(self) -> list[Store]:
+        """All places but the home."""
+        return [*self.members, *self.beside]
+
+    @property
+    def url(self) -> str:
+        return self.home.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.home.capabilities
+
+    def probe(self) -> Capabilities:
+        return self.home.probe()
+
+    # -- putting -------------------------------------------------------------------------------------------------------
+
+    def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
+        """As every store. A pack is put into all of its places, and counts once `copies` of them have it; where fewer
+        can, it is in none, and StoreError says why. What is copied counts once the home has it."""
+        self._only_home(name)
+        if layout.is_pack(name):
+            return self._put_pack(name, content, token)
+        receipt = self.home.put_if_absent(name, content, token=token)
+        if self.members and layout.is_copied(name):
+            have = 1 + self._copy(name, b"".join(content.pieces()), token)
+            if layout.is_index(name) and have < self.copies:
+                raise StoreError(f"{name}: {have} of {self.copies} copies could be put", subject=name)
+        return Receipt(name, receipt.length, self.url)
+
+    def _only_home(self, name: str) -> None:
+        if self.of:
+            raise StoreDenied(
+                f"{self.url} is one of the places of the repository whose home is {self.of}: no change is made here",
+                subject=self.url,
+                hint=f"give {self.of}",
+            )
+
+    def _put_pack(self, name: str, content: Content, token: str) -> Receipt:
+        for member in self.members:
+            self._escort(member, name)
+        found = list(zip(self.packs_in, put_into_all(self.packs_in, name, content, token=token), strict=True))
+        failed = [(store, one) for store, one in found if isinstance(one, BaseException)]
+        if len(found) - len(failed) < self.copies:
+            self._take_back(name, [store for store, one in found if isinstance(one, Receipt)])
+            raise self._too_few(name, failed, len(found))
+        for store, error in failed:
+            self.tell(f"{store.url} has no copy of {name}: {in_words(error)}")
+        return Receipt(name, content.length, self.url)
+
+    def _too_few(self, name: str, failed: Sequence[tuple[Store, BaseException]], places: int) -> BaseException:
+        """What the first place had against it; of several it says how many copies there have to be."""
+        store, error = failed[0]
+        if places == 1 or not isinstance(error, StoreError):
+            return error
+        error.message = (
+            f"{places - len(failed)} of the {self.copies} copies that each pack has to have: "
+            f"{store.url} did not take {name}: {error.message}"
+        )
+        return error
+
+    def _take_back(self, name: str, stores: Sequence[Store]) -> None:
+        """So that the save may put it once more."""
+        for store in stores:
+            try:
+                store.delete([name])
+            except StoreError as error:
+                self.tell(f"{name} could not be taken back from {store.url}: {error.message}")
+
+    def _copy(self, name: str, data: bytes, token: str) -> int:
+        """Copies what the home has to the members; how many of them have it now."""
+        have = 0
+        for member in self.members:
+            self._escort(member, name)
+            try:
+                member.put_if_absent(name, Bytes(data), token=token)
+                have += 1
+            except AlreadyExists:
+                have += 1
+            except StoreError as error:
+                self.tell(f"{member.url} has no copy of {name}: {error.message}")
+        return have
+
+    def _escort(self, member: Store, name: str) -> None:
+        """Before the first object of a save, what it lies under: who the repository is, the claim, the save's begin."""
+        directory = name.rpartition("/")[0]
+        if (member.url, directory) in self._escorted or not layout.is_step(directory):
+            return
+        attempt = directory.rpartition("/")[0]
+        try:
+            for above in (layout.REPOSITORY, f"{attempt}/{layout.ATTEMPT}", f"{directory}/{layout.BEGIN}"):
+                self.bring_to(member, above)
+        except StoreError as error:
+            self.tell(f"{member.url} has no copy of what {name} lies under: {error.message}")
+            return
+        self._escorted.add((member.url, directory))
+
+    def bring_to(self, member: Store, name: str) -> None:
+        """Has one of the members hold a copy of what the home holds under `name`, if it does."""
+        try:
+            member.stat(name)
+            return
+        except ObjectNotFound:
+            pass
+        try:
+            data = self.home.get(name, limit=MAX_MANIFEST)
+        except ObjectNotFound:
+            return
+        try:
+            member.put_if_absent(name, Bytes(data), token="copy")
+        except AlreadyExists:
+            pass
+
+    def bring(self, name: str) -> None:
+        """Has the members hold a copy of what the home holds under `name`, if it does. What goes wrong is told."""
+        for member in self.members:
+            self._escort(member, name)
+            try:
+                self.bring_to(member, name)
+            except StoreError as error:
+                self.tell(f"{member.url} has no copy of {name}: {error.message}")
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def order(self, name: str) -> list[Store]:
+        """Where an object may lie, in the order in which it is looked for."""
+        if layout.is_pack(name):
+            return [*self.members, self.home, *self.beside]
+        return [self.home, *self.others] if layout.is_copied(name) else [self.home]
+
+    def has(self, name: str) -> bool:
+        """Whether a place that is found here has it."""
+        return any(holds(store, name) for store in self.order(name))
+
+    def _first(self, name: str, work: Callable[[Store], Result]) -> Result:
+        """From the first place that gives it; places whose copy was turned away come last."""
+        turned = self._turned.get(name, ())
+        wrong: Exception = ObjectNotFound(f"there is no {name} at {self.url}", subject=name)
+        for store in sorted(self.order(name), key=lambda one: one in turned):
+            try:
+                found = work(store)
+            except ObjectNotFound:
+                continue
+            except (StoreError, CorruptionError) as error:
+                wrong = wrong if not isinstance(wrong, ObjectNotFound) else error
+                continue
+            with self._lock:
+                self._used[name] = store
+            return found
+        raise wrong
+
+    def turn_away(self, name: str) -> bool:
+        """What was read last under `name` is not what was saved. Whether there is another copy, which is read from now
+        on."""
+        with self._lock:
+            used, turned = self._used.get(name), self._turned.setdefault(name, [])
+            if used is None or used in turned:
+                return False
+            turned.append(used)
+        for store in self.order(name):
+            if store not in turned and holds(store, name):
+                self.tell(f"{name} in {used.url} is damaged: read from {store.url}")
+                return True
+        return False
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        if layout.is_pack(name) or layout.is_index(name):
+            return self._first(name, lambda store: store.get(name, limit=limit))
+        if not layout.is_copied(name):
+            return self.home.get(name, limit=limit)
+        try:
+            data = self.home.get(name, limit=limit)
+            if _is_sealed(data, name):
+                return data
+        except StoreError as error:
+            if not is_unreadable(error):
+                raise
+            return self._copied(name, limit) or self.home.get(name, limit=limit)
+        return self._copied(name, limit) or data
+
+    def _copied(self, name: str, limit: int) -> bytes | None:
+        """A whole copy of a sealed object that the home has, and not whole."""
+        for store in self.others:
+            try:
+                data = store.get(name, limit=limit)
+            except (StoreError, CorruptionError):
+                continue
+            if _is_sealed(data, name):
+                self.tell(f"{name} in {self.url} is damaged: read from {store.url}")
+                return data
+        return None
+
+    def open(self, name: str) -> Reader:
+        return self._first(name, lambda store: store.open(name))
+
+    def stat(self, name: str) -> Stat:
+        return self._first(name, lambda store: store.stat(name)) if layout.is_pack(name) else self.home.stat(name)
+
+    def children(self, prefix: str) -> Listing:
+        found = self.home.children(prefix)
+        if not found.objects or not layout.is_step(prefix):
+            return found
+        objects = set(found.objects)
+        for store in self.others:
+            there = self._listed(store, prefix, lambda one: list(one.children(prefix).objects))
+            objects.update(file for file in there if layout.is_pack(f"{prefix}/{file}"))
+        return Listing(found.directories, tuple(sorted(objects)))
+
+    def walk(self, prefix: str) -> Iterator[Entry]:
+        """What the home has, and the packs of its saves wherever they lie."""
+        found = {entry.name: entry for entry in self.home.walk(prefix)}
+        saves = {name.rpartition("/")[0] for name in found}
+        for store in self.others:
+            for entry in self._listed(store, prefix, lambda one: list(one.walk(prefix))):
+                if layout.is_pack(entry.name) and entry.name.rpartition("/")[0] in saves:
+                    found.setdefault(entry.name, entry)
+        yield from (found[name] for name in sorted(found))
+
+    def leftovers(self, prefix: str) -> Iterator[Entry]:
+        found = {entry.name: entry for entry in self.home.leftovers(prefix)}
+        for store in self.others:
+            for entry in self._listed(store, prefix, lambda one: list(one.leftovers(prefix))):
+                found.setdefault(entry.name, entry)
+        yield from (found[name] for name in sorted(found))
+
+    def _listed(self, store: Store, prefix: str, work: Callable[[Store], list[Result]]) -> list[Result]:
+        """A place that cannot be listed hides what lies there, and nothing else."""
+        try:
+            return work(store)
+        except StoreError as error:
+            self.tell(f"{prefix or 'all'} of {store.url} cannot be listed: {error.message}")
+            return []
+
+    # -- the rest ------------------------------------------------------------------------------------------------------
+
+    def delete(self, names: Sequence[str] | Iterable[str]) -> None:
+        """From the home, then from the other places. What could not be deleted there is told, and swept later."""
+        names = list(names)
+        self._only_home(names[0] if names else "")
+        self.home.delete(names)
+        with self._lock:
+            for name in names:
+                self._used.pop(name, None)
+                self._turned.pop(name, None)
+        spread = [name for name in names if layout.is_spread(name)]
+        for store in self.others if spread else ():
+            try:
+                store.delete(spread)
+            except StoreError as error:
+                self.tell(f"{spread[0]} could not be deleted from {store.url}: {error.message}")
+
+    def settle(self, name: str) -> None:
+        if not layout.is_pack(name):
+            self.home.settle(name)
+            if layout.is_copied(name):
+                self.bring(name)
+            return
+        for store in self.order(name):
+            if holds(store, name):
+                store.settle(name)
+
+    def free_bytes(self) -> int | None:
+        """Of the place that is the last one needed for so many copies."""
+        free = [store.free_bytes() for store in self.packs_in]
+        known = sorted((nbytes for nbytes in free if nbytes is not None), reverse=True)
+        unknown = len(free) - len(known)
+        return None if unknown >= self.copies else known[self.copies - unknown - 1]
+
+    def close(self) -> None:
+        for store in (self.home, *self.others):
+            store.close()
+
+
+def holds(store: Store, name: str) -> bool:
+    """Whether there is an object of that name; False also where nobody can tell."""
+    try:
+        store.stat(name)
+    except StoreError:
+        return False
+    return True
+
+
+def copies_of(store: Store, name: str) -> list[Store]:
+    """The places that have a copy of an object."""
+    order = store.order(name) if isinstance(store, Places) else [store]
+    return [one for one in order if holds(one, name)]
+
+
+def elsewhere(store: Store) -> str:
+    """What is added where a pack is missing: it may be on a node that is not this one."""
+    return ": it is in none of the repository's places that are found from here" if isinstance(store, Places) else ""
+
+
+def turn_away(store: Store, name: str | None) -> bool:
+    """As `Places.turn_away`; a store that is one place has one copy."""
+    return name is not None and isinstance(store, Places) and store.turn_away(name)
+
+
+def bring(store: Store, name: str) -> None:
+    """As `Places.bring`; in a store that is one place there is nothing to do."""
+    if isinstance(store, Places):
+        store.bring(name)
+
+
+def _is_sealed(data: bytes, name: str) -> bool:
+    try:
+        canonical.open_seal(data, name=name)
+    except CorruptionError:
+        return False
+    return True
