@@ -35,6 +35,7 @@ from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy, divided
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.deadline import within
+from holdfast.repo.places import listen
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened
 from holdfast.state.registry import gate
@@ -69,18 +70,12 @@ class Saving:
         """`company`: the ranks with whom this process saves."""
         self.repo = repo
         self.run = run
+        listen(repo.store, self.warn)
         self.policy = policy
         self.company = company
         self._coordinates = company is None or company.coordinates
         self._alike, self._ours = divided(policy)
-        self.tidying = Tidying(
-            repo,
-            keep,
-            emitter=emitter,
-            warn=self.warn,
-            retains=self._coordinates,
-            leads=company is None or company.leads,
-        )
+        self.tidying = Tidying(repo, keep, emitter=emitter, warn=self.warn, company=company)
         self._on_error = on_error
         self._emitter = emitter
         self.memory: Remembering | None = None
@@ -304,6 +299,13 @@ class Saving:
         self.wait(timeout)
         if self.company is not None:
             self.company.farewell(timeout)
+
+    def part(self, timeout: float, *, well: bool) -> None:
+        """Leaves the other ranks. What the coordinator has removed by then goes from this node's places too."""
+        if self.company is not None:
+            self.company.part(timeout, well=well)
+            if well and self.attempt is not None and not self._coordinates:
+                self.tidying.now(self.attempt)
 
     def raise_failure(self) -> None:
         """Raises what failed in the background since the last call, if it is to be raised. Ownership always is."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from holdfast.api.company import Company
 from holdfast.errors import HoldfastError
 from holdfast.events import Emitter
 from holdfast.model.names import CheckpointId
@@ -29,13 +30,13 @@ class Tidying:
         *,
         emitter: Emitter,
         warn: Callable[[str], None],
-        retains: bool = True,
-        leads: bool = True,
+        company: Company | None = None,
     ) -> None:
-        """Of several ranks one `retains` for all, and one of each node `leads` there; the others have nothing to do."""
+        """Of several ranks the coordinator removes for all, and one of each node sees to its places; the others have
+        nothing to do."""
         self.keep = keep
-        self._retains = retains
-        self._leads = leads and isinstance(repo.store, Places)
+        self._retains = company is None or company.coordinates
+        self._leads = (company is None or company.leads) and isinstance(repo.store, Places)
         self._repo = repo
         self._emitter = emitter
         self._warn = warn

@@ -292,8 +292,7 @@ class Training:
                 raise
             warnings.warn(f"holdfast: {error}", RuntimeWarning, stacklevel=5)
         finally:
-            if self.saving.company is not None:
-                self.saving.company.part(timeout, well=well)
+            self.saving.part(timeout, well=well)
 
     def _last_save(self) -> None:
         """A loop that somebody else owns ends here. The others have told so themselves, and what is done to the state

@@ -26,6 +26,7 @@ COMMANDS = (
     "keep",
     "tag",
     "gc",
+    "replicate",
     "demo",
     "certify",
     "bench",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.cli import output
 from holdfast.errors import UsageError, typed
 
 if TYPE_CHECKING:
@@ -15,10 +16,13 @@ MAIN = "main"
 
 def repository(where: str) -> Repo:
     """Opens for reading; nothing is created. NotARepository names the nearest one."""
+    from holdfast.repo.places import listen
     from holdfast.repo.repository import Repo
     from holdfast.store.registry import open_store
 
-    return Repo.open(open_store(where))
+    repo = Repo.open(open_store(where))
+    listen(repo.store, lambda message: output.story(f"note: {message}"))
+    return repo
 
 
 def run_of(repo: Repo, run: str | None) -> str:

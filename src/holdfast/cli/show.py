@@ -116,6 +116,20 @@ def show(
         )
 
 
+def _kept(repo: Repo, manifest: Manifest, held: Contents) -> Iterator[tuple[str, str]]:
+    """Where the packs lie, of a repository in several places."""
+    from holdfast.repo.places import Places, copies_of
+
+    if not isinstance(repo.store, Places):
+        return
+    names = [f"{manifest.id.directory}/{pack.name}" for index in held.indexes for pack in index.packs]
+    urls = [[store.url for store in copies_of(repo.store, name)] for name in names]
+    for url in dict.fromkeys(url for found in urls for url in found):
+        yield "packs in", f"{url}: {sum(url in found for found in urls)} of {len(names)}"
+    if missing := sum(not found for found in urls):
+        yield "packs in", f"no place that is found from here: {missing} of {len(names)}"
+
+
 def _about(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:
     from holdfast.report.measures import count, size
     from holdfast.upkeep.facts import with_notes
@@ -124,6 +138,7 @@ def _about(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ..
     if len(held.indexes) > 1:
         packs += f" of {len(held.indexes)} ranks"
     yield "lies in", f"{repo.url.rstrip('/')}/{manifest.id.directory}"
+    yield from _kept(repo, manifest, held)
     yield "holds", f"{size(manifest.bytes)}, {count(manifest.leaves, 'leaf')} in {packs}"
     yield "saved", f"{manifest.created or 'at an unknown time'}, save id {manifest.save_id}"
     yield "content", manifest.content

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 
 from holdfast.codec.digest import digest
 from holdfast.engine.packs import damaged, missing
 from holdfast.engine.pieces import PIECE_BYTES, pieces
-from holdfast.errors import AlreadyExists, CorruptionError, ObjectNotFound
+from holdfast.errors import AlreadyExists, CheckpointNotFound, CorruptionError, ObjectNotFound
 from holdfast.model.checkpoint import Index, Manifest, PackEntry
+from holdfast.repo.places import copies_of
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Reader, Store
 
 _PAGE = 4096
+
+
+def copy_packs(
+    repo: Repo, manifest: Manifest, wanted: Container[str], target: Store, told: Callable[[str, int], None]
+) -> None:
+    """Copies the packs that are `wanted`, by name, from wherever they lie to `target`, and tells of each and its bytes.
+
+    Raises what `copy_pack` does; CheckpointNotFound where the checkpoint was removed meanwhile: then nothing of them
+    is left there.
+    """
+    put = []
+    for rank in range(len(manifest.indexes)):
+        for pack in repo.packs(manifest, rank):
+            name = f"{manifest.id.directory}/{pack.name}"
+            if name not in wanted:
+                continue
+            copies = copies_of(repo.store, name)
+            if not copies:
+                raise missing(repo, name)
+            nbytes = copy_pack(repo, manifest, rank, pack.name, source=copies[0], target=target)
+            if nbytes:
+                put.append(name)
+                told(name, nbytes)
+    if not repo.exists(manifest.id):
+        target.delete(put)
+        raise CheckpointNotFound(f"{manifest.id} was removed while it was copied", subject=str(manifest.id))
 
 
 def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, source: Store, target: Store) -> int:

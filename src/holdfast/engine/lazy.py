@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.codec.digest import digest
-from holdfast.engine.packs import OpenPack, damaged, open_pack
+from holdfast.engine.packs import OpenPack, damaged, from_any_copy, open_pack
 from holdfast.engine.threads import READ_THREADS, hand_out
 from holdfast.errors import CheckpointNotFound, ObjectNotFound, UsageError, typed
 from holdfast.model.box import Box
@@ -75,9 +75,11 @@ class LazyReader:
         self._id = id
         self._table = table
         self._packs: dict[int, OpenPack] = {}
-        self._open = packs or (lambda entry: open_pack(repo, id, entry, header=False))
+        self._open = packs or (lambda entry: from_any_copy(repo, lambda: open_pack(repo, id, entry, header=False)))
         self._theirs = packs is not None
         self._verified = bytearray(-(-len(table.digests) // 8))
+        self._turned: list[OpenPack] = []
+        """Copies that were damaged: somebody may still be reading from one."""
         self._kept = _Kept()
         self._lock = threading.Lock()
         self._closed = False
@@ -101,9 +103,9 @@ class LazyReader:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            packs, self._packs = self._packs, {}
-            self._kept = _Kept()
-        for pack in () if self._theirs else packs.values():
+            packs, self._packs = [*self._packs.values(), *self._turned], {}
+            self._turned, self._kept = [], _Kept()
+        for pack in () if self._theirs else packs:
             pack.close()
 
     def _pack(self, number: int) -> OpenPack:
@@ -129,16 +131,32 @@ class LazyReader:
         if not region.size or not itemsize:
             return
         if region.is_run:
-            self._run(row, path, region.first * itemsize, out)
+            self._from_any(lambda: self._run(row, path, region.first * itemsize, out))
             return
-        self._items(row, path, region, np.ndarray(region.counts, item_dtype(itemsize), out))
+        items = np.ndarray(region.counts, item_dtype(itemsize), out)
+        self._from_any(lambda: self._items(row, path, region, items))
 
     def read_items(self, row: int, path: str, region: Region, target: np.ndarray[Any, Any]) -> None:
         """The same into an array of as many items, of any strides."""
         if target.flags.c_contiguous:
             self.read(row, path, region, target.itemsize, target.reshape(-1).view(np.uint8))
         elif region.size:
-            self._items(row, path, region, target)
+            self._from_any(lambda: self._items(row, path, region, target))
+
+    def _from_any(self, read: Callable[[], None]) -> None:
+        """From another copy of a pack, where there is one, if this one is damaged. Whose packs are another's, that one
+        sees to it."""
+        if self._theirs:
+            read()
+        else:
+            from_any_copy(self._repo, read, anew=self._anew)
+
+    def _anew(self, name: str) -> None:
+        with self._lock:
+            for number, pack in list(self._packs.items()):
+                if pack.name == name:
+                    self._turned.append(self._packs.pop(number))
+            self._verified = bytearray(len(self._verified))
 
     def _items(self, row: int, path: str, region: Region, target: np.ndarray[Any, Any]) -> None:
         itemsize = target.itemsize

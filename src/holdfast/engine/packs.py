@@ -78,18 +78,19 @@ def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> Corru
     return _refused(repo, path, f"{path} is damaged: {pack}, {what}, are not what was saved", pack)
 
 
-def from_any_copy(repo: Repo, read: Callable[[], Result]) -> Result:
+def from_any_copy(repo: Repo, read: Callable[[], Result], *, anew: Callable[[str], None] | None = None) -> Result:
     """What `read` returns; where a pack that it read from turns out to be damaged and has another copy, read anew from
-    that one."""
+    that one. `anew` is called with the name of such a pack, whose open copy is not to be used again."""
     while True:
         try:
             return read()
-        except CorruptionError as error:
-            if not turn_away(repo.store, error.object or error.subject):
+        except (CorruptionError, StoreError) as error:
+            name = error.object or error.subject if isinstance(error, CorruptionError) else error.subject
+            damage = isinstance(error, CorruptionError) or is_unreadable(error)
+            if name is None or not damage or not turn_away(repo.store, name):
                 raise
-        except StoreError as error:
-            if not (is_unreadable(error) and turn_away(repo.store, error.subject)):
-                raise
+            if anew is not None:
+                anew(name)
 
 
 def _refused(repo: Repo, subject: str, message: str, name: str) -> CorruptionError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from holdfast.errors import AlreadyExists, CorruptionError, HoldfastError, ObjectNotFound, RepositoryError
+from holdfast.errors import AlreadyExists, CorruptionError, HoldfastError, ObjectNotFound, RepositoryError, StoreError
 from holdfast.model.checkpoint import Json
 from holdfast.repo import layout, objects
 from holdfast.repo.objects import Fields
@@ -110,28 +110,43 @@ def member_in(store: Store) -> Member | None:
 
 
 def join(store: Store, repository: str) -> tuple[str, ...]:
-    """Makes each place that packs are put into known to the home, and the home to it. The members, by place.
+    """Makes each place that packs are put into known to the home, and the home to it. The members, by place; empty for
+    one that cannot be reached, which is told where there are enough without it.
 
-    Raises RepositoryError where another repository lies in one of them.
+    Raises RepositoryError where another repository lies in one of them; StoreError.
     """
     if not isinstance(store, Places):
         return ()
-    return tuple(_join(store, member, repository) for member in store.members)
+    spare, members = len(store.packs_in) - store.copies, []
+    for place in store.members:
+        try:
+            members.append(_join(store, place, repository))
+        except StoreError as error:
+            spare -= 1
+            if spare < 0:
+                raise
+            store.tell(f"{place.url} is left out: {error.message}")
+            members.append("")
+    return tuple(members)
 
 
 def _join(places: Places, place: Store, repository: str) -> str:
     there = member_in(place)
     if there is None:
-        own = places.home.get(layout.REPOSITORY, limit=objects.SMALL)
+        whose = places.home.get(layout.REPOSITORY, limit=objects.SMALL)
         try:
-            if place.get(layout.REPOSITORY, limit=objects.SMALL) != own:
+            if place.get(layout.REPOSITORY, limit=objects.SMALL) != whose:
                 raise _another(place)
         except ObjectNotFound:
             places.bring_to(place, layout.REPOSITORY)
         there = _mark(places, place, repository)
     if there.repository != repository:
         raise _another(place)
-    name = f"{layout.PLACES}/{_name(place.url, there.id)}"
+    own = _name(place.url, there.id)
+    before = [one for one in places.home.children(layout.PLACES).objects if one[:_KEY] == own[:_KEY]]
+    if before and own not in before and not places.declared.per_node:
+        places.tell(f"{place.url} is not the place that it was: what was put there before is not found")
+    name = f"{layout.PLACES}/{own}"
     body: dict[str, Json] = {"member": there.id, "node": there.node, "repository": repository, "url": place.url}
     try:
         objects.put(places.home, name, objects.encode("place", name, body), token=there.id)

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from holdfast.errors import (
     AlreadyExists,
@@ -32,6 +32,7 @@ from holdfast.store.contract import Bytes, Capabilities, Content, Entry, Listing
 from holdfast.store.wrappers.tee import put_into_all
 
 Result = TypeVar("Result")
+_KEPT: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,24 @@ class Declared:
 
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
+
+
+class _Recent:
+    """Pairs that came last, as many as several saves of several places make."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], None] = {}
+
+    def __contains__(self, pair: tuple[str, str]) -> bool:
+        return pair in self._known
+
+    def add(self, pair: tuple[str, str]) -> bool:
+        """Whether it is new."""
+        new = pair not in self._known
+        self._known[pair] = None
+        if len(self._known) > _KEPT:
+            del self._known[next(iter(self._known))]
+        return new
 
 
 class Places:
@@ -81,7 +100,7 @@ class Places:
         self.of = of
         self.declared = Declared(per_node, copies, len(self.packs_in))
         self.tell: Callable[[str], None] = _warn
-        self._escorted: set[tuple[str, str]] = set()
+        self._escorted, self._told = _Recent(), _Recent()
         self._used: dict[str, Store] = {}
         self._turned: dict[str, list[Store]] = {}
         self._lock = threading.Lock()
@@ -117,7 +136,7 @@ class Places:
             return self._put_pack(name, content, token)
         receipt = self.home.put_if_absent(name, content, token=token)
         if self.members and layout.is_copied(name):
-            have = 1 + self._copy(name, b"".join(content.pieces()), token)
+            have = 1 + self._copy(name, b"".join(bytes(piece) for piece in content.pieces()), token)
             if layout.is_index(name) and have < self.copies:
                 raise StoreError(f"{name}: {have} of {self.copies} copies could be put", subject=name)
         return Receipt(name, receipt.length, self.url)
@@ -139,7 +158,7 @@ class Places:
             self._take_back(name, [store for store, one in found if isinstance(one, Receipt)])
             raise self._too_few(name, failed, len(found))
         for store, error in failed:
-            self.tell(f"{store.url} has no copy of {name}: {in_words(error)}")
+            self._lacks(store, name, error)
         return Receipt(name, content.length, self.url)
 
     def _too_few(self, name: str, failed: Sequence[tuple[Store, BaseException]], places: int) -> BaseException:
@@ -172,7 +191,7 @@ class Places:
             except AlreadyExists:
                 have += 1
             except StoreError as error:
-                self.tell(f"{member.url} has no copy of {name}: {error.message}")
+                self._lacks(member, name, error)
         return have
 
     def _escort(self, member: Store, name: str) -> None:
@@ -185,9 +204,14 @@ class Places:
             for above in (layout.REPOSITORY, f"{attempt}/{layout.ATTEMPT}", f"{directory}/{layout.BEGIN}"):
                 self.bring_to(member, above)
         except StoreError as error:
-            self.tell(f"{member.url} has no copy of what {name} lies under: {error.message}")
+            self._lacks(member, name, error)
             return
         self._escorted.add((member.url, directory))
+
+    def _lacks(self, place: Store, name: str, error: BaseException) -> None:
+        """Tells of a place that is behind: once for each save."""
+        if self._told.add((place.url, name.rpartition("/")[0])):
+            self.tell(f"{place.url} has no copy of {name}: {in_words(error)}")
 
     def bring_to(self, member: Store, name: str) -> None:
         """Has one of the members hold a copy of what the home holds under `name`, if it does."""
@@ -208,11 +232,15 @@ class Places:
     def bring(self, name: str) -> None:
         """Has the members hold a copy of what the home holds under `name`, if it does. What goes wrong is told."""
         for member in self.members:
-            self._escort(member, name)
             try:
-                self.bring_to(member, name)
+                self.copy_to(member, name)
             except StoreError as error:
-                self.tell(f"{member.url} has no copy of {name}: {error.message}")
+                self._lacks(member, name, error)
+
+    def copy_to(self, place: Store, name: str) -> None:
+        """As `bring_to`, with what it lies under."""
+        self._escort(place, name)
+        self.bring_to(place, name)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -355,7 +383,7 @@ class Places:
 
     def free_bytes(self) -> int | None:
         """Of the place that is the last one needed for so many copies."""
-        free = [store.free_bytes() for store in self.packs_in]
+        free = [_free_in(store) for store in self.packs_in]
         known = sorted((nbytes for nbytes in free if nbytes is not None), reverse=True)
         unknown = len(free) - len(known)
         return None if unknown >= self.copies else known[self.copies - unknown - 1]
@@ -374,6 +402,14 @@ def holds(store: Store, name: str) -> bool:
     return True
 
 
+def _free_in(store: Store) -> int | None:
+    """None also of a place that does not say: whether it takes a pack is found out by putting it."""
+    try:
+        return store.free_bytes()
+    except StoreError:
+        return None
+
+
 def copies_of(store: Store, name: str) -> list[Store]:
     """The places that have a copy of an object."""
     order = store.order(name) if isinstance(store, Places) else [store]
@@ -385,15 +421,15 @@ def elsewhere(store: Store) -> str:
     return ": it is in none of the repository's places that are found from here" if isinstance(store, Places) else ""
 
 
-def turn_away(store: Store, name: str | None) -> bool:
+def turn_away(store: Store, name: str) -> bool:
     """As `Places.turn_away`; a store that is one place has one copy."""
-    return name is not None and isinstance(store, Places) and store.turn_away(name)
+    return isinstance(store, Places) and store.turn_away(name)
 
 
-def bring(store: Store, name: str) -> None:
-    """As `Places.bring`; in a store that is one place there is nothing to do."""
+def listen(store: Store, tell: Callable[[str], None]) -> None:
+    """`tell` is called with what goes wrong in one of several places, and would be a warning otherwise."""
     if isinstance(store, Places):
-        store.bring(name)
+        store.tell = tell
 
 
 def _is_sealed(data: bytes, name: str) -> bool:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from holdfast.engine.copying import copy_pack
-from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError
+from holdfast.engine.copying import copy_packs
+from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.events import Emitter, Warned
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Manifest
 from holdfast.ranks.topic import Topic
 from holdfast.repo.places import Places, holds
 from holdfast.repo.repository import Repo
+from holdfast.store.contract import Store
 
 NOWHERE = -1
 
@@ -58,20 +59,13 @@ def dealt(topic: Topic, places: Places, names: Sequence[str], rank: int, deadlin
 
 
 def hand_on(repo: Repo, manifest: Manifest, names: Sequence[str], emitter: Emitter) -> None:
-    """Copies these packs from this node into the home. Raises what `copy_pack` does; CheckpointNotFound where the
-    checkpoint was removed meanwhile."""
+    """Copies these packs from this node into the home. Raises what `copy_packs` does."""
     places = repo.store
     assert isinstance(places, Places), "no place else has anything"
-    wanted, put = set(names), []
-    for rank in range(len(manifest.indexes)) if wanted else ():
-        for pack in repo.packs(manifest, rank):
-            name = f"{manifest.id.directory}/{pack.name}"
-            if name not in wanted:
-                continue
-            source = next((store for store in places.others if holds(store, name)), places.home)
-            nbytes = copy_pack(repo, manifest, rank, pack.name, source=source, target=places.home)
-            put.append(name)
-            emitter.emit(Warned(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks without it"))
-    if put and not repo.exists(manifest.id):
-        places.home.delete(put)
-        raise CheckpointNotFound(f"{manifest.id} was removed while it was handed on", subject=str(manifest.id))
+    if names:
+        home = places.home
+        copy_packs(repo, manifest, frozenset(names), home, lambda name, nbytes: emitter.emit(_told(name, nbytes, home)))
+
+
+def _told(name: str, nbytes: int, home: Store) -> Warned:
+    return Warned(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {home.url}, for ranks that do not find it")
