@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-long lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
+.PHONY: setup demo test test-long lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
 setup: $(STAMP)
 
@@ -110,6 +110,10 @@ kill-campaign-memory: setup
 # About ten minutes on two cores: numbers, and trainings under torch (DDP, FSDP2), in equal parts.
 ranks-campaign: setup
 	$(BIN)/python -m holdfast.testing.rank_kills --kills 200 --seed 1 --json $(RESULTS)/r5_ranks.json
+
+# About four minutes on two cores: numbers, with packs on each node's own disk.
+nodes-campaign: setup
+	$(BIN)/python -m holdfast.testing.rank_kills --training nodes --kills 150 --seed 1 --json $(RESULTS)/r5_nodes.json
 
 # About twenty minutes on two cores: pairs of layouts over four processes and over simulated ranks, and bugs seeded.
 layouts-campaign: setup

@@ -33,6 +33,7 @@ NAMES: Final[frozenset[str]] = frozenset(
         "manifest durable, not yet reported",
         "ranks met, repository not yet opened",
         "repository opened, nothing chosen yet",
+        "packs copied, checkpoint not looked for again",
         "part restored, not yet voted for",
         "restore voted for, run not yet claimed",
         "claim heard, nothing saved yet",

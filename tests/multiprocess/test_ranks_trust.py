@@ -17,7 +17,7 @@ import holdfast
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
 from holdfast.testing.rank_kills.campaign import campaign
-from holdfast.testing.rank_kills.kinds import OfNumbers
+from holdfast.testing.rank_kills.kinds import OfNumbers, OnNodes
 from holdfast.testing.rank_kills.processes import Death, Job, Plan
 from holdfast.testing.rank_kills.training import untouched
 
@@ -91,11 +91,12 @@ def test_whoever_is_killed_or_stopped_wherever_the_others_say_so_and_the_job_goe
             went_on(job, following)
 
 
-def test_a_slice_of_the_campaign(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "kills"), [(OfNumbers, 8), (OnNodes, 6)])
+def test_a_slice_of_the_campaign(tmp_path: Path, kind: type[OfNumbers], kills: int) -> None:
     """Single ranks killed at random moments and places: every round ends as the training that nothing disturbed."""
-    *_, tallies = campaign(10, 3, tmp_path, [OfNumbers(30)], alone_every=5)
-    tally = tallies["numbers"]
-    assert (tally.kills, tally.equal, tally.faults) == (10, tally.rounds, [])
+    *_, tallies = campaign(kills, 3, tmp_path, [kind(30)], alone_every=5)
+    tally = tallies[kind.name]
+    assert (tally.kills, tally.equal, tally.faults) == (kills, tally.rounds, [])
 
 
 def others_tell(job: Job) -> None:

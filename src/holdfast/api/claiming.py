@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from holdfast.api import ownership
@@ -217,5 +218,8 @@ class Claiming:
         )
         moved = self._position.moved(self._counters)
         if moved is not None:
-            self._private["random"] = private_entry(self._repo, manifest, moved.donor, "random", self._emitter)
+            prepared.beside = moved.donor, partial(self._take_random, manifest, moved.donor)
         return prepared
+
+    def _take_random(self, manifest: Manifest, donor: int) -> None:
+        self._private["random"] = private_entry(self._repo, manifest, donor, "random", self._emitter)

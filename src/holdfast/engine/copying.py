@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Callable, Container, Iterator
 
 from holdfast.codec.digest import digest
+from holdfast.crashpoints import crashpoint
 from holdfast.engine.packs import damaged, missing
 from holdfast.engine.pieces import PIECE_BYTES, pieces
 from holdfast.errors import AlreadyExists, CheckpointNotFound, CorruptionError, ObjectNotFound
@@ -38,6 +39,7 @@ def copy_packs(
             if nbytes:
                 put.append(name)
                 told(name, nbytes)
+    crashpoint("packs copied, checkpoint not looked for again")
     if not repo.exists(manifest.id):
         target.delete(put)
         raise CheckpointNotFound(f"{manifest.id} was removed while it was copied", subject=str(manifest.id))

@@ -95,14 +95,13 @@ class Parts:
                 sink.fill(np.empty(0, np.uint8))
         return self._total
 
-    def needs(self, prepared: Prepared) -> list[str]:
-        """The names of the packs that `read` reads from. Raises like it."""
+    def savers(self, prepared: Prepared) -> list[int]:
+        """The ranks from whose packs `read` reads. Raises like it."""
         laid = self._laid_out(prepared)
         savers = set(np.unique(laid.saved.rank[laid.plan.saved]).tolist())
         if laid.private and self._own is not None:
             savers.add(self._own)
-        directory = self._manifest.id.directory
-        return [f"{directory}/{pack.name}" for saver in sorted(savers) for pack in self._of(saver).packs]
+        return sorted(savers)
 
     def _laid_out(self, prepared: Prepared) -> _LaidOut:
         """What is wanted and where it is, reckoned once."""

@@ -225,18 +225,43 @@ def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of
         index = repo.index(manifest)
         prepared = prepare(manifest, index)
         if prepared.boxes is None:
-            return Matched(
+            return _matched(
+                repo,
+                manifest,
                 prepared,
                 lambda _: from_any_copy(
                     repo, lambda: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
                 ),
-                lambda: [f"{manifest.id.directory}/{pack.name}" for pack in index.packs],
+                lambda: [0],
             )
         alone = Parts(repo, manifest, own, emitter)
-        return Matched(prepared, lambda _: alone.read(prepared), lambda: alone.needs(prepared))
+        return _matched(repo, manifest, prepared, lambda _: alone.read(prepared), lambda: alone.savers(prepared))
     parts = Parts(repo, manifest, own, emitter)
     prepared = prepare(manifest, parts.whole)
-    return Matched(prepared, lambda node: parts.read(prepared, node), lambda: parts.needs(prepared))
+    return _matched(repo, manifest, prepared, lambda node: parts.read(prepared, node), lambda: parts.savers(prepared))
+
+
+def _matched(
+    repo: Repo,
+    manifest: Manifest,
+    prepared: Prepared,
+    read: Callable[[NodeReads | None], int],
+    savers: Callable[[], Sequence[int]],
+) -> Matched:
+    """`savers`: the ranks from whose packs `read` reads. What one rank alone has saved is read after the rest."""
+    beside = prepared.beside
+
+    def read_all(node: NodeReads | None) -> int:
+        nbytes = read(node)
+        if beside is not None:
+            beside[1]()
+        return nbytes
+
+    def needs() -> list[str]:
+        ranks = sorted({*savers(), *(() if beside is None else beside[:1])})
+        return [f"{manifest.id.directory}/{pack.name}" for one in ranks for pack in repo.packs(manifest, one)]
+
+    return Matched(prepared, read_all, needs)
 
 
 def fetch(

@@ -149,7 +149,7 @@ def _join(places: Places, place: Store, repository: str) -> str:
     name = f"{layout.PLACES}/{own}"
     body: dict[str, Json] = {"member": there.id, "node": there.node, "repository": repository, "url": place.url}
     try:
-        objects.put(places.home, name, objects.encode("place", name, body), token=there.id)
+        objects.put(places.home, name, objects.encode("place", name, body), token=secrets.token_hex(16))
     except AlreadyExists:
         pass
     return there.id

@@ -9,6 +9,7 @@ one directory, are that repository.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -225,7 +226,8 @@ class Places:
         except ObjectNotFound:
             return
         try:
-            member.put_if_absent(name, Bytes(data), token="copy")
+            # Several ranks of a node may bring it at the same time: each by a temporary of its own.
+            member.put_if_absent(name, Bytes(data), token=secrets.token_hex(16))
         except AlreadyExists:
             pass
 

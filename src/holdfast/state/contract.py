@@ -152,6 +152,9 @@ class Prepared:
     a whole leaf, of which then no other want takes anything."""
     left_over: LeftOver | None = None
     """Where other ranks have targets of their own: what this one does not take; None for nothing."""
+    beside: tuple[int, Callable[[], None]] | None = None
+    """A rank of those that have saved, and what reads some of what that one alone has; to be called once the wants are
+    there."""
 
 
 Rename = Mapping[str, str] | Callable[[str], str]

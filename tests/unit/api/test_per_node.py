@@ -244,6 +244,17 @@ def test_a_training_goes_on_from_its_nodes_and_each_tidies_its_own(cluster: Clus
     assert steps == {"7", "8"}
 
 
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.filterwarnings("ignore")
+def test_another_number_of_ranks_on_other_nodes_trains_on(cluster: Cluster, count: int) -> None:
+    """Whose random state a rank begins with may lie on another node too."""
+    cluster.train(4, 3)
+    cluster.nodes = {rank: f"n{1 - rank % 2}" for rank in range(8)}
+    began = cluster.train(count, 5)
+    assert {step for _, step in began} == {3}
+    assert np.array_equal(np.concatenate([one[0] for one in began]), whole() + 3)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_all_places_copied_into_one_directory_are_the_repository(cluster: Cluster) -> None:
     """The home is lost for good: nodes hold the manifest, each its own ranks' packs and indexes, and what they need."""

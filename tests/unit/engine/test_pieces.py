@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.engine.pieces import halves, pieces
 from holdfast.image.layout import plan_layout
 from holdfast.model.checkpoint import Index, PackEntry
 from holdfast.model.leaf import LeafSpec
-from holdfast.engine.pieces import halves, pieces
 
 
 @given(

@@ -1,8 +1,9 @@
 """`python -m holdfast.testing.rank_kills --kills 200 --seed 1 --json result.json`
 
-Numbers that depend on the step alone, and trainings under torch (DDP, FSDP2), in turn. The ranks are forked from this
-process, which has imported torch and runs none of it. Exit status 12 if a training differs from the untouched one, if a
-rank that was left alone did not find out, or if a control was not told.
+Numbers that depend on the step alone (`--training nodes`: their packs on each node's own disk), and trainings under
+torch (DDP, FSDP2), in turn. The ranks are forked from this process, which has imported torch and runs none of it. Exit
+status 12 if a training differs from the untouched one, if a rank that was left alone did not find out, or if a control
+was not told.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from typing import Final
 
 from holdfast.testing.campaigns import Progress, Sitting, deliver, options
 from holdfast.testing.rank_kills.campaign import Tallies, campaign, told
-from holdfast.testing.rank_kills.kinds import Kind, OfNumbers
+from holdfast.testing.rank_kills.kinds import Kind, OfNumbers, OnNodes
 
 MODULE: Final = "holdfast.testing.rank_kills"
 WITH_TORCH: Final = ("ddp", "fsdp2")
 TRAININGS: Final = {"mix": ("numbers", *WITH_TORCH), "torch": WITH_TORCH}
 """What stands for several kinds."""
+PLAIN: Final[dict[tuple[str, ...], type[OfNumbers]]] = {("numbers",): OfNumbers, ("nodes",): OnNodes}
+"""What needs no torch."""
 
 
 def kinds(names: tuple[str, ...], place: Path, *, steps: int, torch_steps: int) -> list[Kind]:
     """`place`: where untouched trainings are. torch is imported where it is needed, before the first rank is forked."""
-    if names == ("numbers",):
-        return [OfNumbers(steps)]
+    if names in PLAIN:
+        return [PLAIN[names](steps)]
     from holdfast.demo.runner import load_framework
     from holdfast.testing.rank_kills.torch_training import CONTROLS, OfTorch
     from holdfast.testing.resume_ranks.cases import WRAPPERS
@@ -41,13 +44,13 @@ def kinds(names: tuple[str, ...], place: Path, *, steps: int, torch_steps: int) 
 def main(arguments: list[str] | None = None) -> int:
     parser = options(MODULE, "Kills single ranks of a job; every round must end bit for bit as the untouched one.")
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--training", choices=[*TRAININGS, "numbers", *WITH_TORCH], default="mix")
+    parser.add_argument("--training", choices=[*TRAININGS, "numbers", "nodes", *WITH_TORCH], default="mix")
     parser.add_argument("--steps", type=int, default=40, help="of a training of numbers")
     parser.add_argument("--torch-steps", type=int, default=24, help="of a training under torch")
     parser.add_argument("--no-controls", action="store_true", help="break nothing that has to be told")
     given = parser.parse_args(arguments)
     names = TRAININGS.get(given.training, (given.training,))
-    packages = ["numpy"] if names == ("numbers",) else ["numpy", "torch"]
+    packages = ["numpy"] if names in PLAIN else ["numpy", "torch"]
     sitting, progress = Sitting(MODULE, arguments, seed=given.seed, packages=packages), Progress()
     tallies: Tallies = {}
     with tempfile.TemporaryDirectory(prefix="holdfast-ranks-") as place:

@@ -157,7 +157,7 @@ def _drawn(kind: Kind, place: Path, worlds: Sequence[int], chance: random.Random
     world = chance.choice(worlds)
     rank = chance.randrange(world)
     if chance.random() < 0.5:
-        point = chance.choice([point for point in POINTS if point not in OWN[min(rank, 1)]])
+        point = chance.choice([point for point in (*POINTS, *kind.points) if point not in OWN[min(rank, 1)]])
         death = Death(rank, point, chance.choice((1, 1, 2, 3)))
     else:
         death = Death(rank, after_s=chance.uniform(0.0, kind.lasts_s(world)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +25,8 @@ class Judged:
 
 class Kind(Protocol):
     """One kind of training. `timeout_s`: how long its ranks wait for each other. `own_errors`: those that it raises by
-    itself, without Holdfast, where a rank is gone. `controls`: what can be broken in it, each to be told."""
+    itself, without Holdfast, where a rank is gone. `controls`: what can be broken in it, each to be told. `points`:
+    crash points that only its ranks come by."""
 
     name: str
     work: Work
@@ -34,6 +36,7 @@ class Kind(Protocol):
     timeout_s: float
     own_errors: frozenset[str]
     controls: tuple[str, ...]
+    points: tuple[str, ...]
 
     def worlds(self, chance: random.Random) -> tuple[int, ...]:
         """How many ranks the jobs of one training may have."""
@@ -61,6 +64,7 @@ class OfNumbers:
     timeout_s = 5.0
     own_errors: frozenset[str] = frozenset()
     controls: tuple[str, ...] = ()
+    points: tuple[str, ...] = ()
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -82,3 +86,18 @@ class OfNumbers:
             return Judged((f"step {found.step} is the last",))
         wrong = [name for name, value in self._wanted.items() if not np.array_equal(found.state[name], value)]
         return Judged(tuple(f"another {name}" for name in wrong), {"tensors of the last checkpoint": len(self._wanted)})
+
+
+class OnNodes(OfNumbers):
+    """The same with packs on the disks of two nodes. From life to life ranks change their nodes, so that much has to be
+    handed on."""
+
+    name = "numbers, packs on their nodes"
+    points = ("packs copied, checkpoint not looked for again",) * 4
+
+    def more(self, life: int, wrong: str = "") -> dict[str, Any]:
+        return {"node": partial(_node, life)}
+
+
+def _node(life: int, rank: int) -> str:
+    return f"node-{(rank + life) % 2}"

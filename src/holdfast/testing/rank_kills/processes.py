@@ -23,6 +23,7 @@ from holdfast.guard import exitstatus
 from holdfast.policy import every, keep, on
 from holdfast.ranks.contract import Ranks
 from holdfast.ranks.shared_files import SharedFiles
+from holdfast.repo.spread import PerNode
 from holdfast.testing.rank_kills.training import Numbers
 
 POLL_S: Final = 0.005
@@ -82,9 +83,11 @@ def train(plan: Plan, rank: int) -> Mapping[str, Any]:
     """Trains to the end of the plan."""
     numbers = Numbers(rank, plan.world)
     arguments: dict[str, Any] = {"on_error": "raise", "keep": keep.latest(2), **plan.more}
+    node = arguments.pop("node", None)
+    where = plan.where if node is None else on_its_node(plan, node(rank))
     save = arguments.pop("save", every(steps=plan.save_every) | on.end() | on.signal())
     with Checkpointer(
-        plan.where,
+        where,
         numbers.state(),
         save=save,
         ranks=plan.ranks(rank),
@@ -98,6 +101,11 @@ def train(plan: Plan, rank: int) -> Mapping[str, Any]:
                 if plan.step_s:
                     time.sleep(plan.step_s)
     return {"step": ckpt.step}
+
+
+def on_its_node(plan: Plan, node: str) -> PerNode:
+    """Packs on a disk of the node's own."""
+    return PerNode(plan.place / node, home=plan.where, node=node)
 
 
 @contextmanager

@@ -75,6 +75,7 @@ class OfTorch:
     save_every = cases.SAVE_EVERY
     step_s = 0.0
     timeout_s = 20.0
+    points: tuple[str, ...] = ()
     own_errors = frozenset({"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 
     def __init__(self, wrapper: Wrapper, steps: int, place: Path, controls: Sequence[str] = CONTROLS) -> None:
