@@ -59,11 +59,13 @@ def gc(
 
 def _something(plan: GcPlan) -> bool:
     """Whether there is anything to do now: what only waits needs no visit."""
-    return bool(plan.odds or plan.void) or any(found.due or not found.marked for found in plan.garbage)
+    return bool(plan.odds or plan.void or plan.forgotten) or any(
+        found.due or not found.marked for found in plan.garbage
+    )
 
 
 def _deletes(plan: GcPlan) -> bool:
-    return bool(plan.odds) or any(found.due for found in plan.garbage)
+    return bool(plan.odds or plan.forgotten) or any(found.due for found in plan.garbage)
 
 
 def _print(plan: GcPlan) -> None:
@@ -71,6 +73,9 @@ def _print(plan: GcPlan) -> None:
 
     pairs = [(str(found.id), _words(found)) for found in plan.garbage]
     pairs += [(name, f"delete: {reason}") for name, reason in plan.odds]
+    pairs += [
+        (str(lost.id), f"delete from {lost.place}: no longer known, {size(lost.bytes)}") for lost in plan.forgotten
+    ]
     if pairs:
         output.line(output.rows(pairs))
     for reason, many in Counter(reason for _, reason in plan.kept).items():
@@ -82,7 +87,7 @@ def _print(plan: GcPlan) -> None:
         return
     waiting = len(plan.garbage) - due - new
     parts = [
-        f"{count(due, 'save')} to delete ({size(plan.bytes)})" if due else "",
+        f"{count(due + len(plan.forgotten), 'save')} to delete ({size(plan.bytes)})" if due or plan.forgotten else "",
         f"{count(new, 'save')} to mark" if new else "",
         f"{count(waiting, 'save')} waiting" if waiting else "",
         f"{count(len(plan.odds), 'leftover')} to delete" if plan.odds else "",
@@ -106,8 +111,9 @@ def _done(report: GcReport) -> str:
     from holdfast.report.measures import count, size
 
     lines = [f"{id} was spared: {reason}" for id, reason in report.spared]
+    deleted = len(report.deleted) + report.forgotten
     parts = [
-        f"{count(len(report.deleted), 'save')} deleted, {size(report.bytes)} freed" if report.deleted else "",
+        f"{count(deleted, 'save')} deleted, {size(report.bytes)} freed" if deleted else "",
         f"{count(len(report.marked), 'save')} marked" if report.marked else "",
         f"{count(report.odds, 'leftover')} deleted" if report.odds else "",
     ]
@@ -132,6 +138,7 @@ def _plan_json(plan: GcPlan) -> dict[str, Any]:
             for found in plan.garbage
         ],
         "leftovers": [{"name": name, "reason": reason} for name, reason in plan.odds],
+        "forgotten": [{"checkpoint": lost.id, "in": lost.place, "bytes": lost.bytes} for lost in plan.forgotten],
         "kept": [{"checkpoint": id, "reason": reason} for id, reason in plan.kept],
     }
 
@@ -142,6 +149,7 @@ def _report_json(report: GcReport | None) -> dict[str, Any] | None:
     return {
         "marked": list(report.marked),
         "deleted": list(report.deleted),
+        "forgotten": report.forgotten,
         "bytes": report.bytes,
         "leftovers": report.odds,
         "spared": [{"checkpoint": id, "reason": reason} for id, reason in report.spared],

@@ -111,6 +111,10 @@ def _print(report: VerifyReport) -> None:
         output.line(_words(finding), cleaned=True)
     many = count(len(report.checked), "checkpoint")
     read = f"{size(report.bytes_read)} read in {seconds(report.seconds)}"
+    if report.ok and report.unseen:
+        unseen = count(report.unseen, "pack")
+        output.line(f"{many}: whole as far as found from here; {unseen} not looked at, on other nodes ({read})")
+        return
     if report.ok:
         output.line(f"{many}: whole ({read})" if report.every_byte else f"{many}: structure whole ({read})")
         return
@@ -154,6 +158,7 @@ def _json(repo: Repo, report: VerifyReport) -> dict[str, Any]:
         "seconds": report.seconds,
         "checked": list(report.checked),
         "damaged": list(report.damaged()),
+        "unseen": report.unseen,
         "not_noted": None if report.unnoted is None else report.unnoted.message,
         "findings": [
             {

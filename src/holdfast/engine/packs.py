@@ -68,8 +68,8 @@ def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -
 
 def missing(repo: Repo, name: str) -> CorruptionError:
     """What a pack that is not there is told by. Where its checkpoint was removed too, whoever restores finds out."""
-    why = elsewhere(repo.store) or ": damaged, or the checkpoint was removed meanwhile"
-    return _refused(repo, name, f"{name} is missing{why}", name)
+    why = elsewhere(repo.store) or "is missing: damaged, or the checkpoint was removed meanwhile"
+    return _refused(repo, name, f"{name} {why}", name)
 
 
 def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> CorruptionError:

@@ -21,6 +21,7 @@ from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.model.spread import RankTimings
 from holdfast.repo.lineage import latest, resolve, walk
+from holdfast.repo.places import away
 from holdfast.repo.repository import Repo
 from holdfast.state.collector import collector_paused
 from holdfast.state.contract import LoadReport, Prepared
@@ -142,7 +143,9 @@ def choose(
         raise NothingRestorable(
             f"run {run!r} has checkpoints, and none of them is whole:{reasons}",
             subject=run,
-            hint=typed("holdfast", "verify", repo.url, "--run", run),
+            hint=f"on the nodes that have them: {typed('holdfast', 'replicate', repo.url)}"
+            if away(repo.store)
+            else typed("holdfast", "verify", repo.url, "--run", run),
         )
     if stranded is not None:
         raise NothingRestorable(

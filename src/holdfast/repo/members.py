@@ -12,6 +12,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Final
 
@@ -55,7 +56,26 @@ def known(store: Store, repository: str) -> Store:
         store = Places(home, [home], 1)
     given = {member.url for member in store.members}
     store.beside = tuple(_found(home, names, repository, given, store.node))
+    store.away = partial(_away, store)
     return store
+
+
+def _away(places: Places) -> list[str]:
+    """The nodes on the list whose places are not found from here, by name and directory."""
+    here = {_name(place.url, member.id) for place in places.others if (member := _said(place)) is not None}
+    found = []
+    for name in places.home.children(layout.PLACES).objects:
+        told = _told(places.home, name) if name not in here else None
+        if told is not None and told.text("node"):
+            found.append(f"{told.text('node')} ({told.text('url')})")
+    return sorted(found)
+
+
+def _said(place: Store) -> Member | None:
+    try:
+        return member_in(place)
+    except HoldfastError:
+        return None
 
 
 def one_of_many(url: str, home: str) -> RepositoryError:
@@ -72,7 +92,7 @@ def _found(home: Store, names: Sequence[str], repository: str, given: set[str], 
     """The places on the list that are there, and have a member that is on it."""
     listed = set(names)
     for _, some in groupby(sorted(names), key=lambda name: name[:_KEY]):
-        url = next((url for name in some if (url := _url_in(home, name)) is not None), None)
+        url = next((told.text("url") for name in some if (told := _told(home, name)) is not None), None)
         if url is None or url in given:
             continue
         try:
@@ -90,11 +110,11 @@ def _name(url: str, member: str) -> str:
     return f"{hashlib.sha256(url.encode()).hexdigest()[:_KEY]}-{member}.json"
 
 
-def _url_in(home: Store, name: str) -> str | None:
-    """The place that is meant; None where the object is damaged, or gone."""
+def _told(home: Store, name: str) -> Fields | None:
+    """What the list says of a place; None where the object is damaged, or gone."""
     whole = f"{layout.PLACES}/{name}"
     try:
-        return objects.decode("place", whole, home.get(whole, limit=objects.SMALL)).text("url")
+        return objects.decode("place", whole, home.get(whole, limit=objects.SMALL))
     except (CorruptionError, ObjectNotFound):
         return None
 

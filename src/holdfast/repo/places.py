@@ -30,6 +30,7 @@ from holdfast.model.checkpoint import Receipt
 from holdfast.repo import layout
 from holdfast.repo.manifest import MAX_MANIFEST
 from holdfast.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
+from holdfast.store.names import is_leftover
 from holdfast.store.wrappers.tee import put_into_all
 
 Result = TypeVar("Result")
@@ -101,6 +102,8 @@ class Places:
         self.of = of
         self.declared = Declared(per_node, copies, len(self.packs_in))
         self.tell: Callable[[str], None] = _warn
+        self.away: Callable[[], Sequence[str]] = tuple
+        """The nodes whose places are not found from here."""
         self._escorted, self._told = _Recent(), _Recent()
         self._used: dict[str, Store] = {}
         self._turned: dict[str, list[Store]] = {}
@@ -250,7 +253,8 @@ class Places:
         """Where an object may lie, in the order in which it is looked for."""
         if layout.is_pack(name):
             return [*self.members, self.home, *self.beside]
-        return [self.home, *self.others] if layout.is_copied(name) else [self.home]
+        # What decides, begin.json and manifests among it, is there when the home has it, and not otherwise.
+        return [self.home, *self.others] if layout.is_index(name) or is_leftover(name) else [self.home]
 
     def has(self, name: str) -> bool:
         """Whether a place that is found here has it."""
@@ -318,7 +322,8 @@ class Places:
         return self._first(name, lambda store: store.open(name))
 
     def stat(self, name: str) -> Stat:
-        return self._first(name, lambda store: store.stat(name)) if layout.is_pack(name) else self.home.stat(name)
+        spread = layout.is_pack(name) or is_leftover(name)
+        return self._first(name, lambda store: store.stat(name)) if spread else self.home.stat(name)
 
     def children(self, prefix: str) -> Listing:
         found = self.home.children(prefix)
@@ -418,9 +423,17 @@ def copies_of(store: Store, name: str) -> list[Store]:
     return [one for one in order if holds(one, name)]
 
 
+def away(store: Store) -> Sequence[str]:
+    """The nodes that have places of the repository which are not found from here."""
+    return store.away() if isinstance(store, Places) else ()
+
+
 def elsewhere(store: Store) -> str:
-    """What is added where a pack is missing: it may be on a node that is not this one."""
-    return ": it is in none of the repository's places that are found from here" if isinstance(store, Places) else ""
+    """What is said of a pack that is in no place of several: it may be on a node that is not this one."""
+    nodes = away(store)
+    if nodes:
+        return f"is not found from here: it may be on {', '.join(nodes[:3])}{', …' if len(nodes) > 3 else ''}"
+    return "is missing: it is in none of the repository's places" if isinstance(store, Places) else ""
 
 
 def turn_away(store: Store, name: str) -> bool:

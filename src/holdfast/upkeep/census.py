@@ -184,7 +184,7 @@ def place(census: Census, entry: Entry) -> bool:
     if parts[0] == "tombstones" and len(parts) == 6 and parts[1] == "gc":
         parts = ["marks", *parts[2:]]
     number = parse_attempt(parts[2])
-    if number is None or not _is_run(parts[1]):
+    if number is None or not is_run(parts[1]):
         return False
     if parts[0] == layout.RUNS and _place_in_attempt(census, parts, number, entry):
         return True
@@ -215,7 +215,7 @@ def _place_in_attempt(census: Census, parts: list[str], number: int, entry: Entr
     return False
 
 
-def _is_run(key: str) -> bool:
+def is_run(key: str) -> bool:
     try:
         return run_key(key) == key
     except UsageError:

@@ -25,6 +25,8 @@ class Finding:
     """Bytes from the object's first byte."""
     harms_restore: bool = True
     """Whether the state cannot be restored bit for bit because of it (errors only)."""
+    unseen: int = 0
+    """How many packs it speaks of that were not looked at: they may lie on a node that is not found from here."""
 
     def __str__(self) -> str:
         where = [part for part in (str(self.id) if self.id else "", self.leaf or "") if part]
@@ -55,6 +57,11 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         return not self.errors
+
+    @property
+    def unseen(self) -> int:
+        """How many packs were not looked at."""
+        return sum(finding.unseen for finding in self.findings)
 
     def of(self, id: CheckpointId) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.id == id)

@@ -22,6 +22,7 @@ from holdfast.store.names import TEMPORARY
 from holdfast.upkeep.census import Census, SaveDirectory, everything, look_at, place, take_census
 from holdfast.upkeep.marks import age_s, probe, put_mark, standing_marks, take_back_marks
 from holdfast.upkeep.owners import Finished, finished_runs, may_still_save
+from holdfast.upkeep.places import Forgotten, forgotten, free_forgotten
 from holdfast.upkeep.sweeping import close, listed_names, sweep
 from holdfast.upkeep.undelete import GRACE_S
 
@@ -51,7 +52,7 @@ class GcPlan:
     """`garbage`: to be marked, waiting, or due. `odds`: single names to be deleted, each with its reason: temporaries
     and copies in the trash that outlived their use, leases of superseded attempts. `void`: marks that speak of nothing
     any more, and tombstones of removers that died. `kept`: saves that look like garbage and are left alone, each with
-    the reason."""
+    the reason. `forgotten`: what other places of the repository still hold of saves that it no longer knows."""
 
     where: str
     grace_s: float
@@ -60,30 +61,34 @@ class GcPlan:
     void: tuple[str, ...]
     kept: tuple[tuple[CheckpointId, str], ...]
     finished: tuple[tuple[str, int], ...]
+    forgotten: tuple[Forgotten, ...] = ()
 
     @property
     def bytes(self) -> int:
         """What executing it frees."""
-        return sum(found.bytes for found in self.garbage if found.due)
+        return sum(found.bytes for found in self.garbage if found.due) + sum(found.bytes for found in self.forgotten)
 
     def __str__(self) -> str:
         due = sum(found.due for found in self.garbage)
         lines = [f"gc of {self.where}: {due} saves to delete, {self.bytes / 2**20:,.1f} MiB"]
         lines += [f"  {found}" for found in self.garbage]
         lines += [f"  {name}  delete: {reason}" for name, reason in self.odds]
+        lines += [f"  {found.id}  delete from {found.place}: no longer known" for found in self.forgotten]
         lines += [f"  {id}  left alone: {reason}" for id, reason in self.kept]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What a visit did. `spared`: was due, and something came to need it, or could not be read, since the plan."""
+    """What a visit did. `spared`: was due, and something came to need it, or could not be read, since the plan.
+    `forgotten`: saves freed in other places."""
 
     marked: tuple[CheckpointId, ...]
     deleted: tuple[CheckpointId, ...]
     bytes: int
     odds: int
     spared: tuple[tuple[CheckpointId, str], ...] = ()
+    forgotten: int = 0
 
 
 def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None = None) -> GcPlan:
@@ -111,7 +116,16 @@ def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None =
         elif save.state in ("unfinished", "removed", "damaged", "closed"):
             kept.append((save.id, reached))
     odds = tuple(_odds(repo, census, now_ns, grace_s))
-    return GcPlan(repo.url, grace_s, tuple(garbage), odds, tuple(void), tuple(kept), tuple(sorted(known.items())))
+    return GcPlan(
+        repo.url,
+        grace_s,
+        tuple(garbage),
+        odds,
+        tuple(void),
+        tuple(kept),
+        tuple(sorted(known.items())),
+        tuple(forgotten(repo)),
+    )
 
 
 def execute(repo: Repo, plan: GcPlan) -> GcReport:
@@ -135,7 +149,9 @@ def execute(repo: Repo, plan: GcPlan) -> GcReport:
             put_mark(repo, look_at(repo, found.id))
             marked.append(found.id)
     repo.store.delete([name for name, _ in plan.odds])
-    return GcReport(tuple(marked), tuple(deleted), nbytes, len(plan.odds), tuple(spared))
+    lost = [one for one in plan.forgotten if free_forgotten(repo, one)]
+    nbytes += sum(one.bytes for one in lost)
+    return GcReport(tuple(marked), tuple(deleted), nbytes, len(plan.odds), tuple(spared), len(lost))
 
 
 def _delete(repo: Repo, id: CheckpointId, finished: Finished) -> str:

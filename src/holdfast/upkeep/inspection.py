@@ -33,9 +33,10 @@ from holdfast.repo.boxes import BoxTable
 from holdfast.repo.content import content_digest, joint_digest, rank_digest
 from holdfast.repo.notes import notes
 from holdfast.repo.numbered import numbers
-from holdfast.repo.places import copies_of, elsewhere
+from holdfast.repo.places import away, copies_of, elsewhere
 from holdfast.repo.records import decode_attempt, decode_begin
 from holdfast.repo.repository import Repo
+from holdfast.report.measures import count
 from holdfast.state import leaf_paths
 from holdfast.store.contract import Store
 from holdfast.upkeep.findings import Finding
@@ -56,6 +57,8 @@ class Inspection:
     manifest: Manifest | None = None
     indexes: list[Index] = field(default_factory=list)
     packs: list[dict[int, list[Store]]] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    """Packs that may lie on a node that is not found from here."""
     objects: int = 0
     bytes_read: int = 0
 
@@ -98,6 +101,10 @@ def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         found.bytes_read += entry.length
         found.indexes.append(index)
         found.packs.append({number: _pack_copies(repo, found, index, number) for number in range(len(index.packs))})
+    if found.unseen:
+        unseen, first = len(found.unseen), found.unseen[0]
+        message = f"{count(unseen, 'pack')} not looked at; the first {elsewhere(repo.store)}"
+        found.findings.append(Finding(found.id, "info", message, object=first, harms_restore=False, unseen=unseen))
     if len(found.indexes) == len(manifest.indexes):
         _check_totals(found, manifest, boxes)
 
@@ -171,7 +178,11 @@ def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> li
     """The copies of one pack whose leaves are worth reading. What is wrong with one harms nobody while another is as it
     should be."""
     name = f"{found.id.directory}/{index.packs[number].name}"
-    copies = copies_of(repo.store, name) or [repo.store]
+    copies = copies_of(repo.store, name)
+    if not copies and away(repo.store):
+        found.unseen.append(name)
+        return []
+    copies = copies or [repo.store]
     looks = [_look(store, found.id, index, number) for store in copies]
     _take(found, copies, [look.findings for look in looks])
     found.objects += sum(look.read for look in looks)
@@ -214,7 +225,7 @@ def _look(store: Store, id: CheckpointId, index: Index, number: int) -> _Look:
             block = np.empty(pack.header_length, np.uint8)
             reader.read_into(0, block.data)
     except ObjectNotFound:
-        wrong(f"is missing{elsewhere(store)}", _first_leaf(index, number))
+        wrong("is missing", _first_leaf(index, number))
         return look
     except UNREADABLE as error:
         wrong(_words(error), _first_leaf(index, number))

@@ -7,16 +7,26 @@ the last that is removed there: what lies in a place without one, under a step t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from holdfast.errors import ObjectNotFound
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step
-from holdfast.repo import layout
+from holdfast.repo import layout, objects
 from holdfast.repo.manifest import MAX_ABORTED
 from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Store
 from holdfast.store.names import TEMPORARY
-from holdfast.upkeep.census import is_note
+from holdfast.upkeep.census import is_note, is_run
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What a place holds of a save that the home no longer knows. `bytes`: of its packs."""
+
+    place: str
+    id: CheckpointId
+    bytes: int
 
 
 def tidy_places(repo: Repo, newest: CheckpointId) -> int:
@@ -26,8 +36,37 @@ def tidy_places(repo: Repo, newest: CheckpointId) -> int:
     if isinstance(places, Places):
         for place in places.members:
             for id in _saves(place, newest.run):
-                freed += id <= newest and _tidied(places, place, id)
+                if id > newest:
+                    continue  # perhaps under way
+                if _is_known(places.home, id):
+                    _follow(places, place, id)
+                elif _claimed_there(places.home, place, id):
+                    freed += _free(place, id)
     return freed
+
+
+def forgotten(repo: Repo) -> Iterator[Forgotten]:
+    """What the places that are found here hold of saves that the home no longer knows."""
+    places = repo.store
+    if not isinstance(places, Places) or places.of:
+        return
+    for place in places.others:
+        for key in place.children(layout.RUNS).directories:
+            for id in _saves(place, key) if is_run(key) else ():
+                if not _is_known(places.home, id) and _claimed_there(places.home, place, id):
+                    names = [entry for entry in place.walk(id.directory) if layout.is_pack(entry.name)]
+                    yield Forgotten(place.url, id, sum(entry.length for entry in names))
+
+
+def free_forgotten(repo: Repo, found: Forgotten) -> bool:
+    """Frees it, unless the home has come to know it. Whether it did."""
+    places = repo.store
+    assert isinstance(places, Places), "found there"
+    place = next(store for store in places.others if store.url == found.place)
+    if _is_known(places.home, found.id) or not _claimed_there(places.home, place, found.id):
+        return False
+    _free(place, found.id)
+    return True
 
 
 def _saves(place: Store, run: str) -> Iterator[CheckpointId]:
@@ -40,26 +79,30 @@ def _saves(place: Store, run: str) -> Iterator[CheckpointId]:
                     yield CheckpointId(run, attempt, step)
 
 
-def _tidied(places: Places, place: Store, id: CheckpointId) -> bool:
-    """Whether what lay there was freed. A name in the place is looked for before the home is asked for it: what is put
-    is in the home first."""
-    here = [entry.name[len(id.directory) + 1 :] for entry in place.walk(id.directory)]
+def _follow(places: Places, place: Store, id: CheckpointId) -> None:
+    """What the home has of it: its manifest too, or no longer. A name in the place is looked for before the home is
+    asked for it: what is put is in the home first."""
+    here = place.children(id.directory).objects
     home = places.home.children(id.directory).objects
-    if layout.BEGIN in home or _is_checkpoint(places.home, id):
-        if layout.MANIFEST in home:
-            places.bring_to(place, id.manifest)
-        elif layout.MANIFEST in here:
-            place.delete([id.manifest])
-        return False
-    own = [f"{id.directory}/{file}" for file in here if layout.is_part(file) or file == layout.BEGIN or is_note(file)]
-    left = [entry.name for entry in place.leftovers(id.directory) if _is_own(entry.name.partition(TEMPORARY)[0])]
+    if layout.MANIFEST in home:
+        places.bring_to(place, id.manifest)
+    elif layout.MANIFEST in here:
+        place.delete([id.manifest])
+
+
+def _free(place: Store, id: CheckpointId) -> bool:
+    """Whether there was a pack of it."""
+    prefix = len(id.directory) + 1
+    own = [entry.name for entry in place.walk(id.directory) if _is_own(entry.name[prefix:])]
+    left = [entry.name for entry in place.leftovers(id.directory) if _is_own(_final(entry.name)[prefix:])]
     place.delete([id.manifest])
     place.delete([*own, *left])
     return any(map(layout.is_pack, own))
 
 
-def _is_checkpoint(home: Store, id: CheckpointId) -> bool:
-    """Asked of the home by name: a listing may be older than what it lists."""
+def _is_known(home: Store, id: CheckpointId) -> bool:
+    """Whether the home has its `begin.json`, or its manifest. Asked by name: a listing may be older than what it
+    lists."""
     try:
         home.stat(layout.begin_name(id))
         return True
@@ -71,6 +114,19 @@ def _is_checkpoint(home: Store, id: CheckpointId) -> bool:
         return False
 
 
-def _is_own(name: str) -> bool:
-    file = name.rpartition("/")[2]
-    return layout.is_part(file) or file in (layout.BEGIN, layout.MANIFEST)
+def _claimed_there(home: Store, place: Store, id: CheckpointId) -> bool:
+    """Whether the home has the very claim under which it was saved. One that was set back to an older state, from a
+    backup, knows nothing of what came after: nothing of that is freed."""
+    name = layout.attempt_name(id.run, id.attempt)
+    try:
+        return home.get(name, limit=objects.SMALL) == place.get(name, limit=objects.SMALL)
+    except ObjectNotFound:
+        return False
+
+
+def _is_own(file: str) -> bool:
+    return layout.is_part(file) or file in (layout.BEGIN, layout.MANIFEST) or is_note(file)
+
+
+def _final(name: str) -> str:
+    return name.partition(TEMPORARY)[0]

@@ -101,11 +101,13 @@ def execute(
 
 
 def assert_whole(repo: Repo) -> VerifyReport:
-    """Verifies every byte of everything; CorruptionError with all findings if anything is damaged or missing."""
+    """Verifies every byte of everything; CorruptionError with all findings if anything is damaged, missing, or not
+    found from here."""
     report = execute(repo, plan_verify(repo))
-    if not report.ok:
+    wrong = [finding for finding in report.findings if finding.severity == "error" or finding.unseen]
+    if wrong:
         raise CorruptionError(
-            "\n".join([f"{repo.url} is not whole:", *(f"  {finding}" for finding in report.errors)]), subject=repo.url
+            "\n".join([f"{repo.url} is not whole:", *(f"  {finding}" for finding in wrong)]), subject=repo.url
         )
     return report
 
@@ -160,7 +162,7 @@ def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> StoreErr
     try:
         if harmful:
             add_note(repo, id, "suspect", {"count": len(harmful), "findings": told})
-        else:
+        elif not any(finding.unseen for finding in findings):
             add_note(repo, id, "verified", {"every_byte": True})
     except CheckpointNotFound:
         pass  # removed while it was verified: nothing is left to say of it

@@ -13,10 +13,12 @@ import pytest
 from tests.joint_ranks import together
 
 import holdfast
-from holdfast.errors import NothingRestorable, RanksDisagree, RepositoryError
+from holdfast.errors import CorruptionError, NothingRestorable, RanksDisagree, RepositoryError
+from holdfast.model.names import CheckpointId
 from holdfast.repo.repository import Repo
 from holdfast.store.registry import open_store
-from holdfast.upkeep.verify import assert_whole
+from holdfast.upkeep import gc, remove, replicate
+from holdfast.upkeep.verify import assert_whole, execute, plan_verify
 
 ROWS = 12
 
@@ -132,7 +134,7 @@ def test_the_same_layout_is_restored_from_each_nodes_own_disk(cluster: Cluster) 
 def test_another_number_of_ranks_is_handed_what_it_does_not_find(cluster: Cluster, count: int) -> None:
     cluster.save(4, 2.0)
     if count == 1:  # a process by itself has nobody who hands it anything on
-        with pytest.raises(NothingRestorable, match="none of the repository's places that are found"):
+        with pytest.raises(NothingRestorable, match=r"it may be on n1 \("):
             holdfast.load(holdfast.PerNode(cluster.root / "n0", home=cluster.home, node="n0"))
         return
     cluster.nodes = {rank: f"n{rank % 2}" for rank in range(8)}
@@ -288,3 +290,84 @@ def test_nothing_is_told_while_all_goes_well(cluster: Cluster) -> None:
         warnings.simplefilter("error")
         cluster.save(4, 2.0)
         cluster.load(4)
+
+
+# -- looked after by a person ------------------------------------------------------------------------------------------
+
+
+def opened(cluster: Cluster, *gone: str) -> Repo:
+    """The home as one finds it who does not see some nodes."""
+    for node in gone:
+        (cluster.root / node).rename(cluster.root / f"{node} away")
+    return Repo.open(open_store(cluster.home))
+
+
+def test_verify_says_what_it_did_not_see_and_takes_none_of_it_for_damage(cluster: Cluster) -> None:
+    cluster.save(4, 2.0)
+    report = execute(opened(cluster, "n1"), plan_verify(Repo.open(open_store(cluster.home))), note=True)
+    assert report.ok and report.unseen == 2
+    assert ["n1" in finding.message for finding in report.findings] == [True]
+    assert not holdfast.Repository(cluster.home).notes(report.checked[0]), "of what was not all read nothing is noted"
+    with pytest.raises(CorruptionError, match="2 packs not looked at"):
+        assert_whole(Repo.open(open_store(cluster.home)))
+
+
+def test_replicate_brings_what_lies_on_this_node_into_the_home(cluster: Cluster) -> None:
+    cluster.save(4, 2.0)
+    repo = opened(cluster, "n1")
+    plan = replicate.plan_replicate(repo, [CheckpointId("main", 1, 0)])
+    assert len(plan.unfound) == 2 and [len(one.names) for one in plan.copies] == [2]
+    assert replicate.execute(repo, plan) == plan.bytes > 0
+    (cluster.root / "n1 away").rename(cluster.root / "n1")
+    (cluster.root / "n0").rename(cluster.root / "n0 away")
+    repo = Repo.open(open_store(cluster.home))
+    replicate.execute(repo, replicate.plan_replicate(repo, [CheckpointId("main", 1, 0)]))
+    shutil.rmtree(cluster.root / "n1")
+    assert np.array_equal(holdfast.load(cluster.home).state["w"], whole(2.0))
+    assert not replicate.plan_replicate(Repo.open(open_store(cluster.home)), [CheckpointId("main", 1, 0)]).copies
+
+
+def test_replicate_copies_no_damage(cluster: Cluster) -> None:
+    cluster.save(2, 2.0)
+    pack = next((cluster.root / "n0").rglob("rank-00001.safetensors"))
+    data = bytearray(pack.read_bytes())
+    data[-5] ^= 1
+    pack.write_bytes(data)
+    repo = Repo.open(open_store(cluster.home))
+    with pytest.raises(CorruptionError, match="not what was saved"):
+        replicate.execute(repo, replicate.plan_replicate(repo, [CheckpointId("main", 1, 0)]))
+    assert "0/rank-00001.safetensors" not in cluster.packs("home")
+    assert not list(cluster.home.rglob("*.tmp-*"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gc_on_a_node_frees_there_what_the_home_no_longer_knows(cluster: Cluster) -> None:
+    cluster.save(4, 1.0)
+    cluster.save(4, 2.0)
+    repo = opened(cluster, "n1")
+    remove.execute(repo, remove.plan_remove(repo, [CheckpointId("main", 1, 0)]))
+    for _ in range(2):
+        repo = Repo.open(open_store(cluster.home))
+        gc.execute(repo, gc.plan_gc(repo, grace_s=0.0))
+    assert cluster.packs("n0") == {"1/rank-00000.safetensors", "1/rank-00001.safetensors"}
+    (cluster.root / "n1 away").rename(cluster.root / "n1")
+    assert "0/rank-00002.safetensors" in cluster.packs("n1")
+    repo = Repo.open(open_store(cluster.home))
+    plan = gc.plan_gc(repo, grace_s=3600.0)
+    assert [one.id.step for one in plan.forgotten] == [0]
+    assert gc.execute(repo, plan).forgotten == 1
+    assert cluster.packs("n1") == {"1/rank-00002.safetensors", "1/rank-00003.safetensors"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_freed_under_a_claim_that_the_home_does_not_have(cluster: Cluster) -> None:
+    """A home that was set back to a backup knows nothing of what came after: that is no reason to remove it."""
+    cluster.train(4, 1)
+    backup = shutil.copytree(cluster.home, cluster.root / "backup")
+    cluster.train(4, 3)
+    shutil.rmtree(cluster.home)
+    backup.rename(cluster.home)
+    before = cluster.packs("n1")
+    repo = Repo.open(open_store(cluster.home))
+    assert not gc.plan_gc(repo).forgotten
+    assert {"1/rank-00002.safetensors", "3/rank-00002.safetensors"} <= before == cluster.packs("n1")
