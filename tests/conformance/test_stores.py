@@ -5,17 +5,26 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from holdfast.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
+from holdfast.model.checkpoint import Receipt
+from holdfast.repo.places import Places
 from holdfast.store.backends.local import LocalStore
 from holdfast.store.backends.memory import MemoryStore
 from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.store.contract import Store
+from holdfast.store.contract import Bytes, Content, Reader, Stat, Store
 from holdfast.store.wrappers.retry import Patience, RetryingStore
+from holdfast.testing.broken_stores import StoreLayer
 from holdfast.testing.store_suite import StoreSuite
+from holdfast.testing.store_suite.putting import Putting
+from holdfast.testing.store_suite.reading import Reading
 
 
 class WithoutDirect(OperatingSystem):
@@ -172,3 +181,135 @@ class TestRetryingMemory(MemorySuite):
     def memory(self, store: Store) -> MemoryStore:
         assert isinstance(store, RetryingStore)
         return super().memory(store.inner)
+
+
+class TestPlaces(MemorySuite):
+    """A home and another place beside: what the suite puts is no save's, and lies in the home."""
+
+    @pytest.fixture
+    def store(self, request: pytest.FixtureRequest) -> Store:
+        home, other = (MemoryStore(f"{request.node.nodeid}-{which}") for which in ("home", "other"))
+        return Places(home, [home, other], 2)
+
+    def memory(self, store: Store) -> MemoryStore:
+        assert isinstance(store, Places)
+        return super().memory(store.home)
+
+    @pytest.fixture(autouse=True)
+    def _the_other_place_is_given_nothing(self, store: Store) -> Iterator[None]:
+        yield
+        assert isinstance(store, Places)
+        assert not any(one.place.objects for one in store.members if isinstance(one, MemoryStore))
+
+
+class AsPacks(StoreLayer):
+    """Calls each object as a pack of a save is called."""
+
+    def _pack(self, name: str) -> str:
+        return f"runs/main/a0001/step-00000001/{name.replace('/', '~')}.pack"
+
+    def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
+        with self._named(name):
+            receipt = self.inner.put_if_absent(self._pack(name), content, token=token)
+        assert receipt.name == self._pack(name)
+        return replace(receipt, name=name)
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        with self._named(name):
+            return self.inner.get(self._pack(name), limit=limit)
+
+    def open(self, name: str) -> Reader:
+        with self._named(name):
+            return self.inner.open(self._pack(name))
+
+    def stat(self, name: str) -> Stat:
+        with self._named(name):
+            return self.inner.stat(self._pack(name))
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.inner.delete([self._pack(name) for name in names])
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (StoreError, CorruptionError) as error:
+            assert error.subject == self._pack(name)
+            error.subject = name
+            raise
+
+
+class PackSuite(Putting, Reading):
+    """What is put and read as a pack: a copy of it lies in each place, or in none."""
+
+    @pytest.mark.parametrize("tokens", ["their own", "one"])
+    def test_of_many_threads_one_wins(self, store: Store, tokens: str) -> None:
+        """At most one: nobody puts another's pack, and of several that do each may stand in the other's way."""
+        barrier = threading.Barrier(16)
+        outcomes: list[int | None] = []
+
+        def race(number: int) -> None:
+            barrier.wait(60)
+            try:
+                self.put(store, "runs/a/pack", bytes([number]) * 1000, f"t{number}" if tokens == "their own" else "t")
+                outcomes.append(number)
+            except AlreadyExists:
+                outcomes.append(None)
+
+        threads = [threading.Thread(target=race, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        winners = [number for number in outcomes if number is not None]
+        assert len(outcomes) == 16 and len(winners) <= 1
+        assert self.raw_get(store, "runs/a/pack") == (bytes(winners) * 1000 if winners else None)
+
+    @pytest.mark.parametrize(("offset", "length"), [(0, 101), (100, 1), (2**62, 1)])
+    def test_reads_beyond_the_end_are_corruption(self, store: Store, offset: int, length: int) -> None:
+        """Of the pack as it is called there: what is read from is a place's own reader."""
+        self.raw_put(store, "x", bytes(100))
+        with store.open("x") as reader, pytest.raises(CorruptionError, match=r"x\.pack"):
+            reader.read_into(offset, memoryview(bytearray(length)))
+
+    def places(self, store: Store) -> list[Store]:
+        assert isinstance(store, AsPacks) and isinstance(store.inner, Places)
+        return list(store.inner.packs_in)
+
+    def raw_put(self, store: Store, name: str, data: bytes) -> None:
+        assert isinstance(store, AsPacks)
+        for place in self.places(store):
+            place.put_if_absent(store._pack(name), Bytes(data), token="raw")
+
+    def raw_get(self, store: Store, name: str) -> bytes | None:
+        assert isinstance(store, AsPacks)
+        found: set[bytes | None] = set()
+        for place in self.places(store):
+            try:
+                found.add(place.get(store._pack(name), limit=1 << 30))
+            except ObjectNotFound:
+                found.add(None)
+        (data,) = found
+        return data
+
+    def raw_delete(self, store: Store, name: str) -> None:
+        assert isinstance(store, AsPacks)
+        for place in self.places(store):
+            place.delete([store._pack(name)])
+
+    def nothing_is_left(self, store: Store) -> bool:
+        return not any([*place.walk(""), *place.leftovers("")] for place in self.places(store))
+
+
+class TestPacksInPlaces(PackSuite):
+    @pytest.fixture
+    def store(self, request: pytest.FixtureRequest) -> Store:
+        places = [MemoryStore(f"{request.node.nodeid}-{number}") for number in range(3)]
+        return AsPacks(Places(places[0], places, 3))
+
+
+class TestPacksInDirectories(PackSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        places = [RetryingStore(LocalStore(tmp_path / name), Patience(wait_s=0)) for name in ("home", "other")]
+        return AsPacks(Places(places[0], places, 2))

@@ -9,6 +9,7 @@ from typing import Final
 
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.handle import Save
+from holdfast.engine.joint.party import Together
 from holdfast.engine.joint.visible import SHARE_ONE_PLACE, awaited, sees_claim
 from holdfast.errors import HoldfastError, NotARepository, RanksDisagree, RanksError, UsageError, in_words
 from holdfast.events import Emitter, RanksBehind, Warned
@@ -122,6 +123,10 @@ class Company:
     @property
     def coordinates(self) -> bool:
         return self.agreement.is_coordinator
+
+    def party(self, repo: Repo) -> Together:
+        """These ranks, saving together."""
+        return Together(repo, self.agreement, strategy=self.writers, deadline_s=self.timeout_s)
 
     def _open(self, where: Store, *, create: bool = True) -> Repo:
         """The coordinator may `create` it where there is none; the others have to find the very same."""

@@ -17,7 +17,6 @@ from holdfast.api.reading import ReadingTogether
 from holdfast.api.rehearsal import rehearsed
 from holdfast.api.restored import Checkpoint, Restored
 from holdfast.engine.job import About
-from holdfast.engine.joint.party import Together
 from holdfast.engine.restore import RestoreResult, Told, chosen, restore_checkpoint, restore_latest
 from holdfast.engine.save import Saver
 from holdfast.errors import CheckpointNotFound, Superseded, UsageError, typed
@@ -114,7 +113,7 @@ def _saved(
         party = None
     else:
         attempt, number = agreed_attempt(repo, company, lambda: _attempt(repo, run, key, step))
-        party = Together(repo, company.agreement, strategy=company.writers, deadline_s=company.timeout_s)
+        party = company.party(repo)
     saver = Saver(repo, run, emitter=emitter, lasting=False, party=party)
     saver.attempt = attempt
     try:

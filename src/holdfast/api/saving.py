@@ -24,7 +24,6 @@ from holdfast.engine import handle as handles
 from holdfast.engine.fenced import Fencing
 from holdfast.engine.handle import Save
 from holdfast.engine.job import About
-from holdfast.engine.joint.party import Together
 from holdfast.engine.party import Alone
 from holdfast.engine.save import Saver
 from holdfast.errors import DeadlineExceeded, HoldfastError, OwnershipError, RanksError, SaveTorn, StateError
@@ -34,8 +33,8 @@ from holdfast.model.names import CheckpointId
 from holdfast.policy.keeping import KeepPolicy
 from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy, divided
 from holdfast.repo.attempts import Attempt
+from holdfast.repo.copies import listen
 from holdfast.repo.deadline import within
-from holdfast.repo.places import listen
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Flattened
 from holdfast.state.registry import gate
@@ -91,9 +90,7 @@ class Saving:
                 emitter=emitter,
                 warn=self.warn,
             )
-        party: Together | None = None
-        if company is not None:
-            party = Together(repo, company.agreement, strategy=company.writers, deadline_s=company.timeout_s)
+        party = None if company is None else company.party(repo)
         self.saver = Saver(
             repo,
             run,
@@ -107,14 +104,8 @@ class Saving:
             beside=self.memory.tier if self.memory is not None else None,
             party=party,
         )
-        self.turns = Turns(
-            self.saver,
-            run,
-            emitter,
-            skip=on_busy == "skip",
-            company=company,
-            missed=(party or Alone(repo)).missed,
-        )
+        missed = (party or Alone(repo)).missed
+        self.turns = Turns(self.saver, run, emitter, skip=on_busy == "skip", company=company, missed=missed)
         self.last: Save | None = None
         """The last save taken, or the restored checkpoint as a save that is committed already."""
         self.lock = threading.Lock()

@@ -16,7 +16,7 @@ MAIN = "main"
 
 def repository(where: str) -> Repo:
     """Opens for reading; nothing is created. NotARepository names the nearest one."""
-    from holdfast.repo.places import listen
+    from holdfast.repo.copies import listen
     from holdfast.repo.repository import Repo
     from holdfast.store.registry import open_store
 

@@ -118,7 +118,8 @@ def show(
 
 def _kept(repo: Repo, manifest: Manifest, held: Contents) -> Iterator[tuple[str, str]]:
     """Where the packs lie, of a repository in several places."""
-    from holdfast.repo.places import Places, copies_of
+    from holdfast.repo.copies import copies_of
+    from holdfast.repo.places import Places
 
     if not isinstance(repo.store, Places):
         return

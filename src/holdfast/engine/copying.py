@@ -11,7 +11,7 @@ from holdfast.engine.packs import damaged, missing
 from holdfast.engine.pieces import PIECE_BYTES, pieces
 from holdfast.errors import AlreadyExists, CheckpointNotFound, CorruptionError, ObjectNotFound
 from holdfast.model.checkpoint import Index, Manifest, PackEntry
-from holdfast.repo.places import copies_of
+from holdfast.repo.copies import copies_of
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Reader, Store
 

@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.codec.digest import digest
-from holdfast.engine.packs import OpenPack, damaged, from_any_copy, open_pack
+from holdfast.engine.packs import OpenPack, copy_to_turn_from, damaged, from_any_copy, open_pack
 from holdfast.engine.threads import READ_THREADS, hand_out
-from holdfast.errors import CheckpointNotFound, ObjectNotFound, UsageError, typed
+from holdfast.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, UsageError, typed
 from holdfast.model.box import Box
 from holdfast.model.checkpoint import PackEntry
 from holdfast.model.names import CheckpointId
@@ -81,7 +81,8 @@ class LazyReader:
         self._turned: list[OpenPack] = []
         """Copies that were damaged: somebody may still be reading from one."""
         self._kept = _Kept()
-        self._lock = threading.Lock()
+        self._lock, self._turning = threading.Lock(), threading.Lock()
+        self._turns = 0
         self._closed = False
         self.bytes_read = 0
         try:
@@ -146,17 +147,27 @@ class LazyReader:
     def _from_any(self, read: Callable[[], None]) -> None:
         """From another copy of a pack, where there is one, if this one is damaged. Whose packs are another's, that one
         sees to it."""
-        if self._theirs:
-            read()
-        else:
-            from_any_copy(self._repo, read, anew=self._anew)
+        while True:
+            turns = self._turns
+            try:
+                return read()
+            except (CorruptionError, StoreError) as error:
+                with self._turning:
+                    # Of threads that meet one damage at the same time only the first turns to another copy.
+                    if self._theirs or (turns == self._turns and not self._turned_from(error)):
+                        raise
 
-    def _anew(self, name: str) -> None:
+    def _turned_from(self, error: CorruptionError | StoreError) -> bool:
+        name = copy_to_turn_from(self._repo, error)
+        if name is None:
+            return False
         with self._lock:
             for number, pack in list(self._packs.items()):
                 if pack.name == name:
                     self._turned.append(self._packs.pop(number))
             self._verified = bytearray(len(self._verified))
+        self._turns += 1
+        return True
 
     def _items(self, row: int, path: str, region: Region, target: np.ndarray[Any, Any]) -> None:
         itemsize = target.itemsize

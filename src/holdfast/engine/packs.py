@@ -12,7 +12,7 @@ from holdfast.codec.digest import digest
 from holdfast.errors import CorruptionError, ObjectNotFound, StoreError, typed
 from holdfast.model.checkpoint import PackEntry
 from holdfast.model.names import CheckpointId
-from holdfast.repo.places import elsewhere, turn_away
+from holdfast.repo.copies import elsewhere, turn_away
 from holdfast.repo.repository import Repo
 from holdfast.state.contract import Buffer
 from holdfast.store.contract import Reader, is_unreadable
@@ -78,19 +78,22 @@ def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> Corru
     return _refused(repo, path, f"{path} is damaged: {pack}, {what}, are not what was saved", pack)
 
 
-def from_any_copy(repo: Repo, read: Callable[[], Result], *, anew: Callable[[str], None] | None = None) -> Result:
+def from_any_copy(repo: Repo, read: Callable[[], Result]) -> Result:
     """What `read` returns; where a pack that it read from turns out to be damaged and has another copy, read anew from
-    that one. `anew` is called with the name of such a pack, whose open copy is not to be used again."""
+    that one."""
     while True:
         try:
             return read()
         except (CorruptionError, StoreError) as error:
-            name = error.object or error.subject if isinstance(error, CorruptionError) else error.subject
-            damage = isinstance(error, CorruptionError) or is_unreadable(error)
-            if name is None or not damage or not turn_away(repo.store, name):
+            if copy_to_turn_from(repo, error) is None:
                 raise
-            if anew is not None:
-                anew(name)
+
+
+def copy_to_turn_from(repo: Repo, error: CorruptionError | StoreError) -> str | None:
+    """The pack of which `error` tells that a copy is damaged, if there is another copy, which is read from now on."""
+    name = error.object or error.subject if isinstance(error, CorruptionError) else error.subject
+    damage = isinstance(error, CorruptionError) or is_unreadable(error)
+    return name if name is not None and damage and turn_away(repo.store, name) else None
 
 
 def _refused(repo: Repo, subject: str, message: str, name: str) -> CorruptionError:

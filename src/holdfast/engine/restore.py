@@ -20,8 +20,8 @@ from holdfast.model.checkpoint import Json, Manifest
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId, run_key
 from holdfast.model.spread import RankTimings
+from holdfast.repo.copies import away
 from holdfast.repo.lineage import latest, resolve, walk
-from holdfast.repo.places import away
 from holdfast.repo.repository import Repo
 from holdfast.state.collector import collector_paused
 from holdfast.state.contract import LoadReport, Prepared

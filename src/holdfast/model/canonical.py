@@ -122,6 +122,15 @@ def seal(obj: dict[str, Json | Spelled]) -> bytes:
     return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}'
 
 
+def is_sealed(data: bytes, name: str) -> bool:
+    """Whether `open_seal` reads it."""
+    try:
+        open_seal(data, name=name)
+    except CorruptionError:
+        return False
+    return True
+
+
 def open_seal(data: bytes, *, name: str) -> dict[str, Json]:
     """The object in `data`, its digest checked, wherever it lies. `name` is for the error alone."""
     check_seal(data, name=name)

@@ -115,7 +115,7 @@ def _told(home: Store, name: str) -> Fields | None:
     whole = f"{layout.PLACES}/{name}"
     try:
         return objects.decode("place", whole, home.get(whole, limit=objects.SMALL))
-    except (CorruptionError, ObjectNotFound):
+    except (CorruptionError, StoreError):
         return None
 
 
@@ -141,7 +141,7 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
     for place in store.members:
         try:
             members.append(_join(store, place, repository))
-        except StoreError as error:
+        except (StoreError, CorruptionError) as error:
             spare -= 1
             if spare < 0:
                 raise

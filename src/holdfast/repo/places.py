@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from holdfast.errors import (
     AlreadyExists,
@@ -29,12 +29,12 @@ from holdfast.model import canonical
 from holdfast.model.checkpoint import Receipt
 from holdfast.repo import layout
 from holdfast.repo.manifest import MAX_MANIFEST
+from holdfast.repo.recent import Recent
 from holdfast.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
 from holdfast.store.names import is_leftover
 from holdfast.store.wrappers.tee import put_into_all
 
 Result = TypeVar("Result")
-_KEPT: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +48,6 @@ class Declared:
 
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
-
-
-class _Recent:
-    """Pairs that came last, as many as several saves of several places make."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], None] = {}
-
-    def __contains__(self, pair: tuple[str, str]) -> bool:
-        return pair in self._known
-
-    def add(self, pair: tuple[str, str]) -> bool:
-        """Whether it is new."""
-        new = pair not in self._known
-        self._known[pair] = None
-        if len(self._known) > _KEPT:
-            del self._known[next(iter(self._known))]
-        return new
 
 
 class Places:
@@ -104,7 +86,7 @@ class Places:
         self.tell: Callable[[str], None] = _warn
         self.away: Callable[[], Sequence[str]] = tuple
         """The nodes whose places are not found from here."""
-        self._escorted, self._told = _Recent(), _Recent()
+        self._escorted, self._told = Recent(), Recent()
         self._used: dict[str, Store] = {}
         self._turned: dict[str, list[Store]] = {}
         self._lock = threading.Lock()
@@ -298,7 +280,7 @@ class Places:
             return self.home.get(name, limit=limit)
         try:
             data = self.home.get(name, limit=limit)
-            if _is_sealed(data, name):
+            if canonical.is_sealed(data, name):
                 return data
         except StoreError as error:
             if not is_unreadable(error):
@@ -313,7 +295,7 @@ class Places:
                 data = store.get(name, limit=limit)
             except (StoreError, CorruptionError):
                 continue
-            if _is_sealed(data, name):
+            if canonical.is_sealed(data, name):
                 self.tell(f"{name} in {self.url} is damaged: read from {store.url}")
                 return data
         return None
@@ -385,7 +367,7 @@ class Places:
                 self.bring(name)
             return
         for store in self.order(name):
-            if holds(store, name):
+            if store is self.home or holds(store, name):
                 store.settle(name)
 
     def free_bytes(self) -> int | None:
@@ -415,41 +397,3 @@ def _free_in(store: Store) -> int | None:
         return store.free_bytes()
     except StoreError:
         return None
-
-
-def copies_of(store: Store, name: str) -> list[Store]:
-    """The places that have a copy of an object."""
-    order = store.order(name) if isinstance(store, Places) else [store]
-    return [one for one in order if holds(one, name)]
-
-
-def away(store: Store) -> Sequence[str]:
-    """The nodes that have places of the repository which are not found from here."""
-    return store.away() if isinstance(store, Places) else ()
-
-
-def elsewhere(store: Store) -> str:
-    """What is said of a pack that is in no place of several: it may be on a node that is not this one."""
-    nodes = away(store)
-    if nodes:
-        return f"is not found from here: it may be on {', '.join(nodes[:3])}{', …' if len(nodes) > 3 else ''}"
-    return "is missing: it is in none of the repository's places" if isinstance(store, Places) else ""
-
-
-def turn_away(store: Store, name: str) -> bool:
-    """As `Places.turn_away`; a store that is one place has one copy."""
-    return isinstance(store, Places) and store.turn_away(name)
-
-
-def listen(store: Store, tell: Callable[[str], None]) -> None:
-    """`tell` is called with what goes wrong in one of several places, and would be a warning otherwise."""
-    if isinstance(store, Places):
-        store.tell = tell
-
-
-def _is_sealed(data: bytes, name: str) -> bool:
-    try:
-        canonical.open_seal(data, name=name)
-    except CorruptionError:
-        return False
-    return True

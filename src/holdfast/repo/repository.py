@@ -23,11 +23,12 @@ from holdfast.model.checkpoint import AttemptRecord, Index, IndexEntry, Json, Ma
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step, run_key
 from holdfast.repo import layout, objects
 from holdfast.repo.boxes import BoxTable, decode_boxes
+from holdfast.repo.copies import turn_away
 from holdfast.repo.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
 from holdfast.repo.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Aborted, decode_manifest
 from holdfast.repo.members import join, known, one_of_many
 from holdfast.repo.nearby import nearby
-from holdfast.repo.places import Places, turn_away
+from holdfast.repo.places import Places
 from holdfast.repo.records import decode_attempt
 from holdfast.state import leaf_paths
 from holdfast.store.contract import Bytes, Store, is_unreadable

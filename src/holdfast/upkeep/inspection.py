@@ -31,9 +31,9 @@ from holdfast.repo import layout, objects
 from holdfast.repo.agreeing import check_rank
 from holdfast.repo.boxes import BoxTable
 from holdfast.repo.content import content_digest, joint_digest, rank_digest
+from holdfast.repo.copies import away, copies_of, elsewhere
 from holdfast.repo.notes import notes
 from holdfast.repo.numbered import numbers
-from holdfast.repo.places import away, copies_of, elsewhere
 from holdfast.repo.records import decode_attempt, decode_begin
 from holdfast.repo.repository import Repo
 from holdfast.report.measures import count
@@ -47,6 +47,16 @@ Small = TypeVar("Small")
 UNREADABLE = (CorruptionError, RepositoryError, StoreError)
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy of a pack, whose leaves are worth reading. `flawed`: whether something else of it is wrong. `told`: what
+    is said of it begins so."""
+
+    store: Store
+    flawed: bool
+    told: str
+
+
 @dataclass(slots=True)
 class Inspection:
     """What was found of one checkpoint. `packs[i]`: by its number which copies of each pack of `indexes[i]` are worth
@@ -56,7 +66,7 @@ class Inspection:
     findings: list[Finding] = field(default_factory=list)
     manifest: Manifest | None = None
     indexes: list[Index] = field(default_factory=list)
-    packs: list[dict[int, list[Store]]] = field(default_factory=list)
+    packs: list[dict[int, list[Copy]]] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     """Packs that may lie on a node that is not found from here."""
     objects: int = 0
@@ -174,28 +184,31 @@ def _content(found: Inspection, manifest: Manifest, boxes: BoxTable | None) -> s
     )
 
 
-def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> list[Store]:
+def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> list[Copy]:
     """The copies of one pack whose leaves are worth reading. What is wrong with one harms nobody while another is as it
     should be."""
     name = f"{found.id.directory}/{index.packs[number].name}"
-    copies = copies_of(repo.store, name)
-    if not copies and away(repo.store):
+    stores = copies_of(repo.store, name)
+    if not stores and away(repo.store):
         found.unseen.append(name)
         return []
-    copies = copies or [repo.store]
-    looks = [_look(store, found.id, index, number) for store in copies]
+    stores = stores or [repo.store]
+    looks = [_look(store, found.id, index, number) for store in stores]
+    copies = [
+        Copy(store, bool(look.findings), f"in {store.url}: " if len(stores) > 1 else "")
+        for store, look in zip(stores, looks, strict=True)
+    ]
     _take(found, copies, [look.findings for look in looks])
     found.objects += sum(look.read for look in looks)
     found.bytes_read += sum(look.read for look in looks) * index.packs[number].header_length
-    return [store for store, look in zip(copies, looks, strict=True) if look.stands]
+    return [copy for copy, look in zip(copies, looks, strict=True) if look.stands]
 
 
-def _take(found: Inspection, copies: Sequence[Store], findings: Sequence[Sequence[Finding]]) -> None:
-    """Adds what was found of the copies of one pack."""
-    harms = all(findings)
-    for store, some in zip(copies, findings, strict=True):
-        place = f"in {store.url}: " if len(copies) > 1 else ""
-        found.findings += [replace(one, message=place + one.message, harms_restore=harms) for one in some]
+def _take(found: Inspection, copies: Sequence[Copy], findings: Sequence[Sequence[Finding]]) -> None:
+    """Adds what was found of the copies of one pack. It harms where no copy is left of which nothing is wrong."""
+    harms = all(copy.flawed or some for copy, some in zip(copies, findings, strict=True))
+    for copy, some in zip(copies, findings, strict=True):
+        found.findings += [replace(one, message=copy.told + one.message, harms_restore=harms) for one in some]
 
 
 @dataclass(slots=True)
@@ -247,16 +260,16 @@ def _look(store: Store, id: CheckpointId, index: Index, number: int) -> _Look:
 def scan(found: Inspection, *, on_bytes: Callable[[int], None], threads: int) -> None:
     """Reads every byte of the packs that stand, each copy, and adds what is wrong."""
     for index, packs in zip(found.indexes, found.packs, strict=True):
-        stores = {id(store): store for copies in packs.values() for store in copies}
+        stores = {id(copy.store): copy.store for copies in packs.values() for copy in copies}
         said: dict[tuple[int, str], list[Finding]] = {}
         for key, store in stores.items():
-            numbers = {number for number, copies in packs.items() if store in copies}
+            numbers = {number for number, copies in packs.items() if any(copy.store is store for copy in copies)}
             for finding in Scan(store, found.id, index, on_bytes=on_bytes).run(numbers, threads):
                 said.setdefault((key, finding.object or ""), []).append(finding)
             found.bytes_read += sum(index.packs[one].length - index.packs[one].header_length for one in numbers)
         for number, copies in packs.items():
             name = f"{found.id.directory}/{index.packs[number].name}"
-            _take(found, copies, [said.get((id(store), name), []) for store in copies])
+            _take(found, copies, [said.get((id(copy.store), name), []) for copy in copies])
 
 
 def _disagreements(header: Header, index: Index, number: int) -> Iterator[tuple[str | None, str]]:

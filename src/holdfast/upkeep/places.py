@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.errors import ObjectNotFound
+from holdfast.errors import CorruptionError, ObjectNotFound
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step
 from holdfast.repo import layout, objects
-from holdfast.repo.manifest import MAX_ABORTED
+from holdfast.repo.manifest import MAX_ABORTED, Aborted, decode_manifest
 from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Store
@@ -82,21 +82,23 @@ def _saves(place: Store, run: str) -> Iterator[CheckpointId]:
 def _follow(places: Places, place: Store, id: CheckpointId) -> None:
     """What the home has of it: its manifest too, or no longer. A name in the place is looked for before the home is
     asked for it: what is put is in the home first."""
-    here = place.children(id.directory).objects
-    home = places.home.children(id.directory).objects
-    if layout.MANIFEST in home:
+    here = layout.MANIFEST in place.children(id.directory).objects
+    try:
+        places.home.stat(id.manifest)
+    except ObjectNotFound:
+        place.delete([id.manifest] if here else [])
+    else:
         places.bring_to(place, id.manifest)
-    elif layout.MANIFEST in here:
-        place.delete([id.manifest])
 
 
 def _free(place: Store, id: CheckpointId) -> bool:
     """Whether there was a pack of it."""
     prefix = len(id.directory) + 1
     own = [entry.name for entry in place.walk(id.directory) if _is_own(entry.name[prefix:])]
-    left = [entry.name for entry in place.leftovers(id.directory) if _is_own(_final(entry.name)[prefix:])]
+    left = [entry.name for entry in place.leftovers(id.directory) if _is_ours(_final(entry.name)[prefix:])]
     place.delete([id.manifest])
     place.delete([*own, *left])
+    place.delete([layout.begin_name(id)])
     return any(map(layout.is_pack, own))
 
 
@@ -109,9 +111,13 @@ def _is_known(home: Store, id: CheckpointId) -> bool:
     except ObjectNotFound:
         pass
     try:
-        return home.stat(id.manifest).length > MAX_ABORTED
+        if home.stat(id.manifest).length > MAX_ABORTED:
+            return True
+        return not isinstance(decode_manifest(home.get(id.manifest, limit=MAX_ABORTED), id), Aborted)
     except ObjectNotFound:
         return False
+    except CorruptionError:
+        return True  # only what was read and understood is no checkpoint
 
 
 def _claimed_there(home: Store, place: Store, id: CheckpointId) -> bool:
@@ -124,8 +130,12 @@ def _claimed_there(home: Store, place: Store, id: CheckpointId) -> bool:
         return False
 
 
+def _is_ours(file: str) -> bool:
+    return _is_own(file) or file in (layout.BEGIN, layout.MANIFEST)
+
+
 def _is_own(file: str) -> bool:
-    return layout.is_part(file) or file in (layout.BEGIN, layout.MANIFEST) or is_note(file)
+    return layout.is_part(file) or is_note(file)
 
 
 def _final(name: str) -> str:

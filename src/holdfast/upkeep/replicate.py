@@ -15,8 +15,9 @@ from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout
+from holdfast.repo.copies import copies_of
 from holdfast.repo.members import member_in
-from holdfast.repo.places import Places, copies_of
+from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Store
 
