@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from holdfast.repo.places import Places, holds
 from holdfast.store.contract import Store
@@ -36,3 +37,14 @@ def listen(store: Store, tell: Callable[[str], None]) -> None:
     """`tell` is called with what goes wrong in one of several places, and would be a warning otherwise."""
     if isinstance(store, Places):
         store.tell = tell
+
+
+@contextmanager
+def listening(store: Store, tell: Callable[[str], None]) -> Iterator[None]:
+    """As `listen`, within the block."""
+    before = store.tell if isinstance(store, Places) else tell
+    listen(store, tell)
+    try:
+        yield
+    finally:
+        listen(store, before)

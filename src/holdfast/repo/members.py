@@ -119,6 +119,12 @@ def _told(home: Store, name: str) -> Fields | None:
         return None
 
 
+def node_of(place: Store) -> str:
+    """Which node's the place is; empty where it is no node's own, or does not say."""
+    member = _said(place)
+    return member.node if member is not None else ""
+
+
 def member_in(store: Store) -> Member | None:
     """What a place says of itself; None where it says nothing. CorruptionError where that is damaged."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -19,6 +20,7 @@ from holdfast.errors import (
     ShardMismatch,
     StateError,
     StoreError,
+    typed,
 )
 from holdfast.image.header import Header, parse_header
 from holdfast.image.layout import stored_name
@@ -40,6 +42,7 @@ from holdfast.report.measures import count
 from holdfast.state import leaf_paths
 from holdfast.store.contract import Store
 from holdfast.upkeep.findings import Finding
+from holdfast.upkeep.places import targets
 from holdfast.upkeep.rows import row_oddities
 from holdfast.upkeep.scan import Scan
 
@@ -59,16 +62,20 @@ class Copy:
 
 @dataclass(slots=True)
 class Inspection:
-    """What was found of one checkpoint. `packs[i]`: by its number which copies of each pack of `indexes[i]` are worth
+    """What was found of one checkpoint. `mirrors`: the places that are to have each of its packs, where there are
+    several. `packs[i]`: by its number which copies of each pack of `indexes[i]` are worth
     reading."""
 
     id: CheckpointId
+    mirrors: Sequence[Store] = ()
     findings: list[Finding] = field(default_factory=list)
     manifest: Manifest | None = None
     indexes: list[Index] = field(default_factory=list)
     packs: list[dict[int, list[Copy]]] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     """Packs that may lie on a node that is not found from here."""
+    lacking: Counter[str] = field(default_factory=Counter)
+    """How many packs each mirror lacks."""
     objects: int = 0
     bytes_read: int = 0
 
@@ -85,7 +92,8 @@ class Inspection:
 def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> Inspection:
     """Reads everything of a checkpoint except what lies behind its packs' headers. `manifest`: the one to go by, where
     it does not lie in its place."""
-    found = Inspection(id)
+    mirrors = targets(repo)
+    found = Inspection(id, mirrors if len(mirrors) > 1 else ())
     try:
         found.manifest = repo.manifest(id) if manifest is None else manifest
     except FormatTooNew:
@@ -111,6 +119,9 @@ def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         found.bytes_read += entry.length
         found.indexes.append(index)
         found.packs.append({number: _pack_copies(repo, found, index, number) for number in range(len(index.packs))})
+    for url, lacking in found.lacking.items():
+        message = f"{url} lacks {count(lacking, 'pack')} of it: {typed('holdfast', 'replicate', repo.url)} brings them"
+        found.findings.append(Finding(found.id, "info", message, harms_restore=False))
     if found.unseen:
         unseen, first = len(found.unseen), found.unseen[0]
         message = f"{count(unseen, 'pack')} not looked at; the first {elsewhere(repo.store)}"
@@ -192,6 +203,7 @@ def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> li
     if not stores and away(repo.store):
         found.unseen.append(name)
         return []
+    found.lacking.update(store.url for store in found.mirrors if store not in stores)
     stores = stores or [repo.store]
     looks = [_look(store, found.id, index, number) for store in stores]
     copies = [

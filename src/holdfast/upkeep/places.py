@@ -13,6 +13,7 @@ from holdfast.errors import CorruptionError, ObjectNotFound
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step
 from holdfast.repo import layout, objects
 from holdfast.repo.manifest import MAX_ABORTED, Aborted, decode_manifest
+from holdfast.repo.members import node_of
 from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Store
@@ -67,6 +68,14 @@ def free_forgotten(repo: Repo, found: Forgotten) -> bool:
         return False
     _free(place, found.id)
     return True
+
+
+def targets(repo: Repo) -> list[Store]:
+    """The places that are to hold every pack: the home, and those that are no node's own."""
+    places = repo.store
+    if not isinstance(places, Places):
+        return [repo.store]
+    return [places.home, *(store for store in places.others if not node_of(store))]
 
 
 def _saves(place: Store, run: str) -> Iterator[CheckpointId]:

@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.copying import copy_packs
-from holdfast.errors import HoldfastError
 from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout
 from holdfast.repo.copies import copies_of
-from holdfast.repo.members import member_in
 from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Store
+from holdfast.upkeep.places import targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
     unfound: list[str] = []
     for id in ids:
         manifest = repo.manifest(id)
-        lacking: dict[str, list[tuple[str, int]]] = {target.url: [] for target in _targets(repo)}
+        lacking: dict[str, list[tuple[str, int]]] = {target.url: [] for target in targets(repo)}
         for rank in range(len(manifest.indexes)):
             for pack in repo.packs(manifest, rank):
                 name = f"{id.directory}/{pack.name}"
@@ -72,7 +71,7 @@ def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
 def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) -> int:
     """Copies; returns the bytes that were. Raises CorruptionError where a source is damaged, StoreError."""
     emit, done = emitter or Emitter(), 0
-    targets = {target.url: target for target in _targets(repo)}
+    places = {target.url: target for target in targets(repo)}
 
     def told(name: str, nbytes: int) -> None:
         nonlocal done
@@ -81,27 +80,11 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
             emit.emit(Progress("replicate", plan.where, done, plan.bytes))
 
     for copying in plan.copies:
-        manifest, target = repo.manifest(copying.id), targets[copying.target]
+        manifest, target = repo.manifest(copying.id), places[copying.target]
         _bring(repo, target, [f"{copying.id.directory}/{entry.name}" for entry in manifest.tables])
         copy_packs(repo, manifest, frozenset(copying.names), target, told)
         _bring(repo, target, [copying.id.manifest, *_around(repo, manifest)])
     return done
-
-
-def _targets(repo: Repo) -> list[Store]:
-    """The places that are to hold every pack: the home, and those that are no node's own."""
-    places = repo.store
-    if not isinstance(places, Places):
-        return [repo.store]
-    return [places.home, *(store for store in places.others if not _node_of(store))]
-
-
-def _node_of(store: Store) -> str:
-    try:
-        member = member_in(store)
-    except HoldfastError:
-        return ""
-    return member.node if member is not None else ""
 
 
 def _around(repo: Repo, manifest: Manifest) -> list[str]:

@@ -16,6 +16,7 @@ from holdfast.errors import CheckpointNotFound, CorruptionError, StoreError
 from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId
+from holdfast.repo.copies import listening
 from holdfast.repo.notes import add_note
 from holdfast.repo.repository import Repo
 from holdfast.upkeep.census import SaveDirectory, look_at, take_census
@@ -78,13 +79,22 @@ def execute(
 
     Damage is reported, not raised; FormatTooNew, and a store that cannot be listed, are raised.
     """
+    told: list[str] = []
+    with listening(repo.store, told.append):
+        report = _executed(repo, plan, emitter or Emitter(), threads or _threads(), note)
+    # What was read from another place since it was damaged in the first.
+    said = tuple(Finding(None, "error", message, harms_restore=False) for message in dict.fromkeys(told))
+    return replace(report, findings=(*report.findings, *said))
+
+
+def _executed(repo: Repo, plan: VerifyPlan, emitter: Emitter, threads: int, note: bool) -> VerifyReport:
     began = time.perf_counter()
-    progress = _Progress(repo.url, plan.bytes, emitter or Emitter())
+    progress = _Progress(repo.url, plan.bytes, emitter)
     findings: list[Finding] = []
     nbytes = count = 0
     unnoted: StoreError | None = None
     for id in plan.ids:
-        found, read, number = _verify_one(repo, id, plan, progress, threads or _threads())
+        found, read, number = _verify_one(repo, id, plan, progress, threads)
         findings.extend(found)
         nbytes, count = nbytes + read, count + number
         if note and plan.every_byte and unnoted is None:
@@ -93,7 +103,7 @@ def execute(
         census = take_census(repo)
         findings.extend(surroundings(repo, census, frozenset(plan.ids)))
         for removed in (save for save in census.saves.values() if save.state == "removed" and not save.freed):
-            found, read, number = _verify_removed(repo, removed, plan, progress, threads or _threads())
+            found, read, number = _verify_removed(repo, removed, plan, progress, threads)
             findings.extend(found)
             nbytes, count = nbytes + read, count + number
     seconds = time.perf_counter() - began

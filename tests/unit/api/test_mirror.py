@@ -164,3 +164,16 @@ def test_verify_reads_every_copy_and_says_which_is_damaged(places: list[Path]) -
     damage(next(a.rglob("*.safetensors")))
     report = execute(repo, plan_verify(repo))
     assert len(report.errors) == 2 and report.damaged()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_verify_says_what_was_read_from_another_place_and_which_lacks_something(places: list[Path]) -> None:
+    a, b, _ = places
+    holdfast.save({"w": np.arange(100_000.0)}, holdfast.Mirror(a, b))
+    next(b.rglob("*.safetensors")).unlink()
+    damage(next(a.rglob("*.index")))
+    repo = Repo.open(open_store(a))
+    report = execute(repo, plan_verify(repo))
+    assert not report.ok and not report.damaged()
+    assert [f"read from {b}" in finding.message for finding in report.errors] == [True]
+    assert any(f"{b} lacks 1 pack" in finding.message for finding in report.findings)
