@@ -144,20 +144,31 @@ class Company:
         if not self.coordinates:
             assert found is not None, "voted for"
             repo = found
-        if create and isinstance(repo.store, Places) and repo.store.declared.per_node:
-            self._share_out(join(repo.store, repo.id))
+        if create and isinstance(where, Places):  # alike on all ranks
+            self._share_out(join(repo.store, repo.id), where)
         return repo
 
-    def _share_out(self, members: Sequence[str]) -> None:
-        """The lowest rank of each node sees to that node's directory."""
-        phase = "telling which directory of a node each rank has"
+    def _share_out(self, members: Sequence[str], where: Places) -> None:
+        """The lowest rank of each node sees to that node's directory. Of a mirror all ranks have the same places.
+
+        Raises RanksDisagree, on all of them, where they have not.
+        """
+        phase, per_node = "telling in which places packs are kept", where.declared.per_node
         with self.agreement.topic("members") as topic:
-            topic.post(" ".join(members).encode())
+            topic.post(" ".join(members or ["-"]).encode())
             if self.coordinates:
                 said = topic.collect(self.timeout_s, phase)
-                topic.announce(b"", [b"leads" if said.index(one) == rank else b"" for rank, one in enumerate(said)])
-            topic.hear(self.timeout_s, phase)
+                leads = [said.index(one) == rank if per_node else rank == 0 for rank, one in enumerate(said)]
+                topic.announce(b"same" if per_node or _are_alike(said) else b"", [b"leads" * one for one in leads])
+            same = topic.hear(self.timeout_s, phase)
             self.leads = topic.answer() == b"leads"
+        if not same:
+            raise RanksDisagree(
+                f"the places of {where.url} are not the same for all ranks",
+                subject=where.url,
+                hint="give places that all ranks share, by one path each; a directory of each node's own is PerNode's",
+                phase=phase,
+            )
 
     def _find(self, where: Store, wanted: str) -> tuple[Repo | None, str]:
         """The repository there, if it is the one that is wanted; else why not. The coordinator may have made it a
@@ -289,6 +300,12 @@ class Company:
                     topic.gather(b"", min(timeout, self.timeout_s, FAREWELL_S), "the end of training")
             except RanksError as error:
                 self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
+
+
+def _are_alike(said: Sequence[bytes]) -> bool:
+    """Whether all ranks have joined the same members, but for those that one cannot reach."""
+    told = [one.split(b" ") for one in said]
+    return all(len(set(column) - {b""}) <= 1 for column in zip(*told, strict=True))
 
 
 def _kept(store: Store) -> str:

@@ -11,9 +11,10 @@ from typing import Final
 from holdfast.api.company import RESTORE_TIMES, Company
 from holdfast.api.outcome import Outcome, agreed, fits, refuse_what_none_takes
 from holdfast.crashpoints import crashpoint
-from holdfast.engine.joint.handing import dealt, hand_on, lacking
+from holdfast.engine.joint.handing import dealt, hand_on, is_there, lacking
 from holdfast.engine.joint.neighbours import Neighbours
 from holdfast.engine.joint.together import NodeReads
+from holdfast.engine.joint.visible import awaited
 from holdfast.engine.joint.window import Timing
 from holdfast.engine.restore import Matched, Prepare, RestoreResult, as_damage, choose, chosen, exactly, match
 from holdfast.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
@@ -185,6 +186,10 @@ class ReadingTogether:
             verdict = topic.vote(own is None, reason, self._deadline_s, f"handing on packs of {id}")
         self._check(verdict, own, id)
         self.raised_by_all = False
+        # A network file system remembers for a while that a name was absent: what stays so, the reading tells.
+        awaited(
+            lambda: is_there(places, id, names), self.company.timeout_s, self.company.agreement.session.settings.clock
+        )
 
     def _matched(self, id: CheckpointId, told: Callable[[], bytes], outcome: Outcome) -> tuple[Manifest, Matched]:
         """The checkpoint, matched on every rank with what it holds: where it does not fit some rank, or all leave some

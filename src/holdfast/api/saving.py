@@ -392,4 +392,4 @@ class Saving:
         warnings.warn(f"holdfast: {message}", RuntimeWarning, stacklevel=3)
 
     def _make_room(self) -> bool:
-        return self.attempt is not None and self.tidying.now(self.attempt) > 0
+        return self.attempt is not None and self.tidying.now(self.attempt, everybody=True) > 0

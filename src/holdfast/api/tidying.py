@@ -36,7 +36,8 @@ class Tidying:
         nothing to do."""
         self.keep = keep
         self._retains = company is None or company.coordinates
-        self._leads = (company is None or company.leads) and isinstance(repo.store, Places)
+        self._spread = isinstance(repo.store, Places)
+        self._leads = self._spread and (company is None or company.leads)
         self._repo = repo
         self._emitter = emitter
         self._warn = warn
@@ -71,11 +72,12 @@ class Tidying:
                 self._thread = None
         self.now(attempt)
 
-    def now(self, attempt: Attempt) -> int:
-        """One round in this thread; how many checkpoints went. A failure is a warning: the next commit tries again."""
+    def now(self, attempt: Attempt, *, everybody: bool = False) -> int:
+        """One round in this thread; how many checkpoints went. A failure is a warning: the next commit tries again.
+        `everybody`: whoever needs room on its node does not wait for the one who sees to it."""
         with self._round:
             try:
-                return self._retain(attempt) + self._tidy(attempt)
+                return self._retain(attempt) + self._tidy(attempt, everybody=everybody)
             except Exception as error:  # noqa: BLE001 - a policy of the user's may raise anything; training goes on
                 reason = error.message if isinstance(error, HoldfastError) else repr(error)
                 # Where warnings are errors the event has told it before: in this thread nobody would catch one.
@@ -89,8 +91,10 @@ class Tidying:
         plan = plan_retention(self._repo, attempt, self.keep)
         return len(execute(self._repo, attempt, plan, emitter=self._emitter))
 
-    def _tidy(self, attempt: Attempt) -> int:
-        return tidy_places(self._repo, CheckpointId(attempt.run, attempt.number, self._step)) if self._leads else 0
+    def _tidy(self, attempt: Attempt, *, everybody: bool) -> int:
+        if not (self._leads or (everybody and self._spread)):
+            return 0
+        return tidy_places(self._repo, CheckpointId(attempt.run, attempt.number, self._step))
 
     def join(self, timeout: float | None) -> bool:
         """Whether nothing is under way any more within `timeout` seconds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,9 +11,10 @@ from holdfast.cli.exitcodes import examples
 from holdfast.cli.places import checkpoint, repository
 
 if TYPE_CHECKING:
+    from holdfast.errors import HoldfastError
     from holdfast.model.names import CheckpointId
     from holdfast.repo.repository import Repo
-    from holdfast.upkeep.replicate import ReplicatePlan
+    from holdfast.upkeep.replicate import ReplicatePlan, ReplicateReport
 
 EXAMPLES = examples(
     "holdfast replicate /shared/checkpoints",
@@ -36,8 +37,10 @@ def replicate(
     """Copy packs to every place that is to hold them.
 
     For a repository that lies in several places. WHERE is its home. What lies only on this node's own disk comes to the
-    home; a mirror that was away gets what it lacks. Every byte is verified on the way.
+    home; a mirror that was away gets what it lacks. Every byte is verified on the way. What goes wrong with one of them
+    keeps nothing from the others, and is in the exit status; so is a mirror that is not found.
     """
+    from holdfast.errors import StoreError
     from holdfast.events import Emitter
     from holdfast.report.measures import size
     from holdfast.report.progress import ProgressBar
@@ -47,29 +50,44 @@ def replicate(
     plan = plan_replicate(repo, _meant(repo, run, checkpoints or []))
     if not json:
         output.line(_words(plan))
-    copied = 0
+    report: ReplicateReport | None = None
     if plan.copies and not dry_run:
         bar = ProgressBar()
         try:
-            copied = execute(repo, plan, emitter=Emitter.of([bar]))
+            report = execute(repo, plan, emitter=Emitter.of([bar]))
         finally:
             bar.close()
-        if not json:
-            output.line(f"{size(copied)} copied")
+    failed = [*plan.failed, *(() if report is None else report.failed)]
+    copied = 0 if report is None else report.bytes
     if json:
-        output.document(
-            "replicate",
+        output.document("replicate", {"where": plan.where, "dry_run": dry_run, **_json(plan, failed), "bytes": copied})
+    elif report is not None:
+        output.line(f"{size(copied)} copied")
+    mirrors = [place for place in plan.away if not place.node]
+    for error in failed:
+        output.story(f"error: {error.message}")
+    if mirrors:
+        output.story(f"error: {', '.join(map(str, mirrors))} is not found: what it lacks cannot be brought")
+    if failed or mirrors:
+        raise typer.Exit(max([error.exit_code for error in failed] + [StoreError.exit_code] * bool(mirrors)))
+
+
+def _json(plan: ReplicatePlan, failed: list[HoldfastError]) -> dict[str, Any]:
+    return {
+        "plan": [
             {
-                "where": plan.where,
-                "dry_run": dry_run,
-                "plan": [
-                    {"checkpoint": one.id, "to": one.target, "packs": list(one.names), "bytes": one.bytes}
-                    for one in plan.copies
-                ],
-                "unfound": list(plan.unfound),
-                "bytes": copied,
-            },
-        )
+                "checkpoint": one.id,
+                "to": one.target,
+                "packs": list(one.packs),
+                "small": list(one.small),
+                "bytes": one.bytes,
+            }
+            for one in plan.copies
+        ],
+        "unfound": list(plan.unfound),
+        "away": [{"node": place.node, "url": place.url} for place in plan.away],
+        "failed": [error.message for error in failed],
+    }
 
 
 def _meant(repo: Repo, run: str | None, names: list[str]) -> list[CheckpointId]:
@@ -81,7 +99,7 @@ def _meant(repo: Repo, run: str | None, names: list[str]) -> list[CheckpointId]:
         CheckpointId(one, attempt, step)
         for one in ([run] if run is not None else repo.runs())
         for attempt in repo.attempts(one)
-        for step in sorted(repo.committed(one, attempt))
+        for step in repo.committed(one, attempt)
     ]
 
 
@@ -89,12 +107,18 @@ def _words(plan: ReplicatePlan) -> str:
     from holdfast.report.measures import count, size
 
     rows = [
-        (str(one.id), f"{count(len(one.names), 'pack')}, {size(one.bytes)}, to {one.target}") for one in plan.copies
-    ]
-    lines = [output.rows(rows)] if rows else ["every place has what it is to hold"]
-    if plan.unfound:
-        lines.append(
-            f"{count(len(plan.unfound), 'pack')} in no place that is found from here, {plan.unfound[0]} the first: run "
-            "this on the node that has them"
+        (
+            str(one.id) if one.id else "names",
+            f"{count(len(one.packs), 'pack')}, {size(one.bytes)}, {count(len(one.small), 'small object')}, "
+            f"to {one.target}",
         )
+        for one in plan.copies
+    ]
+    lines = [output.rows(rows)] if rows else []
+    nodes = [place for place in plan.away if place.node]
+    if plan.unfound:
+        where = f"perhaps on {', '.join(map(str, nodes[:3]))}" if nodes else f"{plan.unfound[0]} the first"
+        lines.append(f"{count(len(plan.unfound), 'pack')} in no place that is found from here, {where}")
+    if not lines:
+        lines.append("every place that is found has what it is to hold")
     return "\n".join(lines)

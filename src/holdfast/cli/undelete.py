@@ -38,7 +38,7 @@ def undelete(
     Works until `holdfast gc` has come near them: until an hour before the grace after its first visit ends. `holdfast
     ls` shows what is removed and still there.
     """
-    from holdfast.report.measures import size
+    from holdfast.report.measures import count, size
     from holdfast.upkeep.undelete import execute, plan_undelete
 
     grace_s = options.grace_seconds(grace)
@@ -50,8 +50,11 @@ def undelete(
         if dry_run:
             words = f"can come back, {size(plan.bytes)} to be checked{left}"
         else:
-            back.append(execute(repo, plan))
-            words = f"is back, {size(plan.bytes)} verified"
+            done = execute(repo, plan)
+            back.append(done)
+            verified = f"{size(plan.bytes)} verified"
+            unseen = f"{count(done.unseen, 'pack')} not looked at, on other nodes"
+            words = f"is back, {unseen if done.unseen else verified}"
         if not json:
             output.line(f"{plan.id} {words}")
     if json:
@@ -59,7 +62,8 @@ def undelete(
             "where": repo.url,
             "dry_run": dry_run,
             "plan": [{"checkpoint": plan.id, "bytes": plan.bytes, "left_s": plan.left_s} for plan in plans],
-            "undeleted": back,
+            "undeleted": [done.id for done in back],
+            "unseen": sum(done.unseen for done in back),
         }
         output.document("undelete", body)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import secrets
 from collections.abc import Callable, Container, Iterator
 
 from holdfast.codec.digest import digest
 from holdfast.crashpoints import crashpoint
 from holdfast.engine.packs import damaged, missing
 from holdfast.engine.pieces import PIECE_BYTES, pieces
-from holdfast.errors import AlreadyExists, CheckpointNotFound, CorruptionError, ObjectNotFound
+from holdfast.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError
 from holdfast.model.checkpoint import Index, Manifest, PackEntry
 from holdfast.repo.copies import copies_of
 from holdfast.repo.repository import Repo
@@ -21,7 +22,8 @@ _PAGE = 4096
 def copy_packs(
     repo: Repo, manifest: Manifest, wanted: Container[str], target: Store, told: Callable[[str, int], None]
 ) -> None:
-    """Copies the packs that are `wanted`, by name, from wherever they lie to `target`, and tells of each and its bytes.
+    """Copies the packs that are `wanted`, by name, from wherever they lie whole to `target`, and tells of each and its
+    bytes.
 
     Raises what `copy_pack` does; CheckpointNotFound where the checkpoint was removed meanwhile: then nothing of them
     is left there.
@@ -30,39 +32,40 @@ def copy_packs(
     for rank in range(len(manifest.indexes)):
         for pack in repo.packs(manifest, rank):
             name = f"{manifest.id.directory}/{pack.name}"
-            if name not in wanted:
-                continue
-            copies = copies_of(repo.store, name)
-            if not copies:
-                raise missing(repo, name)
-            nbytes = copy_pack(repo, manifest, rank, pack.name, source=copies[0], target=target)
-            if nbytes:
-                put.append(name)
-                told(name, nbytes)
+            if name in wanted:
+                nbytes = copy_pack(repo, manifest, rank, pack.name, target=target)
+                if nbytes:
+                    put.append(name)
+                    told(name, nbytes)
     crashpoint("packs copied, checkpoint not looked for again")
     if not repo.exists(manifest.id):
         target.delete(put)
         raise CheckpointNotFound(f"{manifest.id} was removed while it was copied", subject=str(manifest.id))
 
 
-def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, source: Store, target: Store) -> int:
-    """Copies one pack of a checkpoint's rank; returns its bytes, 0 if `target` has it.
+def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, target: Store) -> int:
+    """Copies one pack of a checkpoint's rank from the first place that has it whole; returns its bytes, 0 if `target`
+    has it.
 
-    CorruptionError if it is not what was saved, StoreError: then nothing is there. A reader of `target` may rely on it
-    only while the checkpoint is there, which the caller looks for afterwards.
+    CorruptionError if no place has what was saved, StoreError: then nothing is there. A reader of `target` may rely on
+    it only while the checkpoint is there, which the caller looks for afterwards.
     """
     index = repo.index(manifest, rank)
     number = next(number for number, entry in enumerate(index.packs) if entry.name == file)
     name = f"{manifest.id.directory}/{file}"
-    try:
-        with source.open(name) as reader:
-            content = Verified(repo, reader, name, index, number)
-            target.put_if_absent(name, content, token=manifest.save_id)
-    except AlreadyExists:
-        return 0
-    except ObjectNotFound as error:
-        raise missing(repo, name) from error
-    return content.length
+    failures: list[CorruptionError | StoreError] = []
+    for source in copies_of(repo.store, name):
+        try:
+            with source.open(name) as reader:
+                content = Verified(repo, reader, name, index, number)
+                # Others may copy it at the same time: each by a temporary of its own.
+                target.put_if_absent(name, content, token=secrets.token_hex(16))
+            return content.length
+        except AlreadyExists:
+            return 0
+        except (CorruptionError, StoreError) as error:
+            failures.append(error)
+    raise failures[0] if failures else missing(repo, name)
 
 
 class Verified:

@@ -23,7 +23,7 @@ from holdfast.engine.packs import OpenPack, from_any_copy, open_pack
 from holdfast.engine.portions import Cut, Portions, Runs
 from holdfast.engine.read import LeafReader
 from holdfast.engine.threads import COPY_THREADS, READ_THREADS, hand_out
-from holdfast.errors import CorruptionError, ShardMismatch, typed
+from holdfast.errors import CorruptionError, ShardMismatch, StoreError, typed
 from holdfast.events import Emitter, Progress
 from holdfast.model.box import Box
 from holdfast.model.checkpoint import Index, Json, Manifest, PackEntry
@@ -41,6 +41,7 @@ from holdfast.repo.repository import Repo
 from holdfast.repo.specs import Specs
 from holdfast.state import leaf_paths
 from holdfast.state.contract import Prepared, Sink
+from holdfast.store.contract import is_unreadable
 
 SAVERS_AT_ONCE: Final = 32
 """Ranks whose packs are open at once while cuts are read: a process may have no more than a thousand files open."""
@@ -235,7 +236,9 @@ class Parts:
         once more without them: shared memory is not the store."""
         try:
             self._read_beside(portions, node)
-        except CorruptionError:
+        except (CorruptionError, StoreError) as error:
+            if isinstance(error, StoreError) and not is_unreadable(error):
+                raise
             if not (node.shares or isinstance(self._repo.store, Places)):
                 raise
             self._read_from_any(portions)

@@ -19,6 +19,7 @@ from holdfast.events import Emitter, PackWritten, Progress, SaveFailedEvent, War
 from holdfast.model.checkpoint import Index, Manifest, Receipt
 from holdfast.repo.attempts import Attempt
 from holdfast.repo.commit import abort
+from holdfast.repo.copies import room
 from holdfast.repo.layout import begin_name, index_file
 from holdfast.repo.packs import put_index
 from holdfast.repo.repository import Repo
@@ -199,13 +200,13 @@ class SaveWriter:
             self._memory.seal(job.plan, job.save.id, self._index(job), job.flattened, job.about, created=job.created)
 
     def _check_space(self, job: Job) -> None:
-        free_bytes = self._repo.store.free_bytes()
+        where, free_bytes = room(self._repo.store)
         needed = job.save.bytes + SMALL_OBJECTS_BYTES
         if free_bytes is not None and free_bytes < needed:
             free_mib, needed_mib = free_bytes / 2**20, needed / 2**20
             raise StoreFull(
-                f"{self._repo.url} has {free_mib:,.0f} MiB free; this checkpoint needs {needed_mib:,.0f} MiB",
-                subject=self._repo.url,
+                f"{where} has {free_mib:,.0f} MiB free; this checkpoint needs {needed_mib:,.0f} MiB",
+                subject=where,
                 hint="free space there, or keep fewer checkpoints; "
                 f"`{typed('holdfast', 'ls', self._repo.url)}` shows what is kept",
             )

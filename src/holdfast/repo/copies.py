@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from holdfast.repo.places import Places, holds
+from holdfast.repo.places import Away, Places, holds
 from holdfast.store.contract import Store
 
 
@@ -15,17 +15,23 @@ def copies_of(store: Store, name: str) -> list[Store]:
     return [one for one in order if holds(one, name)]
 
 
-def away(store: Store) -> Sequence[str]:
-    """The nodes that have places of the repository which are not found from here."""
+def away(store: Store) -> Sequence[Away]:
+    """The places of the repository that are not found from here."""
     return store.away() if isinstance(store, Places) else ()
 
 
 def elsewhere(store: Store) -> str:
-    """What is said of a pack that is in no place of several: it may be on a node that is not this one."""
-    nodes = away(store)
-    if nodes:
-        return f"is not found from here: it may be on {', '.join(nodes[:3])}{', …' if len(nodes) > 3 else ''}"
+    """What is said of a pack that is in no place of several: it may be in one that is not found."""
+    places = away(store)
+    if places:
+        shown = ", ".join(map(str, places[:3]))
+        return f"is not found from here: it may be on {shown}{', …' if len(places) > 3 else ''}"
     return "is missing: it is in none of the repository's places" if isinstance(store, Places) else ""
+
+
+def room(store: Store) -> tuple[str, int | None]:
+    """Where packs have to fit, and how many bytes are free there."""
+    return store.tightest() if isinstance(store, Places) else (store.url, store.free_bytes())
 
 
 def turn_away(store: Store, name: str) -> bool:

@@ -146,3 +146,15 @@ def is_spread(name: str) -> bool:
     """Whether an object, or a temporary of it, may lie in other places than the home."""
     final = name.partition(TEMPORARY)[0]
     return is_pack(final) or is_copied(final) or (final.endswith(f"/{BEGIN}") and _in_step(final))
+
+
+def step_of(name: str) -> str | None:
+    """The directory of the save that an object belongs to; None for one that belongs to none."""
+    directory = "/".join(name.split("/")[:4])
+    return directory if is_step(directory) and name != directory else None
+
+
+def attempt_of(name: str) -> str | None:
+    """The directory of the attempt that an object belongs to."""
+    parts = name.split("/")
+    return "/".join(parts[:3]) if len(parts) > 3 and parts[0] == RUNS and parse_attempt(parts[2]) is not None else None

@@ -16,11 +16,19 @@ from functools import partial
 from itertools import groupby
 from typing import Final
 
-from holdfast.errors import AlreadyExists, CorruptionError, HoldfastError, ObjectNotFound, RepositoryError, StoreError
+from holdfast.errors import (
+    AlreadyExists,
+    CorruptionError,
+    HoldfastError,
+    ObjectNotFound,
+    RepositoryError,
+    StoreError,
+    UsageError,
+)
 from holdfast.model.checkpoint import Json
 from holdfast.repo import layout, objects
 from holdfast.repo.objects import Fields
-from holdfast.repo.places import Places
+from holdfast.repo.places import Away, Places, holds
 from holdfast.store.contract import Store
 from holdfast.store.registry import open_store
 
@@ -56,19 +64,20 @@ def known(store: Store, repository: str) -> Store:
         store = Places(home, [home], 1)
     given = {member.url for member in store.members}
     store.beside = tuple(_found(home, names, repository, given, store.node))
+    store.mirrors = tuple(place for place in store.beside if not node_of(place))
     store.away = partial(_away, store)
     return store
 
 
-def _away(places: Places) -> list[str]:
-    """The nodes on the list whose places are not found from here, by name and directory."""
+def _away(places: Places) -> list[Away]:
+    """The places on the list that are not found from here."""
     here = {_name(place.url, member.id) for place in places.others if (member := _said(place)) is not None}
     found = []
     for name in places.home.children(layout.PLACES).objects:
         told = _told(places.home, name) if name not in here else None
-        if told is not None and told.text("node"):
-            found.append(f"{told.text('node')} ({told.text('url')})")
-    return sorted(found)
+        if told is not None:
+            found.append(Away(told.text("url"), told.text("node")))
+    return sorted(found, key=str)
 
 
 def _said(place: Store) -> Member | None:
@@ -145,52 +154,93 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
         return ()
     spare, members = len(store.packs_in) - store.copies, []
     for place in store.members:
+        follower = store.follower(place)
         try:
             members.append(_join(store, place, repository))
+            follower.mark = place.get(layout.MEMBER, limit=objects.SMALL)
         except (StoreError, CorruptionError) as error:
             spare -= 1
             if spare < 0:
                 raise
             store.tell(f"{place.url} is left out: {error.message}")
             members.append("")
+            follower.mark = b""
     return tuple(members)
 
 
 def _join(places: Places, place: Store, repository: str) -> str:
     there = member_in(place)
+    before = places.home.children(layout.PLACES).objects
     if there is None:
-        whose = places.home.get(layout.REPOSITORY, limit=objects.SMALL)
-        try:
-            if place.get(layout.REPOSITORY, limit=objects.SMALL) != whose:
-                raise _another(place)
-        except ObjectNotFound:
-            places.bring_to(place, layout.REPOSITORY)
+        _check_empty(places, place)
         there = _mark(places, place, repository)
     if there.repository != repository:
         raise _another(place)
     own = _name(place.url, there.id)
-    before = [one for one in places.home.children(layout.PLACES).objects if one[:_KEY] == own[:_KEY]]
-    if before and own not in before and not places.declared.per_node:
+    others = [one for one in before if one[:_KEY] == own[:_KEY]]
+    if others and own not in others and not places.declared.per_node:
         places.tell(f"{place.url} is not the place that it was: what was put there before is not found")
-    name = f"{layout.PLACES}/{own}"
-    body: dict[str, Json] = {"member": there.id, "node": there.node, "repository": repository, "url": place.url}
-    try:
-        objects.put(places.home, name, objects.encode("place", name, body), token=secrets.token_hex(16))
-    except AlreadyExists:
-        pass
+    _list(places, place, there)
     return there.id
 
 
+def _check_empty(places: Places, place: Store) -> None:
+    """Raises RepositoryError where something of a repository lies there that is none of its places yet."""
+    whose = places.home.get(layout.REPOSITORY, limit=objects.SMALL)
+    try:
+        if place.get(layout.REPOSITORY, limit=objects.SMALL) != whose:
+            raise _another(place)
+    except ObjectNotFound:
+        return
+    if place.children(layout.RUNS).directories:
+        raise RepositoryError(
+            f"{place.url} has checkpoints of its own: it is a copy of {places.home.url}, or was made a home",
+            subject=place.url,
+            hint="give an empty directory",
+        )
+
+
+def _list(places: Places, place: Store, member: Member) -> bool:
+    """Puts the place on the list; whether it was not on it."""
+    name = f"{layout.PLACES}/{_name(place.url, member.id)}"
+    body: dict[str, Json] = {
+        "member": member.id,
+        "node": member.node,
+        "repository": member.repository,
+        "url": place.url,
+    }
+    try:
+        objects.put(places.home, name, objects.encode("place", name, body), token=secrets.token_hex(16))
+    except AlreadyExists:
+        return False
+    return True
+
+
 def _mark(places: Places, place: Store, repository: str) -> Member:
+    """Makes it a member: on the list first, which is not to be found in the place itself."""
     node = (places.node or socket.gethostname()) if places.declared.per_node else ""
     made = Member(secrets.token_hex(16), repository, places.home.url, node)
+    _list(places, place, made)
+    name = f"{layout.PLACES}/{_name(place.url, made.id)}"
+    if holds(place, name):
+        places.home.delete([name])
+        raise UsageError(
+            f"{place.url} and {places.home.url} are one directory by two names",
+            subject=place.url,
+            hint="give another directory",
+        )
     body: dict[str, Json] = {"home": made.home, "id": made.id, "node": node, "repository": repository}
     try:
+        places.follower(place).bring(layout.REPOSITORY)
         objects.put(place, layout.MEMBER, objects.encode("member", layout.MEMBER, body), token=made.id)
     except AlreadyExists:
         there = member_in(place)
+        places.home.delete([name])
         if there is not None:
             return there
+        raise
+    except StoreError:
+        places.home.delete([name])
         raise
     return made
 

@@ -9,7 +9,6 @@ one directory, are that repository.
 
 from __future__ import annotations
 
-import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,13 +27,24 @@ from holdfast.errors import (
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Receipt
 from holdfast.repo import layout
-from holdfast.repo.manifest import MAX_MANIFEST
+from holdfast.repo.follower import Follower
 from holdfast.repo.recent import Recent
 from holdfast.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
 from holdfast.store.names import is_leftover
 from holdfast.store.wrappers.tee import put_into_all
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A place of the repository that is not found from here. `node`: whose own it is; empty where it is no node's."""
+
+    url: str
+    node: str
+
+    def __str__(self) -> str:
+        return f"{self.node} ({self.url})" if self.node else self.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +94,11 @@ class Places:
         self.of = of
         self.declared = Declared(per_node, copies, len(self.packs_in))
         self.tell: Callable[[str], None] = _warn
-        self.away: Callable[[], Sequence[str]] = tuple
-        """The nodes whose places are not found from here."""
-        self._escorted, self._told = Recent(), Recent()
+        self.away: Callable[[], Sequence[Away]] = tuple
+        self.mirrors: Sequence[Store] = ()
+        """Those of `beside` that are no node's own."""
+        self._followers: dict[int, Follower] = {}
+        self._told = Recent()
         self._used: dict[str, Store] = {}
         self._turned: dict[str, list[Store]] = {}
         self._lock = threading.Lock()
@@ -121,7 +133,7 @@ class Places:
         if layout.is_pack(name):
             return self._put_pack(name, content, token)
         receipt = self.home.put_if_absent(name, content, token=token)
-        if self.members and layout.is_copied(name):
+        if self.others and layout.is_copied(name):
             have = 1 + self._copy(name, b"".join(bytes(piece) for piece in content.pieces()), token)
             if layout.is_index(name) and have < self.copies:
                 raise StoreError(f"{name}: {have} of {self.copies} copies could be put", subject=name)
@@ -136,16 +148,28 @@ class Places:
             )
 
     def _put_pack(self, name: str, content: Content, token: str) -> Receipt:
-        for member in self.members:
-            self._escort(member, name)
-        found = list(zip(self.packs_in, put_into_all(self.packs_in, name, content, token=token), strict=True))
-        failed = [(store, one) for store, one in found if isinstance(one, BaseException)]
-        if len(found) - len(failed) < self.copies:
+        failed, ready = self._escorted(name)
+        found = list(zip(ready, put_into_all(ready, name, content, token=token), strict=True)) if ready else []
+        failed += [(store, one) for store, one in found if isinstance(one, BaseException)]
+        if len(self.packs_in) - len(failed) < self.copies:
             self._take_back(name, [store for store, one in found if isinstance(one, Receipt)])
-            raise self._too_few(name, failed, len(found))
+            raise self._too_few(name, failed, len(self.packs_in))
         for store, error in failed:
             self._lacks(store, name, error)
         return Receipt(name, content.length, self.url)
+
+    def _escorted(self, name: str) -> tuple[list[tuple[Store, BaseException]], list[Store]]:
+        """The places that cannot take a pack, and those that can."""
+        failed: list[tuple[Store, BaseException]] = []
+        ready: list[Store] = []
+        for store in self.packs_in:
+            try:
+                if store is not self.home:
+                    self.follower(store).escort(name)
+                ready.append(store)
+            except StoreError as error:
+                failed.append((store, error))
+        return failed, ready
 
     def _too_few(self, name: str, failed: Sequence[tuple[Store, BaseException]], places: int) -> BaseException:
         """What the first place had against it; of several it says how many copies there have to be."""
@@ -167,67 +191,45 @@ class Places:
                 self.tell(f"{name} could not be taken back from {store.url}: {error.message}")
 
     def _copy(self, name: str, data: bytes, token: str) -> int:
-        """Copies what the home has to the members; how many of them have it now."""
+        """Copies what the home has to the places that keep it; how many of those that packs are put into have it."""
         have = 0
-        for member in self.members:
-            self._escort(member, name)
+        for follower in self._keeping(name):
             try:
-                member.put_if_absent(name, Bytes(data), token=token)
-                have += 1
+                follower.escort(name)
+                follower.store.put_if_absent(name, Bytes(data), token=token)
             except AlreadyExists:
-                have += 1
+                pass
             except StoreError as error:
-                self._lacks(member, name, error)
+                self._lacks(follower.store, name, error)
+                continue
+            have += follower.store in self.packs_in
         return have
 
-    def _escort(self, member: Store, name: str) -> None:
-        """Before the first object of a save, what it lies under: who the repository is, the claim, the save's begin."""
-        directory = name.rpartition("/")[0]
-        if (member.url, directory) in self._escorted or not layout.is_step(directory):
-            return
-        attempt = directory.rpartition("/")[0]
-        try:
-            for above in (layout.REPOSITORY, f"{attempt}/{layout.ATTEMPT}", f"{directory}/{layout.BEGIN}"):
-                self.bring_to(member, above)
-        except StoreError as error:
-            self._lacks(member, name, error)
-            return
-        self._escorted.add((member.url, directory))
+    def _keeping(self, name: str) -> list[Follower]:
+        """The places that get a copy: where packs are put, and mirrors that have had some of that save."""
+        members = [self.follower(store) for store in self.members]
+        mirrors = [self.follower(store) for store in self.mirrors]
+        return members + [one for one in mirrors if one.has_begun(name)]
 
     def _lacks(self, place: Store, name: str, error: BaseException) -> None:
         """Tells of a place that is behind: once for each save."""
-        if self._told.add((place.url, name.rpartition("/")[0])):
-            self.tell(f"{place.url} has no copy of {name}: {in_words(error)}")
+        self.tell_once(place, name.rpartition("/")[0], f"{place.url} has no copy of {name}: {in_words(error)}")
 
-    def bring_to(self, member: Store, name: str) -> None:
-        """Has one of the members hold a copy of what the home holds under `name`, if it does."""
-        try:
-            member.stat(name)
-            return
-        except ObjectNotFound:
-            pass
-        try:
-            data = self.home.get(name, limit=MAX_MANIFEST)
-        except ObjectNotFound:
-            return
-        try:
-            # Several ranks of a node may bring it at the same time: each by a temporary of its own.
-            member.put_if_absent(name, Bytes(data), token=secrets.token_hex(16))
-        except AlreadyExists:
-            pass
+    def tell_once(self, place: Store, about: str, message: str) -> None:
+        if self._told.add((place.url, about)):
+            self.tell(message)
+
+    def follower(self, place: Store) -> Follower:
+        """One of the other places."""
+        return self._followers.setdefault(id(place), Follower(place, self.home))
 
     def bring(self, name: str) -> None:
-        """Has the members hold a copy of what the home holds under `name`, if it does. What goes wrong is told."""
-        for member in self.members:
+        """Has other places hold a copy of what the home holds under `name`, if it does. What goes wrong is told."""
+        for follower in self._keeping(name):
             try:
-                self.copy_to(member, name)
+                follower.bring(name)
             except StoreError as error:
-                self._lacks(member, name, error)
-
-    def copy_to(self, place: Store, name: str) -> None:
-        """As `bring_to`, with what it lies under."""
-        self._escort(place, name)
-        self.bring_to(place, name)
+                self._lacks(follower.store, name, error)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -246,16 +248,21 @@ class Places:
         """From the first place that gives it; places whose copy was turned away come last."""
         turned = self._turned.get(name, ())
         wrong: Exception = ObjectNotFound(f"there is no {name} at {self.url}", subject=name)
+        missed: list[Store] = []
         for store in sorted(self.order(name), key=lambda one: one in turned):
             try:
                 found = work(store)
             except ObjectNotFound:
+                missed.append(store)
                 continue
             except (StoreError, CorruptionError) as error:
                 wrong = wrong if not isinstance(wrong, ObjectNotFound) else error
                 continue
             with self._lock:
                 self._used[name] = store
+            if not self.declared.per_node and store in (*self.members, *self.mirrors) and self.home in missed:
+                step = name.rpartition("/")[0]
+                self.tell_once(self.home, f"missing {step}", f"{name} is missing in {self.url}: read from {store.url}")
             return found
         raise wrong
 
@@ -356,7 +363,7 @@ class Places:
         spread = [name for name in names if layout.is_spread(name)]
         for store in self.others if spread else ():
             try:
-                store.delete(spread)
+                store.delete([name for name in spread if self.follower(store).is_of_home(name)])
             except StoreError as error:
                 self.tell(f"{spread[0]} could not be deleted from {store.url}: {error.message}")
 
@@ -372,10 +379,19 @@ class Places:
 
     def free_bytes(self) -> int | None:
         """Of the place that is the last one needed for so many copies."""
-        free = [_free_in(store) for store in self.packs_in]
-        known = sorted((nbytes for nbytes in free if nbytes is not None), reverse=True)
+        return self.tightest()[1]
+
+    def tightest(self) -> tuple[str, int | None]:
+        """That place, and its free bytes. One that cannot say, or be asked, may have room: its put decides."""
+        free: list[tuple[str, int | None]] = []
+        for store in self.packs_in:
+            try:
+                free.append((store.url, store.free_bytes()))
+            except StoreError:
+                free.append((store.url, None))
+        known = sorted(((url, nbytes) for url, nbytes in free if nbytes is not None), key=lambda one: -one[1])
         unknown = len(free) - len(known)
-        return None if unknown >= self.copies else known[self.copies - unknown - 1]
+        return (self.url, None) if unknown >= self.copies else known[self.copies - unknown - 1]
 
     def close(self) -> None:
         for store in (self.home, *self.others):

@@ -45,7 +45,7 @@ class Mirror(Places):
     def __init__(self, *places: Where, copies: int | None = None) -> None:
         stores = [open_store(place) for place in places]
         urls = [store.url for store in stores]
-        if not stores or len(set(urls)) < len(urls):
+        if len(stores) < 2 or len(set(urls)) < len(urls):
             raise UsageError(
                 f"a mirror is of two places or more, each once: {', '.join(urls) or 'none given'}",
                 subject=", ".join(urls) or "Mirror()",

@@ -11,20 +11,25 @@ The expected bytes come from the scenario, not from digests that Holdfast comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 import xxhash
 
 from holdfast.codec.digest import chunk_count
-from holdfast.errors import CorruptionError, HoldfastError, NotARepository
+from holdfast.errors import CorruptionError, HoldfastError, NotARepository, StoreError
 from holdfast.model.checkpoint import Index, Manifest
 from holdfast.model.leaf import LeafSpec
 from holdfast.model.names import CheckpointId
+from holdfast.repo import members
+from holdfast.repo.copies import listen
 from holdfast.repo.layout import trash_directory
 from holdfast.repo.lineage import latest
 from holdfast.repo.manifest import decode_manifest
+from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 from holdfast.store.backends.filesystem import FileSystem
 from holdfast.store.backends.local import LocalStore
@@ -44,13 +49,36 @@ class Checker:
         self._known: dict[tuple[object, ...], list[str]] = {}
 
     def __call__(self, disk: SimulatedDisk, expected: Expected) -> list[str]:
-        def whole(repo: Repo, id: CheckpointId, saved: Saved) -> list[str]:
-            key = (id, *sorted(disk.files(f"{PLACE}/{id.directory}").items()))
-            if key not in self._known:
-                self._known[key] = list(check_checkpoint(repo, id, saved))
-            return self._known[key]
+        return check(disk, expected, partial(self.whole, disk))
 
-        return check(disk, expected, whole)
+    def whole(self, disk: SimulatedDisk, repo: Repo, id: CheckpointId, saved: Saved) -> list[str]:
+        """As `check_checkpoint`."""
+        places = [repo.store.home, *repo.store.others] if isinstance(repo.store, Places) else [repo.store]
+        key = (id, *((place.url, *_files(disk, f"{place.url}/{id.directory}")) for place in places))
+        if key not in self._known:
+            self._known[key] = list(check_checkpoint(repo, id, saved))
+        return self._known[key]
+
+
+def _files(disk: SimulatedDisk, directory: str) -> Iterator[tuple[str, object]]:
+    try:
+        yield from sorted(disk.files(directory).items())
+    except OSError:
+        return
+
+
+def found_from(disk: FileSystem, place: str = PLACE, *, without: Container[str] = ()) -> Repo:
+    """The repository as an operator has it who reaches every place but those. Raises what `Repo.open` does."""
+
+    def reached(where: str) -> Store:
+        if where in without:
+            raise StoreError(f"{where} is lost", subject=where)
+        return LocalStore(where, filesystem=disk, create=False)
+
+    with mock.patch.object(members, "open_store", reached):
+        repo = Repo.open(LocalStore(place, filesystem=disk, create=False))
+    listen(repo.store, lambda message: None)
+    return repo
 
 
 Whole = Callable[[Repo, CheckpointId, Saved], Iterable[str]]
@@ -58,9 +86,8 @@ Whole = Callable[[Repo, CheckpointId, Saved], Iterable[str]]
 
 def check(disk: FileSystem, expected: Expected, whole: Whole | None = None) -> list[str]:
     """What is wrong with this disk; empty if nothing is. Reads only."""
-    store = LocalStore(PLACE, filesystem=disk, create=False)
     try:
-        repo = Repo.open(store)
+        repo = found_from(disk)
     except NotARepository as error:
         return [f"I3: the repository is gone: {error.message}"] if expected.opened else []
     except HoldfastError as error:

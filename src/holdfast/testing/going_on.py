@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from holdfast.errors import HoldfastError
-from holdfast.model.names import CheckpointId
-from holdfast.repo.layout import trash_directory
+from holdfast.model.names import CheckpointId, parse_attempt, parse_step
+from holdfast.repo.layout import begin_name, is_pack, run_directory, trash_directory
+from holdfast.repo.places import Places, holds
 from holdfast.repo.repository import Repo
-from holdfast.store.backends.local import LocalStore
 from holdfast.store.contract import Entry
-from holdfast.testing.checker import PLACE
+from holdfast.testing.checker import found_from
 from holdfast.testing.disk_image import DiskImage
 from holdfast.testing.expectations import CLAIMED, Expected
 from holdfast.testing.exploration import CrashState
@@ -60,7 +60,7 @@ def _relied_on_air(recording: Recording) -> bool:
 def collect(disk: SimulatedDisk) -> None:
     """Both visits of gc, without a grace."""
     with quiet(Processes(first=2000), seed=2000):
-        repo = Repo.open(LocalStore(PLACE, filesystem=disk, create=False))
+        repo = found_from(disk)
         for _ in range(2):
             gc.execute(repo, gc.plan_gc(repo, grace_s=0.0))
 
@@ -94,9 +94,11 @@ def _reused(before: Expected, marks: list[Mark]) -> Iterator[str]:
 
 
 def unfreed(disk: SimulatedDisk, expected: Expected) -> list[str]:
-    """Objects of dead attempts' unfinished saves that nobody freed."""
-    repo = Repo.open(LocalStore(PLACE, filesystem=disk, create=False))
-    return [
+    """Objects of dead attempts' unfinished saves that nobody freed; and what lies in other places than the home, which
+    knows nothing of it."""
+    repo = found_from(disk)
+    nobodys = [line for run in expected.runs for line in nobodys_in(repo, run)]
+    return nobodys + [
         f"{entry.name} of an unfinished save was not freed"
         for run in expected.runs
         for attempt in repo.attempts(run)[:-1]
@@ -110,3 +112,17 @@ def left_of(repo: Repo, id: CheckpointId) -> list[Entry]:
     if repo.exists(id) or repo.store.children(trash_directory(id)).objects:
         return []
     return [entry for entry in repo.store.walk(id.directory) if entry.name != id.manifest]
+
+
+def nobodys_in(repo: Repo, run: str) -> Iterator[str]:
+    """Packs in a place, of a save that the home neither has nor has begun."""
+    if not isinstance(repo.store, Places):
+        return
+    for place in repo.store.others:
+        for entry in place.walk(run_directory(run)):
+            if not is_pack(entry.name):
+                continue
+            _, _, attempt, step, file = entry.name.split("/")
+            id = CheckpointId(run, parse_attempt(attempt) or 0, parse_step(step) or 0)
+            if not holds(repo.store.home, begin_name(id)) and not repo.exists(id):
+                yield f"{file} of {id} in {place.url}, of which the home knows nothing, was not freed"

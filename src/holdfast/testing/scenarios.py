@@ -18,6 +18,7 @@ from holdfast.errors import HoldfastError
 from holdfast.model.names import CheckpointId
 from holdfast.store.backends.filesystem import FileSystem
 from holdfast.store.contract import Store
+from holdfast.testing.checker import Checker
 from holdfast.testing.disk_image import BLOCK, DiskImage
 from holdfast.testing.jobs import RUN, Job, Program
 from holdfast.testing.layers import Fault, Faulty, Killed, Layer, Mortal
@@ -65,6 +66,8 @@ class Recording:
     """States of shorter prefixes belong to another recording."""
     replaying: Callable[[DiskImage | None], Persistence] = Persistence
     """What is promised of a crash."""
+    checking: Callable[[], Checker] = Checker
+    """What is expected of the disk that it leaves."""
 
     @property
     def calls(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from holdfast.codec.digest import digest
 from holdfast.engine.boxes import saved_boxes
 from holdfast.errors import (
+    CheckpointNotFound,
     CorruptionError,
     FormatTooNew,
     HoldfastError,
@@ -36,6 +37,7 @@ from holdfast.repo.content import content_digest, joint_digest, rank_digest
 from holdfast.repo.copies import away, copies_of, elsewhere
 from holdfast.repo.notes import notes
 from holdfast.repo.numbered import numbers
+from holdfast.repo.places import Places
 from holdfast.repo.records import decode_attempt, decode_begin
 from holdfast.repo.repository import Repo
 from holdfast.report.measures import count
@@ -75,7 +77,7 @@ class Inspection:
     unseen: list[str] = field(default_factory=list)
     """Packs that may lie on a node that is not found from here."""
     lacking: Counter[str] = field(default_factory=Counter)
-    """How many packs each mirror lacks."""
+    """How many objects each mirror lacks."""
     objects: int = 0
     bytes_read: int = 0
 
@@ -103,10 +105,42 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
         return found
     found.objects += 1
     _read_indexes(repo, found, found.manifest)
+    _check_copies(repo, found, found.manifest)
+    for url, lacking in found.lacking.items():
+        if lacking:
+            brings = typed("holdfast", "replicate", repo.url)
+            message = f"{url} lacks {count(lacking, 'object')} of it: `{brings}` brings what can be read elsewhere"
+            found.findings.append(Finding(found.id, "info", message, harms_restore=False))
     _check_begin(repo, found, found.manifest)
     _check_attempt(repo, found)
     _check_notes(repo, found)
     return found
+
+
+def _check_copies(repo: Repo, found: Inspection, manifest: Manifest) -> None:
+    """What other places have of the manifest, and of what says where leaves lie: byte for byte what it has to be. A
+    node's own place has the indexes of its own ranks; a mirror all."""
+    places = repo.store
+    if not isinstance(places, Places):
+        return
+    wanted = [(f"{found.id.directory}/{entry.name}", entry.length, entry.digest) for entry in manifest.tables]
+    try:
+        data = repo.manifest_bytes(found.id)
+        wanted.append((found.id.manifest, len(data), digest(data)))
+    except (CheckpointNotFound, *UNREADABLE):
+        pass  # of one that was removed; what is damaged has been told
+    for store in places.others:
+        for name, length, expected in wanted:
+            try:
+                if digest(store.get(name, limit=length)) == expected:
+                    continue
+                message = "is not what it has to be"
+            except ObjectNotFound:
+                found.lacking[store.url] += store in found.mirrors
+                continue
+            except UNREADABLE as error:
+                message = _words(error)
+            found.error(f"in {store.url}: {message}", name, harms=False)
 
 
 def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
@@ -119,9 +153,6 @@ def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         found.bytes_read += entry.length
         found.indexes.append(index)
         found.packs.append({number: _pack_copies(repo, found, index, number) for number in range(len(index.packs))})
-    for url, lacking in found.lacking.items():
-        message = f"{url} lacks {count(lacking, 'pack')} of it: {typed('holdfast', 'replicate', repo.url)} brings them"
-        found.findings.append(Finding(found.id, "info", message, harms_restore=False))
     if found.unseen:
         unseen, first = len(found.unseen), found.unseen[0]
         message = f"{count(unseen, 'pack')} not looked at; the first {elsewhere(repo.store)}"

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from holdfast.errors import CorruptionError, ObjectNotFound
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step
 from holdfast.repo import layout, objects
-from holdfast.repo.manifest import MAX_ABORTED, Aborted, decode_manifest
+from holdfast.repo.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from holdfast.repo.members import node_of
 from holdfast.repo.places import Places
+from holdfast.repo.records import decode_attempt
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Store
 from holdfast.store.names import TEMPORARY
 from holdfast.upkeep.census import is_note, is_run
+
+SET_BACK: Final = "it is left alone. Was the home set back?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,14 @@ def tidy_places(repo: Repo, newest: CheckpointId) -> int:
             for id in _saves(place, newest.run):
                 if id > newest:
                     continue  # perhaps under way
-                if _is_known(places.home, id):
+                # An older save that was aborted has no writer left, though its begin.json stays until the next claim.
+                if _is_known(places.home, id) and not _is_aborted(places.home, id):
                     _follow(places, place, id)
-                elif _claimed_there(places.home, place, id):
+                elif _is_ahead(places, place, id):
+                    places.tell_once(
+                        place, newest.run, f"{place.url} has {id}, and {places.url} does not know it: {SET_BACK}"
+                    )
+                else:
                     freed += _free(place, id)
     return freed
 
@@ -54,7 +63,7 @@ def forgotten(repo: Repo) -> Iterator[Forgotten]:
     for place in places.others:
         for key in place.children(layout.RUNS).directories:
             for id in _saves(place, key) if is_run(key) else ():
-                if not _is_known(places.home, id) and _claimed_there(places.home, place, id):
+                if not _is_known(places.home, id) and not _is_ahead(places, place, id):
                     names = [entry for entry in place.walk(id.directory) if layout.is_pack(entry.name)]
                     yield Forgotten(place.url, id, sum(entry.length for entry in names))
 
@@ -64,7 +73,7 @@ def free_forgotten(repo: Repo, found: Forgotten) -> bool:
     places = repo.store
     assert isinstance(places, Places), "found there"
     place = next(store for store in places.others if store.url == found.place)
-    if _is_known(places.home, found.id) or not _claimed_there(places.home, place, found.id):
+    if _is_known(places.home, found.id) or _is_ahead(places, place, found.id):
         return False
     _free(place, found.id)
     return True
@@ -97,7 +106,7 @@ def _follow(places: Places, place: Store, id: CheckpointId) -> None:
     except ObjectNotFound:
         place.delete([id.manifest] if here else [])
     else:
-        places.bring_to(place, id.manifest)
+        places.follower(place).bring(id.manifest)
 
 
 def _free(place: Store, id: CheckpointId) -> bool:
@@ -120,23 +129,62 @@ def _is_known(home: Store, id: CheckpointId) -> bool:
     except ObjectNotFound:
         pass
     try:
+        home.stat(id.manifest)
+    except ObjectNotFound:
+        return False
+    return not _is_aborted(home, id)
+
+
+def _is_aborted(home: Store, id: CheckpointId) -> bool:
+    """Whether a mark says so: one that was read and understood, for a small checkpoint's manifest is no longer."""
+    try:
         if home.stat(id.manifest).length > MAX_ABORTED:
-            return True
-        return not isinstance(decode_manifest(home.get(id.manifest, limit=MAX_ABORTED), id), Aborted)
+            return False
+        return isinstance(decode_manifest(home.get(id.manifest, limit=MAX_ABORTED), id), Aborted)
+    except (ObjectNotFound, CorruptionError):
+        return False
+
+
+def ahead(repo: Repo) -> Iterator[tuple[str, CheckpointId]]:
+    """What places hold that the home ought to know, by place: it was set back, from a backup, or is another one."""
+    places = repo.store
+    if not isinstance(places, Places) or places.of:
+        return
+    for place in places.others:
+        for key in place.children(layout.RUNS).directories:
+            for id in _saves(place, key) if is_run(key) else ():
+                if not _is_known(places.home, id) and _is_ahead(places, place, id):
+                    yield place.url, id
+
+
+def _is_ahead(places: Places, place: Store, id: CheckpointId) -> bool:
+    """Whether nothing of it is freed although the home does not know it: it was saved under a claim that the home does
+    not have, or is a checkpoint beyond all that the home knows to have been saved under it."""
+    if not places.follower(place).is_of_home(id.manifest):
+        return True
+    try:
+        found = decode_manifest(place.get(id.manifest, limit=MAX_MANIFEST), id)
     except ObjectNotFound:
         return False
     except CorruptionError:
-        return True  # only what was read and understood is no checkpoint
+        return True
+    return not isinstance(found, Aborted) and id.step > _last_known(places, id)
 
 
-def _claimed_there(home: Store, place: Store, id: CheckpointId) -> bool:
-    """Whether the home has the very claim under which it was saved. One that was set back to an older state, from a
-    backup, knows nothing of what came after: nothing of that is freed."""
-    name = layout.attempt_name(id.run, id.attempt)
-    try:
-        return home.get(name, limit=objects.SMALL) == place.get(name, limit=objects.SMALL)
-    except ObjectNotFound:
-        return False
+def _last_known(places: Places, id: CheckpointId) -> int:
+    """The step that the attempt of `id` is known to have come to: what the next one went on from, or its last save."""
+    home = places.home
+    numbers = map(parse_attempt, home.children(layout.run_directory(id.run)).directories)
+    later = min((number for number in numbers if number is not None and number > id.attempt), default=None)
+    if later is not None:
+        try:
+            name = layout.attempt_name(id.run, later)
+            parent = decode_attempt(home.get(name, limit=objects.SMALL), id.run, later).parent
+        except (CorruptionError, ObjectNotFound):
+            return -1
+        return parent.step if parent is not None and (parent.run, parent.attempt) == (id.run, id.attempt) else -1
+    steps = map(parse_step, home.children(layout.attempt_directory(id.run, id.attempt)).directories)
+    return max((step for step in steps if step is not None), default=-1)
 
 
 def _is_ours(file: str) -> bool:

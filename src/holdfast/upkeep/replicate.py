@@ -1,7 +1,8 @@
-"""Replicate: every place that is to hold a checkpoint's packs gets those that it lacks, from where they lie.
+"""Replicate: every place that is to hold checkpoints gets what it lacks of them, from where it lies.
 
-To the home comes what lies only on a node; to each other place that is no node's own whatever it lacks. Every byte is
-verified on the way, and what a place needs to be read by itself comes along: its manifest last.
+To the home comes what lies only on a node; to each other place that is no node's own whatever it lacks: packs, and
+what it takes to read them there by themselves, its manifest last. Every byte is verified on the way. What goes wrong
+with one checkpoint, or in one place, keeps nothing from the others.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.copying import copy_packs
+from holdfast.errors import CheckpointNotFound, CorruptionError, HoldfastError, StoreError
 from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout
-from holdfast.repo.copies import copies_of
-from holdfast.repo.places import Places
+from holdfast.repo.copies import away, copies_of
+from holdfast.repo.places import Away, Places, holds
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Store
 from holdfast.upkeep.places import targets
@@ -23,54 +25,92 @@ from holdfast.upkeep.places import targets
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """Packs, by name, of one checkpoint that one place lacks."""
+    """What one place lacks of a checkpoint, by name: `packs`, of so many `bytes`, and small objects. `id`: None for
+    what belongs to no checkpoint."""
 
-    id: CheckpointId
+    id: CheckpointId | None
     target: str
-    names: tuple[str, ...]
+    packs: tuple[str, ...]
+    small: tuple[str, ...]
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicatePlan:
-    """`unfound`: packs that lie in no place that is found from here."""
+    """`unfound`: packs that lie in no place that is found from here. `away`: places that are not found. `failed`: what
+    kept a checkpoint from being looked at."""
 
     where: str
     copies: tuple[Copying, ...]
     unfound: tuple[str, ...]
+    away: tuple[Away, ...]
+    failed: tuple[HoldfastError, ...] = ()
 
     @property
     def bytes(self) -> int:
         return sum(one.bytes for one in self.copies)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicateReport:
+    """`bytes`: of the packs that were copied. `failed`: what could not be, and why."""
+
+    bytes: int
+    failed: tuple[HoldfastError, ...]
+
+
 def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
-    """What is lacking where. Raises CheckpointNotFound, and CorruptionError for what says where packs lie."""
+    """What is lacking where, newest first. What has gone meanwhile is passed over."""
     copies: list[Copying] = []
     unfound: list[str] = []
-    for id in ids:
-        manifest = repo.manifest(id)
-        lacking: dict[str, list[tuple[str, int]]] = {target.url: [] for target in targets(repo)}
-        for rank in range(len(manifest.indexes)):
-            for pack in repo.packs(manifest, rank):
-                name = f"{id.directory}/{pack.name}"
-                have = {store.url for store in copies_of(repo.store, name)}
-                if not have:
-                    unfound.append(name)
-                    continue
-                for url in lacking.keys() - have:
-                    lacking[url].append((name, pack.length))
-        copies += [
-            Copying(id, url, tuple(name for name, _ in packs), sum(nbytes for _, nbytes in packs))
-            for url, packs in lacking.items()
-            if packs
-        ]
-    return ReplicatePlan(repo.url, tuple(copies), tuple(unfound))
+    failed: list[HoldfastError] = []
+    found = targets(repo)
+    for id in sorted(ids, reverse=True):
+        try:
+            for one in _lacking(repo, repo.manifest(id), found, unfound):
+                copies.append(one)
+        except CheckpointNotFound:
+            continue
+        except (CorruptionError, StoreError) as error:
+            failed.append(error)
+    for target in found[1:]:
+        refs = tuple(entry.name for entry in repo.store.walk("refs") if not holds(target, entry.name))
+        if refs:
+            copies.append(Copying(None, target.url, (), refs, 0))
+    return ReplicatePlan(repo.url, tuple(copies), tuple(unfound), tuple(away(repo.store)), tuple(failed))
 
 
-def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) -> int:
-    """Copies; returns the bytes that were. Raises CorruptionError where a source is damaged, StoreError."""
+def _lacking(repo: Repo, manifest: Manifest, found: Sequence[Store], unfound: list[str]) -> list[Copying]:
+    packs: dict[str, list[tuple[str, int]]] = {target.url: [] for target in found}
+    for rank in range(len(manifest.indexes)):
+        for pack in repo.packs(manifest, rank):
+            name = f"{manifest.id.directory}/{pack.name}"
+            have = {store.url for store in copies_of(repo.store, name)}
+            if not have:
+                unfound.append(name)
+            for url in packs.keys() - have if have else ():
+                packs[url].append((name, pack.length))
+    copies = []
+    for number, target in enumerate(found):
+        wanted = packs[target.url]
+        small = [name for name in _small(repo, manifest) if number and not holds(target, name)]
+        if wanted or small:
+            names, nbytes = tuple(name for name, _ in wanted), sum(nbytes for _, nbytes in wanted)
+            copies.append(Copying(manifest.id, target.url, names, tuple(small), nbytes))
+    return copies
+
+
+def _small(repo: Repo, manifest: Manifest) -> list[str]:
+    """What a place needs to show a checkpoint by itself, in the order in which it is put."""
+    directory = manifest.id.directory
+    notes = [entry.name for entry in repo.store.walk(layout.notes_directory(manifest.id))]
+    return [*(f"{directory}/{entry.name}" for entry in manifest.tables), manifest.id.manifest, *notes]
+
+
+def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) -> ReplicateReport:
+    """Copies what it can."""
     emit, done = emitter or Emitter(), 0
+    failed: list[HoldfastError] = []
     places = {target.url: target for target in targets(repo)}
 
     def told(name: str, nbytes: int) -> None:
@@ -80,21 +120,22 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
             emit.emit(Progress("replicate", plan.where, done, plan.bytes))
 
     for copying in plan.copies:
-        manifest, target = repo.manifest(copying.id), places[copying.target]
-        _bring(repo, target, [f"{copying.id.directory}/{entry.name}" for entry in manifest.tables])
-        copy_packs(repo, manifest, frozenset(copying.names), target, told)
-        _bring(repo, target, [copying.id.manifest, *_around(repo, manifest)])
-    return done
-
-
-def _around(repo: Repo, manifest: Manifest) -> list[str]:
-    """What is known of a checkpoint beside its manifest, and every name that the repository gives."""
-    notes = repo.store.walk(layout.notes_directory(manifest.id))
-    return [entry.name for entry in (*notes, *repo.store.walk("refs"))]
+        target = places[copying.target]
+        try:
+            before = [name for name in copying.small if layout.is_index(name)]
+            _bring(repo, target, before)
+            if copying.packs and copying.id is not None:
+                copy_packs(repo, repo.manifest(copying.id), frozenset(copying.packs), target, told)
+            _bring(repo, target, [name for name in copying.small if name not in before])
+        except CheckpointNotFound:
+            continue
+        except (CorruptionError, StoreError) as error:
+            failed.append(error)
+    return ReplicateReport(done, tuple(failed))
 
 
 def _bring(repo: Repo, target: Store, names: Sequence[str]) -> None:
     places = repo.store
     if isinstance(places, Places) and target is not places.home:
         for name in names:
-            places.copy_to(target, name)
+            places.follower(target).bring(name)

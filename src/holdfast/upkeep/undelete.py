@@ -73,13 +73,21 @@ def plan_undelete(repo: Repo, id: CheckpointId, *, grace_s: float = GRACE_S) -> 
     return UndeletePlan(repo.url, id, _trash_of(repo, save), save.manifest.bytes, left, grace_s)
 
 
-def execute(repo: Repo, plan: UndeletePlan) -> CheckpointId:
+@dataclass(frozen=True, slots=True)
+class Undeleted:
+    """`unseen`: how many of its packs were not looked at, for they may lie on a node that is not found from here."""
+
+    id: CheckpointId
+    unseen: int
+
+
+def execute(repo: Repo, plan: UndeletePlan) -> Undeleted:
     """Brings it back. Raises CorruptionError, with everything that is wrong, if it would come back damaged; then it
     stays removed."""
     plan = plan_undelete(repo, plan.id, grace_s=plan.grace_s)
     before = look_at(repo, plan.id)
     data = repo.store.get(plan.trash, limit=MAX_MANIFEST)
-    _check(repo, plan.id, data, every_byte=True)
+    unseen = _check(repo, plan.id, data, every_byte=True)
     _take_back_dead(repo, plan.id)
     try:
         objects.put(repo.store, plan.id.manifest, data, token=secrets.token_hex(16))
@@ -100,11 +108,11 @@ def execute(repo: Repo, plan: UndeletePlan) -> CheckpointId:
         raise
     # Only what was there before: a removal that has begun since has put a copy of its own.
     repo.store.delete([entry.name for entry in (*before.trash, *before.marks)])
-    return plan.id
+    return Undeleted(plan.id, unseen)
 
 
-def _check(repo: Repo, id: CheckpointId, data: bytes, *, every_byte: bool) -> None:
-    """Presence, length and header of every object; with `every_byte` the leaves too."""
+def _check(repo: Repo, id: CheckpointId, data: bytes, *, every_byte: bool) -> int:
+    """Presence, length and header of every object; with `every_byte` the leaves too. How many packs were not found."""
     manifest = decode_manifest(data, id)
     if isinstance(manifest, Aborted):
         raise CorruptionError(f"what lies in the trash for {id} is no manifest", subject=str(id))
@@ -114,6 +122,7 @@ def _check(repo: Repo, id: CheckpointId, data: bytes, *, every_byte: bool) -> No
     if found.harmed:
         wrong = "\n".join(f"  {finding}" for finding in found.findings)
         raise CorruptionError(f"{id} would not come back whole:\n{wrong}", subject=str(id))
+    return len(found.unseen)
 
 
 def _withdraw(repo: Repo, id: CheckpointId) -> None:

@@ -16,7 +16,7 @@ from holdfast.errors import CheckpointNotFound, CorruptionError, StoreError
 from holdfast.events import Emitter, Progress
 from holdfast.model.checkpoint import Json
 from holdfast.model.names import CheckpointId
-from holdfast.repo.copies import listening
+from holdfast.repo.copies import away, listening
 from holdfast.repo.notes import add_note
 from holdfast.repo.repository import Repo
 from holdfast.upkeep.census import SaveDirectory, look_at, take_census
@@ -82,8 +82,10 @@ def execute(
     told: list[str] = []
     with listening(repo.store, told.append):
         report = _executed(repo, plan, emitter or Emitter(), threads or _threads(), note)
-    # What was read from another place since it was damaged in the first.
-    said = tuple(Finding(None, "error", message, harms_restore=False) for message in dict.fromkeys(told))
+    # What was read from another place since it was damaged in the first, and which mirrors were not looked at at all.
+    said = [Finding(None, "error", message, harms_restore=False) for message in dict.fromkeys(told)]
+    mirrors = [place for place in away(repo.store) if not place.node]
+    said += [Finding(None, "info", f"{place} is not found from here: not looked at") for place in mirrors]
     return replace(report, findings=(*report.findings, *said))
 
 

@@ -176,4 +176,4 @@ def test_verify_says_what_was_read_from_another_place_and_which_lacks_something(
     report = execute(repo, plan_verify(repo))
     assert not report.ok and not report.damaged()
     assert [f"read from {b}" in finding.message for finding in report.errors] == [True]
-    assert any(f"{b} lacks 1 pack" in finding.message for finding in report.findings)
+    assert any(f"{b} lacks 1 object" in finding.message for finding in report.findings)

@@ -312,32 +312,36 @@ def test_verify_says_what_it_did_not_see_and_takes_none_of_it_for_damage(cluster
         assert_whole(Repo.open(open_store(cluster.home)))
 
 
+def replicated(repo: Repo) -> replicate.ReplicateReport:
+    return replicate.execute(repo, replicate.plan_replicate(repo, [CheckpointId("main", 1, 0)]))
+
+
 def test_replicate_brings_what_lies_on_this_node_into_the_home(cluster: Cluster) -> None:
     cluster.save(4, 2.0)
     repo = opened(cluster, "n1")
     plan = replicate.plan_replicate(repo, [CheckpointId("main", 1, 0)])
-    assert len(plan.unfound) == 2 and [len(one.names) for one in plan.copies] == [2]
-    assert replicate.execute(repo, plan) == plan.bytes > 0
+    assert len(plan.unfound) == 2 and [len(one.packs) for one in plan.copies] == [2]
+    assert [place.node for place in plan.away] == ["n1"]
+    report = replicate.execute(repo, plan)
+    assert report.bytes == plan.bytes > 0 and not report.failed
     (cluster.root / "n1 away").rename(cluster.root / "n1")
     (cluster.root / "n0").rename(cluster.root / "n0 away")
-    repo = Repo.open(open_store(cluster.home))
-    replicate.execute(repo, replicate.plan_replicate(repo, [CheckpointId("main", 1, 0)]))
+    replicated(Repo.open(open_store(cluster.home)))
     shutil.rmtree(cluster.root / "n1")
     assert np.array_equal(holdfast.load(cluster.home).state["w"], whole(2.0))
     assert not replicate.plan_replicate(Repo.open(open_store(cluster.home)), [CheckpointId("main", 1, 0)]).copies
 
 
-def test_replicate_copies_no_damage(cluster: Cluster) -> None:
+def test_replicate_copies_no_damage_and_all_the_rest(cluster: Cluster) -> None:
     cluster.save(2, 2.0)
-    pack = next((cluster.root / "n0").rglob("rank-00001.safetensors"))
+    pack = next((cluster.root / "n0").rglob("rank-00000.safetensors"))
     data = bytearray(pack.read_bytes())
     data[-5] ^= 1
     pack.write_bytes(data)
-    repo = Repo.open(open_store(cluster.home))
-    with pytest.raises(CorruptionError, match="not what was saved"):
-        replicate.execute(repo, replicate.plan_replicate(repo, [CheckpointId("main", 1, 0)]))
-    assert "0/rank-00001.safetensors" not in cluster.packs("home")
+    (error,) = replicated(Repo.open(open_store(cluster.home))).failed
+    assert "not what was saved" in error.message
     assert not list(cluster.home.rglob("*.tmp-*"))
+    assert cluster.packs("home") <= {"0/rank-00001.safetensors"}
 
 
 @pytest.mark.filterwarnings("ignore")

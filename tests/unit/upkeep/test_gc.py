@@ -266,7 +266,7 @@ def test_a_pinned_checkpoint_in_the_trash_is_kept(world):
     world.put(f"{layout.trash_directory(old)}/{'0' * 32}.json", data)
     visit(world, grace_s=0.0)
     assert visit(world, grace_s=0.0).deleted == ()
-    assert undelete.execute(world.repo, undelete.plan_undelete(world.repo, old)) == old
+    assert undelete.execute(world.repo, undelete.plan_undelete(world.repo, old)).id == old
 
 
 def test_the_tombstone_of_a_dead_remover_holds_nobody_up_after_gc(world, crash, monkeypatch):

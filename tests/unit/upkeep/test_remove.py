@@ -24,7 +24,7 @@ def rm(world, *ids, force=False):
 
 
 def bring_back(world, id, **options):
-    return undelete.execute(world.repo, undelete.plan_undelete(world.repo, id, **options))
+    return undelete.execute(world.repo, undelete.plan_undelete(world.repo, id, **options)).id
 
 
 def test_i2_removing_takes_the_manifest_and_leaves_the_packs(world):

@@ -12,6 +12,7 @@ from holdfast.errors import CorruptionError, HoldfastError
 from holdfast.events import Emitter, Warned
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Manifest
+from holdfast.model.names import CheckpointId
 from holdfast.ranks.topic import Topic
 from holdfast.repo.places import Places, holds
 from holdfast.repo.repository import Repo
@@ -65,6 +66,12 @@ def hand_on(repo: Repo, manifest: Manifest, names: Sequence[str], emitter: Emitt
     if names:
         home = places.home
         copy_packs(repo, manifest, frozenset(names), home, lambda name, nbytes: emitter.emit(_told(name, nbytes, home)))
+
+
+def is_there(places: Places, id: CheckpointId, names: Sequence[str]) -> bool:
+    """Whether the home shows them. Listed first: that makes a network file system look anew."""
+    there = places.home.children(id.directory).objects
+    return all(name.rpartition("/")[2] in there and holds(places.home, name) for name in names)
 
 
 def _told(name: str, nbytes: int, home: Store) -> Warned:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
+from holdfast.errors import StoreError
 from holdfast.model.checkpoint import Receipt
 from holdfast.store.contract import Content, Store
 
@@ -20,10 +20,27 @@ def put_into_all(stores: Sequence[Store], name: str, content: Content, *, token:
     if len(stores) == 1:
         return [_put(stores[0], name, content, token)]
     tee = Tee(content, len(stores))
-    with ThreadPoolExecutor(len(stores), thread_name_prefix=_BEHIND) as pool:
-        found = list(pool.map(lambda one: tee.into(one[1], one[0], name, token), enumerate(stores)))
-    if tee.failure is not None:
-        raise tee.failure
+    found: list[Receipt | BaseException] = [StoreError(f"{name} was not put", subject=name)] * len(stores)
+
+    def put(taker: int) -> None:
+        try:
+            found[taker] = tee.into(stores[taker], taker, name, token)
+        except BaseException as error:  # noqa: BLE001 - raised below, where all have ended
+            found[taker] = error
+
+    others = [threading.Thread(target=put, args=(taker,), name=_BEHIND) for taker in range(1, len(stores))]
+    try:
+        for thread in others:
+            thread.start()
+    except RuntimeError:  # the interpreter is shutting down, and starts no more threads
+        return [_put(store, name, content, token) for store in stores]
+    put(0)
+    for thread in others:
+        thread.join()
+    ends = [one for one in found if isinstance(one, BaseException) and not isinstance(one, Exception)]
+    for error in (tee.failure, *ends):
+        if error is not None:
+            raise error
     return found
 
 
@@ -36,8 +53,8 @@ def _put(store: Store, name: str, content: Content, token: str) -> Receipt | Bas
 
 class Tee:
     """The pieces of `content` for so many `takers`, in step: a piece is valid until the next one is asked for, so that
-    no taker is given another before all have done with this one. A taker that is done, or fails, holds nobody up; one
-    that begins anew is given the content anew once the others are done."""
+    no taker is given another before all have done with this one. A taker that is done, or fails, holds nobody up; those
+    that begin anew are given the content anew once nobody goes in step any more."""
 
     def __init__(self, content: Content, takers: int) -> None:
         self.content = content

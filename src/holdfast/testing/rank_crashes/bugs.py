@@ -11,22 +11,32 @@ from unittest import mock
 
 from holdfast.engine.joint.party import Together
 from holdfast.model.checkpoint import Receipt
+from holdfast.model.names import CheckpointId
 from holdfast.ranks import message
 from holdfast.ranks.message import Message
 from holdfast.ranks.session import Session
 from holdfast.ranks.topic import Topic
-from holdfast.repo import commit, unfinished
+from holdfast.repo import commit, layout, members, unfinished
+from holdfast.repo.places import Places, holds
+from holdfast.repo.repository import Repo
 from holdfast.store.backends.filesystem import FileSystem
 from holdfast.store.contract import Bytes, Content, Store
 from holdfast.testing import broken_layers as layers
 from holdfast.testing import broken_stores as stores
+from holdfast.testing.checker import PLACE
 from holdfast.testing.processes import replacing
 from holdfast.testing.rank_crashes.jobs import NOTHING, Seeded
 from holdfast.testing.seeded_bugs import no_mark
+from holdfast.upkeep.places import tidy_places
 
 SAVES: Final = ("saves of two ranks", "saves of three ranks")
 TAKEN: Final = ("taken over by more ranks", "taken over by fewer ranks")
 RESTARTED: Final = ("restarted at the same board",)
+NODES: Final = ("packs on their nodes",)
+TAKEN_ON_NODES: Final = ("packs on their nodes, taken over",)
+TIDIED: Final = ("packs on their nodes, retention and tidying",)
+BOTH: Final = ("packs on their nodes and in the home",)
+COPIES: Final = ("each pack in two places",)
 
 
 @dataclass(frozen=True)
@@ -83,8 +93,10 @@ def _paid_after_the_commit() -> Iterator[None]:
 
     def commit_first(self: Together, *words: Any, **more: Any) -> None:
         original(self, *words, **more)
-        if isinstance(self._repo.store, Owing):
-            self._repo.store.pay()
+        store = self._repo.store
+        for part in [store.home, *store.others] if isinstance(store, Places) else [store]:
+            if isinstance(part, Owing):
+                part.pay()
 
     with mock.patch.object(Together, "commit", commit_first):
         yield
@@ -147,6 +159,42 @@ def _told_before_the_commit() -> Iterator[None]:
 
     with mock.patch.object(Together, "commit", at_once):
         yield
+
+
+@contextmanager
+def _one_copy_is_enough() -> Iterator[None]:
+    original = Places.__init__
+
+    def declared(self: Places, *words: Any, **named: Any) -> None:
+        original(self, *words, **named)
+        self.copies = 1
+
+    with mock.patch.object(Places, "__init__", declared):
+        yield
+
+
+@contextmanager
+def _into_copies_first() -> Iterator[None]:
+    original = Places.put_if_absent
+
+    def put(self: Places, name: str, content: Content, *, token: str) -> Receipt:
+        if name.endswith("/manifest.json"):
+            self._copy(name, b"".join(content.pieces()), token)
+        return original(self, name, content, token=token)
+
+    with mock.patch.object(Places, "put_if_absent", put):
+        yield
+
+
+def _tidied_of_all_uncommitted(repo: Repo, newest: CheckpointId) -> int:
+    """Whatever has no manifest is taken for nobody's, of saves under way too."""
+    freed, store = 0, repo.store
+    for place in store.members if isinstance(store, Places) else []:
+        for entry in list(place.walk(f"runs/{newest.run}")):
+            if layout.is_pack(entry.name) and not holds(repo.store, f"{entry.name.rpartition('/')[0]}/manifest.json"):
+                place.delete([entry.name])
+                freed += 1
+    return freed
 
 
 BUGS: Final[tuple[Bug, ...]] = (
@@ -220,6 +268,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         SECOND,
         layers.IgnoreFlushError,
         "one rank's disk fails",
+        "packs on their nodes, one node's disk fails",
     ),
     _layer(
         "the coordinator's flush error ignored",
@@ -234,7 +283,7 @@ BUGS: Final[tuple[Bug, ...]] = (
         ALL,
         layers.SharedTemporary,
     ),
-    Bug("no aborted mark", "a late commit names freed parts", patch=no_mark, scenarios=TAKEN),
+    Bug("no aborted mark", "a late commit names freed parts", patch=no_mark, scenarios=(*TAKEN, *TAKEN_ON_NODES)),
     _layer("rename for link", "a late commit replaces the mark that closed it", ALL, layers.RenameForLink, *TAKEN),
     _wrapper(
         "parts before begin.json",
@@ -254,6 +303,81 @@ BUGS: Final[tuple[Bug, ...]] = (
         ALL,
         lambda inner: stores.DeleteLate(inner, "/manifest.json"),
         "retention beside saves",
+    ),
+    _layer(
+        "a receipt before the own place has the pack flushed",
+        "the manifest is durable in the home, what lies on a node is not",
+        ALL,
+        lambda inner: layers.SkipFileFlush(inner, ".safetensors"),
+        *NODES,
+    ),
+    _layer(
+        "directories of the own place not flushed",
+        "the manifest names what no node has",
+        ALL,
+        lambda inner: layers.SkipDirectoryFlush(inner, lambda path, last: path.startswith("/data/node-2/runs/")),
+        *NODES,
+    ),
+    Bug(
+        "a receipt before the own place has the pack",
+        "the manifest is in the home before a rank's tensors are on its node",
+        Seeded(
+            around=lambda rank, inner: Owing(inner, ".safetensors") if inner.url.startswith("/data/node-") else inner
+        ),
+        _paid_after_the_commit,
+        NODES,
+    ),
+    Bug(
+        "a place that the home does not list",
+        "nobody who opens the home finds the packs",
+        patch=lambda: replacing(members.join, lambda *_: ()),
+        scenarios=NODES,
+    ),
+    _wrapper(
+        "the copy in the home comes with the next save",
+        "the loss of a node loses what it had",
+        ALL,
+        lambda inner: stores.PutLate(inner, ".safetensors", "/begin.json") if inner.url == PLACE else inner,
+        *BOTH,
+    ),
+    Bug(
+        "fewer copies than asked for count",
+        "the loss of one place loses a checkpoint that two were to have",
+        patch=_one_copy_is_enough,
+        scenarios=("two of three places",),
+    ),
+    _layer(
+        "one of two copies not flushed",
+        "the loss of the other place loses what was acknowledged",
+        ALL,
+        lambda inner: layers.SkipFileFlush(inner, "/data/copy-1/runs/"),
+        *COPIES,
+        "one of two places fails",
+    ),
+    _wrapper(
+        "the manifest's copy before those of the indexes",
+        "a place that shows a checkpoint which nobody can read there",
+        FIRST,
+        lambda inner: stores.PutLate(inner, ".index", "/manifest.json") if inner.url != PLACE else inner,
+        *COPIES,
+    ),
+    Bug(
+        "the manifest's copy before the manifest",
+        "a place that shows a checkpoint which was never committed",
+        patch=_into_copies_first,
+        scenarios=COPIES,
+    ),
+    Bug(
+        "tidying asks for the manifest alone",
+        "what a node has put of a save under way is freed there",
+        patch=lambda: replacing(tidy_places, _tidied_of_all_uncommitted),
+        scenarios=TIDIED,
+    ),
+    Bug(
+        "nothing is tidied",
+        "what was removed while a node could not be reached takes its space there for ever",
+        patch=lambda: replacing(tidy_places, lambda *_: 0),
+        scenarios=(*TIDIED, "packs on their nodes, restarted"),
     ),
 )
 SOUGHT: Final = {

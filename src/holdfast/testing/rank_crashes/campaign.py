@@ -10,19 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from holdfast.errors import HoldfastError
-from holdfast.testing.checker import Checker
-from holdfast.testing.checker import check as look
 from holdfast.testing.crash_states import BugResult, Result
 from holdfast.testing.expectations import Expected
 from holdfast.testing.exploration import crash_states, violation
-from holdfast.testing.going_on import ends, go_on
+from holdfast.testing.going_on import Restarted, ends, go_on
 from holdfast.testing.persistence import Persistence
 from holdfast.testing.rank_crashes.bugs import SOUGHT, Bug
-from holdfast.testing.rank_crashes.jobs import Seeded
 from holdfast.testing.rank_crashes.nodes import NodePersistence
-from holdfast.testing.rank_crashes.scenarios import SCENARIOS, End, restart
+from holdfast.testing.rank_crashes.scenarios import SCENARIOS, End
 from holdfast.testing.recorder import Mark
-from holdfast.testing.scenarios import NOTHING, Recording
+from holdfast.testing.scenarios import NOTHING, Recording, crashed
 from holdfast.testing.simulated_disk import SimulatedDisk
 
 RESTART_ONE_IN: Final = 41
@@ -57,7 +54,7 @@ def run_unit(unit: Unit, restart_one_in: int = RESTART_ONE_IN) -> Result:
         return result
     if recording is None:
         return result
-    check, seen = Checker(), set[bytes]()
+    check, seen = recording.checking(), set[bytes]()
     for state in crash_states(recording, each=unit.each, seed=unit.seed + unit.at, seen=seen, part=unit.part):
         result.judged += 1
         problems = check(SimulatedDisk.holding(state.image), state.expected)
@@ -65,7 +62,7 @@ def run_unit(unit: Unit, restart_one_in: int = RESTART_ONE_IN) -> Result:
             result.violations.append(str(violation(recording, state, problems, check)))
         elif state.fingerprint[0] * 256 + state.fingerprint[1] < 65536 // restart_one_in:
             result.restarts += 1
-            problems = go_on(recording, state, check, unit.seed, NOTHING, crashed=_restart)
+            problems = go_on(recording, state, check, unit.seed, NOTHING, crashed=_restarted(unit.scenario))
             if problems:
                 named = "\n    ".join(problems)
                 result.violations.append(f"{recording.name}: crash after call {state.prefix - 1}\n    {named}")
@@ -74,9 +71,8 @@ def run_unit(unit: Unit, restart_one_in: int = RESTART_ONE_IN) -> Result:
     return result
 
 
-def _restart(*words: object) -> Recording:
-    base, opening, seed, name, _ = words
-    return restart(base, opening, seed, name, Seeded())  # type: ignore[arg-type]
+def _restarted(scenario: str) -> Restarted:
+    return lambda base, opening, seed, name, _: SCENARIOS[scenario].restart(base, opening, seed, name)
 
 
 def units(name: str, seed: int, each: int) -> Iterator[Unit]:
@@ -103,13 +99,16 @@ def hunt(bug: Bug, seed: int = 1, *, each: int = 4, limit: int = 3000, schedules
     states of a few, at most `limit`."""
     logging.getLogger("stamina").setLevel(logging.ERROR)
     states = 0
-    looks: tuple[Callable[[Recording], Iterator[str]], ...] = (_at_its_end, lambda found: _crashed(found, seed, each))
+    looks: tuple[Callable[[str, Recording], Iterator[str]], ...] = (
+        lambda name, found: _at_its_end(found),
+        lambda name, found: _crashed(name, found, seed, each),
+    )
     with bug.patch():
         for count, found_in in zip((schedules, CRASHED), looks, strict=True):
-            for recording in _buggy(bug, seed, count):
+            for name, recording in _buggy(bug, seed, count):
                 if isinstance(recording, str):
                     return BugResult(bug.name, bug.breaks, True, states, recording)
-                for how in found_in(recording):
+                for how in found_in(name, recording):
                     states += 1
                     if how:
                         return BugResult(bug.name, bug.breaks, True, states, how)
@@ -120,36 +119,38 @@ def hunt(bug: Bug, seed: int = 1, *, each: int = 4, limit: int = 3000, schedules
 
 def _at_its_end(recording: Recording) -> Iterator[str]:
     expected = Expected.after(step for step in recording.log if isinstance(step, Mark))
-    problems = look(SimulatedDisk.holding(ends(recording)[0]), expected)
+    problems = recording.checking()(SimulatedDisk.holding(ends(recording)[0]), expected)
     yield f"{recording.name}, without any crash: {problems[0]}" if problems else ""
 
 
-def _crashed(recording: Recording, seed: int, each: int) -> Iterator[str]:
-    """What is wrong with each state, on one machine and on nodes; one in sixteen is handed to a restarted job."""
+def _crashed(name: str, recording: Recording, seed: int, each: int) -> Iterator[str]:
+    """What is wrong with each state, on one machine and on nodes; one in sixteen is handed to a restarted job. A save
+    into several places is so long that only some of its prefixes are looked at."""
+    restarted, part = (_restarted(name), PARTS // 2) if SCENARIOS[name].kept else (crashed, 1)
     for replaying in (Persistence, NodePersistence):
-        checking, check = replace(recording, replaying=replaying), Checker()
-        for number, state in enumerate(crash_states(checking, each=each, seed=seed, seen=set())):
+        checking, check = replace(recording, replaying=replaying), recording.checking()
+        for number, state in enumerate(crash_states(checking, each=each, seed=seed, seen=set(), part=part)):
             problems = check(SimulatedDisk.holding(state.image), state.expected)
             if problems:
                 yield str(violation(checking, state, problems, check))
             elif number % 16 == 0:
-                problems = go_on(checking, state, check, seed, NOTHING)
+                problems = go_on(checking, state, check, seed, NOTHING, crashed=restarted)
                 yield f"{checking.name}, crash after call {state.prefix - 1}: {problems[0]}" if problems else ""
             else:
                 yield ""
 
 
-def _buggy(bug: Bug, seed: int, schedules: int) -> Iterator[Recording | str]:
-    """Recordings with the bug; a text where the program fails by itself."""
+def _buggy(bug: Bug, seed: int, schedules: int) -> Iterator[tuple[str, Recording | str]]:
+    """Recordings with the bug, each of the scenario that is named; a text where the program fails by itself."""
     for schedule in range(schedules):
         for name in bug.scenarios:
             try:
                 found = SCENARIOS[name].record(seed, schedule, seeded=bug.seeded)
             except (HoldfastError, OSError, AssertionError) as error:
-                yield f"{name}: the program itself fails: {type(error).__name__}: {error}"
+                yield name, f"{name}: the program itself fails: {type(error).__name__}: {error}"
                 return
             assert found is not None
-            yield found
+            yield name, found
 
 
 def hunt_by_name(name: str, seed: int) -> BugResult:

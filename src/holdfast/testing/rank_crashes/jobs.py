@@ -6,10 +6,10 @@ left out, so that a recording is the same each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from unittest import mock
 
 from holdfast.engine import save as saving
@@ -17,7 +17,7 @@ from holdfast.engine.job import About
 from holdfast.engine.joint.party import Together
 from holdfast.engine.queue import Queue, Turn
 from holdfast.engine.save import Saver
-from holdfast.errors import CorruptionError, HoldfastError, RanksError
+from holdfast.errors import CorruptionError, HoldfastError, RanksError, StoreError
 from holdfast.model import canonical
 from holdfast.model.names import CheckpointId
 from holdfast.policy import keep
@@ -30,9 +30,11 @@ from holdfast.ranks.pulse import Pulse
 from holdfast.ranks.roll import Roll
 from holdfast.ranks.session import Session
 from holdfast.ranks.timing import Settings
+from holdfast.repo import members
 from holdfast.repo.attempts import Attempt, claim, joined
 from holdfast.repo.lineage import latest
 from holdfast.repo.manifest import Aborted
+from holdfast.repo.places import Places
 from holdfast.repo.records import decode_attempt, encode_attempt
 from holdfast.repo.repository import Repo
 from holdfast.repo.watch import Watch
@@ -43,13 +45,15 @@ from holdfast.store.wrappers.retry import Patience, RetryingStore
 from holdfast.testing.checker import PLACE
 from holdfast.testing.expectations import CLAIMED, CLAIMING, OPENED
 from holdfast.testing.jobs import RUN, Faster, Program
-from holdfast.testing.layers import Killed, Layer, Mortal
+from holdfast.testing.layers import Killed
 from holdfast.testing.processes import Processes
+from holdfast.testing.rank_crashes.kept import Kept
+from holdfast.testing.rank_crashes.seats import Board, Life, Seat
 from holdfast.testing.rank_crashes.state import held, saved, whole_at
-from holdfast.testing.rank_crashes.turns import KINDS, Turns
-from holdfast.upkeep import retention
+from holdfast.testing.rank_crashes.threads import Lock, copies_in_turns
+from holdfast.testing.rank_crashes.turns import KINDS, Beside, Turns
+from holdfast.upkeep import places, retention
 
-R = TypeVar("R")
 DEADLINE_S: Final = 60.0
 DEAD_AFTER_S: Final = 5.0
 CLAIMS: Final = 4
@@ -66,80 +70,19 @@ class Seeded:
 NOTHING: Final = Seeded()
 
 
-@dataclass
-class Life:
-    """Of a rank, or of a whole job: it ends after so many of what changes the disk or the board."""
-
-    left: int | None = None
-    spent: int = 0
-    over: bool = False
-
-    def spend(self) -> None:
-        self.spent += 1
-        if self.left is not None and self.spent > self.left:
-            self.over = True
-
-
-class Seat(Layer):
-    """One rank's place at the disk: its turn comes before every call, and with its life its calls end."""
-
-    def __init__(self, inner: FileSystem, turns: Turns, actor: int, lives: Sequence[Life]) -> None:
-        super().__init__(inner)
-        self.turns, self.actor, self.lives = turns, actor, lives
-
-    def around(self, call: str, path: str, act: Callable[[], R]) -> R:
-        self.point(counts=call in Mortal.CHANGING)
-        return act()
-
-    def point(self, *, counts: bool) -> None:
-        self.living()
-        self.turns.point(self.actor)
-        for life in self.lives if counts else ():
-            life.spend()
-        self.living()
-
-    def living(self) -> None:
-        if any(life.over for life in self.lives):
-            raise Killed
-
-
-class Board(MemoryBoard):
-    """One rank's place at the board that all share."""
-
-    longest_pause_s = 1.0  # type: ignore[misc]
-
-    def __init__(self, shared: MemoryBoard, seat: Seat) -> None:
-        super().__init__()
-        self._values, self._lock = shared._values, shared._lock
-        self._seat = seat
-        self.name = "the board"
-
-    def put(self, key: str, value: bytes, *, timeout: float) -> None:
-        self._posts()
-        super().put(key, value, timeout=timeout)
-
-    def put_if_absent(self, key: str, value: bytes, *, timeout: float) -> bytes:
-        self._posts()
-        return super().put_if_absent(key, value, timeout=timeout)
-
-    def get(self, key: str, *, timeout: float) -> bytes | None:
-        self._seat.point(counts=False)
-        return super().get(key, timeout=timeout)
-
-    def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes | None]:
-        self._seat.point(counts=False)
-        return super().get_many(keys, timeout=timeout)
-
-    def _posts(self) -> None:
-        self._seat.point(counts=True)
-        self._seat.turns.posted()
-
-
 class RankProgram(Program):
     """A recording of jobs of several ranks."""
 
-    def __init__(self, seed: int, schedule: int, *, seeded: Seeded = NOTHING, **more: Any) -> None:
+    def __init__(
+        self, seed: int, schedule: int, *, seeded: Seeded = NOTHING, kept: Kept | None = None, **more: Any
+    ) -> None:
+        """`kept`: where the repository lies in several places."""
         super().__init__(seed, **more)
+        self.kept = kept
+        self._nodes: dict[int, int] = {}
+        """By process, where several are on one."""
+        self._reached: dict[int, Callable[[str], Store]] = {}
+        self.in_turns = Turns(0, "even", lambda actor: None)
         self.seeded = seeded
         self.schedule = schedule
         self.acknowledged: set[CheckpointId] = set()
@@ -162,19 +105,47 @@ class RankProgram(Program):
             stack.enter_context(mock.patch.object(Roll, "_look_for_gap", lambda self: None))
             stack.enter_context(mock.patch.object(Queue, "start", _at_once))
             stack.enter_context(mock.patch.object(saving, "stand_back", lambda: None))
+            stack.enter_context(mock.patch.object(members, "open_store", self._found))
+            stack.enter_context(copies_in_turns(lambda: self.in_turns))
             yield
 
     def turns(self) -> Turns:
         def acts(actor: int) -> None:
-            self.processes.current = self.recorder.node = actor
+            self.processes.current = actor
+            self.recorder.node = self._nodes.get(actor, actor)
 
-        return Turns(f"{self.seed} {self.schedule}", KINDS[self.schedule % len(KINDS)], acts)
+        self.in_turns = Turns(f"{self.seed} {self.schedule}", KINDS[self.schedule % len(KINDS)], acts)
+        return self.in_turns
 
-    def store(self, rank: int, seat: Seat) -> Store:
+    def store(self, rank: int, seat: Seat, world: int) -> Store:
         """The store as this rank has it."""
-        filesystem = self.seeded.above(rank, self.above(seat))
-        store = RetryingStore(LocalStore(PLACE, filesystem=filesystem), Patience(wait_s=0.0))
-        return self.seeded.around(rank, store)
+        filesystem, kept = self.seeded.above(rank, self.above(seat)), self.kept
+
+        def at(path: str) -> Store:
+            local = LocalStore(path, filesystem=filesystem)
+            if kept is not None:
+                local._directories._lock = Lock(self.in_turns)  # type: ignore[assignment]
+            return self.seeded.around(rank, RetryingStore(local, Patience(wait_s=0.0)))
+
+        if kept is None:
+            return at(PLACE)
+        node = kept.node(rank, world)
+
+        def reached(path: str) -> Store:
+            if not kept.reaches(node, path):
+                raise StoreError(f"{path} is on another node", subject=path)
+            return at(path)
+
+        self._reached[seat.actor] = reached
+        if kept.per_node:
+            self._nodes[seat.actor] = self.recorder.node = 1 + node
+        store = kept.store(at, node)
+        store.tell = lambda message: None
+        return store
+
+    def _found(self, where: str) -> Store:
+        """Another place of the repository, as whoever acts now reaches it."""
+        return self._reached[self.processes.current](where)
 
     def acknowledge(self, id: CheckpointId) -> None:
         """Some rank was told that it is committed."""
@@ -254,6 +225,7 @@ class Member:
             dead_after_s=DEAD_AFTER_S, answer_s=10.0, clock=turns.clock(self.actor, self.seat.living)
         )
         self.saver: Saver | None = None
+        self._tidying: Beside[int] | None = None
 
     @property
     def coordinates(self) -> bool:
@@ -265,7 +237,7 @@ class Member:
         try:
             with Agreement.open(ranks, {"run": RUN}, DEADLINE_S, self._settings) as met:
                 self.agreement = met
-                self.repo = self._opened(self.program.store(self.rank, self.seat))
+                self.repo = self._opened(self.program.store(self.rank, self.seat, self.world))
                 play(self)
         except Killed:
             self.job.stays = False
@@ -277,6 +249,8 @@ class Member:
                 raise
             # some other rank is gone, and with it this job
         finally:
+            with suppress(Killed):
+                self.tidied()
             if not self.job.stays:
                 self.program.processes.end(self.actor)
             if self.saver is not None:
@@ -291,7 +265,10 @@ class Member:
                 topic.announce(repo.id.encode())
                 return repo
             topic.hear(DEADLINE_S)
-            return Repo.open(store)
+            repo = Repo.open(store)
+            if isinstance(repo.store, Places) and repo.store.declared.per_node:
+                members.join(repo.store, repo.id)
+            return repo
 
     def claim(self, *, takeover: bool = False, parent: CheckpointId | None = None) -> None:
         """As a Checkpointer does: where `latest` means another one by then, the run is claimed anew; not where `parent`
@@ -357,9 +334,10 @@ class Member:
             return False  # a directory that somebody has copied
 
     def retain(self, newest: int) -> None:
-        """Retention by the coordinator, while others go on."""
+        """Retention by the coordinator, while others go on, when what it has tidied is done."""
         if not self.coordinates:
             return
+        self.tidied()
         mark = self.program.recorder.mark
         plan = retention.plan_retention(self.repo, self.attempt, keep.latest(newest))
         going = [id for id in plan.dropped if id != latest(self.repo, RUN)]
@@ -369,8 +347,28 @@ class Member:
         for id in going:
             mark("removed" if id in removed else "kept", id)
 
+    def tidy(self, step: int) -> None:
+        """After a commit, beside what follows: each node's first rank sees to the places that it puts packs into."""
+        self.tidied()
+        if self.program.kept is not None and self.program.kept.leads(self.rank, self.world):
+            newest = CheckpointId(RUN, self.attempt.number, step)
+            self._tidying = self.program.in_turns.beside(lambda: places.tidy_places(self.repo, newest))
+
+    def tidied(self) -> None:
+        """What was begun has ended. Where a disk fails that is a warning, and the next one tries again."""
+        tidying, self._tidying = self._tidying, None
+        try:
+            if tidying is not None:
+                self.program.in_turns.done(tidying)
+        except Killed:
+            self.seat.living()
+        except StoreError:
+            if not self.program.faults:
+                raise
+
     def release(self) -> None:
         """On every rank: the end of training."""
+        self.tidied()
         with self.agreement.topic("end") as topic:
             topic.gather(b"", DEADLINE_S)
         self.attempt.release()

@@ -11,11 +11,14 @@ from typing import Final
 from holdfast.errors import RanksError, SaveFailed, Superseded
 from holdfast.ranks.memory import MemoryBoard
 from holdfast.store.backends.filesystem import FileSystem
+from holdfast.testing.checker import PLACE, Checker
 from holdfast.testing.disk_image import DiskImage
 from holdfast.testing.layers import Fault, Faulty
 from holdfast.testing.persistence import Persistence
-from holdfast.testing.rank_crashes.jobs import NOTHING, Life, Member, RankJob, RankProgram, Seeded, raised
+from holdfast.testing.rank_crashes.jobs import NOTHING, Member, RankJob, RankProgram, Seeded, raised
+from holdfast.testing.rank_crashes.kept import Kept, KeptChecker
 from holdfast.testing.rank_crashes.nodes import NodePersistence
+from holdfast.testing.rank_crashes.seats import Life
 from holdfast.testing.recorder import Mark
 from holdfast.testing.scenarios import Recording, silent_threads
 
@@ -89,6 +92,7 @@ def retained(stage: Stage) -> None:
         for step in (10, 20, 30):
             member.save(step)
             member.retain(1)
+            member.tidy(step)
         member.release()
 
     stage.job().run(_job_ends(play))
@@ -101,6 +105,7 @@ def taken_over(stage: Stage) -> None:
         member.claim(takeover=True)
         for step in (10, 20) if member.world == stage.world else (31,):
             member.save(step)
+            member.tidy(step)
         member.release()
 
     turns = stage.program.turns()
@@ -155,12 +160,43 @@ def _second_fails(rank: int) -> list[Fault]:
     ]
 
 
+def _one_node_fails() -> list[Fault]:
+    return [
+        Fault("fsync", errno.EIO, "/data/node-2/runs/main/a0001/step-00000020/rank-00001.safetensors"),
+        Fault("fsync_directory", errno.EIO, "/data/node-1/runs/main/a0001/step-00000030"),
+    ]
+
+
+def _one_of_two_fails() -> list[Fault]:
+    """First the home, then the other place."""
+    return [
+        Fault("fsync", errno.EIO, f"{PLACE}/runs/main/a0001/step-00000010/rank-00000.safetensors"),
+        Fault("fsync", errno.EIO, "/data/copy-1/runs/main/a0001/step-00000020/rank-00001.safetensors"),
+        Fault("fsync_directory", errno.EIO, "/data/copy-1/runs/main/a0001/step-00000020", nth=3),
+    ]
+
+
+def _some_of_three_fail() -> list[Fault]:
+    """One place, at two saves; then two of them at one."""
+    return [
+        Fault("fsync", errno.EIO, f"{PLACE}/runs/main/a0001/step-00000010/rank-00001.safetensors"),
+        Fault("mkdir", errno.ENOSPC, "/data/copy-1/runs/main/a0001/step-00000020", times=1 << 30),
+        Fault("fsync", errno.EIO, f"{PLACE}/runs/main/a0001/step-00000030/rank-00000.safetensors"),
+        Fault("fsync", errno.EIO, "/data/copy-1/runs/main/a0001/step-00000030/rank-00000.safetensors"),
+    ]
+
+
+NODES: Final = Kept(2, 1, per_node=True)
+
+
 @dataclass(frozen=True)
 class Scenario:
     name: str
     play: Callable[[Stage], None]
     world: int
     faults: Callable[[], list[Fault]] = list
+    kept: Kept | None = None
+    """How the repository lies in several places."""
 
     def record(
         self, seed: int, schedule: int = 0, *, end: End | None = None, seeded: Seeded = NOTHING, nodes: bool = False
@@ -172,7 +208,7 @@ class Scenario:
         def beneath(disk: FileSystem) -> FileSystem:
             return Faulty(disk, *faults) if faults else disk
 
-        program = RankProgram(seed, schedule, seeded=seeded, beneath=beneath, faults=faults)
+        program = RankProgram(seed, schedule, seeded=seeded, kept=self.kept, beneath=beneath, faults=faults)
         stage = Stage(program, self.world, end)
         with program.running(), silent_threads():
             self.play(stage)
@@ -182,15 +218,35 @@ class Scenario:
                 program.processes.end_all()
                 for fault in program.faults:
                     fault.times = 0
-                follow(program, 1 + seed % self.world)
+                follow(program, self._next_world(seed, self.world))
         name = f"{self.name}, schedule {schedule}{f', {end}' if end else ''}{', nodes' if nodes else ''}"
         replaying: Callable[[DiskImage | None], Persistence] = NodePersistence if nodes else Persistence
         start = (program.died_at or 0) if end is not None else 0
-        return Recording(name, None, program.recorder.log, start=start, replaying=replaying)
+        return Recording(name, None, program.recorder.log, start=start, replaying=replaying, checking=self.checker)
+
+    def checker(self) -> Checker:
+        return Checker() if self.kept is None else KeptChecker(self.kept)
+
+    def restart(
+        self, base: DiskImage, opening: tuple[Mark, ...], seed: int, name: str, seeded: Seeded = NOTHING
+    ) -> Recording:
+        """A job of one to three ranks on a disk that a crash left."""
+        start = zlib.crc32(name.encode())
+        program = RankProgram(seed + 7919, start, seeded=seeded, kept=self.kept, base=base)
+        for _ in range(1000):
+            program.processes.end(program.processes.start())  # numbers that no earlier process had
+        with program.running():
+            follow(program, self._next_world(seed, 3))
+        return Recording(name, base, program.recorder.log, opening, checking=self.checker)
+
+    def _next_world(self, seed: int, most: int) -> int:
+        """Where nodes have directories of their own, each has a rank again: what lies there is its own to see to."""
+        least = self.kept.others if self.kept is not None and self.kept.per_node else 1
+        return least + seed % (most + 1 - least)
 
     def length(self, seed: int, schedule: int = 0) -> tuple[int, list[int]]:
         """How much the job changes in all, and each of its ranks."""
-        program = RankProgram(seed, schedule, beneath=lambda disk: Faulty(disk, *self.faults()))
+        program = RankProgram(seed, schedule, kept=self.kept, beneath=lambda disk: Faulty(disk, *self.faults()))
         stage = Stage(program, self.world)
         with program.running(), silent_threads():
             self.play(stage)
@@ -203,19 +259,10 @@ def follow(program: RankProgram, world: int) -> None:
     def play(member: Member) -> None:
         member.claim()
         member.save(1000)
+        member.tidy(1000)
         member.release()
 
     RankJob(program, world).run(play)
-
-
-def restart(base: DiskImage, opening: tuple[Mark, ...], seed: int, name: str, seeded: Seeded) -> Recording:
-    """Such a job on a disk that a crash left."""
-    program = RankProgram(seed + 7919, zlib.crc32(name.encode()), seeded=seeded, base=base)
-    for _ in range(1000):
-        program.processes.end(program.processes.start())  # numbers that no earlier process had
-    with program.running():
-        follow(program, 1 + seed % 3)
-    return Recording(name, base, program.recorder.log, opening)
 
 
 SCENARIOS: Final[dict[str, Scenario]] = {
@@ -229,5 +276,14 @@ SCENARIOS: Final[dict[str, Scenario]] = {
         Scenario("taken over by more ranks", taken_over, 2),
         Scenario("taken over by fewer ranks", taken_over, 3),
         Scenario("restarted at the same board", restarted, 2),
+        Scenario("packs on their nodes", saves, 3, kept=NODES),
+        Scenario("packs on their nodes, one node's disk fails", fails_on_one, 2, _one_node_fails, NODES),
+        Scenario("packs on their nodes, retention and tidying", retained, 3, kept=NODES),
+        Scenario("packs on their nodes, restarted", restarted, 2, kept=NODES),
+        Scenario("packs on their nodes, taken over", taken_over, 2, kept=NODES),
+        Scenario("packs on their nodes and in the home", retained, 2, kept=Kept(2, 2, per_node=True)),
+        Scenario("each pack in two places", retained, 2, kept=Kept(1, 2)),
+        Scenario("one of two places fails", fails_on_one, 2, _one_of_two_fails, Kept(1, 1)),
+        Scenario("two of three places", fails_on_one, 2, _some_of_three_fail, Kept(2, 2)),
     )
 }

@@ -9,17 +9,28 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Mapping
-from typing import Final, Literal
+from dataclasses import dataclass
+from typing import Final, Generic, Literal, TypeVar
 
 from holdfast.ranks.timing import Clock
 from holdfast.testing.layers import Killed
 
+R = TypeVar("R")
 Kind = Literal["even", "preferred", "long"]
 KINDS: Final[tuple[Kind, ...]] = ("even", "preferred", "long")
 HANGS_S: Final = 120.0
 """Of real time: a recording takes well below a second."""
 _CHANGE: Final = 0.03
 _KEEP: Final = 0.92
+
+
+@dataclass
+class Beside(Generic[R]):
+    """Something that a rank has done in another thread of its own."""
+
+    found: R | None = None
+    error: BaseException | None = None
+    over: bool = False
 
 
 class Turns:
@@ -38,6 +49,10 @@ class Turns:
         self._board = 0
         self._now = 0.0
         self._preference: dict[int, float] = {}
+        self._own = threading.local()
+        self._whose: dict[int, int] = {}
+        """In whose name each thread beside acts."""
+        self._beside: list[threading.Thread] = []
         self.raised: dict[int, BaseException] = {}
 
     def run(self, works: Mapping[int, Callable[[], None]]) -> None:
@@ -54,15 +69,59 @@ class Turns:
         for thread in threads:
             thread.join(HANGS_S)
             assert not thread.is_alive(), f"{thread.name} waits for something that is no turn"
+        for thread in self._beside:
+            thread.join(HANGS_S)
+
+    def beside(self, work: Callable[[], R]) -> Beside[R]:
+        """Has it done in the name of whoever has the turn, who goes on meanwhile. Turns are passed among them all."""
+        held: Beside[R] = Beside()
+        with self._changed:
+            acting, number = self.number, -1 - len(self._whose)
+            self._whose[number] = self._whose.get(acting, acting)
+            self._ready.add(number)
+        thread = threading.Thread(target=self._help, args=(number, work, held), name=f"beside-{-number}", daemon=True)
+        self._beside.append(thread)
+        thread.start()
+        return held
+
+    def done(self, held: Beside[R]) -> R:
+        """What came of it, when it is over. Raises what it raised."""
+        while not held.over:
+            self.sleep(self.number, HANGS_S)
+        if held.error is not None:
+            raise held.error
+        return held.found  # type: ignore[return-value]
+
+    @property
+    def number(self) -> int:
+        """Of whoever has the turn. Another thread that a rank waits for acts as that rank."""
+        acting = getattr(self._own, "number", self._acting)
+        assert acting is not None, "somebody acts"
+        return acting
+
+    def _help(self, number: int, work: Callable[[], R], held: Beside[R]) -> None:
+        self._own.number = number
+        with self._changed:
+            self._await(number)
+        try:
+            held.found = work()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            held.error = error
+        with self._changed:
+            held.over = True
+            self.posted()
+            self._pass_on()
 
     def point(self, actor: int) -> None:
         """Others may come first."""
+        actor = getattr(self._own, "number", actor)
         with self._changed:
             self._ready.add(actor)
             self._pass_on()
             self._await(actor)
 
     def sleep(self, actor: int, seconds: float) -> None:
+        actor = getattr(self._own, "number", actor)
         with self._changed:
             self._asleep[actor] = (self._now + max(seconds, 1e-6), self._board)
             self._pass_on()
@@ -82,6 +141,7 @@ class Turns:
         return Clock(lambda: self._now, sleep)
 
     def _live(self, actor: int, work: Callable[[], None]) -> None:
+        self._own.number = actor
         with self._changed:
             self._await(actor)
         try:
@@ -96,7 +156,7 @@ class Turns:
 
     def _await(self, actor: int) -> None:
         assert self._changed.wait_for(lambda: self._acting == actor, HANGS_S), "nobody gives up the turn"
-        self._acts(actor)
+        self._acts(self._whose.get(actor, actor))
 
     def _pass_on(self) -> None:
         """With the lock held: somebody else's turn, or nobody's where all have ended."""

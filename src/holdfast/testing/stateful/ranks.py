@@ -22,7 +22,8 @@ from holdfast.store.contract import Content, Entry, Listing, Reader, Stat, Store
 from holdfast.testing.broken_stores import StoreLayer
 from holdfast.testing.expectations import CLAIMED
 from holdfast.testing.jobs import RUN
-from holdfast.testing.rank_crashes.jobs import Life, Member, RankJob, RankProgram, Seat
+from holdfast.testing.rank_crashes.jobs import Member, RankJob, RankProgram
+from holdfast.testing.rank_crashes.seats import Life, Seat
 from holdfast.testing.recorder import Mark
 from holdfast.testing.stateful.keeping import Keeping, counted
 from holdfast.testing.stateful.model import Model
@@ -80,7 +81,7 @@ class Histories(RankProgram):
         self.groups: list[tuple[RankJob, list[int]]] = []
         """Its jobs, and their processes."""
 
-    def store(self, rank: int, seat: Seat) -> Store:
+    def store(self, rank: int, seat: Seat, world: int) -> Store:
         return SeatedStore(MemoryStore(self._name), seat)
 
 

@@ -1,0 +1,123 @@
+"""A place that follows the home: what it has beside packs is a copy of what lies there."""
+
+from __future__ import annotations
+
+import secrets
+
+from holdfast.errors import AlreadyExists, ObjectNotFound, StoreError
+from holdfast.repo import layout
+from holdfast.repo.manifest import MAX_MANIFEST
+from holdfast.repo.recent import Recent
+from holdfast.store.contract import Bytes, Store
+
+
+class Follower:
+    """`mark`: its `member.json` as it was when it joined; None where nobody has looked, empty where it could not."""
+
+    def __init__(self, store: Store, home: Store) -> None:
+        self.store = store
+        self.mark: bytes | None = None
+        self._home = home
+        self._escorted = Recent()
+        self._claims = Recent()
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def escort(self, name: str) -> None:
+        """Before the first object of a save, what it lies under: who the repository is, the claim, the save's begin.
+
+        StoreError where this is not the place that has joined (a disk that is not mounted), or where something else
+        lies there: another line of training has had the same numbers.
+        """
+        step = layout.step_of(name)
+        if step is None or (self.url, step) in self._escorted:
+            return
+        self._check_mark()
+        for above in (layout.REPOSITORY, f"{step.rpartition('/')[0]}/{layout.ATTEMPT}", f"{step}/{layout.BEGIN}"):
+            self._bring_the_same(above)
+        self._escorted.add((self.url, step))
+
+    def _check_mark(self) -> None:
+        if self.mark is None:
+            return
+        try:
+            here = self.store.get(layout.MEMBER, limit=len(self.mark) + 1)
+        except ObjectNotFound:
+            here = b""
+        if not self.mark or here != self.mark:
+            raise StoreError(
+                f"{self.url} is not the place that it was when training began",
+                subject=self.url,
+                hint="is its disk mounted? A place that has come back is used again from the next start on",
+            )
+
+    def _bring_the_same(self, name: str) -> None:
+        try:
+            data = self._home.get(name, limit=MAX_MANIFEST)
+        except ObjectNotFound:
+            return
+        try:
+            there = self.store.get(name, limit=MAX_MANIFEST)
+        except ObjectNotFound:
+            there = self._put(name, data)
+        if there != data:
+            raise StoreError(
+                f"{self.url} has another {name} than {self._home.url}: another line of training lies there",
+                subject=name,
+                hint="move that directory away, or set the home to where it was when that was written",
+            )
+
+    def _put(self, name: str, data: bytes) -> bytes:
+        """What lies there afterwards."""
+        try:
+            # Several ranks of a node may bring it at the same time: each by a temporary of its own.
+            self.store.put_if_absent(name, Bytes(data), token=secrets.token_hex(16))
+        except AlreadyExists:
+            return self.store.get(name, limit=MAX_MANIFEST)
+        return data
+
+    def bring(self, name: str) -> None:
+        """Has the place hold a copy of what the home holds under `name`, if it does, and what that lies under."""
+        self.escort(name)
+        try:
+            self.store.stat(name)
+            return
+        except ObjectNotFound:
+            pass
+        try:
+            data = self._home.get(name, limit=MAX_MANIFEST)
+        except ObjectNotFound:
+            return
+        self._put(name, data)
+
+    def has_begun(self, name: str) -> bool:
+        """Whether the save that `name` belongs to was put here; True for what belongs to none."""
+        step = layout.step_of(name)
+        if step is None:
+            return True
+        try:
+            self.store.stat(f"{step}/{layout.BEGIN}")
+        except StoreError:
+            return False
+        return True
+
+    def is_of_home(self, name: str) -> bool:
+        """Whether what lies here under `name` is what the home calls so. Under another claim of the same number it is
+        not: nothing of that is removed. Raises StoreError."""
+        attempt = layout.attempt_of(name)
+        if attempt is None or (self.url, attempt) in self._claims:
+            return True
+        claim = f"{attempt}/{layout.ATTEMPT}"
+        try:
+            here = self.store.get(claim, limit=MAX_MANIFEST)
+        except ObjectNotFound:
+            return True
+        try:
+            if self._home.get(claim, limit=MAX_MANIFEST) != here:
+                return False
+        except ObjectNotFound:
+            return False
+        self._claims.add((self.url, attempt))
+        return True
