@@ -195,6 +195,7 @@ CASES = (
     case("gc_waits", "gc checkpoints --dry-run", marked_by_gc),
     case("gc_frees", "gc checkpoints --grace 0 --yes", marked_by_gc),
     case("gc_no_terminal", "gc checkpoints --grace 0", marked_by_gc, ways="pipes"),
+    case("replicate_one_place", "replicate checkpoints", ways="wide json"),
     case("version", "--version", ways="wide"),
     case("help", "--help", ways="wide narrow colour"),
     case("no_command", "", ways="wide pipes"),
@@ -216,7 +217,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (where / "empty").mkdir()
     for name in COMMANDS:  # here once, and not in each child that is forked
         importlib.import_module(f"holdfast.cli.{name}")
-    for name in ("gc", "inspection", "remove", "retention", "undelete", "verify"):
+    for name in ("gc", "inspection", "remove", "replicate", "retention", "undelete", "verify"):
         importlib.import_module(f"holdfast.upkeep.{name}")
     return where
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from holdfast.errors import HoldfastError
     from holdfast.model.names import CheckpointId
     from holdfast.repo.repository import Repo
-    from holdfast.upkeep.replicate import ReplicatePlan, ReplicateReport
+    from holdfast.upkeep.replicate import Copying, ReplicatePlan, ReplicateReport
 
 EXAMPLES = examples(
     "holdfast replicate /shared/checkpoints",
@@ -104,21 +104,26 @@ def _meant(repo: Repo, run: str | None, names: list[str]) -> list[CheckpointId]:
 
 
 def _words(plan: ReplicatePlan) -> str:
-    from holdfast.report.measures import count, size
+    from holdfast.report.measures import count
 
-    rows = [
-        (
-            str(one.id) if one.id else "names",
-            f"{count(len(one.packs), 'pack')}, {size(one.bytes)}, {count(len(one.small), 'small object')}, "
-            f"to {one.target}",
-        )
-        for one in plan.copies
-    ]
-    lines = [output.rows(rows)] if rows else []
+    lines: list[str] = []
+    for target in dict.fromkeys(one.target for one in plan.copies):
+        lines.append(f"to {target}")
+        lines.append(output.rows([_row(one) for one in plan.copies if one.target == target]))
     nodes = [place for place in plan.away if place.node]
     if plan.unfound:
         where = f"perhaps on {', '.join(map(str, nodes[:3]))}" if nodes else f"{plan.unfound[0]} the first"
         lines.append(f"{count(len(plan.unfound), 'pack')} in no place that is found from here, {where}")
     if not lines:
-        lines.append("every place that is found has what it is to hold")
+        lines.append("nothing to copy")
     return "\n".join(lines)
+
+
+def _row(one: Copying) -> tuple[str, str]:
+    from holdfast.report.measures import count, size
+
+    parts = [
+        f"{count(len(one.packs), 'pack')}, {size(one.bytes)}" if one.packs else "",
+        count(len(one.small), "small object") if one.small else "",
+    ]
+    return str(one.id) if one.id else "names", ", ".join(filter(None, parts))

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,19 +117,19 @@ def show(
         )
 
 
-def _kept(repo: Repo, manifest: Manifest, held: Contents) -> Iterator[tuple[str, str]]:
-    """Where the packs lie, of a repository in several places."""
+def _kept(repo: Repo, manifest: Manifest, held: Contents) -> dict[str, int] | None:
+    """By place how many of the packs lie there; under an empty name those that are not found. None where the repository
+    is one place."""
     from holdfast.repo.copies import copies_of
     from holdfast.repo.places import Places
 
     if not isinstance(repo.store, Places):
-        return
-    names = [f"{manifest.id.directory}/{pack.name}" for index in held.indexes for pack in index.packs]
-    urls = [[store.url for store in copies_of(repo.store, name)] for name in names]
-    for url in dict.fromkeys(url for found in urls for url in found):
-        yield "packs in", f"{url}: {sum(url in found for found in urls)} of {len(names)}"
-    if missing := sum(not found for found in urls):
-        yield "packs in", f"no place that is found from here: {missing} of {len(names)}"
+        return None
+    found: Counter[str] = Counter()
+    for pack in (pack for index in held.indexes for pack in index.packs):
+        urls = [store.url for store in copies_of(repo.store, f"{manifest.id.directory}/{pack.name}")]
+        found.update(urls or [""])
+    return dict(found)
 
 
 def _about(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:
@@ -139,7 +140,9 @@ def _about(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ..
     if len(held.indexes) > 1:
         packs += f" of {len(held.indexes)} ranks"
     yield "lies in", f"{repo.url.rstrip('/')}/{manifest.id.directory}"
-    yield from _kept(repo, manifest, held)
+    of = sum(len(index.packs) for index in held.indexes)
+    for url, many in (_kept(repo, manifest, held) or {}).items():
+        yield "packs in", f"{url or 'no place that is found from here'}: {many} of {of}"
     yield "holds", f"{size(manifest.bytes)}, {count(manifest.leaves, 'leaf')} in {packs}"
     yield "saved", f"{manifest.created or 'at an unknown time'}, save id {manifest.save_id}"
     yield "content", manifest.content
@@ -224,6 +227,7 @@ def _json(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ...
         "notes": [{"kind": note.kind, **note.body} for note in notes],
         "environment": manifest.environment,
         "certificate": manifest.certificate,
+        "packs_in": _kept(repo, manifest, held),
         "ranks": len(held.indexes),
         "packs": [
             {"name": pack.name, "bytes": pack.length, "rank": index.rank}

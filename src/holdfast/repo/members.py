@@ -172,7 +172,6 @@ def _join(places: Places, place: Store, repository: str) -> str:
     there = member_in(place)
     before = places.home.children(layout.PLACES).objects
     if there is None:
-        _check_empty(places, place)
         there = _mark(places, place, repository)
     if there.repository != repository:
         raise _another(place)
@@ -222,26 +221,23 @@ def _mark(places: Places, place: Store, repository: str) -> Member:
     made = Member(secrets.token_hex(16), repository, places.home.url, node)
     _list(places, place, made)
     name = f"{layout.PLACES}/{_name(place.url, made.id)}"
-    if holds(place, name):
-        places.home.delete([name])
-        raise UsageError(
-            f"{place.url} and {places.home.url} are one directory by two names",
-            subject=place.url,
-            hint="give another directory",
-        )
     body: dict[str, Json] = {"home": made.home, "id": made.id, "node": node, "repository": repository}
     try:
+        if holds(place, name):
+            raise UsageError(
+                f"{place.url} and {places.home.url} are one directory by two names",
+                subject=place.url,
+                hint="give another directory",
+            )
+        _check_empty(places, place)
         places.follower(place).bring(layout.REPOSITORY)
         objects.put(place, layout.MEMBER, objects.encode("member", layout.MEMBER, body), token=made.id)
-    except AlreadyExists:
-        there = member_in(place)
+    except HoldfastError as error:
         places.home.delete([name])
-        if there is not None:
-            return there
-        raise
-    except StoreError:
-        places.home.delete([name])
-        raise
+        there = member_in(place) if isinstance(error, AlreadyExists) else None
+        if there is None:
+            raise
+        return there
     return made
 
 
