@@ -1,14 +1,26 @@
-"""A place that follows the home: what it has beside packs is a copy of what lies there."""
+"""The other places of a repository, which follow its home: what one has beside packs is a copy of what lies there."""
 
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 
 from holdfast.errors import AlreadyExists, ObjectNotFound, StoreError
 from holdfast.repo import layout
 from holdfast.repo.manifest import MAX_MANIFEST
 from holdfast.repo.recent import Recent
 from holdfast.store.contract import Bytes, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A place of the repository that is not found from here. `node`: whose own it is; empty where it is no node's."""
+
+    url: str
+    node: str
+
+    def __str__(self) -> str:
+        return f"{self.node} ({self.url})" if self.node else self.url
 
 
 class Follower:

@@ -27,8 +27,9 @@ from holdfast.errors import (
 )
 from holdfast.model.checkpoint import Json
 from holdfast.repo import layout, objects
+from holdfast.repo.follower import Away
 from holdfast.repo.objects import Fields
-from holdfast.repo.places import Away, Places, holds
+from holdfast.repo.places import Places, holds
 from holdfast.store.contract import Store
 from holdfast.store.registry import open_store
 

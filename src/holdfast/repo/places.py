@@ -9,7 +9,6 @@ one directory, are that repository.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,24 +26,14 @@ from holdfast.errors import (
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Receipt
 from holdfast.repo import layout
-from holdfast.repo.follower import Follower
+from holdfast.repo.chosen import Chosen
+from holdfast.repo.follower import Away, Follower
 from holdfast.repo.recent import Recent
 from holdfast.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
 from holdfast.store.names import is_leftover
 from holdfast.store.wrappers.tee import put_into_all
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Away:
-    """A place of the repository that is not found from here. `node`: whose own it is; empty where it is no node's."""
-
-    url: str
-    node: str
-
-    def __str__(self) -> str:
-        return f"{self.node} ({self.url})" if self.node else self.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +88,7 @@ class Places:
         """Those of `beside` that are no node's own."""
         self._followers: dict[int, Follower] = {}
         self._told = Recent()
-        self._used: dict[str, Store] = {}
-        self._turned: dict[str, list[Store]] = {}
-        self._lock = threading.Lock()
+        self._chosen = Chosen()
 
     @property
     def members(self) -> list[Store]:
@@ -246,10 +233,9 @@ class Places:
 
     def _first(self, name: str, work: Callable[[Store], Result]) -> Result:
         """From the first place that gives it; places whose copy was turned away come last."""
-        turned = self._turned.get(name, ())
         wrong: Exception = ObjectNotFound(f"there is no {name} at {self.url}", subject=name)
         missed: list[Store] = []
-        for store in sorted(self.order(name), key=lambda one: one in turned):
+        for store in self._chosen.order(name, self.order(name)):
             try:
                 found = work(store)
             except ObjectNotFound:
@@ -258,8 +244,7 @@ class Places:
             except (StoreError, CorruptionError) as error:
                 wrong = wrong if not isinstance(wrong, ObjectNotFound) else error
                 continue
-            with self._lock:
-                self._used[name] = store
+            self._chosen.read(name, store)
             if not self.declared.per_node and store in (*self.members, *self.mirrors) and self.home in missed:
                 step = name.rpartition("/")[0]
                 self.tell_once(self.home, f"missing {step}", f"{name} is missing in {self.url}: read from {store.url}")
@@ -269,11 +254,9 @@ class Places:
     def turn_away(self, name: str) -> bool:
         """What was read last under `name` is not what was saved. Whether there is another copy, which is read from now
         on."""
-        with self._lock:
-            used, turned = self._used.get(name), self._turned.setdefault(name, [])
-            if used is None or used in turned:
-                return False
-            turned.append(used)
+        used, turned = self._chosen.turn_away(name)
+        if used is None:
+            return False
         for store in self.order(name):
             if store not in turned and holds(store, name):
                 self.tell(f"{name} in {used.url} is damaged: read from {store.url}")
@@ -356,10 +339,7 @@ class Places:
         names = list(names)
         self._only_home(names[0] if names else "")
         self.home.delete(names)
-        with self._lock:
-            for name in names:
-                self._used.pop(name, None)
-                self._turned.pop(name, None)
+        self._chosen.forget(names)
         spread = [name for name in names if layout.is_spread(name)]
         for store in self.others if spread else ():
             try:
