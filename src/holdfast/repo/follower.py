@@ -24,7 +24,7 @@ class Away:
 
 
 class Follower:
-    """`mark`: its `member.json` as it was when it joined; None where nobody has looked, empty where it could not."""
+    """`mark`: what said whose place it is when it joined; None where nobody has looked, empty where it could not."""
 
     def __init__(self, store: Store, home: Store) -> None:
         self.store = store

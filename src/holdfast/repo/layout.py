@@ -10,7 +10,7 @@ from holdfast.model.names import CheckpointId, attempt_key, parse_attempt, parse
 from holdfast.store.names import TEMPORARY
 
 REPOSITORY: Final = "holdfast.json"
-MEMBER: Final = "member.json"
+MEMBER: Final = "holdfast-member.json"
 """In a place that is not the home: whose it is."""
 PLACES: Final = "places"
 """In the home: which other places there are."""
@@ -23,6 +23,7 @@ NOTES: Final = "notes"
 
 _PACKS: Final = (".safetensors", ".pack")
 _PART: Final = re.compile(r"rank-[0-9]{5,}(\.index|(\.[0-9]{2,})?\.safetensors)", re.ASCII)
+_PLACE: Final = re.compile(r"[0-9a-f]{12}-[0-9a-f]{32}\.json", re.ASCII)
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
 _RESERVED: Final = frozenset({BEGIN, MANIFEST, NOTES})
 _NUMBERED: Final = re.compile(r"([1-9][0-9]{0,17})\.json", re.ASCII)
@@ -77,6 +78,11 @@ def parse_numbered(file: str) -> int | None:
     """The number in `<n>.json`, or None for any other spelling."""
     found = _NUMBERED.fullmatch(file)
     return int(found[1]) if found else None
+
+
+def is_place(file: str) -> bool:
+    """Whether an object of the list of places is called so."""
+    return _PLACE.fullmatch(file) is not None
 
 
 def is_file(name: object) -> bool:

@@ -1,8 +1,8 @@
 """Which places a repository lies in: its home has a list of them, and each says whose it is.
 
-`places/<place>-<member>.json` in the home names a place and the member that was there; `member.json` in the place says
-which member it is. A place belongs to the repository for whoever finds that member in it: a directory of one name on
-each node is one place, and another member on each.
+`places/<place>-<member>.json` in the home names a place and the member that was there; `holdfast-member.json` in the
+place says which member it is. A place belongs to the repository for whoever finds that member in it: a directory of one
+name on each node is one place, and another member on each.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def known(store: Store, repository: str) -> Store:
         if declared:
             raise one_of_many(home.url, itself.home)
         return Places(home, [home], 1, of=itself.home)
-    names = home.children(layout.PLACES).objects
+    names = _names(home)
     if not isinstance(store, Places):
         if not names:
             return store
@@ -74,7 +74,7 @@ def _away(places: Places) -> list[Away]:
     """The places on the list that are not found from here."""
     here = {_name(place.url, member.id) for place in places.others if (member := _said(place)) is not None}
     found = []
-    for name in places.home.children(layout.PLACES).objects:
+    for name in _names(places.home):
         told = _told(places.home, name) if name not in here else None
         if told is not None:
             found.append(Away(told.text("url"), told.text("node")))
@@ -114,6 +114,11 @@ def _found(home: Store, names: Sequence[str], repository: str, given: set[str], 
             continue
         if not (node and member.node and member.node != node):
             yield store
+
+
+def _names(home: Store) -> list[str]:
+    """What is on the list; what else lies there is somebody else's."""
+    return [name for name in home.children(layout.PLACES).objects if layout.is_place(name)]
 
 
 def _name(url: str, member: str) -> str:
@@ -171,7 +176,7 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
 
 def _join(places: Places, place: Store, repository: str) -> str:
     there = member_in(place)
-    before = places.home.children(layout.PLACES).objects
+    before = _names(places.home)
     if there is None:
         there = _mark(places, place, repository)
     if there.repository != repository:

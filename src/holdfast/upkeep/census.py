@@ -24,7 +24,6 @@ MARKS: Final = "tombstones/gc"
 OWN: Final = frozenset({"refs", layout.PLACES, layout.RUNS, "tombstones", "trash"})
 """The directories at the top in which Holdfast puts anything."""
 _PROBE: Final = re.compile(r"probe-[0-9a-f]{32}\.json", re.ASCII)
-_PLACE: Final = re.compile(r"[0-9a-f]{12}-[0-9a-f]{32}\.json", re.ASCII)
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 
 State = Literal["committed", "damaged", "unfinished", "closed", "removed", "copied", "foreign"]
@@ -170,7 +169,7 @@ def place(census: Census, entry: Entry) -> bool:
     parts = entry.name.split("/")
     if entry.name == layout.REPOSITORY:
         return True
-    if entry.name == layout.MEMBER or (parts[0] == layout.PLACES and _PLACE.fullmatch("/".join(parts[1:]))):
+    if entry.name == layout.MEMBER or (parts[0] == layout.PLACES and len(parts) == 2 and layout.is_place(parts[1])):
         census.places.append(entry)
         return True
     if parts[0] == "refs" and len(parts) == 4 and layout.parse_numbered(parts[3]) is not None:

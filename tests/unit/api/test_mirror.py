@@ -130,7 +130,7 @@ def test_a_place_is_read_by_itself_and_is_the_home_once_a_person_says_so(places:
             ckpt.log(tag="good")
     shutil.rmtree(a)
     assert holdfast.load(b, step="good").step == 2
-    (b / "member.json").unlink()
+    (b / "holdfast-member.json").unlink()
     with holdfast.Checkpointer(b, {"w": np.ones(3)}) as ckpt:
         assert len(ckpt.steps(5)) == 3
         for _ in ckpt.steps(5):

@@ -265,7 +265,7 @@ def test_all_places_copied_into_one_directory_are_the_repository(cluster: Cluste
     one = cluster.root / "one"
     for node in ("n0", "n1"):
         shutil.copytree(cluster.root / node, one, dirs_exist_ok=True)
-    (one / "member.json").unlink()
+    (one / "holdfast-member.json").unlink()
     restored = holdfast.load(one)
     assert restored.step == 3
     assert np.array_equal(restored.state["w"], whole() + 3)

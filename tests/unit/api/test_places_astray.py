@@ -107,7 +107,7 @@ def test_a_place_that_was_made_the_home_is_no_mirror_of_the_old_one(tmp_path: Pa
     a, b = tmp_path / "a", tmp_path / "b"
     train(holdfast.Mirror(a, b), 4)
     a.rename(tmp_path / "away")
-    (b / "member.json").unlink()
+    (b / "holdfast-member.json").unlink()
     train(b, 8)
     (tmp_path / "away").rename(a)
     before = files(b)
@@ -153,7 +153,7 @@ def test_one_directory_by_two_names_is_no_mirror(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="one directory by two names"):
         train(holdfast.Mirror(place, Aliased(str(place))), 4)
     train(place, 4)
-    assert not (place / "member.json").exists() and not list(place.glob("places/*"))
+    assert not (place / "holdfast-member.json").exists() and not list(place.glob("places/*"))
 
 
 def test_ranks_of_a_mirror_have_the_same_places(tmp_path: Path) -> None:
