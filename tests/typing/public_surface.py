@@ -160,6 +160,14 @@ def repositories(place: Path) -> None:
     assert_type(repository.untag("baseline"), CheckpointId | None)
 
 
+def places(state: dict[str, int], directory: Path) -> None:
+    node = holdfast.PerNode(directory, home="/shared/run", copies=2, node="a")
+    assert_type(holdfast.save(state, node), holdfast.Checkpoint)
+    mirror = holdfast.Mirror("/one", directory, "/three", copies=2)
+    assert_type(holdfast.load(mirror), holdfast.Restored)
+    holdfast.Checkpointer(mirror, state)
+
+
 def placements(tensor: object, declared: Shard) -> None:
     assert_type(holdfast.shard(tensor, whole=(8, 4), offsets=(4, 0)), Shard)
     assert_type(holdfast.shard(tensor, dim=0, rank=1, of=2), Shard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.errors import UsageError
 from holdfast.repo.places import Places
-from holdfast.store.contract import Where
+from holdfast.store.contract import Store, Where
 from holdfast.store.registry import open_store
 
 
@@ -18,7 +18,7 @@ class PerNode(Places):
     """
 
     def __init__(self, directory: Where, *, home: Where, copies: int = 1, node: str = "") -> None:
-        own, shared = open_store(directory), open_store(home)
+        own, shared = _one_place(directory), _one_place(home)
         if own.url == shared.url:
             raise UsageError(
                 f"{own.url} is given both as the directory of each node and as the home of all",
@@ -43,7 +43,7 @@ class Mirror(Places):
     """
 
     def __init__(self, *places: Where, copies: int | None = None) -> None:
-        stores = [open_store(place) for place in places]
+        stores = [_one_place(place) for place in places]
         urls = [store.url for store in stores]
         if len(stores) < 2 or len(set(urls)) < len(urls):
             raise UsageError(
@@ -52,3 +52,14 @@ class Mirror(Places):
                 hint='Mirror("/one/place", "/another/place")',
             )
         super().__init__(stores[0], stores, len(stores) if copies is None else copies)
+
+
+def _one_place(where: Where) -> Store:
+    store = open_store(where)
+    if isinstance(store, Places):
+        raise UsageError(
+            f"{store.url} is several places already, and cannot be one of others",
+            subject=store.url,
+            hint="PerNode(directory, home=, copies=2) has each pack on its node and in the home",
+        )
+    return store

@@ -13,7 +13,7 @@ import pytest
 from tests.joint_ranks import together
 
 import holdfast
-from holdfast.errors import SaveFailed, StoreError
+from holdfast.errors import SaveFailed, StoreError, UsageError
 from holdfast.repo.repository import Repo
 from holdfast.store.backends.local import LocalStore
 from holdfast.store.backends.operating_system import OperatingSystem
@@ -177,3 +177,11 @@ def test_verify_says_what_was_read_from_another_place_and_which_lacks_something(
     assert not report.ok and not report.damaged()
     assert [f"read from {b}" in finding.message for finding in report.errors] == [True]
     assert any(f"{b} lacks 1 object" in finding.message for finding in report.findings)
+
+
+def test_several_places_are_no_place_of_others(places: list[Path]) -> None:
+    a, b, c = places
+    with pytest.raises(UsageError, match="several places already"):
+        holdfast.Mirror(holdfast.Mirror(a, b), c)
+    with pytest.raises(UsageError, match="several places already"):
+        holdfast.PerNode(a, home=holdfast.Mirror(b, c))
