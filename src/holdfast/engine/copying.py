@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import secrets
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from holdfast.codec.digest import digest
 from holdfast.crashpoints import crashpoint
@@ -13,6 +13,7 @@ from holdfast.engine.pieces import PIECE_BYTES, pieces
 from holdfast.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError
 from holdfast.model.checkpoint import Index, Manifest, PackEntry
 from holdfast.repo.copies import copies_of
+from holdfast.repo.layout import index_file
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Reader, Store
 
@@ -20,7 +21,7 @@ _PAGE = 4096
 
 
 def copy_packs(
-    repo: Repo, manifest: Manifest, wanted: Container[str], target: Store, told: Callable[[str, int], None]
+    repo: Repo, manifest: Manifest, wanted: Collection[str], target: Store, told: Callable[[str, int], None]
 ) -> None:
     """Copies the packs that are `wanted`, by name, from wherever they lie whole to `target`, and tells of each and its
     bytes.
@@ -29,7 +30,10 @@ def copy_packs(
     is left there.
     """
     put = []
+    ranks = {name.rpartition("/")[2].partition(".")[0] for name in wanted}
     for rank in range(len(manifest.indexes)):
+        if index_file(rank).partition(".")[0] not in ranks:
+            continue  # of thousands of indexes not each is read
         for pack in repo.packs(manifest, rank):
             name = f"{manifest.id.directory}/{pack.name}"
             if name in wanted:

@@ -39,6 +39,7 @@ class Follower:
 
     def escort(self, name: str) -> None:
         """Before the first object of a save, what it lies under: who the repository is, the claim, the save's begin.
+        Under one claim a step is saved once, so that nothing else can lie there where the claim is the home's.
 
         StoreError where this is not the place that has joined (a disk that is not mounted), or where something else
         lies there: another line of training has had the same numbers.
@@ -47,8 +48,12 @@ class Follower:
         if step is None or (self.url, step) in self._escorted:
             return
         self._check_mark()
-        for above in (layout.REPOSITORY, f"{step.rpartition('/')[0]}/{layout.ATTEMPT}", f"{step}/{layout.BEGIN}"):
-            self._bring_the_same(above)
+        attempt = step.rpartition("/")[0]
+        if (self.url, attempt) not in self._claims:
+            self._bring_the_same(layout.REPOSITORY)
+            if self._bring_the_same(f"{attempt}/{layout.ATTEMPT}"):
+                self._claims.add((self.url, attempt))
+        self._bring(f"{step}/{layout.BEGIN}")  # it names what thousands of ranks may write: not read by each of them
         self._escorted.add((self.url, step))
 
     def _check_mark(self) -> None:
@@ -65,11 +70,12 @@ class Follower:
                 hint="is its disk mounted? A place that has come back is used again from the next start on",
             )
 
-    def _bring_the_same(self, name: str) -> None:
+    def _bring_the_same(self, name: str) -> bool:
+        """Whether the home has it. StoreError where the place has another one."""
         try:
             data = self._home.get(name, limit=MAX_MANIFEST)
         except ObjectNotFound:
-            return
+            return False
         try:
             there = self.store.get(name, limit=MAX_MANIFEST)
         except ObjectNotFound:
@@ -80,6 +86,7 @@ class Follower:
                 subject=name,
                 hint="move that directory away, or set the home to where it was when that was written",
             )
+        return True
 
     def _put(self, name: str, data: bytes) -> bytes:
         """What lies there afterwards."""
@@ -93,6 +100,9 @@ class Follower:
     def bring(self, name: str) -> None:
         """Has the place hold a copy of what the home holds under `name`, if it does, and what that lies under."""
         self.escort(name)
+        self._bring(name)
+
+    def _bring(self, name: str) -> None:
         try:
             self.store.stat(name)
             return
