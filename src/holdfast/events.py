@@ -204,3 +204,8 @@ class Emitter:
                 warnings.warn(
                     f"the event sink {sink!r} failed and is no longer used: {error!r}", RuntimeWarning, stacklevel=2
                 )
+
+    def warn(self, message: str, subject: str = "") -> None:
+        """Something that a person should know, sink or none."""
+        self.emit(Warned(message, subject))
+        warnings.warn(f"holdfast: {message}", RuntimeWarning, stacklevel=3)

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast.api import ownership
@@ -29,6 +30,7 @@ from holdfast.ranks.detection import find_ranks
 from holdfast.ranks.solo import Solo
 from holdfast.ranks.torch_store import initialised
 from holdfast.repo.attempts import Attempt
+from holdfast.repo.copies import listen
 from holdfast.repo.lineage import latest
 from holdfast.repo.onward import CLAIMS, claim_onward
 from holdfast.repo.repository import Repo
@@ -108,6 +110,7 @@ def _saved(
             subject=run,
             hint="call its save(), close it, or save to another run",
         )
+    listen(repo.store, partial(emitter.warn, subject=run))
     if company is None:
         attempt, number = _attempt(repo, run, key, step)
         party = None
@@ -212,10 +215,12 @@ def load(
     if ranks.world_size > 1:
         facts = {"step": str(step)}
         with meeting(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (company, repo):
+            listen(repo.store, partial(emitter.warn, subject=run))
             result = ReadingTogether(repo, run, match, company=company, emitter=emitter).restore(step)
             found = _found(repo, run, result)
     else:
         repo = Repo.open(open_store(where))
+        listen(repo.store, partial(emitter.warn, subject=run))
         if step == "latest":
             found = _found(repo, run, restore_latest(repo, run, match, emitter=emitter))
         else:

@@ -177,7 +177,7 @@ class ReadingTogether:
             return
         ours = dealt(self._topic(), places, names, self.company.rank, self._deadline_s)
         try:
-            hand_on(self._repo, manifest, ours, self._emitter)
+            hand_on(self._repo, manifest, ours)
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
             own = as_damage(error)
         with self._topic() as topic:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -388,8 +387,7 @@ class Saving:
 
     def warn(self, message: str) -> None:
         """Something that a person should know; training goes on."""
-        self._emitter.emit(Warned(message, self.run))
-        warnings.warn(f"holdfast: {message}", RuntimeWarning, stacklevel=3)
+        self._emitter.warn(message, self.run)
 
     def _make_room(self) -> bool:
         return self.attempt is not None and self.tidying.now(self.attempt, everybody=True) > 0

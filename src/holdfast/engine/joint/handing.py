@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 
 from holdfast.engine.copying import copy_packs
 from holdfast.errors import CorruptionError, HoldfastError
-from holdfast.events import Emitter, Warned
 from holdfast.model import canonical
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.ranks.topic import Topic
 from holdfast.repo.places import Places, holds
 from holdfast.repo.repository import Repo
-from holdfast.store.contract import Store
 
 NOWHERE = -1
 
@@ -59,20 +57,19 @@ def dealt(topic: Topic, places: Places, names: Sequence[str], rank: int, deadlin
     return [name for name, one in zip(names, who, strict=True) if one == rank]
 
 
-def hand_on(repo: Repo, manifest: Manifest, names: Sequence[str], emitter: Emitter) -> None:
-    """Copies these packs from this node into the home. Raises what `copy_packs` does."""
+def hand_on(repo: Repo, manifest: Manifest, names: Sequence[str]) -> None:
+    """Copies these packs from this node into the home, and says so. Raises what `copy_packs` does."""
     places = repo.store
     assert isinstance(places, Places), "no place else has anything"
+
+    def told(name: str, nbytes: int) -> None:
+        places.tell(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks that do not find it")
+
     if names:
-        home = places.home
-        copy_packs(repo, manifest, frozenset(names), home, lambda name, nbytes: emitter.emit(_told(name, nbytes, home)))
+        copy_packs(repo, manifest, frozenset(names), places.home, told)
 
 
 def is_there(places: Places, id: CheckpointId, names: Sequence[str]) -> bool:
     """Whether the home shows them. Listed first: that makes a network file system look anew."""
     there = places.home.children(id.directory).objects
     return all(name.rpartition("/")[2] in there and holds(places.home, name) for name in names)
-
-
-def _told(name: str, nbytes: int, home: Store) -> Warned:
-    return Warned(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {home.url}, for ranks that do not find it")
