@@ -205,6 +205,7 @@ class LazyReader:
     def _fetch(self, row: int, path: str, start: int, stop: int) -> tuple[Buffer, int]:
         """Verified bytes of the leaf that hold `start..stop-1`, and which of its bytes the first of them is."""
         table, chunk = self._table, self._table.chunk_bytes
+        verified = self._verified  # before the pack: what is found of a copy that is turned away meanwhile goes with it
         pack = self._pack(int(table.pack[row]))
         low, high = start // chunk * chunk, min(-(-stop // chunk) * chunk, int(table.length[row]))
         view = pack.view
@@ -213,11 +214,11 @@ class LazyReader:
         offset, first = int(table.offset[row]), int(table.chunk_start[row])
         for begin in range(low, high, chunk):
             one = first + begin // chunk
-            if not self._verified[one >> 3] >> (one & 7) & 1:
+            if not verified[one >> 3] >> (one & 7) & 1:
                 end = min(begin + chunk, high)
                 self._check(view[offset + begin : offset + end], one, path, row, begin)
                 with self._lock:
-                    self._verified[one >> 3] |= 1 << (one & 7)
+                    verified[one >> 3] |= 1 << (one & 7)
                     self.bytes_read += end - begin
         return view[offset + start : offset + stop], start
 

@@ -129,6 +129,8 @@ class AttemptRecord:
     created: str = ""
     repository: str = ""
     """The id of the repository that it was claimed in; empty where an earlier version wrote it."""
+    before: tuple[int, int] | None = None
+    """The attempt before it, and the highest step that was begun in that; None where there was none."""
 
 
 @dataclass(frozen=True, slots=True)

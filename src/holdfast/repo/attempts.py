@@ -223,7 +223,8 @@ def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> 
     while True:
         if parent is not None and parent.run == run and parent.attempt >= number:
             raise CheckpointNotFound(f"there is no checkpoint {parent} to go on from", subject=str(parent))
-        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text(), repo.id)
+        before = _reached(repo, run, number - 1)
+        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text(), repo.id, before)
         try:
             objects.put(repo.store, layout.attempt_name(run, number), encode_attempt(record), token=record.id)
             return record
@@ -234,6 +235,12 @@ def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> 
             except CorruptionError:
                 return None
             number += 1
+
+
+def _reached(repo: Repo, run: str, number: int) -> tuple[int, int] | None:
+    """How far an attempt has come: a place that has more of it knows more than its home."""
+    steps = repo.steps(run, number) if number else []
+    return (number, steps[0]) if steps else None
 
 
 def _in_use(repo: Repo, run: str, found: Found) -> RunInUse:

@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 
 from holdfast.errors import AlreadyExists, ObjectNotFound, StoreError
+from holdfast.model import canonical
 from holdfast.repo import layout
 from holdfast.repo.manifest import MAX_MANIFEST
 from holdfast.repo.recent import Recent
@@ -59,11 +60,13 @@ class Follower:
     def _check_mark(self) -> None:
         if self.mark is None:
             return
+        if not self.mark:
+            raise StoreError(f"{self.url} was left out when training began", subject=self.url)
         try:
             here = self.store.get(layout.MEMBER, limit=len(self.mark) + 1)
         except ObjectNotFound:
             here = b""
-        if not self.mark or here != self.mark:
+        if here != self.mark:
             raise StoreError(
                 f"{self.url} is not the place that it was when training began",
                 subject=self.url,
@@ -80,6 +83,8 @@ class Follower:
             there = self.store.get(name, limit=MAX_MANIFEST)
         except ObjectNotFound:
             there = self._put(name, data)
+        if there != data and not canonical.is_sealed(there, name):
+            raise StoreError(f"{name} in {self.url} is damaged", subject=name, hint="remove that file: it is a copy")
         if there != data:
             raise StoreError(
                 f"{self.url} has another {name} than {self._home.url}: another line of training lies there",

@@ -12,7 +12,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Final
 
@@ -22,6 +22,7 @@ from holdfast.errors import (
     HoldfastError,
     ObjectNotFound,
     RepositoryError,
+    StoreDenied,
     StoreError,
     UsageError,
 )
@@ -66,19 +67,19 @@ def known(store: Store, repository: str) -> Store:
     given = {member.url for member in store.members}
     store.beside = tuple(_found(home, names, repository, given, store.node))
     store.mirrors = tuple(place for place in store.beside if not node_of(place))
-    store.away = partial(_away, store)
+    store.away = cache(partial(_away, store))  # a list of thousands is read once
     return store
 
 
 def _away(places: Places) -> list[Away]:
-    """The places on the list that are not found from here."""
-    here = {_name(place.url, member.id) for place in places.others if (member := _said(place)) is not None}
-    found = []
-    for name in _names(places.home):
-        told = _told(places.home, name) if name not in here else None
-        if told is not None:
-            found.append(Away(told.text("url"), told.text("node")))
-    return sorted(found, key=str)
+    """The places on the list that are not found from here. Of one whose disk was replaced the old one is no longer
+    looked for."""
+    said = {place.url: member for place in places.others if (member := _said(place)) is not None}
+    listed = {_name(url, member.id) for url, member in said.items()}
+    here = {Away(url, member.node) for url, member in said.items()}
+    told = (_told(places.home, name) for name in _names(places.home) if name not in listed)
+    found = {Away(one.text("url"), one.text("node")) for one in told if one is not None}
+    return sorted(found - here, key=str)
 
 
 def _said(place: Store) -> Member | None:
@@ -117,8 +118,11 @@ def _found(home: Store, names: Sequence[str], repository: str, given: set[str], 
 
 
 def _names(home: Store) -> list[str]:
-    """What is on the list; what else lies there is somebody else's."""
-    return [name for name in home.children(layout.PLACES).objects if layout.is_place(name)]
+    """What is on the list; what else lies there is somebody else's, as is a directory that may not be listed."""
+    try:
+        return [name for name in home.children(layout.PLACES).objects if layout.is_place(name)]
+    except StoreDenied:
+        return []
 
 
 def _name(url: str, member: str) -> str:
@@ -159,7 +163,9 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
     if not isinstance(store, Places):
         return ()
     spare, members = len(store.packs_in) - store.copies, []
-    for place in store.members:
+    for place in store.packs_in:
+        if place is store.home:
+            continue
         follower = store.follower(place)
         try:
             members.append(_join(store, place, repository))

@@ -92,8 +92,11 @@ class Places:
 
     @property
     def members(self) -> list[Store]:
-        """The places that hold packs beside the home, and copies of what is needed to read them."""
-        return [store for store in self.packs_in if store is not self.home]
+        """The places that hold packs beside the home, but for what was out of reach when training began."""
+        return [store for store in self.packs_in if store is not self.home and not self._is_left_out(store)]
+
+    def _is_left_out(self, store: Store) -> bool:
+        return self.follower(store).mark == b""
 
     @property
     def others(self) -> list[Store]:
@@ -365,13 +368,15 @@ class Places:
         """That place, and its free bytes. One that cannot say, or be asked, may have room: its put decides."""
         free: list[tuple[str, int | None]] = []
         for store in self.packs_in:
+            if store is not self.home and self._is_left_out(store):
+                continue
             try:
                 free.append((store.url, store.free_bytes()))
             except StoreError:
                 free.append((store.url, None))
         known = sorted(((url, nbytes) for url, nbytes in free if nbytes is not None), key=lambda one: -one[1])
-        unknown = len(free) - len(known)
-        return (self.url, None) if unknown >= self.copies else known[self.copies - unknown - 1]
+        unknown, last = len(free) - len(known), self.copies - 1
+        return (self.url, None) if unknown > last or last - unknown >= len(known) else known[last - unknown]
 
     def close(self) -> None:
         for store in (self.home, *self.others):

@@ -41,6 +41,7 @@ def encode_attempt(record: AttemptRecord) -> bytes:
         attempt_name(record.run, record.number),
         {
             "attempt": record.number,
+            **({} if record.before is None else {"before": {"attempt": record.before[0], "step": record.before[1]}}),
             "created": record.created,
             "id": record.id,
             "owner": owner_json(record.owner),
@@ -59,7 +60,23 @@ def decode_attempt(data: bytes, run: str, number: int) -> AttemptRecord:
     parent = found.checkpoint("parent")
     check_parent(parent, run, number, found)
     repository = found.text("repository") if "repository" in found.values else ""
-    return AttemptRecord(run, number, found.hex("id", 32), parent, read_owner(found), found.text("created"), repository)
+    return AttemptRecord(
+        run,
+        number,
+        found.hex("id", 32),
+        parent,
+        read_owner(found),
+        found.text("created"),
+        repository,
+        _before(found),
+    )
+
+
+def _before(found: Fields) -> tuple[int, int] | None:
+    if "before" not in found.values:
+        return None
+    inner = found.inner(found.mapping("before"), "'before'")
+    return inner.whole("attempt", minimum=1), inner.whole("step")
 
 
 def check_parent(parent: CheckpointId | None, run: str, number: int, found: Fields) -> None:

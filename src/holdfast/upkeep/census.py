@@ -21,7 +21,7 @@ from holdfast.repo.repository import Repo
 from holdfast.store.contract import Entry
 
 MARKS: Final = "tombstones/gc"
-OWN: Final = frozenset({"refs", layout.PLACES, layout.RUNS, "tombstones", "trash"})
+OWN: Final = frozenset({"refs", layout.RUNS, "tombstones", "trash"})
 """The directories at the top in which Holdfast puts anything."""
 _PROBE: Final = re.compile(r"probe-[0-9a-f]{32}\.json", re.ASCII)
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.errors import CorruptionError, ObjectNotFound
+from holdfast.errors import CorruptionError, ObjectNotFound, StoreError
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step
 from holdfast.repo import layout, objects
 from holdfast.repo.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
@@ -36,23 +36,35 @@ class Forgotten:
 
 def tidy_places(repo: Repo, newest: CheckpointId) -> int:
     """Looks through the run of `newest`, which has just been committed, in every place that this process puts packs
-    into; how many saves were freed there. Raises StoreError."""
+    into; how many saves were freed there. What goes wrong with one save, or in one place, is told, and keeps nothing
+    else from being looked at."""
     places, freed = repo.store, 0
     if isinstance(places, Places):
         for place in places.members:
-            for id in _saves(place, newest.run):
-                if id > newest:
-                    continue  # perhaps under way
-                # An older save that was aborted has no writer left, though its begin.json stays until the next claim.
-                if _is_known(places.home, id) and not _is_aborted(places.home, id):
-                    _follow(places, place, id)
-                elif _is_ahead(places, place, id):
-                    places.tell_once(
-                        place, newest.run, f"{place.url} has {id}, and {places.url} does not know it: {SET_BACK}"
-                    )
-                else:
-                    freed += _free(place, id)
+            try:
+                ids = [id for id in _saves(place, newest.run) if id <= newest]  # others are perhaps under way
+            except StoreError as error:
+                places.tell_once(place, "tidying", f"{place.url} cannot be tidied: {error.message}")
+                continue
+            for id in ids:
+                try:
+                    freed += _tidied(places, place, id, newest.run)
+                except (StoreError, CorruptionError) as error:
+                    places.tell_once(place, f"tidying {id.attempt}", f"{id} in {place.url}: {error.message}")
     return freed
+
+
+def _tidied(places: Places, place: Store, id: CheckpointId, run: str) -> bool:
+    """Whether it was freed there."""
+    # An older save that was aborted has no writer left, though its begin.json stays until the next claim.
+    if _is_known(places.home, id) and not _is_aborted(places.home, id):
+        _follow(places, place, id)
+        return False
+    if _is_ahead(places, place, id):
+        message = f"{place.url} has {id}, and {places.url} does not know it: {SET_BACK}"
+        places.tell_once(place, run, message)
+        return False
+    return _free(place, id)
 
 
 def forgotten(repo: Repo) -> Iterator[Forgotten]:
@@ -162,6 +174,8 @@ def _is_ahead(places: Places, place: Store, id: CheckpointId) -> bool:
     not have, or is a checkpoint beyond all that the home knows to have been saved under it."""
     if not places.follower(place).is_of_home(id.manifest):
         return True
+    if _is_aborted(places.home, id):
+        return False
     try:
         found = decode_manifest(place.get(id.manifest, limit=MAX_MANIFEST), id)
     except ObjectNotFound:
@@ -172,17 +186,22 @@ def _is_ahead(places: Places, place: Store, id: CheckpointId) -> bool:
 
 
 def _last_known(places: Places, id: CheckpointId) -> int:
-    """The step that the attempt of `id` is known to have come to: what the next one went on from, or its last save."""
+    """The step that the attempt of `id` is known to have come to: as the next one says, or its last save."""
     home = places.home
     numbers = map(parse_attempt, home.children(layout.run_directory(id.run)).directories)
     later = min((number for number in numbers if number is not None and number > id.attempt), default=None)
+    known = [-1]
     if later is not None:
         try:
             name = layout.attempt_name(id.run, later)
-            parent = decode_attempt(home.get(name, limit=objects.SMALL), id.run, later).parent
+            record = decode_attempt(home.get(name, limit=objects.SMALL), id.run, later)
         except (CorruptionError, ObjectNotFound):
             return -1
-        return parent.step if parent is not None and (parent.run, parent.attempt) == (id.run, id.attempt) else -1
+        if record.parent is not None and (record.parent.run, record.parent.attempt) == (id.run, id.attempt):
+            known.append(record.parent.step)
+        if record.before is not None and record.before[0] == id.attempt:
+            known.append(record.before[1])
+        return max(known)
     steps = map(parse_step, home.children(layout.attempt_directory(id.run, id.attempt)).directories)
     return max((step for step in steps if step is not None), default=-1)
 

@@ -20,7 +20,8 @@ from tests.joint_ranks import together
 import holdfast
 from holdfast.api.saving import Saving
 from holdfast.engine.copying import Verified
-from holdfast.errors import RanksDisagree, RepositoryError, SaveFailed, StoreFull, UsageError
+from holdfast.engine.lazy import LazyReader
+from holdfast.errors import CorruptionError, RanksDisagree, RepositoryError, SaveFailed, StoreFull, UsageError
 from holdfast.model.names import CheckpointId
 from holdfast.repo.repository import Repo
 from holdfast.store.backends.local import LocalStore
@@ -167,6 +168,56 @@ def test_ranks_of_a_mirror_have_the_same_places(tmp_path: Path) -> None:
     assert not packs(tmp_path / "c")
 
 
+def test_what_retention_let_go_of_goes_from_a_node_that_was_left_for_an_older_step(tmp_path: Path) -> None:
+    """The next attempt goes on from before what the node has: that is no home set back."""
+    home = tmp_path / "home"
+    train(holdfast.PerNode(tmp_path / "n1", home=home, node="n1", copies=2), 5)
+    train(holdfast.PerNode(tmp_path / "n2", home=home, node="n2"), 6, resume_from=3, keep=holdfast.keep.latest(1))
+    assert "a0001/step-00000005" in packs(tmp_path / "n1")
+    repo = Repo.open(open_store(home))
+    plan = gc.plan_gc(repo)
+    assert "set back" not in str(plan)
+    gc.execute(repo, plan)
+    assert packs(tmp_path / "n1") == set() and packs(tmp_path / "n2") == {"a0002/step-00000006"}
+
+
+def test_a_mirror_with_a_new_disk_is_filled_and_nothing_is_missed(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    train(holdfast.Mirror(a, b), 2)
+    shutil.rmtree(b)
+    with pytest.warns(Warning, match="is not the place that it was"):
+        train(holdfast.Mirror(a, b), 4)
+    assert not replicated(a).failed and packs(b) == packs(a)
+    repo = Repo.open(open_store(a))
+    assert not replicate.plan_replicate(repo, holdfast.Repository(a).checkpoints()).away
+    for place in (a, b):
+        next(place.rglob("step-00000003/*.safetensors")).unlink()
+    repo = Repo.open(open_store(a))
+    assert [id.step for id in execute(repo, plan_verify(repo)).damaged()] == [3]
+
+
+def test_a_place_that_was_out_of_reach_at_the_start_is_asked_nothing_afterwards(tmp_path: Path) -> None:
+    class Away(OperatingSystem):
+        asked = 0
+
+        def _refuse(self, path: str) -> Any:
+            Away.asked += 1
+            raise OSError(errno.ESTALE, "stale", path)
+
+        status = open = create = listdir = mkdir = _refuse  # type: ignore[assignment]
+
+    a, b, c = (tmp_path / name for name in "abc")
+    asked: list[int] = []
+    train(
+        holdfast.Mirror(a, over(b, Away()), c, copies=2),
+        4,
+        lambda ckpt: asked.append(Away.asked),
+        keep=holdfast.keep.latest(1),
+    )
+    assert asked[0] > 0 and len(set(asked)) == 1
+    assert packs(a) == packs(c) == {"a0001/step-00000004"}
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +254,42 @@ def test_i3_an_unreadable_copy_is_read_from_another_by_several_ranks_too(tmp_pat
         return restored.step, float(restored.state["w7"][-1])
 
     assert list(together(count, load)) == [(1, 9.0)] * count
+
+
+def test_i5_what_was_found_of_a_copy_says_nothing_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread has verified a chunk of a copy that another thread turns away meanwhile: the other copy's chunk is
+    not thereby verified."""
+    a, b = (f"memory://turned-{name}-{os.getpid()}" for name in "ab")
+    holdfast.save({"one": np.arange(1000.0), "two": np.arange(1000.0)}, holdfast.Mirror(a, b))
+    with holdfast.open(a) as opened:
+        offset = {path: opened[path] for path in ("one", "two")}
+        assert set(offset) == {"one", "two"}
+    for place, leaf in ((a, "two"), (b, "one")):
+        store: Any = open_store(place).inner  # type: ignore[attr-defined]
+        name = next(name for name in store.place.objects if name.endswith(".safetensors"))
+        data, when = store.place.objects[name]
+        at = bytes(data).rindex(np.arange(1000.0).tobytes()[800:1600]) if leaf == "two" else None
+        at = bytes(data).index(np.arange(1000.0).tobytes()[800:1600]) if at is None else at
+        store.place.objects[name] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], when
+    checked, turned = threading.Event(), threading.Event()
+    original = LazyReader._check
+
+    def paused(self: LazyReader, data: Any, chunk: int, path: str, row: int, start: int) -> None:
+        original(self, data, chunk, path, row, start)
+        if threading.current_thread().name == "slow" and not checked.is_set():
+            checked.set()
+            assert turned.wait(60)
+
+    monkeypatch.setattr(LazyReader, "_check", paused)
+    with holdfast.open(a) as opened:
+        slow = threading.Thread(target=lambda: opened["one"][:], name="slow")
+        slow.start()
+        assert checked.wait(60)
+        assert np.array_equal(opened["two"][:], np.arange(1000.0))  # from b
+        turned.set()
+        slow.join(60)
+        with pytest.raises(CorruptionError):
+            opened["one"][:]
 
 
 def test_a_missing_copy_is_read_from_another_and_said(tmp_path: Path) -> None:

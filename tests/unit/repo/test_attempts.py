@@ -631,3 +631,15 @@ def test_a_save_that_begins_while_the_run_is_claimed_is_closed_by_itself(
     with pytest.raises(Superseded):
         begin(old, 10, "ab" * 16, ["rank-00000.safetensors"])
     assert make.names("runs/gpt/a0001/step-00000010") == ["manifest.json"]
+
+
+def test_a_claim_says_how_far_the_attempt_before_it_had_come(repo: Repo, make: Any, take: Claim) -> None:
+    """So a place that has more of that attempt is known to know more than its home does."""
+    first = take(None)
+    first.release()
+    assert first.record.before is None
+    make.begin(first.number, 7)
+    make.begin(first.number, 3)
+    second = take(None)
+    assert second.record.before == (first.number, 7)
+    assert repo.attempt("gpt", second.number).before == (first.number, 7)

@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.errors import CorruptionError, RepositoryError, StoreDenied, StoreError
 from holdfast.repo import layout, objects
+from holdfast.repo.copies import away
 from holdfast.repo.members import Member, join, member_in
 from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
@@ -22,6 +23,7 @@ from holdfast.store.backends.local import LocalStore
 from holdfast.store.backends.memory import MemoryStore
 from holdfast.store.contract import Store
 from holdfast.testing.broken_stores import StoreLayer
+from holdfast.upkeep.verify import assert_whole
 
 
 def fresh() -> MemoryStore:
@@ -410,3 +412,36 @@ def test_a_listed_directory_that_is_gone_harms_nobody_who_opens_the_home(tmp_pat
     assert beside(LocalStore(tmp_path / "home")) == []
     os.rename(tmp_path / "elsewhere", tmp_path / "place")
     assert beside(LocalStore(tmp_path / "home")) == [LocalStore(tmp_path / "place").url]
+
+
+def test_somebody_elses_places_that_may_not_be_listed_hide_no_repository() -> None:
+    class Private(StoreLayer):
+        def children(self, prefix: str) -> Any:
+            if prefix == "places":
+                raise StoreDenied("not yours")
+            return super().children(prefix)
+
+    store = fresh()
+    made = Repo.create_or_open(store)
+    assert Repo.open(Private(store)).id == made.id
+    assert assert_whole(Repo.open(Private(store))).ok
+
+
+def test_the_list_of_places_is_read_once_however_many_packs_are_missed() -> None:
+    home = fresh()
+    for node in range(5):
+        place = fresh()
+        Repo.create_or_open(PerNode(place, home=home, node=f"n{node}"))
+        del place.place.objects[layout.MEMBER]
+
+    class Counting(StoreLayer):
+        read = 0
+
+        def get(self, name: str, *, limit: int) -> bytes:
+            Counting.read += name.startswith("places/")
+            return super().get(name, limit=limit)
+
+    store = Repo.open(Counting(home)).store
+    opened, Counting.read = Counting.read, 0
+    assert {len(away(store)) for _ in range(50)} == {5}
+    assert Counting.read <= 5 and opened <= 5

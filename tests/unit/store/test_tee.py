@@ -360,3 +360,24 @@ def test_no_thread_stays_behind(memory: Callable[[int], list[MemoryStore]]) -> N
     good, bad = memory(2)
     put_into_all([good, Breaking(bad, StoreFull("no space"))], NAME, Bytes(b"data"), token="t0")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-copies")]
+
+
+def test_where_no_more_threads_can_be_started_all_places_get_it_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As at the end of an interpreter, or at a limit of threads: the second of two cannot be started."""
+    stores = [MemoryStore(f"few-threads-{number}") for number in range(3)]
+    start, begun = threading.Thread.start, []
+
+    def few(self: threading.Thread) -> None:
+        if self.name == "holdfast-copies":
+            begun.append(self)
+            if len(begun) > 1:
+                raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", few)
+    found = put_into_all(stores, "a/pack", Bytes(b"data" * 5000), token="t0")
+    assert all(isinstance(one, Receipt) for one in found)
+    assert [store.get("a/pack", limit=1 << 20) for store in stores] == [b"data" * 5000] * 3
+    assert not begun[0].is_alive()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.errors import HoldfastError, StoreDenied, StoreError
+from holdfast.errors import HoldfastError, StoreDenied
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout
 from holdfast.repo.manifest import Aborted, encode_aborted
@@ -320,9 +320,28 @@ def test_a_store_that_cannot_be_asked_frees_nothing_and_says_so(make_world: type
         places.home = Denied(spread.home)
     else:
         places.packs_in = (places.home, Denied(spread.place))
-    with pytest.raises(StoreError):
-        tidy_places(spread.repo, newest)
+    told: list[str] = []
+    places.tell = told.append
+    assert tidy_places(spread.repo, newest) == 0
+    assert told and all("not yours" in one for one in told)
     assert FILE in spread.in_place(old)
+
+
+@pytest.mark.parametrize("spread", ["mirror"], indirect=True)
+def test_what_goes_wrong_with_one_save_keeps_no_other_from_being_freed(spread: Spread) -> None:
+    first = spread.save(1)
+    spread.attempt = spread.world.claim(parent=first)
+    old, newest = spread.save(2), spread.save(3)
+    flip(spread.place, layout.attempt_name(first.run, first.attempt), 20)
+    del spread.place.place.objects[first.manifest]
+    spread.forget(old)
+    told: list[str] = []
+    repo = Repo.open(Mirror(spread.home, spread.place))  # which has not yet seen that the claims are equal
+    assert isinstance(repo.store, Places)
+    repo.store.tell = told.append
+    assert tidy_places(repo, newest) == 1
+    assert FILE not in spread.in_place(old)
+    assert len(told) == 1 and "damaged" in told[0]
 
 
 # -- verify ----------------------------------------------------------------------------------------------------------

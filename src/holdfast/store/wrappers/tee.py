@@ -29,19 +29,29 @@ def put_into_all(stores: Sequence[Store], name: str, content: Content, *, token:
             found[taker] = error
 
     others = [threading.Thread(target=put, args=(taker,), name=_BEHIND) for taker in range(1, len(stores))]
-    try:
-        for thread in others:
-            thread.start()
-    except RuntimeError:  # the interpreter is shutting down, and starts no more threads
-        return [_put(store, name, content, token) for store in stores]
+    started = _started(others)
+    for taker in range(1 + started, len(stores)):
+        tee.leave(taker)
     put(0)
-    for thread in others:
+    for thread in others[:started]:
         thread.join()
+    for taker in range(1 + started, len(stores)):
+        found[taker] = _put(stores[taker], name, content, token)
     ends = [one for one in found if isinstance(one, BaseException) and not isinstance(one, Exception)]
     for error in (tee.failure, *ends):
         if error is not None:
             raise error
     return found
+
+
+def _started(threads: Sequence[threading.Thread]) -> int:
+    """How many of them could be started: an interpreter that is shutting down starts none."""
+    for number, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError:
+            return number
+    return len(threads)
 
 
 def _put(store: Store, name: str, content: Content, token: str) -> Receipt | BaseException:
