@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,43 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.astray import Refusing, damage, over
 from tests.joint_ranks import together
 
 import holdfast
 from holdfast.errors import SaveFailed, StoreError, UsageError
 from holdfast.repo.repository import Repo
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.operating_system import OperatingSystem
 from holdfast.store.registry import open_store
-from holdfast.store.wrappers.retry import Patience, RetryingStore
 from holdfast.upkeep.verify import assert_whole, execute, plan_verify
-
-
-class Away(OperatingSystem):
-    """A place that takes nothing of these files, as one whose disk has gone."""
-
-    def __init__(self, *files: str) -> None:
-        self.files = files
-
-    def create(self, path: str) -> int:
-        if any(file in path for file in self.files):
-            raise OSError(errno.EIO, "no such device", path)
-        return super().create(path)
-
-
-def away(place: Path, *files: str) -> Any:
-    return RetryingStore(LocalStore(str(place), filesystem=Away(*files)), Patience(wait_s=0.0))
 
 
 def part(ranks: Any) -> dict[str, Any]:
     begin, end = (12 * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
     return {"w": holdfast.shard(np.arange(12.0)[begin:end].copy(), whole=(12,), offsets=(begin,))}
-
-
-def damage(pack: Path) -> None:
-    data = bytearray(pack.read_bytes())
-    data[-5] ^= 1
-    pack.write_bytes(data)
 
 
 @pytest.fixture
@@ -65,7 +40,10 @@ def test_a_save_commits_with_the_required_copies_of_each_pack_and_not_with_fewer
     def work(ranks: Any) -> Any:
         stores = [
             a,
-            *(away(place, "rank-00001.safetensors") if at < missing else place for at, place in enumerate((b, c))),
+            *(
+                over(place, Refusing("rank-00001.safetensors")) if at < missing else place
+                for at, place in enumerate((b, c))
+            ),
         ]
         return holdfast.save(part(ranks), holdfast.Mirror(*stores, copies=2), ranks=ranks)
 
@@ -84,7 +62,7 @@ def test_a_home_that_fails_fails_the_save(places: list[Path]) -> None:
     a, b, _ = places
     holdfast.save({"w": 1.0}, holdfast.Mirror(a, b))
     with pytest.raises((SaveFailed, StoreError)):
-        holdfast.save({"w": 2.0}, holdfast.Mirror(away(a, "manifest.json"), b, copies=1))
+        holdfast.save({"w": 2.0}, holdfast.Mirror(over(a, Refusing("manifest.json")), b, copies=1))
     assert [one.step for one in holdfast.Repository(a).checkpoints()] == [0]
     assert [one.step for one in holdfast.Repository(b).checkpoints()] == [0]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.astray import damage
 from tests.joint_ranks import together
 
 import holdfast
@@ -188,9 +189,7 @@ def test_a_damaged_pack_of_a_node_is_read_from_the_home(cluster: Cluster) -> Non
     cluster.copies = 2
     cluster.save(4, 2.0)
     for pack in (cluster.root / "n1").rglob("*.safetensors"):
-        data = bytearray(pack.read_bytes())
-        data[-5] ^= 1
-        pack.write_bytes(data)
+        damage(pack)
     assert np.array_equal(joined(cluster.load(4)), whole(2.0))
 
 
@@ -200,9 +199,7 @@ def test_what_is_damaged_on_its_node_is_not_handed_on(cluster: Cluster) -> None:
     cluster.copies = 1
     cluster.save(4, 2.0)
     pack = next((cluster.root / "n1").rglob("step-00000001/rank-00003.safetensors"))
-    data = bytearray(pack.read_bytes())
-    data[-5] ^= 1
-    pack.write_bytes(data)
+    damage(pack)
     cluster.nodes = {0: "n1", 1: "n1", 2: "n0", 3: "n0"}
     found = cluster.load(4)
     assert {step for step, _, _ in found} == {0}
@@ -335,9 +332,7 @@ def test_replicate_brings_what_lies_on_this_node_into_the_home(cluster: Cluster)
 def test_replicate_copies_no_damage_and_all_the_rest(cluster: Cluster) -> None:
     cluster.save(2, 2.0)
     pack = next((cluster.root / "n0").rglob("rank-00000.safetensors"))
-    data = bytearray(pack.read_bytes())
-    data[-5] ^= 1
-    pack.write_bytes(data)
+    damage(pack)
     (error,) = replicated(Repo.open(open_store(cluster.home))).failed
     assert "not what was saved" in error.message
     assert not list(cluster.home.rglob("*.tmp-*"))

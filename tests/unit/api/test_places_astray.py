@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.astray import Refusing, damage, over
 from tests.joint_ranks import together
 
 import holdfast
@@ -27,15 +28,10 @@ from holdfast.repo.repository import Repo
 from holdfast.store.backends.local import LocalStore
 from holdfast.store.backends.operating_system import OperatingSystem
 from holdfast.store.registry import open_store
-from holdfast.store.wrappers.retry import Patience, RetryingStore
 from holdfast.upkeep import gc, remove, replicate, undelete
 from holdfast.upkeep.verify import execute, plan_verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def over(place: Path, filesystem: OperatingSystem) -> Any:
-    return RetryingStore(LocalStore(str(place), filesystem=filesystem), Patience(wait_s=0.0))
 
 
 def train(place: Any, steps: int, at: Any = None, **more: Any) -> None:
@@ -48,12 +44,6 @@ def train(place: Any, steps: int, at: Any = None, **more: Any) -> None:
 
 def packs(place: Path) -> set[str]:
     return {"/".join(path.parts[-3:-1]) for path in place.rglob("*.safetensors")}
-
-
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
 
 
 def files(place: Path) -> dict[str, bytes]:
@@ -383,16 +373,6 @@ def test_what_is_in_flight_when_a_script_ends_is_committed(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     for place in "ab":
         assert next(iter(holdfast.Repository(tmp_path / place).checkpoints())).step == 2
-
-
-class Refusing(OperatingSystem):
-    def __init__(self, *files: str) -> None:
-        self.files = files
-
-    def create(self, path: str) -> int:
-        if any(file in path for file in self.files):
-            raise OSError(errno.EIO, "no such device", path)
-        return super().create(path)
 
 
 def test_packs_of_a_save_that_failed_on_one_rank_go_from_every_node(tmp_path: Path) -> None:

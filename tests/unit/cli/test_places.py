@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tests.astray import damage
 
 import holdfast
 
@@ -20,12 +21,6 @@ def mirrored(tmp_path):
 
 def pack(place, step):
     return place / f"runs/main/a0001/step-{step:08d}/rank-00000.safetensors"
-
-
-def damage(path):
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
 
 
 def test_show_says_where_the_packs_lie(cli, mirrored):
