@@ -176,7 +176,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "noted metrics not read",
         "the best by a metric that came late is gone",
-        _function(gathering, "_noted", lambda told: {}),
+        _function(gathering, "with_notes", lambda logged, told: dict(logged)),
     ),
     Bug(
         "superseded attempts retain",
