@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from holdfast.repo.follower import Away
-from holdfast.repo.places import Places, holds
+from holdfast.repo.follower import Away, holds
+from holdfast.repo.places import Places
 from holdfast.store.contract import Store
 
 

@@ -122,13 +122,7 @@ class Follower:
     def has_begun(self, name: str) -> bool:
         """Whether the save that `name` belongs to was put here; True for what belongs to none."""
         step = layout.step_of(name)
-        if step is None:
-            return True
-        try:
-            self.store.stat(f"{step}/{layout.BEGIN}")
-        except StoreError:
-            return False
-        return True
+        return step is None or holds(self.store, f"{step}/{layout.BEGIN}")
 
     def is_of_home(self, name: str) -> bool:
         """Whether what lies here under `name` is what the home calls so. Under another claim of the same number it is
@@ -148,3 +142,12 @@ class Follower:
             return False
         self._claims.add((self.url, attempt))
         return True
+
+
+def holds(store: Store, name: str) -> bool:
+    """Whether there is an object of that name; False also where nobody can tell."""
+    try:
+        store.stat(name)
+    except StoreError:
+        return False
+    return True

@@ -28,9 +28,9 @@ from holdfast.errors import (
 )
 from holdfast.model.checkpoint import Json
 from holdfast.repo import layout, objects
-from holdfast.repo.follower import Away
+from holdfast.repo.follower import Away, holds
 from holdfast.repo.objects import Fields
-from holdfast.repo.places import Places, holds
+from holdfast.repo.places import Places
 from holdfast.store.contract import Store
 from holdfast.store.registry import open_store
 
@@ -174,7 +174,7 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
             spare -= 1
             if spare < 0:
                 raise
-            store.tell(f"{place.url} is left out: {error.message}")
+            store.say(f"{place.url} is left out: {error.message}")
             members.append("")
             follower.mark = b""
     return tuple(members)
@@ -190,7 +190,7 @@ def _join(places: Places, place: Store, repository: str) -> str:
     own = _name(place.url, there.id)
     others = [one for one in before if one[:_KEY] == own[:_KEY]]
     if others and own not in others and not places.declared.per_node:
-        places.tell(f"{place.url} is not the place that it was: what was put there before is not found")
+        places.say(f"{place.url} is not the place that it was: what was put there before is not found")
     _list(places, place, there)
     return there.id
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from holdfast.model import canonical
 from holdfast.model.checkpoint import Receipt
 from holdfast.repo import layout
 from holdfast.repo.chosen import Chosen
-from holdfast.repo.follower import Away, Follower
+from holdfast.repo.follower import Away, Follower, holds
 from holdfast.repo.recent import Recent
 from holdfast.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
 from holdfast.store.names import is_leftover
@@ -178,7 +179,7 @@ class Places:
             try:
                 store.delete([name])
             except StoreError as error:
-                self.tell(f"{name} could not be taken back from {store.url}: {error.message}")
+                self.say(f"{name} could not be taken back from {store.url}: {error.message}")
 
     def _copy(self, name: str, data: bytes, token: str) -> int:
         """Copies what the home has to the places that keep it; how many of those that packs are put into have it."""
@@ -205,9 +206,14 @@ class Places:
         """Tells of a place that is behind: once for each save."""
         self.tell_once(place, name.rpartition("/")[0], f"{place.url} has no copy of {name}: {in_words(error)}")
 
+    def say(self, message: str) -> None:
+        """Where warnings are errors nothing fails by one: what was asked for has been done."""
+        with suppress(Warning):
+            self.tell(message)
+
     def tell_once(self, place: Store, about: str, message: str) -> None:
         if self._told.add((place.url, about)):
-            self.tell(message)
+            self.say(message)
 
     def follower(self, place: Store) -> Follower:
         """One of the other places."""
@@ -262,7 +268,7 @@ class Places:
             return False
         for store in self.order(name):
             if store not in turned and holds(store, name):
-                self.tell(f"{name} in {used.url} is damaged: read from {store.url}")
+                self.say(f"{name} in {used.url} is damaged: read from {store.url}")
                 return True
         return False
 
@@ -289,7 +295,7 @@ class Places:
             except (StoreError, CorruptionError):
                 continue
             if canonical.is_sealed(data, name):
-                self.tell(f"{name} in {self.url} is damaged: read from {store.url}")
+                self.say(f"{name} in {self.url} is damaged: read from {store.url}")
                 return data
         return None
 
@@ -332,7 +338,7 @@ class Places:
         try:
             return work(store)
         except StoreError as error:
-            self.tell(f"{prefix or 'all'} of {store.url} cannot be listed: {error.message}")
+            self.say(f"{prefix or 'all'} of {store.url} cannot be listed: {error.message}")
             return []
 
     # -- the rest ------------------------------------------------------------------------------------------------------
@@ -348,7 +354,7 @@ class Places:
             try:
                 store.delete([name for name in spread if self.follower(store).is_of_home(name)])
             except StoreError as error:
-                self.tell(f"{spread[0]} could not be deleted from {store.url}: {error.message}")
+                self.say(f"{spread[0]} could not be deleted from {store.url}: {error.message}")
 
     def settle(self, name: str) -> None:
         if not layout.is_pack(name):
@@ -381,15 +387,6 @@ class Places:
     def close(self) -> None:
         for store in (self.home, *self.others):
             store.close()
-
-
-def holds(store: Store, name: str) -> bool:
-    """Whether there is an object of that name; False also where nobody can tell."""
-    try:
-        store.stat(name)
-    except StoreError:
-        return False
-    return True
 
 
 def _free_in(store: Store) -> int | None:

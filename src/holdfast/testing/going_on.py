@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 from holdfast.errors import HoldfastError
 from holdfast.model.names import CheckpointId, parse_attempt, parse_step
+from holdfast.repo.follower import holds
 from holdfast.repo.layout import begin_name, is_pack, run_directory, trash_directory
-from holdfast.repo.places import Places, holds
+from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Entry
 from holdfast.testing.checker import found_from

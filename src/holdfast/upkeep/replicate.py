@@ -17,8 +17,8 @@ from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout
 from holdfast.repo.copies import away, copies_of
-from holdfast.repo.follower import Away
-from holdfast.repo.places import Places, holds
+from holdfast.repo.follower import Away, holds
+from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 from holdfast.store.contract import Store
 from holdfast.upkeep.places import targets

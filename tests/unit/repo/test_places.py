@@ -22,8 +22,9 @@ from holdfast.errors import (
 from holdfast.model.names import CheckpointId
 from holdfast.repo import layout, objects
 from holdfast.repo.copies import copies_of, elsewhere, turn_away
+from holdfast.repo.follower import holds
 from holdfast.repo.notes import add_note, notes
-from holdfast.repo.places import Places, holds
+from holdfast.repo.places import Places
 from holdfast.repo.refs import put_ref, read_ref
 from holdfast.repo.repository import Repo
 from holdfast.repo.spread import Mirror, PerNode
@@ -958,3 +959,11 @@ def test_where_nobody_listens_what_goes_wrong_is_a_warning() -> None:
     other.fail(StoreFull("no space"), "put")
     with pytest.warns(UserWarning, match="no space"):
         Mirror(home, other, copies=1).put_if_absent(PACK, Bytes(b"data"), token="t0")
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_warnings_are_errors_nothing_that_was_done_fails_by_one() -> None:
+    home, other = Place(), Place()
+    other.fail(StoreFull("no space"), "put")
+    Mirror(home, other, copies=1).put_if_absent(PACK, Bytes(b"data"), token="t0")
+    assert home.get(PACK, limit=10) == b"data"

@@ -13,7 +13,8 @@ from holdfast.model import canonical
 from holdfast.model.checkpoint import Manifest
 from holdfast.model.names import CheckpointId
 from holdfast.ranks.topic import Topic
-from holdfast.repo.places import Places, holds
+from holdfast.repo.follower import holds
+from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 
 NOWHERE = -1
@@ -63,7 +64,7 @@ def hand_on(repo: Repo, manifest: Manifest, names: Sequence[str]) -> None:
     assert isinstance(places, Places), "no place else has anything"
 
     def told(name: str, nbytes: int) -> None:
-        places.tell(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks that do not find it")
+        places.say(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks that do not find it")
 
     if names:
         copy_packs(repo, manifest, frozenset(names), places.home, told)

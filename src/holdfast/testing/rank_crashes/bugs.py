@@ -17,7 +17,8 @@ from holdfast.ranks.message import Message
 from holdfast.ranks.session import Session
 from holdfast.ranks.topic import Topic
 from holdfast.repo import commit, layout, members, unfinished
-from holdfast.repo.places import Places, holds
+from holdfast.repo.follower import holds
+from holdfast.repo.places import Places
 from holdfast.repo.repository import Repo
 from holdfast.store.backends.filesystem import FileSystem
 from holdfast.store.contract import Bytes, Content, Store
