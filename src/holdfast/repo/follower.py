@@ -46,16 +46,16 @@ class Follower:
         lies there: another line of training has had the same numbers.
         """
         step = layout.step_of(name)
-        if step is None or (self.url, step) in self._escorted:
+        if step is None or step in self._escorted:
             return
         self._check_mark()
         attempt = step.rpartition("/")[0]
-        if (self.url, attempt) not in self._claims:
+        if attempt not in self._claims:
             self._bring_the_same(layout.REPOSITORY)
             if self._bring_the_same(f"{attempt}/{layout.ATTEMPT}"):
-                self._claims.add((self.url, attempt))
+                self._claims.add(attempt)
         self._bring(f"{step}/{layout.BEGIN}")  # it names what thousands of ranks may write: not read by each of them
-        self._escorted.add((self.url, step))
+        self._escorted.add(step)
 
     def _check_mark(self) -> None:
         if self.mark is None:
@@ -128,7 +128,7 @@ class Follower:
         """Whether what lies here under `name` is what the home calls so. Under another claim of the same number it is
         not: nothing of that is removed. Raises StoreError."""
         attempt = layout.attempt_of(name)
-        if attempt is None or (self.url, attempt) in self._claims:
+        if attempt is None or attempt in self._claims:
             return True
         claim = f"{attempt}/{layout.ATTEMPT}"
         try:
@@ -140,7 +140,7 @@ class Follower:
                 return False
         except ObjectNotFound:
             return False
-        self._claims.add((self.url, attempt))
+        self._claims.add(attempt)
         return True
 
 

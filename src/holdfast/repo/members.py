@@ -211,8 +211,8 @@ def _check_empty(places: Places, place: Store) -> None:
         )
 
 
-def _list(places: Places, place: Store, member: Member) -> bool:
-    """Puts the place on the list; whether it was not on it."""
+def _list(places: Places, place: Store, member: Member) -> None:
+    """Puts the place on the list, unless it is on it."""
     name = f"{layout.PLACES}/{_name(place.url, member.id)}"
     body: dict[str, Json] = {
         "member": member.id,
@@ -223,8 +223,7 @@ def _list(places: Places, place: Store, member: Member) -> bool:
     try:
         objects.put(places.home, name, objects.encode("place", name, body), token=secrets.token_hex(16))
     except AlreadyExists:
-        return False
-    return True
+        pass
 
 
 def _mark(places: Places, place: Store, repository: str) -> Member:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 from typing import Final
 
 _KEPT: Final = 256
 
 
 class Recent:
-    """Pairs that came last. May be used by several threads."""
+    """What came last. May be used by several threads."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], None] = {}
+        self._known: dict[Hashable, None] = {}
         self._lock = threading.Lock()
 
-    def __contains__(self, pair: tuple[str, str]) -> bool:
-        return pair in self._known
+    def __contains__(self, one: Hashable) -> bool:
+        return one in self._known
 
-    def add(self, pair: tuple[str, str]) -> bool:
+    def add(self, one: Hashable) -> bool:
         """Whether it is new."""
         with self._lock:
-            new = pair not in self._known
-            self._known[pair] = None
+            new = one not in self._known
+            self._known[one] = None
             if len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
             return new

@@ -22,7 +22,7 @@ from holdfast.store.names import TEMPORARY
 from holdfast.upkeep.census import Census, SaveDirectory, everything, look_at, place, take_census
 from holdfast.upkeep.marks import age_s, probe, put_mark, standing_marks, take_back_marks
 from holdfast.upkeep.owners import Finished, finished_runs, may_still_save
-from holdfast.upkeep.places import SET_BACK, Forgotten, ahead, forgotten, free_forgotten
+from holdfast.upkeep.places import Forgotten, free_forgotten, unknown
 from holdfast.upkeep.sweeping import close, listed_names, sweep
 from holdfast.upkeep.undelete import GRACE_S
 
@@ -115,7 +115,8 @@ def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None =
             garbage.append(_garbage(save, marked=bool(marks), left_s=max(0.0, grace_s - age)))
         elif save.state in ("unfinished", "removed", "damaged", "closed"):
             kept.append((save.id, reached))
-    kept += [(id, f"{url} has it, and the home does not know it: {SET_BACK}") for url, id in ahead(repo)]
+    forgotten, ahead = unknown(repo)
+    kept += ahead
     odds = tuple(_odds(repo, census, now_ns, grace_s))
     return GcPlan(
         repo.url,
@@ -125,7 +126,7 @@ def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None =
         tuple(void),
         tuple(kept),
         tuple(sorted(known.items())),
-        tuple(forgotten(repo)),
+        forgotten,
     )
 
 

@@ -67,17 +67,23 @@ def _tidied(places: Places, place: Store, id: CheckpointId, run: str) -> bool:
     return _free(place, id)
 
 
-def forgotten(repo: Repo) -> Iterator[Forgotten]:
-    """What the places that are found here hold of saves that the home no longer knows."""
-    places = repo.store
+def unknown(repo: Repo) -> tuple[tuple[Forgotten, ...], list[tuple[CheckpointId, str]]]:
+    """What the places that are found here hold of saves that the home does not know: those that it has let go of, and
+    those that it ought to know, each with what is to be said of it."""
+    places, gone, ahead = repo.store, [], []
     if not isinstance(places, Places) or places.of:
-        return
+        return (), []
     for place in places.others:
-        for key in place.children(layout.RUNS).directories:
-            for id in _saves(place, key) if is_run(key) else ():
-                if not _is_known(places.home, id) and not _is_ahead(places, place, id):
-                    names = [entry for entry in place.walk(id.directory) if layout.is_pack(entry.name)]
-                    yield Forgotten(place.url, id, sum(entry.length for entry in names))
+        for key in filter(is_run, place.children(layout.RUNS).directories):
+            for id in _saves(place, key):
+                if _is_known(places.home, id):
+                    continue
+                if _is_ahead(places, place, id):
+                    ahead.append((id, f"{place.url} has it, and the home does not know it: {SET_BACK}"))
+                else:
+                    packs = [entry.length for entry in place.walk(id.directory) if layout.is_pack(entry.name)]
+                    gone.append(Forgotten(place.url, id, sum(packs)))
+    return tuple(gone), ahead
 
 
 def free_forgotten(repo: Repo, found: Forgotten) -> bool:
@@ -155,18 +161,6 @@ def _is_aborted(home: Store, id: CheckpointId) -> bool:
         return isinstance(decode_manifest(home.get(id.manifest, limit=MAX_ABORTED), id), Aborted)
     except (ObjectNotFound, CorruptionError):
         return False
-
-
-def ahead(repo: Repo) -> Iterator[tuple[str, CheckpointId]]:
-    """What places hold that the home ought to know, by place: it was set back, from a backup, or is another one."""
-    places = repo.store
-    if not isinstance(places, Places) or places.of:
-        return
-    for place in places.others:
-        for key in place.children(layout.RUNS).directories:
-            for id in _saves(place, key) if is_run(key) else ():
-                if not _is_known(places.home, id) and _is_ahead(places, place, id):
-                    yield place.url, id
 
 
 def _is_ahead(places: Places, place: Store, id: CheckpointId) -> bool:
