@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/holdfast demo
+	$(BIN)/tenuto demo
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -98,65 +98,65 @@ bench-ranks: setup
 	$(BIN)/python benchmarks/plot.py
 
 crash-campaign: setup
-	$(BIN)/python -m holdfast.testing.crash_states --states 100000 --seed 1 --json $(RESULTS)/r1_crash_states.json
+	$(BIN)/python -m campaigns.crash_states --states 100000 --seed 1 --json $(RESULTS)/r1_crash_states.json
 
 kill-campaign: setup
-	$(BIN)/python -m holdfast.demo.campaign --kills 1000 --seed 100 --json $(RESULTS)/r2_kills.json
+	$(BIN)/python -m campaigns.kills --kills 1000 --seed 100 --json $(RESULTS)/r2_kills.json
 
 # About 15 minutes; leaves nothing in shared memory.
 kill-campaign-memory: setup
-	$(BIN)/python -m holdfast.demo.campaign --memory --kills 1000 --steps 120 --workers 2 --seed 300 --json $(RESULTS)/r2_kills_memory.json
+	$(BIN)/python -m campaigns.kills --memory --kills 1000 --steps 120 --workers 2 --seed 300 --json $(RESULTS)/r2_kills_memory.json
 
 # About ten minutes on two cores: numbers, and trainings under torch (DDP, FSDP2), in equal parts.
 ranks-campaign: setup
-	$(BIN)/python -m holdfast.testing.rank_kills --kills 200 --seed 1 --json $(RESULTS)/r5_ranks.json
+	$(BIN)/python -m campaigns.rank_kills --kills 200 --seed 1 --json $(RESULTS)/r5_ranks.json
 
 # About four minutes on two cores: numbers, with packs on each node's own disk.
 nodes-campaign: setup
-	$(BIN)/python -m holdfast.testing.rank_kills --training nodes --kills 150 --seed 1 --json $(RESULTS)/r5_nodes.json
+	$(BIN)/python -m campaigns.rank_kills --training nodes --kills 150 --seed 1 --json $(RESULTS)/r5_nodes.json
 
 # About twenty minutes on two cores: pairs of layouts over four processes and over simulated ranks, and bugs seeded.
 layouts-campaign: setup
-	$(BIN)/python -m holdfast.testing.layouts --pairs 250 --simulated 280 --seed 1 --json $(RESULTS)/layouts.json
+	$(BIN)/python -m campaigns.layouts --pairs 250 --simulated 280 --seed 1 --json $(RESULTS)/layouts.json
 
 # About ten minutes and 12 GiB of memory; one core. Its times are of the processor.
 scale-campaign: setup
-	$(BIN)/python -m holdfast.testing.many_ranks --json $(RESULTS)/many_ranks.json
+	$(BIN)/python -m campaigns.many_ranks --json $(RESULTS)/many_ranks.json
 
 # Every phase: a rank, the coordinator, a TCP store, a directory; and old jobs that come back. Five minutes on two cores.
 ranks-phases-campaign: setup
-	$(BIN)/python -m holdfast.testing.rank_phases --json $(RESULTS)/r5_phases.json
+	$(BIN)/python -m campaigns.rank_phases --json $(RESULTS)/r5_phases.json
 
 # Every scenario has its part of the states and of the twenty minutes; the seeded bugs come before, in some minutes.
 ranks-crash-campaign: setup
-	$(BIN)/python -m holdfast.testing.rank_crashes --states 100000 --seconds 1200 --seed 1 --json $(RESULTS)/r1_ranks.json
+	$(BIN)/python -m campaigns.rank_crashes --states 100000 --seconds 1200 --seed 1 --json $(RESULTS)/r1_ranks.json
 
 ranks-stateful-campaign: setup
-	$(BIN)/python -m holdfast.testing.stateful --ranks --examples 100 --seed 1 --json $(RESULTS)/r_stateful_ranks.json
+	$(BIN)/python -m campaigns.stateful --ranks --examples 100 --seed 1 --json $(RESULTS)/r_stateful_ranks.json
 
 exact-resume-campaign: setup
-	$(BIN)/python -m holdfast.testing.exact_resume --json $(RESULTS)/r8_exact_resume.json
+	$(BIN)/python -m campaigns.exact_resume --json $(RESULTS)/r8_exact_resume.json
 
 # About ten minutes.
 resume-ranks-campaign: setup
-	$(BIN)/python -m holdfast.testing.resume_ranks --json $(RESULTS)/r8_ranks.json
+	$(BIN)/python -m campaigns.resume_ranks --json $(RESULTS)/r8_ranks.json
 
 fault-campaign: setup
-	$(BIN)/python -m holdfast.testing.faulty_disk --seed 1 --cases 0 --seconds 1500 --json $(RESULTS)/r4_faults.json
+	$(BIN)/python -m campaigns.faulty_disk --seed 1 --cases 0 --seconds 1500 --json $(RESULTS)/r4_faults.json
 
 # Five minutes over all readers of bytes; the corpus that it begins with is tests/attacks.
 fuzz: setup
 	$(BIN)/python -m pip install --quiet -e '.[fuzz]'
-	$(BIN)/python -m holdfast.testing.fuzz --seconds 300 --json $(RESULTS)/r6_fuzz.json
+	$(BIN)/python -m campaigns.fuzz --seconds 300 --json $(RESULTS)/r6_fuzz.json
 
 retention-campaign: setup
-	$(BIN)/python -m holdfast.testing.retention_histories --histories 20000 --seed 1 --workers 2 --json $(RESULTS)/r7_retention.json
+	$(BIN)/python -m campaigns.retention_histories --histories 20000 --seed 1 --workers 2 --json $(RESULTS)/r7_retention.json
 
 corruption-campaign: setup
-	$(BIN)/python -m holdfast.testing.corruption --faults 1000000 --seed 1 --json $(RESULTS)/r3_corruption.json
+	$(BIN)/python -m campaigns.corruption --faults 1000000 --seed 1 --json $(RESULTS)/r3_corruption.json
 
 stateful-campaign: setup
-	$(BIN)/python -m holdfast.testing.stateful --examples 400 --seed 1 --json $(RESULTS)/r_stateful.json
+	$(BIN)/python -m campaigns.stateful --examples 400 --seed 1 --json $(RESULTS)/r_stateful.json
 
 # A sample: all mutants take hours. Which survive and why is in the result.
 mutation-run: setup

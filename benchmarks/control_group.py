@@ -122,7 +122,7 @@ class Watch:
 def group(name: str = "measuring") -> Iterator[Group]:
     """A fresh group; its processes must have ended before it is left. Raises NoControlGroups."""
     parent, version = _own_group()
-    path = parent / f"holdfast-{name}-{os.getpid()}"
+    path = parent / f"tenuto-{name}-{os.getpid()}"
     try:
         path.mkdir()
         if not (path / (V1 if version == 1 else V2).limit).exists():

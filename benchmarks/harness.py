@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
-import holdfast
-from holdfast.api.bench import cache
-from holdfast.api.bench import raw as loops
-from holdfast.testing.campaigns import code, machine, versions
+import tenuto
+from campaigns.result_file import code, machine, versions
+from tenuto.bench import cache
+from tenuto.bench import raw as loops
 
 RESULTS = Path(__file__).parent / "results"
 RESAMPLES = 10_000
@@ -230,7 +230,7 @@ def drop_cache(root: Path) -> str:
     return how
 
 
-def wait_for_seal(checkpointer: holdfast.Checkpointer) -> None:
+def wait_for_seal(checkpointer: tenuto.Checkpointer) -> None:
     """Returns when the state that went into memory last is whole there. Training never waits for that by itself."""
     training = checkpointer._training
     assert training is not None and training.saving.memory is not None, "there is no memory tier"
@@ -246,7 +246,7 @@ def empty_directory(path: Path) -> Path:
 def environment(place: Path) -> dict[str, Any]:
     return {
         "machine": {**machine(), "file_system": _output("df", "--output=fstype", str(place)).split()[-1]},
-        "versions": versions("torch", "numpy", "xxhash", "safetensors", "torch_checkpointing", "holdfast"),
+        "versions": versions("torch", "numpy", "xxhash", "safetensors", "torch_checkpointing", "tenuto"),
         **code(Path(__file__).parent / "*.py"),
         "threads": {"torch": torch.get_num_threads()},
     }

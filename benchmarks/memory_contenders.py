@@ -13,15 +13,15 @@ from typing import Any
 import peers
 from harness import GIB, make_state, tensors_of, wait_for_seal
 
-import holdfast
-from holdfast.image import slots
+import tenuto
+from tenuto.engine.staging import slots
 
 MIB = 1 << 20
 STEPS = 6
 LEAVE = "leave images"
-OURS = ("holdfast.Checkpointer", "holdfast.save, one-off", "holdfast.load")
-TIER = "holdfast.Checkpointer, memory tier"
-FROM_MEMORY = "restore() from memory, holdfast"
+OURS = ("tenuto.Checkpointer", "tenuto.save, one-off", "tenuto.load")
+TIER = "tenuto.Checkpointer, memory tier"
+FROM_MEMORY = "restore() from memory, tenuto"
 SAVES = (OURS[0], OURS[1], TIER, "dcp.async_save, thread", "dcp.async_save, process", "torch.save", "dcp.save")
 LOADS = (OURS[2], FROM_MEMORY, "torch.load + copy", "torch.load(mmap) + copy", "dcp.load", "safetensors + copy")
 FILES = {
@@ -36,7 +36,7 @@ FILES = {
 
 def saving(what: str, state: dict[str, Any], where: Path, budget: int | None) -> Callable[[], object]:
     def by_us() -> None:
-        with holdfast.Checkpointer(where, state, keep=holdfast.keep.latest(1), memory_budget=budget) as checkpointer:
+        with tenuto.Checkpointer(where, state, keep=tenuto.keep.latest(1), memory_budget=budget) as checkpointer:
             for _ in range(2):
                 checkpointer.step_done()
                 checkpointer.save().wait()
@@ -63,7 +63,7 @@ def saving(what: str, state: dict[str, Any], where: Path, budget: int | None) ->
 
     actions: dict[str, Callable[[], Callable[[], object]]] = {
         OURS[0]: lambda: by_us,
-        OURS[1]: lambda: lambda: holdfast.save(state, where),
+        OURS[1]: lambda: lambda: tenuto.save(state, where),
         TIER: lambda: with_memory,
         "dcp.async_save, thread": lambda: by_dcp("thread"),
         "dcp.async_save, process": lambda: by_dcp("process"),
@@ -73,14 +73,14 @@ def saving(what: str, state: dict[str, Any], where: Path, budget: int | None) ->
     return actions[what]()
 
 
-def remembering(where: Path, state: dict[str, Any]) -> holdfast.Checkpointer:
+def remembering(where: Path, state: dict[str, Any]) -> tenuto.Checkpointer:
     """Every step in memory, and none on the disk unless somebody asks."""
-    return holdfast.Checkpointer(
+    return tenuto.Checkpointer(
         where,
         state,
-        save=holdfast.every(steps=1_000_000),
-        memory=holdfast.every(steps=1),
-        keep=holdfast.keep.latest(1),
+        save=tenuto.every(steps=1_000_000),
+        memory=tenuto.every(steps=1),
+        keep=tenuto.keep.latest(1),
     )
 
 
@@ -102,7 +102,7 @@ def loading(what: str, state: dict[str, Any], where: Path) -> Callable[[], objec
         wait_for_seal(checkpointer)
 
     actions: dict[str, Callable[[], object]] = {
-        OURS[2]: lambda: holdfast.load(where, into=state),
+        OURS[2]: lambda: tenuto.load(where, into=state),
         FROM_MEMORY: from_memory,
         "torch.load + copy": lambda: peers.torch_load(state, where),
         "torch.load(mmap) + copy": lambda: peers.torch_load_mmap(state, where),

@@ -29,8 +29,8 @@ from ranks_job import Job, Restores, ranks_option, start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import holdfast
-from holdfast.store.registry import open_store
+import tenuto
+from tenuto.store.registry import open_store
 
 LAYOUTS = ("rows", "columns", "replicas")
 ROWS = 1024
@@ -75,12 +75,12 @@ class State:
         return {f"layers.{number}.weight": torch.zeros(shape) for number in range(self.leaves)}
 
     def declared(self, layout: str, local: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """As Holdfast takes it."""
+        """As Tenuto takes it."""
         if layout == "replicas":
-            return {"model": {name: holdfast.replicated(one) for name, one in local.items()}}
+            return {"model": {name: tenuto.replicated(one) for name, one in local.items()}}
         offsets = tuple(one.start or 0 for one in self.part(layout))
         whole = (ROWS, self.columns)
-        return {"model": {name: holdfast.shard(one, whole=whole, offsets=offsets) for name, one in local.items()}}
+        return {"model": {name: tenuto.shard(one, whole=whole, offsets=offsets) for name, one in local.items()}}
 
     def tensors(self, layout: str, local: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """As DCP takes it."""
@@ -131,7 +131,7 @@ def save(job: Job, state: State, place: Path, kinds: Mapping[str, str]) -> None:
     """`kinds`: layout by the directory that it is saved in."""
     for directory, layout in kinds.items():
         local = state.local(layout, filled=True)
-        with holdfast.Checkpointer(place / "ours" / directory, state.declared(layout, local)) as checkpointer:
+        with tenuto.Checkpointer(place / "ours" / directory, state.declared(layout, local)) as checkpointer:
             checkpointer.step_done()
             checkpointer.save(wait=True)
         where = place / "dcp" / directory
@@ -156,7 +156,7 @@ class Restoring(Restores):
 
         def measure() -> float:
             store = Counting(root)
-            checkpointer = holdfast.Checkpointer(store, self.state.declared(layout, local))
+            checkpointer = tenuto.Checkpointer(store, self.state.declared(layout, local))
             store.bytes = 0
             seconds = self.contender(name, root, lambda: timed(checkpointer.restore)).measure()
             asked = torch.tensor(store.bytes, dtype=torch.int64)
@@ -175,7 +175,7 @@ class Restoring(Restores):
     def check(self, layout: str, directory: str) -> None:
         """What is timed is the whole work: the bytes are there."""
         local = self._into[layout]
-        checkpointer = holdfast.Checkpointer(self.place / "ours" / directory, self.state.declared(layout, local))
+        checkpointer = tenuto.Checkpointer(self.place / "ours" / directory, self.state.declared(layout, local))
         checkpointer.restore()
         checkpointer.close()
         cut = self.state.part(layout)

@@ -26,29 +26,29 @@ import numpy as np
 import torch
 from harness import Contender, Result, arguments, compare, median_interval, note, report, workplace
 
-import holdfast
-from holdfast.engine.arenas import ArenaHolder
-from holdfast.engine.handle import Save
-from holdfast.engine.joint.party import Together
-from holdfast.engine.joint.sharing import JointPlan, Share, plan_together
-from holdfast.engine.joint.structure import Said, encode_said, understand
-from holdfast.engine.parts import saved_boxes
-from holdfast.engine.planned import Planner, SavePlan
-from holdfast.events import Emitter
-from holdfast.model.names import CheckpointId
-from holdfast.plan.assign import CHUNK_BYTES, Assignment, assign, written
-from holdfast.plan.coverage import check_coverage
-from holdfast.plan.holdings import Holdings, Shards, gather
-from holdfast.plan.reshard import reshard
-from holdfast.ranks.agreement import Agreement
-from holdfast.ranks.leftovers import Leftovers
-from holdfast.ranks.memory import MemoryBoard
-from holdfast.ranks.session import Session
-from holdfast.ranks.timing import Settings
-from holdfast.repo.repository import Repo
-from holdfast.state import Flattener
-from holdfast.state.contract import Flattened
-from holdfast.store.backends.memory import MemoryStore
+import tenuto
+from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.group.planning import GroupPlan, WriteAssignment, plan_group
+from tenuto.engine.group.rank_layout import RankLayout, encode_layout, read_layout
+from tenuto.engine.save.handle import Save
+from tenuto.engine.staging.budget import BudgetedArena
+from tenuto.engine.staging.plan import Planner, SavePlan
+from tenuto.events import Emitter
+from tenuto.model.ids import CheckpointId
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.cleanup import StaleRounds
+from tenuto.ranks.kv.in_process import InProcessKVStore
+from tenuto.ranks.session import Session
+from tenuto.ranks.timeouts import Settings
+from tenuto.repo.format.shard_table import saved_boxes
+from tenuto.repo.repository import Repo
+from tenuto.sharding.coverage import check_coverage
+from tenuto.sharding.holdings import Holdings, Shards, gather
+from tenuto.sharding.reshard import reshard
+from tenuto.sharding.write_plan import CHUNK_BYTES, Assignment, assign, written
+from tenuto.state.contract import Flattened
+from tenuto.state.encode.flattener import Flattener
+from tenuto.store.memory import MemoryStore
 
 WHOLE = (4096, 1024)
 ITEM_BYTES = 4
@@ -94,13 +94,13 @@ MESHES = (Mesh("rows", 1, 1), Mesh(JUDGED, 8, 1), Mesh("rows and columns, twice"
 def posted(said: Sequence[Shards], leaves: int) -> tuple[list[bytes], dict[str, Any]]:
     """What the ranks post, and the tree that all of them have, by its digest."""
     nodes = [[f"layers.{leaf}.weight", {"!": "leaf", "n": leaf, "as": "torch"}] for leaf in range(leaves)]
-    posts = [encode_said(Said(f"{rank:032x}", "tree", rows)) for rank, rows in enumerate(said)]
+    posts = [encode_layout(RankLayout(f"{rank:032x}", "tree", rows)) for rank, rows in enumerate(said)]
     return posts, {"tree": {"!": "dict", "i": nodes}}
 
 
-def first_plan(posts: Sequence[bytes], trees: Mapping[str, Any]) -> tuple[JointPlan, list[bytes]]:
-    said = [understand(post, rank) for rank, post in enumerate(posts)]
-    return plan_together(said, trees, chunk_bytes=CHUNK_BYTES)
+def first_plan(posts: Sequence[bytes], trees: Mapping[str, Any]) -> tuple[GroupPlan, list[bytes]]:
+    said = [read_layout(post, rank) for rank, post in enumerate(posts)]
+    return plan_group(said, trees, chunk_bytes=CHUNK_BYTES)
 
 
 def plan(said: Sequence[Shards], leaves: int) -> tuple[Holdings, Assignment, Holdings]:
@@ -150,11 +150,11 @@ class Known:
         plan, shares = first_plan(*posted(said, leaves))
         self._flattener = Flattener(state_of(said[rank]))
         flattened = self.look()
-        session = Session("f" * 32, rank, ranks, MemoryBoard(), Settings())
+        session = Session("f" * 32, rank, ranks, InProcessKVStore(), Settings())
         repo = Repo.create_or_open(MemoryStore("p11"))
-        self._together = Together(repo, Agreement(session, Leftovers(session)))
-        self._together._share = Share(plan.told, shares[rank], flattened, rank)
-        holder = ArenaHolder(repo.id, RUN, rank, budget=None, lasting=False)
+        self._together = GroupCommit(repo, Agreement(session, StaleRounds(session)))
+        self._together._share = WriteAssignment(plan.told, shares[rank], flattened, rank)
+        holder = BudgetedArena(repo.id, RUN, rank, budget=None, lasting=False)
         self._planner = Planner(holder, CHUNK_BYTES, Emitter(), rank=rank)
         self._step = 0
         self._made, rows = self.take(), saved_boxes(plan.table, plan.held.paths).rank == rank
@@ -198,7 +198,7 @@ def state_of(held: Shards) -> dict[str, Any]:
     """The state of a rank that holds this."""
     boxes = zip(held.leaf.tolist(), held.shape.tolist(), held.offsets.tolist(), strict=True)
     return {
-        f"layers.{leaf}.weight": holdfast.shard(torch.zeros(shape), whole=WHOLE, offsets=tuple(offsets))
+        f"layers.{leaf}.weight": tenuto.shard(torch.zeros(shape), whole=WHOLE, offsets=tuple(offsets))
         for leaf, shape, offsets in boxes
     }
 

@@ -32,13 +32,13 @@ from harness import (
     workplace,
 )
 
-import holdfast
+import tenuto
 
 FIRST_SAVES = 7
 
 
-def steady(where: Path, state: dict[str, Any]) -> tuple[holdfast.Checkpointer, Contender]:
-    checkpointer = holdfast.Checkpointer(where, state, keep=holdfast.keep.latest(1))
+def steady(where: Path, state: dict[str, Any]) -> tuple[tenuto.Checkpointer, Contender]:
+    checkpointer = tenuto.Checkpointer(where, state, keep=tenuto.keep.latest(1))
 
     def measure() -> float:
         checkpointer.step_done()
@@ -49,20 +49,20 @@ def steady(where: Path, state: dict[str, Any]) -> tuple[holdfast.Checkpointer, C
         checkpointer.wait()  # what is unlinked beside training would run into the next contender
         return stall
 
-    return checkpointer, Contender("holdfast save()", measure)
+    return checkpointer, Contender("tenuto save()", measure)
 
 
 def first_saves(place: Path, state: dict[str, Any], memcpy: raw.Memcpy, rounds: int) -> dict[str, list[float]]:
     """Each by a Checkpointer of its own, constructed (and so prewarmed) outside the figure."""
-    found: dict[str, list[float]] = {"holdfast first save()": [], "memcpy beside first": [], "prewarm": []}
+    found: dict[str, list[float]] = {"tenuto first save()": [], "memcpy beside first": [], "prewarm": []}
     for _ in range(rounds):
-        with holdfast.Checkpointer(empty_directory(place / "first"), state) as checkpointer:
+        with tenuto.Checkpointer(empty_directory(place / "first"), state) as checkpointer:
             checkpointer.step_done()
             memcpy()
             found["memcpy beside first"].append(memcpy())
             begun = time.perf_counter()
             save = checkpointer.save()
-            found["holdfast first save()"].append(time.perf_counter() - begun)
+            found["tenuto first save()"].append(time.perf_counter() - begun)
             save.wait()
             checkpointer.wait()  # what is unlinked beside training would run into the next contender
             found["prewarm"].append(checkpointer.prewarm_s)
@@ -121,7 +121,7 @@ def main() -> None:
         result.judge(
             Target(
                 "first stall, prewarmed, <= 1.2 memcpy + 5 us a leaf",
-                "holdfast first save()",
+                "tenuto first save()",
                 "memcpy beside first",
                 at_most=1.2,
                 allowance_s=per_leaf,

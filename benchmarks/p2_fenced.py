@@ -37,15 +37,15 @@ from harness import (
 )
 from p3_overhead import Training
 
-import holdfast
-from holdfast.state.ownership import PROBATION
+import tenuto
+from tenuto.state.update_barrier import PROBATION
 
 ROUNDS = 30
 LEAST_MEMCPYS = 3.0
 AIM_MEMCPYS = 4.0
 MOST_TOKENS = 8192
-FENCED = "holdfast save(), fenced"
-EAGER = "holdfast save(), eager"
+FENCED = "tenuto save(), fenced"
+EAGER = "tenuto save(), eager"
 BESIDE = ("eager", "thread", "process", "torch.save")
 
 
@@ -80,10 +80,10 @@ class Ours:
         self.between_s: list[float] = []
         """Forward and backward after each save."""
         self.fence_s: list[float] = []
-        self.checkpointer = holdfast.Checkpointer(
+        self.checkpointer = tenuto.Checkpointer(
             where,
             training.objects(),
-            keep=holdfast.keep.latest(1),
+            keep=tenuto.keep.latest(1),
             capture="fenced" if capture == "fenced" else "eager",
         )
         for _ in range(PROBATION):

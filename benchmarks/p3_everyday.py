@@ -42,9 +42,9 @@ from harness import (
 )
 from p3_overhead import Training
 
-import holdfast
-from holdfast import events
-from holdfast.state.ownership import PROBATION
+import tenuto
+from tenuto import events
+from tenuto.state.update_barrier import PROBATION
 
 TEN = 10
 ROUNDS = 7
@@ -54,7 +54,7 @@ AIM_SHARE = 0.8 * LARGEST_SHARE
 """What a step is made for: the measured share comes out a little different in every run."""
 LARGEST_OVERHEAD = 0.03
 NONE = "no saving"
-WAYS = {"eager": "holdfast, memory and disk", "fenced": "holdfast, memory and disk, fenced"}
+WAYS = {"eager": "tenuto, memory and disk", "fenced": "tenuto, memory and disk, fenced"}
 PEER = "dcp.async_save, thread, disk"
 BESIDE = ("eager", "fenced", "thread")
 
@@ -101,7 +101,7 @@ class Stalls:
     def emit(self, event: events.Event) -> None:
         if isinstance(event, events.Captured):
             self.disk_s.append(event.stall_s)
-        elif isinstance(event, events.Remembered):
+        elif isinstance(event, events.SavedToMemory):
             self.memory_s.append(event.stall_s)
 
 
@@ -111,12 +111,12 @@ class Ours:
     def __init__(self, training: Training, steps: int, where: Path, capture: Literal["eager", "fenced"]) -> None:
         self._training, self._steps = training, steps
         self._stalls = Stalls()
-        self.checkpointer = holdfast.Checkpointer(
+        self.checkpointer = tenuto.Checkpointer(
             where,
             training.objects(),
-            save=holdfast.every(steps=TEN),
-            memory=holdfast.every(steps=1),
-            keep=holdfast.keep.latest(1),
+            save=tenuto.every(steps=TEN),
+            memory=tenuto.every(steps=1),
+            keep=tenuto.keep.latest(1),
             capture=capture,
             sinks=[self._stalls],
         )

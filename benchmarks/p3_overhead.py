@@ -40,8 +40,8 @@ from harness import (
 )
 from writing_process import WritingProcess
 
-import holdfast
-from holdfast.state.ownership import PROBATION
+import tenuto
+from tenuto.state.update_barrier import PROBATION
 
 WIDTH = 1024
 HEADS = 16
@@ -49,8 +49,8 @@ LAYER_BYTES = 3 * 4 * 12 * WIDTH * WIDTH
 """Of one transformer layer's weights (four of attention, eight of its feed-forward part) and AdamW's two moments."""
 ROUNDS = 12
 NONE = "no save"
-EAGER = "holdfast save()"
-FENCED = "holdfast save(), fenced"
+EAGER = "tenuto save()"
+FENCED = "tenuto save(), fenced"
 WRITER = "copy, then a writing process"
 OF_RANKS = ("fenced", "thread", "process")
 BESIDE = (*OF_RANKS, "writer")
@@ -131,7 +131,7 @@ def block(training: Training, steps: int, save: Callable[[], Callable[[], object
     return time.perf_counter() - begun
 
 
-def ours(checkpointer: holdfast.Checkpointer) -> Callable[[], Callable[[], object]]:
+def ours(checkpointer: tenuto.Checkpointer) -> Callable[[], Callable[[], object]]:
     def save() -> Callable[[], object]:
         checkpointer.step_done()
         return checkpointer.save().wait
@@ -151,7 +151,7 @@ class Contenders:
 
     def __init__(self, training: Training, steps: int, place: Path) -> None:
         self._training, self._steps, self._place = training, steps, place
-        self._checkpointers: list[holdfast.Checkpointer] = []
+        self._checkpointers: list[tenuto.Checkpointer] = []
         self._processes: list[WritingProcess] = []
 
     def none(self) -> Contender:
@@ -159,8 +159,8 @@ class Contenders:
 
     def ours(self, capture: Literal["eager", "fenced"]) -> Contender:
         training = self._training
-        checkpointer = holdfast.Checkpointer(
-            self._place / capture, training.objects(), keep=holdfast.keep.latest(1), capture=capture
+        checkpointer = tenuto.Checkpointer(
+            self._place / capture, training.objects(), keep=tenuto.keep.latest(1), capture=capture
         )
         self._checkpointers.append(checkpointer)
         for _ in range(PROBATION if capture == "fenced" else 0):

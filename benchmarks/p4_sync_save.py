@@ -30,12 +30,12 @@ from harness import (
     workplace,
 )
 
-import holdfast
+import tenuto
 
 
-def loop(where: Path, state: dict[str, Any]) -> tuple[holdfast.Checkpointer, Contender]:
+def loop(where: Path, state: dict[str, Any]) -> tuple[tenuto.Checkpointer, Contender]:
     """Inside a training loop: memory is held between saves; the older checkpoint is removed beside the next step."""
-    checkpointer = holdfast.Checkpointer(where, state, keep=holdfast.keep.latest(1))
+    checkpointer = tenuto.Checkpointer(where, state, keep=tenuto.keep.latest(1))
 
     def measure() -> float:
         checkpointer.step_done()
@@ -43,17 +43,17 @@ def loop(where: Path, state: dict[str, Any]) -> tuple[holdfast.Checkpointer, Con
         checkpointer.wait()  # what is unlinked beside training would run into the next contender
         return seconds
 
-    return checkpointer, Contender("holdfast save(wait=True)", measure)
+    return checkpointer, Contender("tenuto save(wait=True)", measure)
 
 
 def once(place: Path, state: dict[str, Any]) -> Contender:
     def measure() -> float:
         where = place / "once"
-        seconds = timed(lambda: holdfast.save(state, where))
+        seconds = timed(lambda: tenuto.save(state, where))
         shutil.rmtree(where)
         return seconds
 
-    return Contender("holdfast.save, one-off", measure)
+    return Contender("tenuto.save, one-off", measure)
 
 
 def file_written(place: Path, name: str, write: Callable[[Path], float]) -> Contender:

@@ -32,7 +32,7 @@ from harness import (
     workplace,
 )
 
-import holdfast
+import tenuto
 
 RAW_BYTES = 1 << 30
 
@@ -72,7 +72,7 @@ class Reading:
 
     def all(self) -> list[Contender]:
         where, state, target = self.place, self.state, self.target
-        holdfast.save(state, where / "ours")
+        tenuto.save(state, where / "ours")
         (where / "dcp").mkdir()
         peers.dcp_save(state, where / "dcp")
         pack = max((where / "ours").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
@@ -84,7 +84,7 @@ class Reading:
             Contender("memcpy", raw.Memcpy(tensors_of(state))),
             self.contender("raw O_DIRECT read", pack, lambda: raw.read(pack, buffer, piece, length=length)),
             self.contender(
-                "holdfast.load", where / "ours", lambda: timed(lambda: holdfast.load(where / "ours", into=target))
+                "tenuto.load", where / "ours", lambda: timed(lambda: tenuto.load(where / "ours", into=target))
             ),
             self.contender("dcp.load", where / "dcp", lambda: peers.dcp_load(target, where / "dcp")),
         ]
@@ -113,7 +113,7 @@ class Reading:
         """What was timed was the whole work: the bytes are there."""
         for tensor in tensors_of(self.target):
             tensor.zero_()
-        holdfast.load(self.place / "ours", into=self.target)
+        tenuto.load(self.place / "ours", into=self.target)
         assert all(torch.equal(self.target["model"][name], one) for name, one in self.state["model"].items())
         assert self.target["epoch"] == self.state["epoch"]
 
@@ -125,7 +125,7 @@ def main() -> None:
         reading = Reading(place, state, cold=options.cache == "cold", every_peer=options.beside == "all")
         contenders = reading.all()
         reading.check()
-        seconds = compare(contenders, rounds=options.rounds, own="holdfast.load", note=note)
+        seconds = compare(contenders, rounds=options.rounds, own="tenuto.load", note=note)
         nbytes = sum(one.nbytes for one in tensors_of(state))
         result = Result(f"p5_restore_{options.cache}", seconds, nbytes, sized=True)
         result.facts["cache"] = f"cold: {reading.how}" if reading.cold else "hot: each file read once before"
@@ -133,12 +133,12 @@ def main() -> None:
         if reading.cold:
             result.judge(
                 Target(
-                    "share of the raw direct read's speed >= 0.90", "raw O_DIRECT read", "holdfast.load", at_least=0.90
+                    "share of the raw direct read's speed >= 0.90", "raw O_DIRECT read", "tenuto.load", at_least=0.90
                 )
             )
         else:
-            result.judge(Target("memcpys that a hot restore takes <= 1.4", "holdfast.load", "memcpy", at_most=1.4))
-        result.judge(Target("times faster than dcp.load >= 2", "dcp.load", "holdfast.load", at_least=2.0))
+            result.judge(Target("memcpys that a hot restore takes <= 1.4", "tenuto.load", "memcpy", at_most=1.4))
+        result.judge(Target("times faster than dcp.load >= 2", "dcp.load", "tenuto.load", at_least=2.0))
         report(result, options, place)
 
 

@@ -34,7 +34,7 @@ from harness import (
 )
 from safetensors import safe_open
 
-import holdfast
+import tenuto
 
 CHUNK = 262144
 HOT, COLD = 30, 7
@@ -60,7 +60,7 @@ def of_dcp(root: Path, name: str, like: torch.Tensor) -> torch.Tensor:
 
 def looks(place: Path, like: torch.Tensor) -> list[Look]:
     return [
-        Look("holdfast", place / "ours", holdfast.open, lambda opened, name: opened[f"model/{name}"][...]),
+        Look("tenuto", place / "ours", tenuto.open, lambda opened, name: opened[f"model/{name}"][...]),
         Look(
             "torch.load(mmap)",
             place / "state.pt",
@@ -115,7 +115,7 @@ def main() -> None:
     state = make_state(options.gib, options.leaves)
     names = list(state["model"])
     with workplace(options) as place:
-        holdfast.save(state, place / "ours")
+        tenuto.save(state, place / "ours")
         peers.torch_save(state, place / "state.pt")
         peers.safetensors_save(state["model"], place / "state.safetensors")
         (place / "dcp").mkdir()
@@ -142,11 +142,11 @@ def main() -> None:
 def judge(result: Result, needed: int) -> None:
     for heat in ("hot", "cold"):
         for what, limit in (("open", 10.0), ("first tensor", 1.0)):
-            found = median_interval([value * 1e3 for value in result.seconds[f"holdfast: {what}, {heat}"]])
+            found = median_interval([value * 1e3 for value in result.seconds[f"tenuto: {what}, {heat}"]])
             result.judge_value(f"{what} <= {limit:g} ms, {heat}", found, at_most=limit, unit="ms")
     allowed = (needed + 2 * CHUNK) / (1 << 20)
     for account_ in ("asked", "fetched"):
-        found = median_interval([value / (1 << 20) for value in result.memory[f"holdfast: first tensor, {account_}"]])
+        found = median_interval([value / (1 << 20) for value in result.memory[f"tenuto: first tensor, {account_}"]])
         text = f"first tensor, bytes {account_} <= its {needed:,} + 2 chunks"
         result.judge_value(text, found, at_most=allowed, unit="mib")
 

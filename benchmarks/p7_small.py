@@ -4,7 +4,7 @@
 
 A save is the whole `Checkpointer.save(wait=True)`: copied, digested, files and directories synced, committed. The first
 one is by a Checkpointer that has only just been built, with plan and memory taken, which is a figure of its own;
-`holdfast.save` is everything at once. Restores are into existing tensors, every byte verified, from the page cache; the
+`tenuto.save` is everything at once. Restores are into existing tensors, every byte verified, from the page cache; the
 first is by a Checkpointer that has only just been built. Target: at most 20 us a tensor each.
 """
 
@@ -33,12 +33,12 @@ from harness import (
     workplace,
 )
 
-import holdfast
+import tenuto
 
 TENSOR_BYTES = 1024
 LEAVES = 10_000
 TARGET_US = 20.0
-JUDGED = ("holdfast save(wait=True)", "holdfast first save(wait=True)", "holdfast.load", "holdfast first restore()")
+JUDGED = ("tenuto save(wait=True)", "tenuto first save(wait=True)", "tenuto.load", "tenuto first restore()")
 
 
 class Saving:
@@ -48,7 +48,7 @@ class Saving:
         self.place = place
         self.state = state
         self.constructing: list[float] = []
-        self.steady = holdfast.Checkpointer(place / "steady", state, keep=holdfast.keep.latest(1))
+        self.steady = tenuto.Checkpointer(place / "steady", state, keep=tenuto.keep.latest(1))
 
     def _steady(self) -> float:
         self.steady.step_done()
@@ -59,14 +59,14 @@ class Saving:
     def _first(self) -> float:
         where = empty_directory(self.place / "first")
         begun = time.perf_counter()
-        with holdfast.Checkpointer(where, self.state) as checkpointer:
+        with tenuto.Checkpointer(where, self.state) as checkpointer:
             self.constructing.append(time.perf_counter() - begun)
             checkpointer.step_done()
             return timed(lambda: checkpointer.save(wait=True))
 
     def _once(self) -> float:
         where = empty_directory(self.place / "once")
-        return timed(lambda: holdfast.save(self.state, where))
+        return timed(lambda: tenuto.save(self.state, where))
 
     def _dcp(self) -> float:
         return peers.dcp_save(self.state, empty_directory(self.place / "dcp-written"))
@@ -79,9 +79,9 @@ class Saving:
 
     def contenders(self) -> list[Contender]:
         return [
-            Contender("holdfast save(wait=True)", self._steady),
-            Contender("holdfast first save(wait=True)", self._first),
-            Contender("holdfast.save, one-off", self._once),
+            Contender("tenuto save(wait=True)", self._steady),
+            Contender("tenuto first save(wait=True)", self._first),
+            Contender("tenuto.save, one-off", self._once),
             Contender("torch.save + fsync", lambda: self._file(peers.torch_save, self.state)),
             Contender("dcp.save", self._dcp),
             Contender("safetensors + fsync", lambda: self._file(peers.safetensors_save, self.state["model"])),
@@ -100,7 +100,7 @@ class Restoring:
         self.place = place
         self.state = state
         self.target = {"model": {name: torch.zeros_like(one) for name, one in state["model"].items()}, "epoch": 0}
-        holdfast.save(state, place / "ours")
+        tenuto.save(state, place / "ours")
         peers.torch_save(state, place / "state.pt")
         peers.safetensors_save(state["model"], place / "state.safetensors")
         (place / "dcp").mkdir()
@@ -108,11 +108,11 @@ class Restoring:
 
     def _load(self) -> float:
         warm_cache(self.place / "ours")
-        return timed(lambda: holdfast.load(self.place / "ours", into=self.target))
+        return timed(lambda: tenuto.load(self.place / "ours", into=self.target))
 
     def _first(self) -> float:
         warm_cache(self.place / "ours")
-        checkpointer = holdfast.Checkpointer(self.place / "ours", self.target)
+        checkpointer = tenuto.Checkpointer(self.place / "ours", self.target)
         seconds = timed(checkpointer.restore)
         checkpointer.close()
         return seconds
@@ -120,8 +120,8 @@ class Restoring:
     def contenders(self) -> list[Contender]:
         place, target = self.place, self.target
         return [
-            Contender("holdfast.load", self._load),
-            Contender("holdfast first restore()", self._first),
+            Contender("tenuto.load", self._load),
+            Contender("tenuto first restore()", self._first),
             Contender("torch.load + copy", lambda: peers.torch_load(target, place / "state.pt")),
             Contender("dcp.load", lambda: peers.dcp_load(target, place / "dcp")),
             Contender("safetensors + copy", lambda: peers.safetensors_load(target, place / "state.safetensors")),
@@ -143,11 +143,11 @@ def main() -> None:
     state = make_state(options.gib, options.leaves)
     with workplace(options) as place:
         saving = Saving(place, state)
-        seconds = compare(saving.contenders(), rounds=options.rounds, own="holdfast save(wait=True)", note=note)
+        seconds = compare(saving.contenders(), rounds=options.rounds, own="tenuto save(wait=True)", note=note)
         saving.close()
         restoring = Restoring(place, state)
         restoring.check()
-        seconds |= compare(restoring.contenders(), rounds=options.rounds, own="holdfast.load", note=note)
+        seconds |= compare(restoring.contenders(), rounds=options.rounds, own="tenuto.load", note=note)
         result = Result("p7_small", seconds, sum(one.nbytes for one in tensors_of(state)))
         result.seconds["building a Checkpointer"] = saving.constructing[1:]
         for name in JUDGED:

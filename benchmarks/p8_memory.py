@@ -36,22 +36,11 @@ from typing import Any
 
 import peers
 from control_group import Group, NoControlGroups, group
-from harness import (
-    GIB,
-    Result,
-    arguments,
-    drop_cache,
-    leaf_items,
-    make_state,
-    median_interval,
-    note,
-    report,
-    workplace,
-)
+from harness import GIB, Result, arguments, drop_cache, leaf_items, make_state, median_interval, note, report, workplace
 from memory_contenders import FILES, FROM_MEMORY, LEAVE, LOADS, MIB, OURS, SAVES, TIER, saving, work
 
-import holdfast
-from holdfast.image import slots
+import tenuto
+from tenuto.engine.staging import slots
 
 SPARE = 64 * MIB
 RESTORE_SPARE = 128 * MIB
@@ -188,7 +177,7 @@ def prepare(what: str, place: Path, options: argparse.Namespace) -> Path:
 def write_files(place: Path, options: argparse.Namespace) -> None:
     for suffix, gib, leaves in (("", options.gib, options.leaves), ("-warm", 2 * MIB / GIB, 2)):
         state = make_state(gib, leaves)
-        holdfast.save(state, place / f"ours{suffix}")
+        tenuto.save(state, place / f"ours{suffix}")
         peers.torch_save(state, place / f"state.pt{suffix}")
         peers.safetensors_save(state["model"], place / f"state.safetensors{suffix}")
         (place / f"dcp{suffix}").mkdir()
@@ -242,7 +231,7 @@ def judge(result: Result, nbytes: int) -> None:
         found = median_interval([value / MIB for value in result.memory[f"{what}: held"]])
         result.judge_value(f"{text} ({above // MIB} MiB)", found, at_most=above / MIB, unit="mib")
     for what, found_under in result.facts["under_a_hard_limit"].items():
-        if "holdfast" in what:
+        if "tenuto" in what:
             survived = 1.0 if found_under["ended"] == "done" else 0.0
             text = f"{what}: done under a hard limit of {found_under['limit_mib_above_training']} MiB above training"
             result.judge_value(text, (survived, survived, survived), at_least=1.0, unit="done")
@@ -269,7 +258,7 @@ def _high_water() -> int:
 @contextlib.contextmanager
 def shared_memory(options: argparse.Namespace) -> Iterator[None]:
     """A directory of this run for the images, instead of the one that belongs to all trainings; gone afterwards."""
-    options.shared_memory = tempfile.mkdtemp(prefix="holdfast-p8-", dir=options.shared_memory)
+    options.shared_memory = tempfile.mkdtemp(prefix="tenuto-p8-", dir=options.shared_memory)
     try:
         yield
     finally:

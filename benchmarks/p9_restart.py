@@ -44,8 +44,8 @@ from harness import (
     workplace,
 )
 
-import holdfast
-from holdfast.image import slots
+import tenuto
+from tenuto.engine.staging import slots
 
 LOAD = "restore() from memory, one thread"
 MEMCPY = "memcpy, one thread"
@@ -61,11 +61,9 @@ def child_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shared-memory", default=slots.SHARED_MEMORY, help="where images lie (default %(default)s)")
 
 
-def checkpointer(place: Path, state: dict[str, Any]) -> holdfast.Checkpointer:
+def checkpointer(place: Path, state: dict[str, Any]) -> tenuto.Checkpointer:
     # Only an older step is in the store: what comes back as the newest can only have come from memory.
-    return holdfast.Checkpointer(
-        place / "ours", state, save=holdfast.every(steps=1_000_000), memory=holdfast.every(steps=1)
-    )
+    return tenuto.Checkpointer(place / "ours", state, save=tenuto.every(steps=1_000_000), memory=tenuto.every(steps=1))
 
 
 def fingerprints(state: dict[str, Any]) -> list[str]:
@@ -133,7 +131,7 @@ def main() -> None:
         return
     rounds = options.rounds or ROUNDS
     seconds: dict[str, list[float]] = {name: [] for name in (LOAD, MEMCPY, PEER, BUILD)}
-    shared = tempfile.mkdtemp(prefix="holdfast-p9-", dir=options.shared_memory)
+    shared = tempfile.mkdtemp(prefix="tenuto-p9-", dir=options.shared_memory)
     try:
         with workplace(options) as place:
             process("train", options, place, shared)

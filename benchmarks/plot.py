@@ -18,10 +18,10 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import table
+from matplotlib import pyplot
 
 mpl.use("svg")
-mpl.rcParams.update({"svg.hashsalt": "holdfast", "svg.fonttype": "path", "font.size": 9, "font.family": "DejaVu Sans"})
-from matplotlib import pyplot  # noqa: E402 - after the choice of what draws
+mpl.rcParams.update({"svg.hashsalt": "tenuto", "svg.fonttype": "path", "font.size": 9, "font.family": "DejaVu Sans"})
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 TEXT = "#808080"
@@ -31,20 +31,20 @@ RESAMPLES = 10_000
 LABEL = 0.22
 """Room for a figure beside its bar, as a share of the longest."""
 NAMES = {
-    "holdfast save()": "Holdfast",
-    "holdfast save(wait=True)": "Holdfast",
-    "holdfast.load": "Holdfast",
-    "holdfast restore()": "Holdfast",
-    "holdfast save(), fenced": "Holdfast, fenced",
-    "holdfast save(), eager": "Holdfast, eager",
-    "lost to a holdfast save()": "Holdfast",
-    "lost to a holdfast save(), fenced": "Holdfast, fenced",
-    "restore() from memory, one thread": "Holdfast, from memory",
+    "tenuto save()": "Tenuto",
+    "tenuto save(wait=True)": "Tenuto",
+    "tenuto.load": "Tenuto",
+    "tenuto restore()": "Tenuto",
+    "tenuto save(), fenced": "Tenuto, fenced",
+    "tenuto save(), eager": "Tenuto, eager",
+    "lost to a tenuto save()": "Tenuto",
+    "lost to a tenuto save(), fenced": "Tenuto, fenced",
+    "restore() from memory, one thread": "Tenuto, from memory",
     "torch.load + copy, cold disk": "torch.load, cold disk",
-    "holdfast.Checkpointer, memory tier": "Holdfast, memory tier",
-    "restore() from memory, holdfast": "Holdfast, from memory",
-    "holdfast.Checkpointer": "Holdfast",
-    "holdfast.save, one-off": "Holdfast, one-off",
+    "tenuto.Checkpointer, memory tier": "Tenuto, memory tier",
+    "restore() from memory, tenuto": "Tenuto, from memory",
+    "tenuto.Checkpointer": "Tenuto",
+    "tenuto.save, one-off": "Tenuto, one-off",
     "dcp.async_save, thread": "dcp.async_save (thread)",
     "dcp.async_save, process": "dcp.async_save (process)",
     "lost to a dcp.async_save, thread": "dcp.async_save (thread)",
@@ -65,22 +65,22 @@ class Panel:
     of_medians: bool = False
 
 
-SAVERS = ("holdfast save()", "dcp.async_save, thread", "dcp.async_save, process", "torch.save")
-FENCED_SAVERS = ("holdfast save(), fenced", "holdfast save(), eager", *SAVERS[1:3])
+SAVERS = ("tenuto save()", "dcp.async_save, thread", "dcp.async_save, process", "torch.save")
+FENCED_SAVERS = ("tenuto save(), fenced", "tenuto save(), eager", *SAVERS[1:3])
 WRITERS = (
-    "holdfast save(wait=True)",
-    "holdfast.save, one-off",
+    "tenuto save(wait=True)",
+    "tenuto.save, one-off",
     "safetensors + fsync",
     "torch_checkpointing + fsync",
     "torch.save + fsync",
     "dcp.save",
 )
 RESTARTERS = ("restore() from memory, one thread", "torch.load + copy, cold disk")
-READERS = ("holdfast.load", "safetensors + copy", "torch.load(mmap) + copy", "dcp.load", "torch.load + copy")
+READERS = ("tenuto.load", "safetensors + copy", "torch.load(mmap) + copy", "dcp.load", "torch.load + copy")
 
 
 def is_ours(name: str) -> bool:
-    return "holdfast" in name or NAMES.get(name, "").startswith("Holdfast")
+    return "tenuto" in name or NAMES.get(name, "").startswith("Tenuto")
 
 
 def panels(documents: dict[str, Any]) -> list[Panel]:
@@ -112,7 +112,7 @@ def panels_of_ranks(documents: dict[str, Any]) -> list[Panel]:
         first = f"{ranks} ranks: "
         lost = tuple(f"lost to a {name}" for name in (SAVERS[0], FENCED_SAVERS[0], *SAVERS[1:3]))
         copies, writes, reads = "copies by all ranks", "raw direct writes by all ranks", "raw direct reads by all ranks"
-        held, readers = f"{first}held by a", ("holdfast restore()", "dcp.load")
+        held, readers = f"{first}held by a", ("tenuto restore()", "dcp.load")
         wanted = [
             Panel("stall", f"{held}n asynchronous save", "memcpy", copies, SAVERS, 1.05),
             Panel("fenced", f"{held} fenced save", "memcpy", copies, FENCED_SAVERS, 0.05),

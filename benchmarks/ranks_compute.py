@@ -16,16 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness import Contender, arguments, compare, left_out
-from p3_overhead import (
-    EAGER,
-    OF_RANKS,
-    ROUNDS,
-    Contenders,
-    block,
-    judge,
-    options_of_training,
-    steps_for,
-)
+from p3_overhead import EAGER, OF_RANKS, ROUNDS, Contenders, block, judge, options_of_training, steps_for
 from ranks_job import Job, Sharded, dcp_async, memcpy, ranks_option, removed, run
 
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import holdfast
+import tenuto
 
 KINDS = ("thread", "process")
 
@@ -161,7 +161,7 @@ class Sharded(Training):
         """Tensors as large as all ranks' parts together, the same on each rank, as data parallelism has them."""
         generator = torch.Generator().manual_seed(0)
         whole = [torch.randn(one.shape, generator=generator) for one in super().tensors()]
-        return {"model": holdfast.replicated({str(number): one for number, one in enumerate(whole)})}
+        return {"model": tenuto.replicated({str(number): one for number, one in enumerate(whole)})}
 
 
 class Restores:

@@ -19,9 +19,9 @@ import torch
 from harness import Contender, Target, arguments, compare, timed
 from ranks_job import Job, Restores, Sharded, memcpy, ranks_option, run
 
-import holdfast
+import tenuto
 
-OWN = "holdfast restore()"
+OWN = "tenuto restore()"
 ROUNDS = 30
 RAW_BYTES = 1 << 30
 
@@ -41,7 +41,7 @@ class Reading(Restores):
         self.training = training
         self.ours, self.dcp = place / "ours", place / "dcp"
         self.state = training.dictionaries()
-        with holdfast.Checkpointer(self.ours, training.objects()) as checkpointer:
+        with tenuto.Checkpointer(self.ours, training.objects()) as checkpointer:
             checkpointer.step_done()
             checkpointer.save(wait=True)
         job.emptied(self.dcp)
@@ -52,7 +52,7 @@ class Reading(Restores):
         """Each by a Checkpointer of its own: the ranks meet outside the figure."""
 
         def measure() -> float:
-            checkpointer = holdfast.Checkpointer(self.ours, self.training.objects())
+            checkpointer = tenuto.Checkpointer(self.ours, self.training.objects())
             seconds = self.contender(OWN, self.ours, lambda: timed(checkpointer.restore)).measure()
             checkpointer.close()
             return seconds

@@ -26,11 +26,11 @@ from harness import Contender, Target, arguments, choosing, compare, left_out, t
 from p2_fenced import Ours, feed_enough
 from ranks_job import KINDS, Job, Sharded, memcpy, ranks_option, removed, run
 
-import holdfast
-from holdfast.plan.assign import Strategy
+import tenuto
+from tenuto.sharding.write_plan import Strategy
 
-OURS = {"stall": "holdfast save()", "fenced": "holdfast save(), fenced", "durable": "holdfast save(wait=True)"}
-BY_ALL, BY_ONE = "holdfast save(), replicas, by all ranks", "holdfast save(), all by one rank"
+OURS = {"stall": "tenuto save()", "fenced": "tenuto save(), fenced", "durable": "tenuto save(wait=True)"}
+BY_ALL, BY_ONE = "tenuto save(), replicas, by all ranks", "tenuto save(), all by one rank"
 ROUNDS = 30
 PER_LEAF_S = 5e-6
 
@@ -63,10 +63,10 @@ class Saves:
         where: str = "ours",
         state: dict[str, Any] | None = None,
         writers: Strategy = "balanced",
-    ) -> tuple[holdfast.Checkpointer, Contender]:
+    ) -> tuple[tenuto.Checkpointer, Contender]:
         """`state`: where it is not the training's."""
         state = state or self.training.objects()
-        checkpointer = holdfast.Checkpointer(self.place / where, state, keep=holdfast.keep.latest(1), writers=writers)
+        checkpointer = tenuto.Checkpointer(self.place / where, state, keep=tenuto.keep.latest(1), writers=writers)
 
         def measure() -> float:
             checkpointer.step_done()
@@ -135,7 +135,7 @@ def fenced(saves: Saves, options: argparse.Namespace) -> None:
     copy = raw.Memcpy(saves.tensors)
     tokens = options.tokens or feed_enough(training, copy, job.slowest)
     fence, eager = (Ours(training, saves.place / capture, capture) for capture in ("fenced", "eager"))
-    own, plain = job.contender(OURS["fenced"], fence), job.contender("holdfast save(), eager", eager)
+    own, plain = job.contender(OURS["fenced"], fence), job.contender("tenuto save(), eager", eager)
     beside = [saves.dcp_stall(kind) for kind in KINDS if kind in options.beside]
     contenders = [job.contender("memcpy", copy), own, plain, *beside]
     seconds = compare(contenders, rounds=options.rounds or ROUNDS, own=own.name, note=job.note)

@@ -1,4 +1,4 @@
-"""The references: one memcpy by torch, and the raw loops that `holdfast bench` measures places with."""
+"""The references: one memcpy by torch, and the raw loops that `tenuto bench` measures places with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.api.bench.raw import MIB, aligned, fastest_piece, read, write
+from tenuto.bench.raw import MIB, aligned, fastest_piece, read, write
 
 __all__ = ["MIB", "Memcpy", "MemcpyOverWritten", "aligned", "fastest_piece", "read", "write"]
 

@@ -35,7 +35,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """`own`: Holdfast's figure in the result, and what is said beside it; `beside`: others' figures and their words.
+    """`own`: Tenuto's figure in the result, and what is said beside it; `beside`: others' figures and their words.
 
     `{gib}` in `what` is the state's size. `figures`: "median_s", "median_bytes" or "share_lost".
     """
@@ -75,21 +75,21 @@ COPY = ("memcpy", "one copy in memory")
 
 def _stall(id: str) -> Row:
     what = "training held by an asynchronous save, {gib} GiB"
-    return Row(id, what, "holdfast save()", (*ASYNC, TORCH), COPY)
+    return Row(id, what, "tenuto save()", (*ASYNC, TORCH), COPY)
 
 
 def _fenced(id: str) -> Row:
     what = "training held by a fenced save, {gib} GiB"
-    beside = (("holdfast save(), eager", "eager"), *ASYNC, TORCH)
-    return Row(id, what, "holdfast save(), fenced", beside, COPY)
+    beside = (("tenuto save(), eager", "eager"), *ASYNC, TORCH)
+    return Row(id, what, "tenuto save(), fenced", beside, COPY)
 
 
 def _overhead(id: str) -> list[Row]:
     beside = tuple((f"lost to a {name}", words) for name, words in ASYNC)
     what = "training time lost to a {kind}save, all cores busy, {{gib}} GiB"
     return [
-        Row(id, what.format(kind=""), "lost to a holdfast save()", beside, COPY),
-        Row(id, what.format(kind="fenced "), "lost to a holdfast save(), fenced", beside, COPY),
+        Row(id, what.format(kind=""), "lost to a tenuto save()", beside, COPY),
+        Row(id, what.format(kind="fenced "), "lost to a tenuto save(), fenced", beside, COPY),
     ]
 
 
@@ -97,7 +97,7 @@ def _everyday(id: str) -> list[Row]:
     beside = (("dcp.async_save, thread, disk", "`dcp.async_save` (thread), to disk alone"),)
     what = "training time lost to every step in memory and every tenth on disk{kind}, {{gib}} GiB"
     return [
-        Row(id, what.format(kind=kind), f"holdfast, memory and disk{kind}", beside, None, "share_lost")
+        Row(id, what.format(kind=kind), f"tenuto, memory and disk{kind}", beside, None, "share_lost")
         for kind in ("", ", fenced")
     ]
 
@@ -106,9 +106,9 @@ def _durable(id: str) -> Row:
     return Row(
         id,
         "durable save, flushed and digested, {gib} GiB",
-        "holdfast save(wait=True)",
+        "tenuto save(wait=True)",
         (
-            ("holdfast.save, one-off", "one-off `holdfast.save`"),
+            ("tenuto.save, one-off", "one-off `tenuto.save`"),
             ("torch.save + fsync", "`torch.save` + fsync"),
             ("dcp.save", "`dcp.save`"),
             ("safetensors + fsync", "safetensors + fsync"),
@@ -142,7 +142,7 @@ def _restored(id: str, words: str, reference: tuple[str, str] | None) -> Row:
     return Row(
         id,
         f"restore {words}, every byte verified, {{gib}} GiB",
-        "holdfast.load",
+        "tenuto.load",
         (
             ("dcp.load", "`dcp.load`"),
             ("torch.load + copy", "`torch.load`"),
@@ -161,14 +161,14 @@ def _small() -> list[Row]:
         Row(
             "p7_small",
             "durable save of 10,000 tensors of 1 KiB",
-            "holdfast save(wait=True)",
+            "tenuto save(wait=True)",
             tuple((name, words[name]) for name in saves),
-            ("holdfast.save, one-off", "one-off"),
+            ("tenuto.save, one-off", "one-off"),
         ),
         Row(
             "p7_small",
             "restore of 10,000 tensors of 1 KiB",
-            "holdfast.load",
+            "tenuto.load",
             tuple((name, words[name]) for name in loads),
         ),
     ]
@@ -182,7 +182,7 @@ def _lazy() -> list[Row]:
     ):
         for heat, words in (("hot", "in the page cache"), ("cold", "cold")):
             beside = tuple((f"{one}: {own}, {heat}", _NAMES[one]) for one in peers)
-            found.append(Row("p6_lazy", f"{what}, {words}", f"holdfast: {own}, {heat}", beside))
+            found.append(Row("p6_lazy", f"{what}, {words}", f"tenuto: {own}, {heat}", beside))
     return found
 
 
@@ -196,26 +196,26 @@ def _memory(id: str) -> list[Row]:
     held = tuple((f"{one}: held", words[one]) for one in saves)
     cached = (f"{saves[0]}: with page cache", "with its page cache")
     from_files = tuple((f"{one}: held", f"`{one.removesuffix(' + copy')}`") for one in loads)
-    one_off = ("holdfast.save, one-off: held", "one-off `holdfast.save`")
+    one_off = ("tenuto.save, one-off: held", "one-off `tenuto.save`")
     return [
         Row(id, what, own, beside, reference, "median_bytes")
         for what, own, beside, reference in (
             (
                 "memory of an asynchronous save above the training's own, {gib} GiB",
-                "holdfast.Checkpointer: held",
+                "tenuto.Checkpointer: held",
                 (*held, cached),
                 one_off,
             ),
             (
                 "memory of saves with two states kept in memory above the training's own, {gib} GiB",
-                "holdfast.Checkpointer, memory tier: held",
+                "tenuto.Checkpointer, memory tier: held",
                 held,
                 None,
             ),
-            ("memory of a restore above its destination, {gib} GiB", "holdfast.load: held", from_files, None),
+            ("memory of a restore above its destination, {gib} GiB", "tenuto.load: held", from_files, None),
             (
                 "memory of a restore from memory above its destination, {gib} GiB",
-                "restore() from memory, holdfast: held",
+                "restore() from memory, tenuto: held",
                 from_files,
                 None,
             ),
@@ -264,7 +264,7 @@ def _of_ranks(ranks: int, size: str) -> list[Row]:
 
     copy, write = ("memcpy", "all ranks copying"), ("raw O_DIRECT write", "raw direct writes")
     restores = (
-        alike(row, f"restore_{heat}", reference, "holdfast restore()")
+        alike(row, f"restore_{heat}", reference, "tenuto restore()")
         for row, heat, reference in (
             (_restored("", "from the page cache", COPY), "hot", copy),
             (_restored("", "from a cold disk", None), "cold", ("raw O_DIRECT read", "raw direct reads")),
@@ -308,7 +308,7 @@ def block(documents: dict[str, Document]) -> str:
 
 
 def _table(shown: Sequence[tuple[Row, Document]]) -> list[str]:
-    head = ["| what | Holdfast | beside it | command |", "|---|---|---|---|"]
+    head = ["| what | Tenuto | beside it | command |", "|---|---|---|---|"]
     return [*head, *(_line(row, document) for row, document in shown)]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from holdfast.engine.politeness import stand_back
+from tenuto.concurrency.background_priority import stand_back
 
 CHUNK = 256 << 10
 PIECE = 16 << 20

@@ -21,7 +21,7 @@ HEAD = "<!-- Generated from the docstrings by `make reference`; a change here is
 
 def pages() -> dict[str, str]:
     """Every page by its name."""
-    package = griffe.load("holdfast", search_paths=[SOURCES], submodules=True)
+    package = griffe.load("tenuto", search_paths=[SOURCES], submodules=True)
     return {
         "python.md": HEAD + "\n".join(python(package)),
         "torch.md": HEAD + "\n".join(torch(package)),
@@ -32,31 +32,31 @@ def pages() -> dict[str, str]:
 
 
 def python(package: Any) -> Iterator[str]:
-    import holdfast
+    import tenuto
 
-    yield "# `holdfast`\n"
-    yield "```text\nimport holdfast\nfrom holdfast import every, keep, on\n```\n"
-    homes = holdfast._HOME
-    for name in [name for name in holdfast.__all__ if name != "__version__"]:
+    yield "# `tenuto`\n"
+    yield "```text\nimport tenuto\nfrom tenuto import every, keep, on\n```\n"
+    homes = tenuto._HOME
+    for name in [name for name in tenuto.__all__ if name != "__version__"]:
         if name in ("keep", "on"):
             yield from module(name, package[f"policy.{name}"])
             continue
-        home = "policy.triggers" if name == "every" else homes[name].removeprefix("holdfast.")
-        yield from documented(package[f"{home}.{name}"], f"holdfast.{name}", level=2)
-    yield "## `holdfast.__version__`\n"
+        home = "policy.save" if name == "every" else homes[name].removeprefix("tenuto.")
+        yield from documented(package[f"{home}.{name}"], f"tenuto.{name}", level=2)
+    yield "## `tenuto.__version__`\n"
     yield "The version, a string.\n"
 
 
 def torch(package: Any) -> Iterator[str]:
-    yield "# `holdfast.torch`\n"
+    yield "# `tenuto.torch`\n"
     yield f"{package['torch'].docstring.value}\n"
     yield from documented(
-        package["integrations.torch.sampler.ResumableSampler"], "holdfast.torch.ResumableSampler", level=2
+        package["integrations.torch.data.sampler.ResumableSampler"], "tenuto.torch.ResumableSampler", level=2
     )
 
 
 def module(name: str, found: Any) -> Iterator[str]:
-    yield f"## `holdfast.{name}`\n"
+    yield f"## `tenuto.{name}`\n"
     yield f"{found.docstring.value}\n"
     for one in found.members.values():
         if not one.is_alias and one.is_function and not one.name.startswith("_"):
@@ -117,9 +117,9 @@ def signature(found: Any, name: str) -> str:
 
 
 def errors(package: Any) -> Iterator[str]:
-    from holdfast import errors as tree
+    from tenuto import errors as tree
 
-    yield "# `holdfast.errors`\n"
+    yield "# `tenuto.errors`\n"
     drawn, _, rest = package["errors"].docstring.value.partition("\n\nEach error")
     title, _, drawing = drawn.partition("\n\n")
     yield f"{title}\n\n```text\n{drawing}\n```\n\nEach error{rest}\n"
@@ -127,39 +127,39 @@ def errors(package: Any) -> Iterator[str]:
     for name, found in package["errors"].members.items():
         if not found.is_alias and found.is_class:
             yield f"| `{name}` | {getattr(tree, name).exit_code} |"
-    yield "\n`holdfast.Preempted` is no error: it is the SystemExit of a training that a signal asked to leave.\n"
+    yield "\n`tenuto.Preempted` is no error: it is the SystemExit of a training that a signal asked to leave.\n"
 
 
 def events(package: Any) -> Iterator[str]:
-    from holdfast import events as told
-    from holdfast import report
+    from tenuto import events as told
+    from tenuto import telemetry
 
-    yield "# `holdfast.events` and `holdfast.report`\n"
-    yield f"{package['report'].docstring.value}\n\nA sink is given as `sinks=[…]`; `emit` gets each event.\n"
-    for name in report.__all__:
-        home = getattr(report, name).__module__.removeprefix("holdfast.")
-        yield from documented(package[f"{home}.{name}"], f"holdfast.report.{name}", level=2)
-    yield from documented(package["events.Sink"], "holdfast.events.Sink", level=2)
+    yield "# `tenuto.events` and `tenuto.telemetry`\n"
+    yield f"{package['telemetry'].docstring.value}\n\nA sink is given as `sinks=[…]`; `emit` gets each event.\n"
+    for name in telemetry.__all__:
+        home = getattr(telemetry, name).__module__.removeprefix("tenuto.")
+        yield from documented(package[f"{home}.{name}"], f"tenuto.telemetry.{name}", level=2)
+    yield from documented(package["events.Sink"], "tenuto.events.Sink", level=2)
     for name, found in package["events"].members.items():
         if not found.is_alias and found.is_class and issubclass(getattr(told, name), told.Event):
-            yield from documented(found, f"holdfast.events.{name}", level=2)
+            yield from documented(found, f"tenuto.events.{name}", level=2)
 
 
 def command_line() -> Iterator[str]:
     import typer
 
-    from holdfast.cli import exitcodes
-    from holdfast.cli.application import COMMANDS, application
+    from tenuto.cli.application import COMMANDS, application
+    from tenuto.cli.console import exitcodes
 
-    yield "# `holdfast`, the command\n"
+    yield "# `tenuto`, the command\n"
     yield "Data goes to stdout, the story to stderr, a hint comes last. `--json` gives one JSON document, also for an"
     yield "error, whose `schema` names its kind and version.\n"
     whole: Any = typer.main.get_command(application())
     for name in COMMANDS:
         command = whole.commands[name]
-        context = command.make_context(f"holdfast {name}", [], resilient_parsing=True, terminal_width=100, color=False)
+        context = command.make_context(f"tenuto {name}", [], resilient_parsing=True, terminal_width=100, color=False)
         words = re.sub(r"[ \t]+$", "", command.get_help(context), flags=re.M)
-        yield f"## `holdfast {name}`\n\n```text\n{textwrap.dedent(words).strip()}\n```\n"
+        yield f"## `tenuto {name}`\n\n```text\n{textwrap.dedent(words).strip()}\n```\n"
     yield "## Exit status\n\n| status | means |\n|---|---|"
     for code, meaning in exitcodes.EXIT_CODES.items():
         yield f"| {code} | {meaning} |"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-from holdfast import every, keep, on
+import tenuto
+from tenuto import every, keep, on
 
 GROUP = 2
 
@@ -25,7 +25,7 @@ def train(where: str, epochs: int = 3) -> float:
 
     state = {"model": model, "optimizer": optimizer}
     when, what = every(epochs=1) | on.signal(), keep.latest(2) | keep.best(1, "val_loss")
-    with holdfast.Checkpointer(where, state, run="epochs", data=loader, save=when, keep=what) as ckpt:
+    with tenuto.Checkpointer(where, state, run="epochs", data=loader, save=when, keep=what) as ckpt:
         for epoch in ckpt.epochs(epochs, accumulate=GROUP):
             for number, (x, y) in enumerate(ckpt.batches):  # the rest of this epoch
                 loss = nn.functional.mse_loss(model(x), y)

@@ -7,15 +7,13 @@ import sys
 
 import numpy as np
 
-import holdfast
-from holdfast import every, keep, on
+import tenuto
+from tenuto import every, keep, on
 
 
 def walk(where: str, steps: int = 200) -> np.ndarray:
     state = {"place": np.zeros(1000), "generator": np.random.default_rng(0), "furthest": 0.0}
-    with holdfast.Checkpointer(
-        where, state, run="walk", save=every(steps=50) | on.signal(), keep=keep.latest(1)
-    ) as ckpt:
+    with tenuto.Checkpointer(where, state, run="walk", save=every(steps=50) | on.signal(), keep=keep.latest(1)) as ckpt:
         for _ in ckpt.steps(steps):
             state["place"] += state["generator"].normal(size=1000)
             state["furthest"] = max(state["furthest"], float(abs(state["place"]).max()))

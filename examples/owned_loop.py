@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-import holdfast
-from holdfast import every, keep, on
+import tenuto
+from tenuto import every, keep, on
 
 
 class Trainer:
-    """Stands for the trainer of a library: the loop is its own, and it knows nothing of Holdfast."""
+    """Stands for the trainer of a library: the loop is its own, and it knows nothing of Tenuto."""
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         self.model = model
@@ -39,7 +39,7 @@ def train(where: str, steps: int = 40) -> Trainer:
     trainer = Trainer(nn.Linear(4, 1), steps)
     state = {"model": trainer.model, "optimizer": trainer.optimizer}
     when = every(steps=10) | on.signal()
-    with holdfast.Checkpointer(where, state, run="owned", save=when, keep=keep.latest(2)) as ckpt:
+    with tenuto.Checkpointer(where, state, run="owned", save=when, keep=keep.latest(2)) as ckpt:
 
         def on_train_begin() -> None:
             ckpt.restore()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-from holdfast import every, keep, on
+import tenuto
+from tenuto import every, keep, on
 
 
 def train(where: str, steps: int = 60) -> float:
@@ -25,7 +25,7 @@ def train(where: str, steps: int = 60) -> float:
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     when, what = every(steps=20) | on.end() | on.signal(), keep.latest(2) | keep.best(1, "loss")
-    with holdfast.Checkpointer(where, state, run="plain", data=loader, save=when, keep=what) as ckpt:
+    with tenuto.Checkpointer(where, state, run="plain", data=loader, save=when, keep=what) as ckpt:
         for _ in ckpt.steps(steps):
             x, y = next(ckpt.batches)
             loss = nn.functional.mse_loss(model(x), y)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
-from holdfast import every, keep, on
+import tenuto
+from tenuto import every, keep, on
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
     loss: torch.Tensor | None = None
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         options.where, state, save=every(steps=10) | on.end() | on.signal(), keep=keep.latest(2)
     ) as ckpt:
         for step in ckpt.steps(options.steps):

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import holdfast
-from holdfast import every, keep, on
+import tenuto
+from tenuto import every, keep, on
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     memory = every(steps=1) if options.memory else None
     when = every(steps=10) | on.end() | on.signal()
     loss: torch.Tensor | None = None
-    with holdfast.Checkpointer(options.where, state, save=when, keep=keep.latest(2), memory=memory) as ckpt:
+    with tenuto.Checkpointer(options.where, state, save=when, keep=keep.latest(2), memory=memory) as ckpt:
         for step in ckpt.steps(options.steps):
             batch = torch.randn(24, 64, generator=torch.Generator().manual_seed(step))
             part = batch.tensor_split(world)[rank]

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import holdfast
-from holdfast import every, keep, on
+import tenuto
+from tenuto import every, keep, on
 
 
 def parallel(model: nn.Sequential, world: int) -> int:
@@ -45,7 +45,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     state = {"model": model, "optimizer": optimizer}
     loss: torch.Tensor | None = None
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         options.where, state, save=every(steps=10) | on.end() | on.signal(), keep=keep.latest(2)
     ) as ckpt:
         for step in ckpt.steps(options.steps):

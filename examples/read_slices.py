@@ -7,14 +7,14 @@ import sys
 
 import torch
 
-import holdfast
+import tenuto
 
 
 def look(where: str) -> torch.Tensor:
     torch.manual_seed(0)
-    holdfast.save({"embedding": torch.randn(10_000, 64), "vocabulary": 10_000}, where, run="words")
+    tenuto.save({"embedding": torch.randn(10_000, 64), "vocabulary": 10_000}, where, run="words")
 
-    with holdfast.open(where, run="words") as opened:
+    with tenuto.open(where, run="words") as opened:
         for path, leaf in opened.items():
             print(f"{path}: {leaf.dtype} {leaf.shape}, {leaf.nbytes} bytes")
         rows: torch.Tensor = opened["embedding"][100:104, ::2]

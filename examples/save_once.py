@@ -9,7 +9,7 @@ import sys
 import torch
 from torch import nn
 
-import holdfast
+import tenuto
 
 
 def build() -> nn.Module:
@@ -18,14 +18,14 @@ def build() -> nn.Module:
 
 def write(where: str) -> None:
     torch.manual_seed(0)
-    checkpoint = holdfast.save({"model": build(), "labels": ["cat", "dog"]}, where, run="classifier")
+    checkpoint = tenuto.save({"model": build(), "labels": ["cat", "dog"]}, where, run="classifier")
     print(f"saved {checkpoint.id}: {checkpoint.leaves} leaves, {checkpoint.bytes} bytes")
 
 
 def read(where: str) -> nn.Module:
     model = build()
-    found = holdfast.load(where, into={"model": model}, run="classifier")  # every byte is verified
-    labels = holdfast.load(where, include="labels", run="classifier").state["labels"]
+    found = tenuto.load(where, into={"model": model}, run="classifier")  # every byte is verified
+    labels = tenuto.load(where, include="labels", run="classifier").state["labels"]
     print(f"loaded {found.checkpoint.id} for {labels}; left aside: {list(found.report.skipped)}")
     return model
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-from holdfast import every, keep, on
+import tenuto
+from tenuto import every, keep, on
 
 CONTEXT, WIDTH, LAYERS, HEADS, BATCH, DROPOUT = 64, 128, 3, 4, 12, 0.1
 
@@ -66,7 +66,7 @@ def train(where: str, *, run: str, steps: int, save_every: int, on_step: Any = s
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     when, what = every(steps=save_every) | on.end() | on.signal(), keep.latest(3)
-    with holdfast.Checkpointer(where, state, run=run, data=loader, save=when, keep=what, **options) as ckpt:
+    with tenuto.Checkpointer(where, state, run=run, data=loader, save=when, keep=what, **options) as ckpt:
         for step in ckpt.steps(steps):
             (text,) = next(ckpt.batches)
             logits = model(text[:, :-1].int())

@@ -6,9 +6,9 @@ import errno
 from pathlib import Path
 from typing import Any
 
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.store.wrappers.retry import Patience, RetryingStore
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem
+from tenuto.store.wrappers.retry import Patience, RetryingStore
 
 
 class Refusing(OperatingSystem):

@@ -13,13 +13,13 @@ from unittest import mock
 
 import torch
 
-import holdfast
-from holdfast import every, keep
-from holdfast.engine import fenced as engine
-from holdfast.events import Event, LeafDemoted, SaveFailedEvent
-from holdfast.image import fenced
-from holdfast.integrations.torch import late
-from holdfast.state import ownership
+import tenuto
+from tenuto import every, keep
+from tenuto.engine.fence import fence
+from tenuto.engine.save import fenced_capture as engine
+from tenuto.events import Event, LeafDemoted, SaveFailedEvent
+from tenuto.integrations.torch import device
+from tenuto.state import update_barrier
 
 Tensors = dict[str, torch.Tensor]
 SLICE = 64
@@ -54,7 +54,7 @@ class Told:
 def spying(told: Told) -> Iterator[None]:
     """Tiny leaves are fenced too, in tiny slices, and `told` learns which were."""
 
-    class Spied(fenced.Fence):
+    class Spied(fence.Fence):
         def __init__(self, flattened: Any, choice: Any, places: Any, observer: Any, *, pace: Any, name: str) -> None:
             step = int(name.rpartition("-")[2])
             told.late[step] = {flattened.specs[span.leaf].path for span in choice.late}
@@ -69,10 +69,10 @@ def spying(told: Told) -> Iterator[None]:
 
     with (
         mock.patch.object(engine, "Fence", Spied),
-        mock.patch.object(ownership, "LEAST_BYTES", 1),
-        mock.patch.object(ownership, "_EDGE", 16),
-        mock.patch.object(late, "HOST_STEP", SLICE),
-        mock.patch("holdfast.integrations.torch.device.TorchBound.late_step", SLICE),
+        mock.patch.object(update_barrier, "LEAST_BYTES", 1),
+        mock.patch.object(update_barrier, "_EDGE", 16),
+        mock.patch.object(device, "HOST_STEP", SLICE),
+        mock.patch("tenuto.integrations.torch.device.TorchBound.late_step", SLICE),
     ):
         yield
 
@@ -108,13 +108,13 @@ def train(
     *,
     steps: int = 8,
     told: Told | None = None,
-    finish: Callable[[holdfast.Checkpointer], object] | None = None,
+    finish: Callable[[tenuto.Checkpointer], object] | None = None,
     **more: Any,
 ) -> Told:
     """Trains `steps` steps and saves after each; `body(step)` is the step."""
     told = told or Told()
     more = {"capture": "fenced", "save": every(steps=1), "keep": keep.all(), "sinks": [told], **more}
-    with spying(told), holdfast.Checkpointer(where, state, **more) as ckpt:
+    with spying(told), tenuto.Checkpointer(where, state, **more) as ckpt:
         for step in ckpt.steps(steps):
             body(step)
             told.snapshots[step + 1] = snapshot(state)
@@ -124,14 +124,14 @@ def train(
 
 
 def committed(where: Path) -> list[int]:
-    return sorted(id.step for id in holdfast.Repository(where).checkpoints("main"))
+    return sorted(id.step for id in tenuto.Repository(where).checkpoints("main"))
 
 
 def assert_images_are_right(where: Path, state: dict[str, Any], told: Told) -> list[int]:
     """Every committed checkpoint is, bit for bit, what the state was when it was taken. Their steps."""
     steps = committed(where)
     for step in steps:
-        holdfast.load(where, into=state, step=step)
+        tenuto.load(where, into=state, step=step)
         found, wanted = snapshot(state), told.snapshots[step]
         assert found.keys() == wanted.keys(), (step, found.keys() ^ wanted.keys())
         for path, tensor in wanted.items():
@@ -225,13 +225,13 @@ class HeldCopy:
 @contextmanager
 def holding() -> Iterator[HeldCopy]:
     held = HeldCopy()
-    copy_one = late.HostCopies.copy
+    copy_one = device.HostCopies.copy
 
-    def patched(self: late.HostCopies, number: int) -> None:
-        if threading.current_thread().name.startswith("holdfast-fence"):
+    def patched(self: device.HostCopies, number: int) -> None:
+        if threading.current_thread().name.startswith("tenuto-fence"):
             held.wait()
         copy_one(self, number)
 
-    with mock.patch.object(late.HostCopies, "copy", patched):
+    with mock.patch.object(device.HostCopies, "copy", patched):
         yield held
         held.let_go()

@@ -1,4 +1,4 @@
-"""Processes forked from a server that has torch and Holdfast loaded, and ran none of either: an interpreter that loads
+"""Processes forked from a server that has torch and Tenuto loaded, and ran none of either: an interpreter that loads
 them anew takes seconds of a processor for each.
 
 One server serves all tests of a process: whoever comes first says what it loads, so all say the same.
@@ -23,11 +23,11 @@ LOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.optim.adamw",
-    "holdfast.api.checkpointer",
-    "holdfast.engine.parts",
-    "holdfast.integrations.torch.adapter",
-    "holdfast.ranks.shared_files",
-    "holdfast.ranks.torch_store",
+    "tenuto.training.checkpointer",
+    "tenuto.engine.read.sharded_reader",
+    "tenuto.integrations.torch.adapter",
+    "tenuto.ranks.kv.shared_files",
+    "tenuto.ranks.kv.torch_store",
 ]
 
 

@@ -6,10 +6,10 @@ import re
 import threading
 from typing import Any
 
-from holdfast.errors import StoreError
-from holdfast.model.checkpoint import Receipt
-from holdfast.store.contract import Content, Store
-from holdfast.store.registry import open_store
+from tenuto.errors import StoreError
+from tenuto.model.records import Receipt
+from tenuto.store.contract import Content, Store
+from tenuto.store.registry import open_store
 
 STEPS = 50
 PATIENCE_S = 60.0

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from holdfast.ranks.agreement import Agreement
-from holdfast.ranks.memory import MemoryBoard, ThreadRanks
-from holdfast.ranks.timing import Settings
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.ranks.timeouts import Settings
 
 Result = TypeVar("Result")
 DEADLINE_S = 60.0
@@ -36,7 +36,7 @@ def outcomes(count: int, work: Callable[[Agreement], Any]) -> Sequence[Any]:
 
 def together(count: int, work: Callable[[Any], Any]) -> Sequence[Any]:
     """What `work` returns or raises on each rank, each a thread."""
-    board = MemoryBoard()
+    board = InProcessKVStore()
     found: list[Any] = [None] * count
 
     def run(rank: int) -> None:

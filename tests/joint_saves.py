@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-import holdfast
-from holdfast.engine.job import About
-from holdfast.engine.joint.party import Together
-from holdfast.engine.save import Saver
-from holdfast.model.names import CheckpointId
-from holdfast.ranks.agreement import Agreement
-from holdfast.repo.attempts import claim
-from holdfast.repo.repository import Repo
-from holdfast.state import Flattener
+import tenuto
+from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.model.ids import CheckpointId
+from tenuto.ranks.agreement import Agreement
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import Flattener
 
 from .joint_ranks import on_ranks
 
@@ -42,13 +42,13 @@ def held(rank: int, of: int, step: int = 0) -> dict[str, Any]:
     return {
         "model": {
             **model,
-            "rows": holdfast.shard(model["rows"][rows].copy(), whole=(ROWS, WIDTH), offsets=(rows.start, 0)),
-            "columns": holdfast.shard(
+            "rows": tenuto.shard(model["rows"][rows].copy(), whole=(ROWS, WIDTH), offsets=(rows.start, 0)),
+            "columns": tenuto.shard(
                 model["columns"][:, columns].copy(), whole=(6, 60, 4), offsets=(0, columns.start, 0)
             ),
         },
         "lr": 0.5,
-        "seed": holdfast.per_rank({"order": np.full(3, rank), "name": f"rank {rank}"}),
+        "seed": tenuto.per_rank({"order": np.full(3, rank), "name": f"rank {rank}"}),
     }
 
 
@@ -60,13 +60,13 @@ def save_jointly(
 
     def work(agreement: Agreement) -> list[CheckpointId]:
         agreement.session.id = session or agreement.session.id
-        saver = Saver(repo, run, lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver = Saver(repo, run, lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         saves = []
         for step in steps:
             state = held(agreement.rank, agreement.world_size, step)
             flattened = Flattener(state, private={"mine": np.full(2, agreement.rank)}).flatten()
-            about = About(progress={"step": step}, environment={"python": "3.11"})
+            about = ManifestDetails(progress={"step": step}, environment={"python": "3.11"})
             saves.append(saver.save(flattened, step, wait=True, about=about))
         for save in saves:
             save.wait(60)

@@ -18,8 +18,8 @@ from unittest import mock
 
 import pytest
 
-from holdfast.image import slots
 from memory_training import Life, Log, OnStep, fork, fork_off, read, sealed, train
+from tenuto.engine.staging import slots
 
 ANOTHER_USER = 65533
 A_THIRD_USER = 65534
@@ -120,7 +120,7 @@ def take_until_killed() -> None:
 @contextlib.contextmanager
 def open_place() -> Iterator[Path]:
     """A directory that every user can reach and write to."""
-    with tempfile.TemporaryDirectory(prefix="holdfast-test-", dir="/tmp") as found:
+    with tempfile.TemporaryDirectory(prefix="tenuto-test-", dir="/tmp") as found:
         Path(found).chmod(0o777)
         yield Path(found)
 

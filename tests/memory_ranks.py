@@ -15,11 +15,11 @@ from unittest import mock
 
 import numpy as np
 
-import holdfast
-from holdfast import every, on
-from holdfast.crashpoints import armed
-from holdfast.image import slots
+import tenuto
 from memory_training import Kill, Life, Log, fork_off, read
+from tenuto import every, on
+from tenuto.crashpoints import armed
+from tenuto.engine.staging import slots
 
 ROWS, WIDTH = 60, 500
 
@@ -56,8 +56,8 @@ def state_of(rank: int, ranks: int) -> dict[str, Any]:
     """Rows of a table, a vector that all have, a counter of this rank's."""
     rows = cut(rank, ranks)
     table = np.zeros((rows.stop - rows.start, WIDTH), np.float32)
-    shard = holdfast.shard(table, whole=(ROWS, WIDTH), offsets=(rows.start, 0)) if ranks > 1 else table
-    return {"table": shard, "bias": np.zeros(7), "own": holdfast.per_rank({"count": np.zeros(3)}), "history": [0.0]}
+    shard = tenuto.shard(table, whole=(ROWS, WIDTH), offsets=(rows.start, 0)) if ranks > 1 else table
+    return {"table": shard, "bias": np.zeros(7), "own": tenuto.per_rank({"count": np.zeros(3)}), "history": [0.0]}
 
 
 def advance(state: dict[str, Any], step: int, rank: int, ranks: int) -> None:
@@ -119,9 +119,9 @@ def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, 
     own_loop = options.pop("own_loop", False)
     met = where.parent / f"{pace.name}-ranks"
     if ranks > 1:
-        options["ranks"] = holdfast.SharedFiles(met, rank=rank, world_size=ranks)
+        options["ranks"] = tenuto.SharedFiles(met, rank=rank, world_size=ranks)
     beside = Pace(pace, rank, ranks)
-    with holdfast.Checkpointer(where, state, sinks=[log], **options) as ckpt:
+    with tenuto.Checkpointer(where, state, sinks=[log], **options) as ckpt:
         found = ckpt.restore()
         log.tell(began=ckpt.step, source=found.source if found is not None else "", digest=digest_of(state))
         for step in range(ckpt.step, steps) if own_loop else ckpt.steps(steps):

@@ -18,10 +18,10 @@ from unittest import mock
 
 import numpy as np
 
-import holdfast
-from holdfast import every, on
-from holdfast.crashpoints import armed
-from holdfast.image import slots
+import tenuto
+from tenuto import every, on
+from tenuto.crashpoints import armed
+from tenuto.engine.staging import slots
 
 ELEMENTS = 30_000
 
@@ -30,7 +30,7 @@ ELEMENTS = 30_000
 def shared_memory() -> Iterator[Path]:
     """A directory of its own on the real shared memory."""
     with ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-test-", dir="/dev/shm")))
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tenuto-test-", dir="/dev/shm")))
         stack.enter_context(mock.patch.object(slots, "SHARED_MEMORY", str(root)))
         yield root
 
@@ -60,7 +60,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
 
-    def emit(self, event: holdfast.Event) -> None:
+    def emit(self, event: tenuto.Event) -> None:
         text = str(getattr(event, "message", None) or getattr(event, "reason", None) or getattr(event, "id", ""))
         self.tell(event=type(event).__name__, text=text)
 
@@ -96,7 +96,7 @@ def train(
     elements = options.pop("elements", ELEMENTS)
     state = state_of(elements)
     options = {"save": every(steps=10) | on.end(), "memory": every(steps=1), **options}
-    with holdfast.Checkpointer(where, state, sinks=[log], **options) as ckpt:
+    with tenuto.Checkpointer(where, state, sinks=[log], **options) as ckpt:
         found = ckpt.restore()
         log.tell(began=ckpt.step, source=found.source if found is not None else "", digest=digest_of(state))
         for step in ckpt.steps(steps):
@@ -149,9 +149,9 @@ def live(
             if before is not None:
                 before()
             if kill is not None:
-                from holdfast.api import training
+                from tenuto.training import training_session
 
-                inner = training.Training.complete_step
+                inner = training_session.TrainingSession.complete_step
 
                 def complete(self: Any, **more: Any) -> None:
                     inner(self, **more)
@@ -161,7 +161,7 @@ def live(
                             assert self.saving.memory._saver.join(30)
                         os.kill(os.getpid(), signal.SIGKILL)
 
-                stack.enter_context(mock.patch.object(training.Training, "complete_step", complete))
+                stack.enter_context(mock.patch.object(training_session.TrainingSession, "complete_step", complete))
             train(where, Log(log), steps, each, **options)
 
     return read(log, fork(body))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import forked
-from holdfast.image import slots
+from tenuto.engine.staging import slots
 
 NBYTES = 24 << 20
 PATIENCE_S = 120.0
@@ -23,7 +23,7 @@ class FarAway:
     in the midst of what it reads for others."""
 
     def __init__(self, path: str, kill_after: int | None) -> None:
-        from holdfast.store.registry import open_store
+        from tenuto.store.registry import open_store
 
         self._inner = open_store(path)
         self._kill_after = kill_after
@@ -39,7 +39,7 @@ class FarAway:
     def count(self, nbytes: int) -> None:
         with self._guard:
             self.bytes += nbytes
-            if self._kill_after is not None and threading.current_thread().name.startswith("holdfast-read"):
+            if self._kill_after is not None and threading.current_thread().name.startswith("tenuto-read"):
                 self._kill_after -= 1
                 if self._kill_after < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -66,15 +66,15 @@ class FarReader:
 
 def work(place: str, rank: int, of: int, save: bool, kill_after: int | None, pipe: Any) -> None:
     """One rank: saves, or restores what was saved, and says what came of it."""
-    import holdfast
+    import tenuto
 
     wanted = np.random.default_rng(5).integers(0, 256, NBYTES, np.uint8)
     into = wanted.copy() if save else np.zeros(NBYTES, np.uint8)
     store = FarAway(f"{place}/checkpoints", kill_after)
     try:
-        ranks = holdfast.SharedFiles(f"{place}/meet-{of}", rank=rank, world_size=of)
-        ckpt = holdfast.Checkpointer(
-            store, {"weights": holdfast.replicated(into)}, ranks=ranks, ranks_timeout=RANKS_TIMEOUT_S
+        ranks = tenuto.SharedFiles(f"{place}/meet-{of}", rank=rank, world_size=of)
+        ckpt = tenuto.Checkpointer(
+            store, {"weights": tenuto.replicated(into)}, ranks=ranks, ranks_timeout=RANKS_TIMEOUT_S
         )
         pipe.send(ckpt._training.saving.company.agreement.session.id)
         if save:
@@ -86,7 +86,7 @@ def work(place: str, rank: int, of: int, save: bool, kill_after: int | None, pip
             ckpt.restore()
             pipe.send(("restored", store.bytes, bool(np.array_equal(into, wanted))))
         ckpt.close()
-    except holdfast.HoldfastError as error:
+    except tenuto.TenutoError as error:
         pipe.send((type(error).__name__, getattr(error, "ranks", ()), error.message))
         os._exit(1)  # without waiting for anybody
 

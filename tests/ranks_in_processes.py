@@ -20,9 +20,9 @@ SLACK_S = 20.0
 
 def begin(backend: str, rank: int, world_size: int, place: str, pipe: Any) -> None:
     """What each process runs: says what came of each command."""
-    from holdfast.errors import HoldfastError, RanksError
-    from holdfast.ranks.detection import find_ranks
-    from holdfast.ranks.shared_files import SharedFiles
+    from tenuto.errors import RanksError, TenutoError
+    from tenuto.ranks.detection import find_ranks
+    from tenuto.ranks.kv.shared_files import SharedFiles
 
     if backend == "tcp":
         import torch.distributed
@@ -41,7 +41,7 @@ def begin(backend: str, rank: int, world_size: int, place: str, pipe: Any) -> No
         began = time.monotonic()
         try:
             answer = ("ok", getattr(doing, command)(*arguments))
-        except HoldfastError as error:
+        except TenutoError as error:
             told = (error.ranks, error.phase) if isinstance(error, RanksError) else ((), "")
             answer = (type(error).__name__, error.message, *told)
         pipe.send((*answer, time.monotonic() - began))
@@ -53,8 +53,8 @@ class Doing:
         self.agreement: Any = None
 
     def handshake(self, facts: dict[str, str], seconds: float = DEADLINE_S) -> str:
-        from holdfast.ranks.agreement import Agreement
-        from holdfast.ranks.timing import Settings
+        from tenuto.ranks.agreement import Agreement
+        from tenuto.ranks.timeouts import Settings
 
         settings = Settings(beat_s=0.05, dead_after_s=DEAD_S, answer_s=1.0, probe_s=0.2)
         self.agreement = Agreement.open(self.ranks, facts, seconds, settings)

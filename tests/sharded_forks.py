@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast.state import flatten
+from tenuto.state.encode.flattener import flatten
 
 WORLD = 6
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from holdfast.model.box import Box
-from holdfast.plan.holdings import Holdings, gather, shards
+from tenuto.model.box import Box
+from tenuto.sharding.holdings import Holdings, gather, shards
 
 Array = np.ndarray[Any, Any]
 SIZES = {1: "uint8", 2: "int16", 4: "float32", 8: "float64"}

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import holdfast
-from holdfast import every, on
+import tenuto
+from tenuto import every, on
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
     save = every(steps=options.durable) | on.end() if options.durable else on.end()
-    with holdfast.Checkpointer(options.where, state, save=save, memory=every(steps=1), capture=options.capture) as ckpt:
+    with tenuto.Checkpointer(options.where, state, save=save, memory=every(steps=1), capture=options.capture) as ckpt:
         found = ckpt.restore()
         began = {"step": ckpt.step, "source": found.source if found is not None else ""}
         began["buffers"] = digest(model.buffers())
@@ -78,7 +78,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in local)).hexdigest()
 
 
-def kill(ckpt: holdfast.Checkpointer, step: int, *, last: bool) -> None:
+def kill(ckpt: tenuto.Checkpointer, step: int, *, last: bool) -> None:
     memory = ckpt._training.saving.memory  # type: ignore[union-attr]
     memory._saver.join(60)
     assert memory.tier._kept.settle(60) == step

@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import holdfast
+import tenuto
 from factored import Factored
-from holdfast.errors import StateError, StateMismatch
-from holdfast.state import Flattener, flatten, prepare
-from holdfast.state.wholes import Wholes, forms_of
+from tenuto.errors import StateError, StateMismatch
+from tenuto.repo.format.leaf_table import LeafTable, forms_of
+from tenuto.state.encode.flattener import Flattener, flatten
+from tenuto.state.restore.match import match_state
 
 CHECKS: dict[int, dict[str, Callable[[], None]]] = {2: {}, 4: {}}
 
@@ -85,7 +86,7 @@ class Saved:
         trees = gathered(flattened.tree)
         assert all(tree == trees[0] for tree in trees), trees
         forms = forms_of(flattened)
-        shared = len(Wholes(flattened.tree, None, forms[: len(forms) - self._own(flattened)]))
+        shared = len(LeafTable(flattened.tree, None, forms[: len(forms) - self._own(flattened)]))
         self.forms = forms[:shared]
         everyone = gathered(forms[:shared])
         assert all(one == everyone[0] for one in everyone)
@@ -103,7 +104,7 @@ class Saved:
         return sum(spec.private for spec in flattened.specs)
 
     def _lay(self, ranks: list[Any]) -> None:
-        for number, path in enumerate(Wholes(self.tree, None, self.forms).paths):
+        for number, path in enumerate(LeafTable(self.tree, None, self.forms).paths):
             dtype, whole = self.forms[number]
             self.number[path] = number
             array = torch.zeros(whole, dtype=getattr(torch, dtype))
@@ -130,8 +131,8 @@ class Saved:
             self.arrays[path] = array
 
     def load(self, into: Any, **how: Any) -> Any:
-        specs = Wholes(self.tree, self.private, [*self.forms, *self.own_forms])
-        prepared = prepare(self.tree, self.private, specs, into, **how)
+        specs = LeafTable(self.tree, self.private, [*self.forms, *self.own_forms])
+        prepared = match_state(self.tree, self.private, specs, into, **how)
         boxes = prepared.boxes or [None] * len(prepared.wants)
         by_number = {number: path for path, number in self.number.items()}
         for (number, sink), box in zip(prepared.wants, boxes, strict=True):
@@ -583,10 +584,10 @@ def declared_parts() -> None:
 
     def declared(held: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {
-            "rows": holdfast.shard(held["rows"], whole=(6, 4), offsets=(3 * r, 0)),
-            "columns": holdfast.shard(held["columns"], dim=1, rank=r, of=n),
-            "qkv": holdfast.fused(held["qkv"], sizes=(8, 2, 2), rank=r, of=n),
-            "flat": holdfast.flat(held["flat"], whole=(5, 3), begin=[0, 8][r]),
+            "rows": tenuto.shard(held["rows"], whole=(6, 4), offsets=(3 * r, 0)),
+            "columns": tenuto.shard(held["columns"], dim=1, rank=r, of=n),
+            "qkv": tenuto.fused(held["qkv"], sizes=(8, 2, 2), rank=r, of=n),
+            "flat": tenuto.flat(held["flat"], whole=(5, 3), begin=[0, 8][r]),
         }
 
     state = declared(local())
@@ -601,7 +602,7 @@ def declared_parts() -> None:
     saved.load(plain)
     for key in state:
         same(plain[key], full[key])
-    expert = {"e": holdfast.shard(local()["e"], whole=(2, 3, 2), offsets=(r, 0, 0))}
+    expert = {"e": tenuto.shard(local()["e"], whole=(2, 3, 2), offsets=(r, 0, 0))}
     same(Saved(expert).arrays["e"], full["e"][[0, 2]])
 
 
@@ -623,11 +624,11 @@ class Fused(nn.Module):
 def declared_parameters() -> None:
     def build() -> nn.Module:
         model = Fused(2, rank())
-        holdfast.declare(
+        tenuto.declare(
             model,
             {
-                "*qkv": lambda one: holdfast.fused(one, sizes=(8, 2, 2), rank=rank(), of=2),
-                "bias": holdfast.replicated,
+                "*qkv": lambda one: tenuto.fused(one, sizes=(8, 2, 2), rank=rank(), of=2),
+                "bias": tenuto.replicated,
             },
         )
         return model
@@ -660,8 +661,8 @@ def what_belongs_to_one_rank() -> None:
     def build(value: float) -> dict[str, Any]:
         return {
             "shared": numbers(3),
-            "mine": holdfast.per_rank({"x": torch.full((rank() + 1,), value), "n": rank() + value}),
-            "same": holdfast.replicated({"y": numbers(2)}),
+            "mine": tenuto.per_rank({"x": torch.full((rank() + 1,), value), "n": rank() + value}),
+            "same": tenuto.replicated({"y": numbers(2)}),
         }
 
     saved = Saved(build(1.0))

@@ -16,14 +16,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import holdfast
-from holdfast.engine.joint import party
-from holdfast.errors import SaveFailed
-from holdfast.events import Committed, SaveFailedEvent
-from holdfast.policy import every, keep
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
+import tenuto
 from sharded_program import check, main, net, numbers, rank, same, sharded, split, trained, wholes
+from tenuto.engine.group import group_save
+from tenuto.errors import SaveFailed
+from tenuto.events import Committed, SaveFailedEvent
+from tenuto.policy import every, keep
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 Built = tuple[dict[str, Any], torch.Tensor, str]
 """A state, a tensor in it that ranks hold alike, and its path."""
@@ -51,7 +51,7 @@ class Seen:
 
 def declared() -> Built:
     tensor = numbers(5, 3)
-    return {"x": holdfast.replicated(tensor)}, tensor, "x"
+    return {"x": tenuto.replicated(tensor)}, tensor, "x"
 
 
 def distributed() -> Built:
@@ -90,7 +90,7 @@ def apart_at_first(build: Callable[[], Built], odd: int, words: str) -> None:
         flip(tensor)
     where = place(f"first-{build.__name__}")
     try:
-        holdfast.save(state, where)
+        tenuto.save(state, where)
     except SaveFailed as error:
         assert f"{path} {words}" in error.message, error
     else:
@@ -105,8 +105,8 @@ def apart_later(build: Callable[[], Built], odd: int, words: str) -> None:
     state, tensor, path = build()
     seen = Seen()
     with (
-        mock.patch.object(party, "COMPARE_EVERY", 2),
-        holdfast.Checkpointer(
+        mock.patch.object(group_save, "COMPARE_EVERY", 2),
+        tenuto.Checkpointer(
             place(f"later-{build.__name__}"), state, save=every(steps=1), keep=keep.all(), sinks=[seen]
         ) as ckpt,
     ):
@@ -195,7 +195,7 @@ def parallel_state() -> dict[str, Any]:
         "of the copied": trained(copied),
         "loose": distribute_tensor(numbers(7, 3), mesh, [Shard(0)]),
         "alike": distribute_tensor(numbers(5), mesh, [Replicate()]),
-        "own": holdfast.per_rank(torch.full((3,), float(rank()))),
+        "own": tenuto.per_rank(torch.full((3,), float(rank()))),
     }
 
 
@@ -228,16 +228,16 @@ def saves_and_restores_run_no_collective() -> None:
     assert run_so_far() != before, "a collective is counted"
     where = place("no-collective")
     with without_collectives():
-        with holdfast.Checkpointer(where, state, save=every(steps=1)) as ckpt:
+        with tenuto.Checkpointer(where, state, save=every(steps=1)) as ckpt:
             for _ in ckpt.steps(3):
                 change(state, 1.5)
-        with holdfast.Checkpointer(where, target, save=every(steps=1)) as ckpt:
+        with tenuto.Checkpointer(where, target, save=every(steps=1)) as ckpt:
             restored = ckpt.restore()
             assert restored is not None and restored.step == 3
             for _ in ckpt.steps(4):
                 change(target, 0.5)
-        holdfast.save(target, where, run="once")
-        holdfast.load(where, into=target, run="once")
+        tenuto.save(target, where, run="once")
+        tenuto.load(where, into=target, run="once")
     change(state, 0.5)
     found, wanted = all_of(target), all_of(state)
     assert found.keys() == wanted.keys() and len(wanted) > 30

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import StoreError
-from holdfast.model.checkpoint import Receipt
-from holdfast.store.contract import Content, Store
-from holdfast.store.registry import open_store
-from holdfast.upkeep.verify import assert_whole
+import tenuto
+from tenuto.errors import StoreError
+from tenuto.maintenance.verify import assert_whole
+from tenuto.model.records import Receipt
+from tenuto.store.contract import Content, Store
+from tenuto.store.registry import open_store
 
 
 class Gate:
@@ -53,7 +53,7 @@ def train(one: dict[str, Any], batch: float = 1.0) -> None:
 
 
 def steps_of(where: Any, run: str = "main") -> list[int]:
-    return [id.step for id in holdfast.Repository(where).checkpoints(run)]
+    return [id.step for id in tenuto.Repository(where).checkpoints(run)]
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def place(tmp_path: Path) -> Iterator[Path]:
     """A directory for a repository, which is whole when the test is over."""
     where = tmp_path / "checkpoints"
     yield where
-    if (where / "holdfast.json").exists():
-        assert_whole(holdfast.Repository(where).repo)
+    if (where / "tenuto.json").exists():
+        assert_whole(tenuto.Repository(where).repo)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ Each is an object of the checkpoint main/a0002/15 of the golden repository, chan
 digest keeps accidents out, not a hostile writer.
 """
 
-# ruff: noqa: E501 - a line a lie
 from __future__ import annotations
 
 import json
@@ -13,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+
+# ruff: noqa: E501 - a line a lie
+
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden" / "1" / "repository"
@@ -232,7 +234,7 @@ def _indexes() -> list[tuple[str, str, str, bytes]]:
 def _manifests() -> list[tuple[str, str, str, bytes]]:
     index = {"digest": "0" * 32, "length": 2923, "name": "rank-00000.index"}
     made = [
-        ("index-path", "an index elsewhere", changed(MANIFEST, put("indexes", 0, "name", "../../../../holdfast.json"))),
+        ("index-path", "an index elsewhere", changed(MANIFEST, put("indexes", 0, "name", "../../../../tenuto.json"))),
         ("index-absolute", "an index at the root", changed(MANIFEST, put("indexes", 0, "name", "/etc/passwd"))),
         ("index-newline", "an index's name with a line end", changed(MANIFEST, put("indexes", 0, "name", "rank\n.index"))),
         ("index-2-53", "an index of 2^53 bytes", changed(MANIFEST, put("indexes", 0, "length", 2**53))),
@@ -330,11 +332,11 @@ def _small() -> list[tuple[str, str, str, bytes]]:
          new(ref, "ref", created="", to={"attempt": 77, "run": "main", "step": 1})),
         (ref, "ref/to-text", "it points at a text", new(ref, "ref", created="", to="main/a0002/15")),
         (stone, "tombstone/owner-none", "nobody's", new(stone, "tombstone", reason=escape, attempt=0, created="")),
-        ("holdfast.json", "repository/chunk-nought", "chunks of no bytes", changed("holdfast.json", put("chunk_bytes", 0))),
-        ("holdfast.json", "repository/chunk-huge", "chunks of 2^53 bytes", changed("holdfast.json", put("chunk_bytes", 2**53))),
-        ("holdfast.json", "repository/digests-none", "no digests", changed("holdfast.json", put("digests", {}))),
-        ("holdfast.json", "repository/id-path", "an id that is a path", changed("holdfast.json", put("id", "../" * 10 + "xx"))),
-        ("holdfast.json", "repository/id-escape", "an id that moves the cursor", changed("holdfast.json", put("id", escape))),
+        ("tenuto.json", "repository/chunk-nought", "chunks of no bytes", changed("tenuto.json", put("chunk_bytes", 0))),
+        ("tenuto.json", "repository/chunk-huge", "chunks of 2^53 bytes", changed("tenuto.json", put("chunk_bytes", 2**53))),
+        ("tenuto.json", "repository/digests-none", "no digests", changed("tenuto.json", put("digests", {}))),
+        ("tenuto.json", "repository/id-path", "an id that is a path", changed("tenuto.json", put("id", "../" * 10 + "xx"))),
+        ("tenuto.json", "repository/id-escape", "an id that moves the cursor", changed("tenuto.json", put("id", escape))),
         (MANIFEST, "shown/environment-escape", "words that move the cursor",
          changed(MANIFEST, put("environment", {escape: escape}))),
         (MANIFEST, "shown/metric-escape", "a metric's name that moves the cursor",

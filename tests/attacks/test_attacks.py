@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import xxhash
 
-import holdfast
+import tenuto
 from attacks.make_attacks import GOLDEN, HARMLESS, HERE, INDEX, MANIFEST, PACK, attacks, dumped, joined, sealed
-from holdfast.cli import main
-from holdfast.errors import HoldfastError
-from holdfast.testing.fuzz.watching import recording
+from campaigns.fuzz.watching import recording
+from tenuto.cli import main
+from tenuto.errors import TenutoError
 
 ATTACKS = [json.loads(line) for line in (HERE / "attacks.jsonl").read_text().splitlines()]
 MEMORY = 48 << 20
@@ -70,17 +70,17 @@ def place(tmp_path: Path) -> Path:
     return Path(shutil.copytree(GOLDEN, tmp_path / "ckpts"))
 
 
-def loads(place: Path) -> HoldfastError | None:
+def loads(place: Path) -> TenutoError | None:
     """Loads the attacked checkpoint, opens it, and makes a training's choice; the error of the first, if any."""
     refusal = None
     try:
-        holdfast.load(place, step="a0002/15")
-    except HoldfastError as error:
+        tenuto.load(place, step="a0002/15")
+    except TenutoError as error:
         refusal = error
-    for look in (lambda: holdfast.open(place, step="a0002/15"), lambda: holdfast.load(place)):
+    for look in (lambda: tenuto.open(place, step="a0002/15"), lambda: tenuto.load(place)):
         try:
             look()
-        except HoldfastError as error:
+        except TenutoError as error:
             assert error.message
     return refusal
 
@@ -143,7 +143,7 @@ def test_the_command_line_tells_of_it_and_of_nothing_else(
         told = capsys.readouterr()
         code = caught.value.code or 0
         assert [one for one in done if not one.startswith(("os.link", "os.remove", "os.rename", "os.truncate"))] == []
-        assert isinstance(code, int) and code != 70, "an error of Holdfast's own, or none"
+        assert isinstance(code, int) and code != 70, "an error of Tenuto's own, or none"
         assert "Traceback" not in told.err
         assert CONTROL.findall(told.out + told.err) == []
         if command[0] == "verify" and attack["found"]:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CorruptionError, HoldfastError
-from holdfast.testing.fuzz.mutate import mutations
-from holdfast.testing.fuzz.seeds import make
-from holdfast.testing.fuzz.targets import TARGETS, Broken, Target, sealed
-from holdfast.testing.fuzz.watching import watched
+from campaigns.fuzz.mutate import mutations
+from campaigns.fuzz.seeds import make
+from campaigns.fuzz.targets import TARGETS, Broken, Target, sealed
+from campaigns.fuzz.watching import watched
+from tenuto.errors import CorruptionError, TenutoError
 
 CORPUS = Path(__file__).parent / "corpus"
 KEPT = sorted(path for path in CORPUS.rglob("*") if path.is_file())
@@ -21,11 +21,11 @@ def seeds() -> dict[str, list[bytes]]:
     return make()
 
 
-def refusal(target: Target, data: bytes) -> HoldfastError | None:
+def refusal(target: Target, data: bytes) -> TenutoError | None:
     """What the reader refuses the bytes with, None if it reads them. Whatever is no error of ours is raised."""
     try:
         target.run(data)
-    except HoldfastError as error:
+    except TenutoError as error:
         return error
     return None
 
@@ -78,7 +78,7 @@ def test_a_reader_that_does_what_it_must_not_is_told() -> None:
 
 
 def test_the_seal_is_the_products_own(seeds: dict[str, list[bytes]]) -> None:
-    from holdfast.model.canonical import open_seal
+    from tenuto.model.canonical_json import open_seal
 
     for data in seeds["begin"]:
         open_seal(sealed(data), name="begin")

@@ -10,26 +10,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.joint_saves import held, save_jointly, whole
 
-import holdfast
-from holdfast.codec.digest import digest
-from holdfast.engine.restore import Told, fetch
-from holdfast.errors import CorruptionError, HoldfastError, StateMismatch
-from holdfast.events import Emitter
-from holdfast.model.checkpoint import IndexEntry, Manifest
-from holdfast.model.names import CheckpointId
-from holdfast.repo.boxes import BoxTable, encode_boxes
-from holdfast.repo.layout import BOXES
-from holdfast.repo.manifest import encode_manifest
-from holdfast.repo.repository import Repo
-from holdfast.state import prepare
-from holdfast.state.contract import Prepared
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes
-from holdfast.testing.fuzz.mutate import mutations
-from holdfast.testing.fuzz.watching import recording
-from holdfast.upkeep.verify import execute, plan_verify
+import tenuto
+from campaigns.fuzz.mutate import mutations
+from campaigns.fuzz.watching import recording
+from tenuto.codec.digest import digest
+from tenuto.engine.read.choose import CheckpointLeaves, fetch
+from tenuto.errors import CorruptionError, StateMismatch, TenutoError
+from tenuto.events import Emitter
+from tenuto.maintenance.verify import execute, plan_verify
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import IndexEntry, Manifest
+from tenuto.repo.format.manifest import encode_manifest
+from tenuto.repo.format.object_names import BOXES
+from tenuto.repo.format.shard_table import BoxTable, encode_boxes
+from tenuto.repo.repository import Repo
+from tenuto.state.contract import Prepared
+from tenuto.state.restore.match import match_state
+from tenuto.store.contract import Bytes
+from tenuto.store.memory import MemoryStore
+from tests.joint_saves import held, save_jointly, whole
 
 MEMORY = 48 << 20
 """Bytes that looking at a checkpoint of 40 KiB may take."""
@@ -198,11 +198,11 @@ def is_right(state: Any, step: int = 2) -> bool:
 
 
 def loaded(repo: Repo) -> None:
-    assert is_right(holdfast.load(repo.url, step=2).state)
+    assert is_right(tenuto.load(repo.url, step=2).state)
 
 
 def opened(repo: Repo) -> None:
-    with holdfast.open(repo.url, step=2) as found:
+    with tenuto.open(repo.url, step=2) as found:
         for path, array in whole(2)["model"].items():
             assert np.array_equal(found[f"model/{path}"].numpy(), array)
 
@@ -212,8 +212,8 @@ def restored_on(count: int) -> Callable[[Repo], None]:
         for rank in range(count):
             target, wanted = held(rank, count, 7), held(rank, count, 2)
 
-            def match(manifest: Manifest, told: Told, target: Any = target) -> Prepared:
-                return prepare(manifest.tree, told.private, told.specs, target)
+            def match(manifest: Manifest, told: CheckpointLeaves, target: Any = target) -> Prepared:
+                return match_state(manifest.tree, told.private, told.specs, target)
 
             prepared, _ = fetch(repo, repo.manifest(SECOND), match, rank=rank, of=count, emitter=Emitter())
             prepared.apply()
@@ -226,7 +226,7 @@ def restored_on(count: int) -> Callable[[Repo], None]:
 LOOKS = {"load": loaded, "open": opened, "restore on 3": restored_on(3), "restore on 2": restored_on(2)}
 
 
-def refusals(repo: Repo) -> dict[str, HoldfastError]:
+def refusals(repo: Repo) -> dict[str, TenutoError]:
     """What each way of looking refuses. Raises what is no error of ours, or other values than were saved."""
     found = {}
     tracemalloc.start()
@@ -235,7 +235,7 @@ def refusals(repo: Repo) -> dict[str, HoldfastError]:
             for name, look in LOOKS.items():
                 try:
                     look(repo)
-                except HoldfastError as error:
+                except TenutoError as error:
                     # What a target disagrees with may be seen before the lie is.
                     assert error.message and isinstance(error, CorruptionError | StateMismatch), error
                     found[name] = error
@@ -258,7 +258,7 @@ def test_i10_a_lie_is_refused_in_every_way_and_the_checkpoint_before_restored(re
     found = refusals(repo)
     assert isinstance(found["load"], CorruptionError) and isinstance(found["open"], CorruptionError)
     assert execute(repo, plan_verify(repo), threads=1).damaged() == (SECOND,)
-    restored = holdfast.load(repo.url)
+    restored = tenuto.load(repo.url)
     assert restored.step == 1 and is_right(restored.state, 1)
     assert [id for id, _ in restored.skipped] == [SECOND]
 
@@ -285,7 +285,7 @@ OBJECTS: dict[str, Callable[[Repo], bytes]] = {
 def test_another_object_under_its_name_is_refused(repo: Repo, name: str) -> None:
     vouch(repo, SECOND, OBJECTS[name](repo))
     assert {"load", "open"} <= refusals(repo).keys()
-    assert holdfast.load(repo.url).step == 1
+    assert tenuto.load(repo.url).step == 1
 
 
 MANIFESTS: dict[str, Callable[[Manifest], dict[str, Any]]] = {
@@ -302,7 +302,7 @@ def test_a_manifest_that_lies_about_its_ranks_is_refused(repo: Repo, name: str) 
     said = replace(repo.manifest(SECOND), **MANIFESTS[name](repo.manifest(SECOND)))
     replace_object(repo, SECOND.manifest, encode_manifest(said))
     assert {"load", "open"} <= refusals(repo).keys()
-    assert holdfast.load(repo.url).step == 1
+    assert tenuto.load(repo.url).step == 1
 
 
 def test_the_order_of_its_indexes_means_nothing(repo: Repo) -> None:

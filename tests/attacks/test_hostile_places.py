@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import tenuto
 from attacks.make_attacks import GOLDEN, INDEX, MANIFEST, PACK, STEP
 from attacks.test_attacks import CONTROL, loads
-from holdfast.cli import main
-from holdfast.errors import HoldfastError
-from holdfast.testing.fuzz.watching import recording
+from campaigns.fuzz.watching import recording
+from tenuto.cli import main
+from tenuto.errors import TenutoError
 
 SECRET = "the secret of another user"
 
@@ -100,21 +100,21 @@ PLACES: dict[str, tuple[Callable[[Path, Path], None], bool]] = {
     "pack is a link to its bytes": (link_to_same, True),
     "index is a link": (link(INDEX), True),
     "manifest is a link": (link(MANIFEST), True),
-    "holdfast.json is a link": (link("holdfast.json"), True),
+    "tenuto.json is a link": (link("tenuto.json"), True),
     "attempt.json is a link": (link("runs/main/a0002/attempt.json"), False),
     "checkpoint is a link": (link_directory, True),
     "run is a link": (link_run, True),
     "pack is a pipe": (fifo(PACK), True),
     "index is a pipe": (fifo(INDEX), True),
     "manifest is a pipe": (fifo(MANIFEST), True),
-    "holdfast.json is a pipe": (fifo("holdfast.json"), True),
+    "tenuto.json is a pipe": (fifo("tenuto.json"), True),
     "manifest is a device": (device, True),
     "pack is a directory": (directory(PACK), True),
     "manifest is a directory": (directory(MANIFEST), True),
     "pack of a terabyte": (sparse(PACK), True),
     "index of a terabyte": (sparse(INDEX), True),
     "manifest of a terabyte": (sparse(MANIFEST), True),
-    "holdfast.json of a terabyte": (sparse("holdfast.json"), True),
+    "tenuto.json of a terabyte": (sparse("tenuto.json"), True),
     "note of a terabyte": (sparse("runs/main/a0001/step-00000010/notes/1.json"), False),
     "manifest is another file": (hard_link, True),
     "names that move the cursor": (names, False),
@@ -157,7 +157,7 @@ def test_saving_there_touches_nothing_outside(name: str, tmp_path: Path) -> None
     PLACES[name][0](place, secret)
     outside = {path: path.lstat().st_mtime_ns for path in secret.parent.rglob("*")}
     try:
-        holdfast.save({"a": 1}, place, run="main", step=99)
-    except HoldfastError as error:
+        tenuto.save({"a": 1}, place, run="main", step=99)
+    except TenutoError as error:
         assert error.message
     assert {path: path.lstat().st_mtime_ns for path in secret.parent.rglob("*")} == outside

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.ranks import torch_store
-from holdfast.ranks.memory import MemoryBoard
-from holdfast.ranks.shared_files import FilesBoard
-from holdfast.ranks.solo import Solo
-from holdfast.ranks.torch_store import TorchBoard
-from holdfast.testing.ranks_suite import RanksSuite
+from tenuto.ranks.detection import Solo
+from tenuto.ranks.kv import torch_store
+from tenuto.ranks.kv.in_process import InProcessKVStore
+from tenuto.ranks.kv.shared_files import SharedFilesKVStore
+from tenuto.ranks.kv.torch_store import TorchKVStore
+from tenuto.testing.ranks_suite import RanksSuite
 
 
 class TestMemory(RanksSuite):
     @pytest.fixture
     def boards(self):
-        board = MemoryBoard()
+        board = InProcessKVStore()
         return board, board
 
 
@@ -36,8 +36,8 @@ class TestSharedFiles(RanksSuite):
     @pytest.fixture
     def boards(self):
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        with tempfile.TemporaryDirectory(dir=memory, prefix="holdfast-test-") as place:
-            yield FilesBoard(Path(place) / "ranks"), FilesBoard(Path(place) / "ranks")
+        with tempfile.TemporaryDirectory(dir=memory, prefix="tenuto-test-") as place:
+            yield SharedFilesKVStore(Path(place) / "ranks"), SharedFilesKVStore(Path(place) / "ranks")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 class TestTcpStore(RanksSuite):
     @pytest.fixture
     def boards(self, store):
-        return TorchBoard.of(store), TorchBoard.of(store)
+        return TorchKVStore.of(store), TorchKVStore.of(store)
 
 
 class TestPrefixedTcpStore(RanksSuite):
@@ -59,7 +59,7 @@ class TestPrefixedTcpStore(RanksSuite):
         from torch.distributed import PrefixStore
 
         prefixed = PrefixStore("/worker/attempt_0", PrefixStore("default_pg", store))
-        return TorchBoard.of(prefixed), TorchBoard.of(prefixed)
+        return TorchKVStore.of(prefixed), TorchKVStore.of(prefixed)
 
 
 class TestTcpStoreThatCannotBeCloned(RanksSuite):
@@ -81,7 +81,7 @@ class TestTcpStoreThatCannotBeCloned(RanksSuite):
                 return getattr(self.store, name)
 
         old = Old(store.host, store.port)
-        return TorchBoard.of(old), TorchBoard.of(old)
+        return TorchKVStore.of(old), TorchKVStore.of(old)
 
 
 class TestHashStore(RanksSuite):
@@ -89,7 +89,7 @@ class TestHashStore(RanksSuite):
     def boards(self):
         distributed = pytest.importorskip("torch.distributed")
         store = distributed.HashStore()
-        return TorchBoard.of(store), TorchBoard.of(store)
+        return TorchKVStore.of(store), TorchKVStore.of(store)
 
 
 class TestFileStore(RanksSuite):
@@ -97,4 +97,4 @@ class TestFileStore(RanksSuite):
     def boards(self, tmp_path):
         distributed = pytest.importorskip("torch.distributed")
         stores = [distributed.FileStore(str(tmp_path / "store"), 2) for _ in range(2)]
-        return TorchBoard.of(stores[0]), TorchBoard.of(stores[1])
+        return TorchKVStore.of(stores[0]), TorchKVStore.of(stores[1])

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
-from holdfast.model.checkpoint import Receipt
-from holdfast.repo.places import Places
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.store.contract import Bytes, Content, Reader, Stat, Store
-from holdfast.store.wrappers.retry import Patience, RetryingStore
-from holdfast.testing.broken_stores import StoreLayer
-from holdfast.testing.store_suite import StoreSuite
-from holdfast.testing.store_suite.putting import Putting
-from holdfast.testing.store_suite.reading import Reading
+from campaigns.broken_stores import StoreLayer
+from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
+from tenuto.model.records import Receipt
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.store.contract import Bytes, Content, Reader, Stat, Store
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem
+from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.retry import Patience, RetryingStore
+from tenuto.testing.store_suite import StoreSuite
+from tenuto.testing.store_suite.putting import Putting
+from tenuto.testing.store_suite.reading import Reading
 
 
 class WithoutDirect(OperatingSystem):
@@ -93,7 +93,7 @@ class LocalSuite(StoreSuite):
     def place(self) -> Iterator[Path]:
         """In memory where there is such a place: what differs between these file systems is in this file."""
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        with tempfile.TemporaryDirectory(dir=memory, prefix="holdfast-test-") as place:
+        with tempfile.TemporaryDirectory(dir=memory, prefix="tenuto-test-") as place:
             yield Path(place)
 
     def raw_put(self, store: Store, name: str, data: bytes) -> None:
@@ -189,16 +189,16 @@ class TestPlaces(MemorySuite):
     @pytest.fixture
     def store(self, request: pytest.FixtureRequest) -> Store:
         home, other = (MemoryStore(f"{request.node.nodeid}-{which}") for which in ("home", "other"))
-        return Places(home, [home, other], 2)
+        return ReplicatedStore(home, [home, other], 2)
 
     def memory(self, store: Store) -> MemoryStore:
-        assert isinstance(store, Places)
+        assert isinstance(store, ReplicatedStore)
         return super().memory(store.home)
 
     @pytest.fixture(autouse=True)
     def _the_other_place_is_given_nothing(self, store: Store) -> Iterator[None]:
         yield
-        assert isinstance(store, Places)
+        assert isinstance(store, ReplicatedStore)
         assert not any(one.place.objects for one in store.members if isinstance(one, MemoryStore))
 
 
@@ -273,7 +273,7 @@ class PackSuite(Putting, Reading):
             reader.read_into(offset, memoryview(bytearray(length)))
 
     def places(self, store: Store) -> list[Store]:
-        assert isinstance(store, AsPacks) and isinstance(store.inner, Places)
+        assert isinstance(store, AsPacks) and isinstance(store.inner, ReplicatedStore)
         return list(store.inner.packs_in)
 
     def raw_put(self, store: Store, name: str, data: bytes) -> None:
@@ -305,11 +305,11 @@ class TestPacksInPlaces(PackSuite):
     @pytest.fixture
     def store(self, request: pytest.FixtureRequest) -> Store:
         places = [MemoryStore(f"{request.node.nodeid}-{number}") for number in range(3)]
-        return AsPacks(Places(places[0], places, 3))
+        return AsPacks(ReplicatedStore(places[0], places, 3))
 
 
 class TestPacksInDirectories(PackSuite):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         places = [RetryingStore(LocalStore(tmp_path / name), Patience(wait_s=0)) for name in ("home", "other")]
-        return AsPacks(Places(places[0], places, 2))
+        return AsPacks(ReplicatedStore(places[0], places, 2))

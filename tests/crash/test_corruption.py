@@ -7,14 +7,14 @@ import random
 import numpy as np
 import pytest
 
-from holdfast.testing.corruption.bugs import BUGS, Bug, hunt
-from holdfast.testing.corruption.campaign import main, run
-from holdfast.testing.corruption.faults import KINDS, draw, targets
-from holdfast.testing.corruption.harmless import CHANGES, false_alarms, unharmed
-from holdfast.testing.corruption.judge import judge, same
-from holdfast.testing.corruption.peers import PEERS, flipped_bits
-from holdfast.testing.corruption.shapes import SHAPES, build_shape
-from holdfast.testing.corruption.units import Unit, run_unit, shape_of
+from campaigns.corruption.bugs import BUGS, Bug, hunt
+from campaigns.corruption.campaign import main, run
+from campaigns.corruption.faults import KINDS, draw, targets
+from campaigns.corruption.harmless import CHANGES, false_alarms, unharmed
+from campaigns.corruption.judge import judge, same
+from campaigns.corruption.peers import PEERS, flipped_bits
+from campaigns.corruption.shapes import SHAPES, build_shape
+from campaigns.corruption.units import Unit, run_unit, shape_of
 from slices import thinned
 
 SEED = 20
@@ -115,7 +115,7 @@ def test_only_what_is_equal_in_every_bit_is_the_same(other: dict[str, object]) -
 def test_what_a_flipped_bit_does_elsewhere(peer) -> None:  # type: ignore[no-untyped-def]
     answers = flipped_bits(peer, 3, SEED)
     assert sum(answers.values()) == 3
-    assert peer.name != "holdfast.load" or answers["refused"] == 3
+    assert peer.name != "tenuto.load" or answers["refused"] == 3
 
 
 def test_the_campaign_runs_from_the_command_line(tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.errors import Superseded
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.local import LocalStore
-from holdfast.testing.checker import PLACE, Checker, check
-from holdfast.testing.crash_states import BUGS, Unit, hunt, main, run_unit
-from holdfast.testing.expectations import Expected
-from holdfast.testing.exploration import crash_states, violation
-from holdfast.testing.going_on import ends
-from holdfast.testing.jobs import Program
-from holdfast.testing.recorder import Call, Mark
-from holdfast.testing.scenarios import SCENARIOS, Seeded, killed
-from holdfast.testing.seeded_bugs import Bug
-from holdfast.testing.simulated_disk import SimulatedDisk
+from campaigns.crash_states import Unit, hunt, main, run_unit
+from campaigns.exploration import crash_states, violation
+from campaigns.recorded_jobs import Program
+from campaigns.scenarios import SCENARIOS, Seeded, killed
+from campaigns.seeded_bugs import BUGS, Bug
+from campaigns.work_goes_on import ends
 from slices import thinned
+from tenuto.errors import Superseded
+from tenuto.repo.repository import Repo
+from tenuto.store.local.store import LocalStore
+from tenuto.testing.checker import PLACE, Checker, check
+from tenuto.testing.expectations import Expected
+from tenuto.testing.recorder import Call, Mark
+from tenuto.testing.simulated_disk import SimulatedDisk
 
 SEED = 20
 

@@ -6,12 +6,12 @@ import errno
 
 import pytest
 
-from holdfast.testing.disk_image import DiskImage
-from holdfast.testing.faulty_disk.bugs import BUGS, Bug
-from holdfast.testing.faulty_disk.campaign import all_cases, calls_of, campaign, chosen_cases, hunt, run_batch, summary
-from holdfast.testing.faulty_disk.case import PLACES, Case, run_case, surroundings
-from holdfast.testing.faulty_disk.faults import WAYS, FailingDisk, lost
-from holdfast.testing.simulated_disk import SimulatedDisk
+from campaigns.faulty_disk.bugs import BUGS, Bug
+from campaigns.faulty_disk.campaign import all_cases, calls_of, campaign, chosen_cases, hunt, run_batch, summary
+from campaigns.faulty_disk.case import PLACES, Case, run_case, surroundings
+from campaigns.faulty_disk.faults import WAYS, FailingDisk, lost
+from tenuto.testing.disk_image import DiskImage
+from tenuto.testing.simulated_disk import SimulatedDisk
 
 SEED = 20
 QUICK = {way.name for way in WAYS if not way.blocks}

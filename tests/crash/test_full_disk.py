@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.testing.faulty_disk.full import SPARES, STAGES, fill_all, trials
+from campaigns.faulty_disk.full import SPARES, STAGES, fill_all, trials
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.testing.disk_image import BLOCK, Contents
-from holdfast.testing.layers import Fault, Faulty
-from holdfast.testing.persistence import RUBBISH, Instant, Persistence
-from holdfast.testing.recorder import Call, Recorder
-from holdfast.testing.simulated_disk import SimulatedDisk
+from campaigns.persistence import RUBBISH, Instant, Persistence
+from tenuto.store.local.syscalls import OperatingSystem
+from tenuto.testing.disk_image import BLOCK, Contents
+from tenuto.testing.layers import Fault, Faulty
+from tenuto.testing.recorder import Call, Recorder
+from tenuto.testing.simulated_disk import SimulatedDisk
 
 
 def instant(recorder: Recorder) -> Instant:

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.testing.crash_states import BugResult, Result
-from holdfast.testing.disk_image import ROOT
-from holdfast.testing.rank_crashes.bugs import BUGS, SOUGHT
-from holdfast.testing.rank_crashes.campaign import PARTS, Unit, hunt, run_unit, units
-from holdfast.testing.rank_crashes.nodes import NodePersistence
-from holdfast.testing.rank_crashes.scenarios import SCENARIOS, End
-from holdfast.testing.rank_crashes.shares import by_bug, divided
-from holdfast.testing.rank_crashes.turns import KINDS
-from holdfast.testing.recorder import Call
+from campaigns.crash_states import BugResult, Result
+from campaigns.rank_crashes.bugs import BUGS, SOUGHT
+from campaigns.rank_crashes.campaign import PARTS, Unit, hunt, run_unit, units
+from campaigns.rank_crashes.nodes import NodePersistence
+from campaigns.rank_crashes.scenarios import SCENARIOS, End
+from campaigns.rank_crashes.shares import by_bug, divided
+from campaigns.rank_crashes.turns import KINDS
 from slices import crossed, thinned
+from tenuto.testing.disk_image import ROOT
+from tenuto.testing.recorder import Call
 
 SEED = 20
 QUICK = (

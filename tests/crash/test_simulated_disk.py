@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.testing.disk_image import BLOCK
-from holdfast.testing.layers import Fault, Faulty
-from holdfast.testing.simulated_disk import SimulatedDisk
+from tenuto.testing.disk_image import BLOCK
+from tenuto.testing.layers import Fault, Faulty
+from tenuto.testing.simulated_disk import SimulatedDisk
 
 
 def read_all(disk: SimulatedDisk, path: str) -> bytes:

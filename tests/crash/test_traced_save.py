@@ -15,20 +15,20 @@ import pytest
 SAVE = """
 import json, sys
 import numpy as np
-from holdfast.engine.job import About
-from holdfast.engine.save import Saver
-from holdfast.repo.attempts import claim
-from holdfast.repo.repository import Repo
-from holdfast.state import flatten
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.testing.recorder import Recorder
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import flatten
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem
+from tenuto.testing.recorder import Recorder
 
 recorder = Recorder(OperatingSystem(), root=sys.argv[1])
 repo = Repo.create_or_open(LocalStore(sys.argv[1] + "/team/checkpoints", filesystem=recorder))
 saver = Saver(repo, "main")
 saver.attempt = claim(repo, "main", None)
-saver.save(flatten({"weights": np.arange(600_001, dtype=np.float32)}), 10, wait=True, about=About()).wait()
+saver.save(flatten({"weights": np.arange(600_001, dtype=np.float32)}), 10, wait=True, about=ManifestDetails()).wait()
 saver.close()
 saver.attempt.release()
 print(json.dumps([(call.kind, call.path) for call in recorder.log]))

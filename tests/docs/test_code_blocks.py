@@ -1,7 +1,7 @@
 """Every block of code in README and docs runs, page by page, in an empty directory, in the order of the page.
 
 Blocks of Python share one namespace. What a page leaves to its reader (a model, a loader) is in PRELUDES. In `console`
-and `sh` blocks the commands of `holdfast` run for real, but for those of NOT_RUN.
+and `sh` blocks the commands of `tenuto` run for real, but for those of NOT_RUN.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import main
 from memory_training import shared_memory
+from tenuto.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 NOT_RUN = {
-    "holdfast certify": "runs the reader's own training script; tests/e2e has one",
-    "holdfast bench": "measures for a minute, and wants a machine of its own",
-    "holdfast demo": "takes a minute; tests/e2e runs it",
+    "tenuto certify": "runs the reader's own training script; tests/e2e has one",
+    "tenuto bench": "measures for a minute, and wants a machine of its own",
+    "tenuto demo": "takes a minute; tests/e2e runs it",
     "jq": "is another program, which a command's output goes to",
     "make": "sets up or rewrites this very checkout",
     "pip": "installs",
@@ -51,9 +51,9 @@ def evaluate(model):
     return 0.5
 """
 UNNAMED = {"make demo", "process 1  ━━━━━━━━╳                steps 0 to 80, killed in a save"}
-UNNAMED |= {"pip install torch && pip install '.[torch]'", "holdfast certify checkpoints -- python train.py"}
+UNNAMED |= {"pip install torch && pip install '.[torch]'", "tenuto certify checkpoints -- python train.py"}
 """First lines of the README's blocks whose fence names no language: of what is not run, and what it answers."""
-PRELUDES = {"README.md": MODEL, "measure.md": "import holdfast\nstate = {}\n"}
+PRELUDES = {"README.md": MODEL, "measure.md": "import tenuto\nstate = {}\n"}
 INSTEAD = {
     "README.md": {
         "ckpt.steps(10_000)": "ckpt.steps(10)",
@@ -61,7 +61,7 @@ INSTEAD = {
         "--step 500": "--step 8",
         "checkpoints 400": "checkpoints 6",
         # The second block shows the body that goes where the first one's loop was.
-        "for epoch in ckpt.epochs(10):": "ckpt = holdfast.Checkpointer('epochs', state, data=loader)\n"
+        "for epoch in ckpt.epochs(10):": "ckpt = tenuto.Checkpointer('epochs', state, data=loader)\n"
         "for epoch in ckpt.epochs(10):",
     }
 }
@@ -135,7 +135,7 @@ def run_commands(page: Path, block: Block) -> None:
         if "|" in words:  # what another program makes of the output is that program's
             words, rest = words[: words.index("|")], words[words.index("|") + 1 :]
             assert rest[0] in NOT_RUN, f"{page.name}:{block.line}: not listed in NOT_RUN: {line}"
-        assert words[0] == "holdfast", f"{page.name}:{block.line}: neither run nor listed in NOT_RUN: {line}"
+        assert words[0] == "tenuto", f"{page.name}:{block.line}: neither run nor listed in NOT_RUN: {line}"
         with pytest.raises(SystemExit) as left:
             main(words[1:])
         assert not left.value.code, f"{page.name}:{block.line}: {line} left with {left.value.code}"
@@ -159,7 +159,7 @@ def test_every_fence_is_that_of_a_block_that_is_looked_at() -> None:
 
 def test_the_index_says_what_is_not_run() -> None:
     said = (ROOT / "docs/README.md").read_text().partition("Every block of Python")[2].partition("Every example")[0]
-    assert {f"`{command.split()[-1]}`" for command in NOT_RUN} == set(re.findall("`[^`]*`", said)) - {"`holdfast`"}
+    assert {f"`{command.split()[-1]}`" for command in NOT_RUN} == set(re.findall("`[^`]*`", said)) - {"`tenuto`"}
 
 
 def test_no_link_leads_nowhere() -> None:

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-import holdfast
-from holdfast.cli.application import COMMANDS
+import tenuto
+from tenuto.cli.application import COMMANDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -35,20 +35,20 @@ def test_the_reference_is_up_to_date(pages: dict[str, str]) -> None:
 
 
 def test_every_public_name_is_in_it(pages: dict[str, str]) -> None:
-    for name in holdfast.__all__:
-        assert f"\n## `holdfast.{name}`\n" in pages["python.md"], name
+    for name in tenuto.__all__:
+        assert f"\n## `tenuto.{name}`\n" in pages["python.md"], name
 
 
 def test_every_public_name_has_a_docstring() -> None:
-    for name in holdfast.__all__:
+    for name in tenuto.__all__:
         if name != "__version__":
-            assert getattr(holdfast, name).__doc__, name
+            assert getattr(tenuto, name).__doc__, name
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_documented(name: str, pages: dict[str, str]) -> None:
-    assert f"\n## `holdfast {name}`\n" in pages["command-line.md"]
+    assert f"\n## `tenuto {name}`\n" in pages["command-line.md"]
     texts = [page.read_text() for page in (DOCS / "guides").glob("*.md")] + [(DOCS.parent / "README.md").read_text()]
-    assert any(f"{program} {name}" in text for text in texts for program in ("holdfast", "make")), (
-        f"no guide shows holdfast {name}"
+    assert any(f"{program} {name}" in text for text in texts for program in ("tenuto", "make")), (
+        f"no guide shows tenuto {name}"
     )

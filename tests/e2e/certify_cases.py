@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.demo.runner import load_framework
-from holdfast.errors import HoldfastError
-from holdfast.guard.certify.certification import Certifier
+from tenuto.certify.runner import Certifier
+from tenuto.demo.runner import load_framework
+from tenuto.errors import TenutoError
 
 sys.path.insert(0, str(Path(__file__).with_name("certify_scripts")))
 STEPS, MORE = 3, 6
@@ -76,7 +76,7 @@ def outcome(script: str, name: str, place: Path) -> dict[str, Any]:
     certifier = Certifier(str(where), command, scratch, STEPS, MORE, PATIENCE_S.get(name, 120), launch=Forked)
     try:
         found = certifier.run()
-    except HoldfastError as error:
+    except TenutoError as error:
         told = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
         return {**told, "touched": where.exists()}
     difference, cause = found.verdict.difference, found.verdict.cause
@@ -110,7 +110,7 @@ def main() -> None:
     ]
     # In memory where that is possible: nothing here is about a disk, and every save waits for it.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="holdfast-certify-cases-", dir=memory) as place:
+    with tempfile.TemporaryDirectory(prefix="tenuto-certify-cases-", dir=memory) as place:
         found = {
             f"{script}.{name}": outcome(script, name, Path(place) / f"{script}-{name}")
             for script, name in cases

@@ -1,4 +1,4 @@
-"""`holdfast certify` with real scripts, each of them a way in which a resume is exact, or is not."""
+"""`tenuto certify` with real scripts, each of them a way in which a resume is exact, or is not."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_script_that_catches_everything_is_ended_all_the_same(outcomes: dict[s
 
 
 def command(tmp_path: Path, name: str, *options: str) -> list[str]:
-    main = [sys.executable, "-c", "from holdfast.cli import main; main()", "certify", *options]
+    main = [sys.executable, "-c", "from tenuto.cli import main; main()", "certify", *options]
     script = [sys.executable, str(SCRIPTS / "training.py"), name]
     return [*main, str(tmp_path / "ckpts"), "--", *script, str(tmp_path / "ckpts")]
 
@@ -143,7 +143,7 @@ def test_the_command_tells_and_cleans_up(tmp_path: Path) -> None:
     assert done.returncode == 20, done.stderr
     found = json.loads(done.stdout)
     assert (found["schema"], found["verdict"], found["saved"], found["last"]) == (
-        "holdfast.certify/1",
+        "tenuto.certify/1",
         "inexact",
         2,
         4,

@@ -1,4 +1,4 @@
-"""`holdfast certify` of jobs of several ranks: every rank is followed, killed, resumed and compared."""
+"""`tenuto certify` of jobs of several ranks: every rank is followed, killed, resumed and compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def certify(place: Path, *command: str, status: int) -> dict[str, Any]:
     program = [
         sys.executable,
         "-c",
-        "import holdfast.cli as cli; cli.main()",
+        "import tenuto.cli as cli; cli.main()",
         "certify",
         str(where),
         "--steps",

@@ -14,8 +14,8 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples/train_gpt.py"
 
 
-def holdfast(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from holdfast.cli import main; main()"
+def tenuto(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from tenuto.cli import main; main()"
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200)
 
 
@@ -27,13 +27,13 @@ def assert_nothing_sealed_is_lost(kept: Path, lost: list[int]) -> None:
         [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
         for path in sorted(kept.glob("events-killed-*.jsonl"))
     ]
-    assert len(lives) == len(lost) + 1 and any(steps(life, "Remembered") for life in lives)
+    assert len(lives) == len(lost) + 1 and any(steps(life, "SavedToMemory") for life in lives)
     for life, after, again in zip(lives, lives[1:], lost, strict=False):
-        whole = max(steps(life, "Restored") + steps(life, "Remembered") + steps(life, "Committed"), default=0)
+        whole = max(steps(life, "Restored") + steps(life, "SavedToMemory") + steps(life, "Committed"), default=0)
         began = max(steps(after, "Restored"), default=0)
         writing = sorted(set(steps(life, "SaveStarted")) - set(steps(life, "Committed")))
         assert began >= whole or began in writing
-        if steps(life, "Remembered") and steps(after, "Adopted") and not writing:
+        if steps(life, "SavedToMemory") and steps(after, "RestoredFromMemory") and not writing:
             assert again <= 2
 
 
@@ -43,10 +43,10 @@ def steps(life: list[dict[str, Any]], event: str) -> list[int]:
 
 def test_the_demo_kills_resumes_and_proves(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    done = holdfast("demo", "--kills", "2", "--steps", "16", "--save-every", "4", "--json", "--keep", str(kept))
+    done = tenuto("demo", "--kills", "2", "--steps", "16", "--save-every", "4", "--json", "--keep", str(kept))
     assert done.returncode == 0, done.stderr
     account = json.loads(done.stdout)
-    assert account["schema"] == "holdfast.demo/1"
+    assert account["schema"] == "tenuto.demo/1"
     assert account["equal"] is True and account["kills"] == 2 and account["difference"] is None
     assert account["stall_median_s"] > 0 and account["one_copy_s"] > 0 and account["leaves"] > 100
     assert_nothing_sealed_is_lost(kept, account["steps_done_again"])
@@ -55,15 +55,15 @@ def test_the_demo_kills_resumes_and_proves(tmp_path: Path) -> None:
     assert sum(account["steps_done_again"]) <= sum(account["steps_done_again_from_disk_alone"])
     assert account["not_kept_in_memory"] is None
     assert "training untouched" in done.stderr
-    assert holdfast("verify", str(kept / "checkpoints")).returncode == 0
-    again = holdfast("demo", "--keep", str(kept))
+    assert tenuto("verify", str(kept / "checkpoints")).returncode == 0
+    again = tenuto("demo", "--keep", str(kept))
     assert again.returncode == 2 and "not empty" in again.stderr
 
 
 @pytest.mark.long
 def test_without_shared_memory_the_demo_says_so_and_comes_back_from_disk(tmp_path: Path) -> None:
     code = (
-        "from holdfast.image import slots; from holdfast.cli import main; "
+        "from tenuto.engine.staging import slots; from tenuto.cli import main; "
         f"slots.SHARED_MEMORY = {str(tmp_path / 'none')!r}; main()"
     )
     command = [sys.executable, "-c", code, "demo", "--kills", "1", "--steps", "10", "--save-every", "4"]
@@ -84,5 +84,5 @@ def test_the_script_to_take_home_goes_on_where_it_was(tmp_path: Path) -> None:
 
     assert "step    20" in run(20)
     assert run(20) == ""
-    listed = json.loads(holdfast("ls", str(tmp_path), "--json").stdout)
+    listed = json.loads(tenuto("ls", str(tmp_path), "--json").stdout)
     assert [one["step"] for one in listed["runs"][0]["checkpoints"]][:3] == [20, 18, 16]

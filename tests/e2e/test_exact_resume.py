@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from campaign_slices import outcome_of, reported
-from holdfast.testing.exact_resume.campaign import MODULE, Outcome, fresh, outcome, summary
-from holdfast.testing.exact_resume.cases import CASES, CONTROLS, QUICK, End
-from holdfast.testing.exact_resume.data import own_order
+from campaigns.exact_resume.campaign import MODULE, Outcome, fresh, outcome, summary
+from campaigns.exact_resume.cases import CASES, CONTROLS, QUICK, End
+from campaigns.exact_resume.data import own_order
 
 TOLD = ("a generator outside the state", "the average outside the state", "gradients kept from one step to the next")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
+import tenuto
 from fenced_training import Model, Told, snapshot, spying, stepping
-from holdfast import every
-from holdfast.crashpoints import armed
 from memory_training import Kill, fork, shared_memory
+from tenuto import every
+from tenuto.crashpoints import armed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -25,7 +25,7 @@ def train(where: Path, states: Path, steps: int = STEPS) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     options = {"save": every(steps=100), "memory": every(steps=1), "capture": "fenced"}
-    with spying(Told()), holdfast.Checkpointer(where, state, **options) as ckpt:
+    with spying(Told()), tenuto.Checkpointer(where, state, **options) as ckpt:
         found = ckpt.restore()
         body = stepping(model, optimizer)
         (states / "began").write_text(f"{ckpt.step} {found.source if found is not None else ''}")

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import tenuto
 from held_store import Held, held
-from holdfast import every, keep
-from holdfast.crashpoints import armed
-from holdfast.engine.listing import images
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep.flush import execute, plan_flush
-from holdfast.upkeep.verify import assert_whole
 from memory_training import Kill, fork, shared_memory
+from tenuto import every, keep
+from tenuto.crashpoints import armed
+from tenuto.engine.memory_tier.listing import images
+from tenuto.maintenance.flush import execute, plan_flush
+from tenuto.maintenance.verify import assert_whole
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -43,7 +43,7 @@ def state() -> dict[str, Any]:
     return {"w": np.zeros(30_000, np.float32), "n": 0}
 
 
-def steps(ckpt: holdfast.Checkpointer, one: dict[str, Any], count: int) -> None:
+def steps(ckpt: tenuto.Checkpointer, one: dict[str, Any], count: int) -> None:
     for _ in range(count):
         one["w"] += 1
         one["n"] += 1
@@ -56,7 +56,7 @@ def killed_with_all_in_flight(store: Held, slow: int, **options: Any) -> int:
 
     def body() -> None:
         one = state()
-        ckpt = holdfast.Checkpointer(store, one, keep=keep.latest(100), **options)
+        ckpt = tenuto.Checkpointer(store, one, keep=keep.latest(100), **options)
         ckpt.restore()
         steps(ckpt, one, slow)
         store.await_pack(slow)
@@ -75,7 +75,7 @@ def killed_with_all_in_flight(store: Held, slow: int, **options: Any) -> int:
 
 
 def steps_of(where: Path) -> list[int]:
-    return [id.step for id in holdfast.Repository(where).checkpoints()]
+    return [id.step for id in tenuto.Repository(where).checkpoints()]
 
 
 def slots_of(root: Path) -> list[str]:
@@ -90,12 +90,12 @@ def test_killed_with_several_in_flight_only_whole_ones_are_there_and_in_order(wh
     assert killed_with_all_in_flight(held(where, 3), 3, in_flight=3, save=every(steps=1)) == -signal.SIGKILL
     assert steps_of(where) == [2, 1]
     one = state()
-    with holdfast.Checkpointer(where, one, in_flight=3, save=every(steps=1), keep=keep.latest(100)) as ckpt:
+    with tenuto.Checkpointer(where, one, in_flight=3, save=every(steps=1), keep=keep.latest(100)) as ckpt:
         assert ckpt.restore() is not None
         assert right(one, 2)
         steps(ckpt, one, 3)
     assert steps_of(where) == [5, 4, 3, 2, 1]
-    assert right(holdfast.load(where).state, 5)
+    assert right(tenuto.load(where).state, 5)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_killed_anywhere_what_is_there_is_a_beginning_of_what_was_taken(where: P
     def body() -> None:
         one = state()
         with armed(at, Kill(count)):
-            with holdfast.Checkpointer(where, one, in_flight=3, save=every(steps=1), keep=keep.latest(100)) as ckpt:
+            with tenuto.Checkpointer(where, one, in_flight=3, save=every(steps=1), keep=keep.latest(100)) as ckpt:
                 steps(ckpt, one, 5)
 
     assert fork(body) == -signal.SIGKILL
     done = count if at.startswith("manifest") else count - 1
     assert steps_of(where) == list(range(done, 0, -1))
-    assert all(right(holdfast.load(where, step=step).state, step) for step in range(1, done + 1))
+    assert all(right(tenuto.load(where, step=step).state, step) for step in range(1, done + 1))
 
 
 @linux
@@ -135,7 +135,7 @@ def test_the_next_process_goes_on_from_the_newest_image_whatever_its_number_of_s
     assert sorted(footer.id.step for footer in found.values() if footer is not None) == [1, 2, 3]
 
     one = state()
-    with holdfast.Checkpointer(where, one, in_flight=after, keep=keep.latest(100), **options) as ckpt:
+    with tenuto.Checkpointer(where, one, in_flight=after, keep=keep.latest(100), **options) as ckpt:
         restored = ckpt.restore()
         assert restored is not None and restored.source.startswith("from memory, step 3")
         assert right(one, 3)
@@ -143,7 +143,7 @@ def test_the_next_process_goes_on_from_the_newest_image_whatever_its_number_of_s
         assert len(slots_of(root)) == after + 1, "what is too many is given back"
         assert all(found.alive for found in images())
         steps(ckpt, one, after + 2)
-    assert right(holdfast.load(where).state, 6 + after)
+    assert right(tenuto.load(where).state, 6 + after)
     assert slots_of(root) == []
 
 
@@ -151,7 +151,7 @@ def test_the_next_process_goes_on_from_the_newest_image_whatever_its_number_of_s
 def test_a_process_with_more_slots_finds_what_one_with_two_left(where: Path, root: Path) -> None:
     def body() -> None:
         one = state()
-        ckpt = holdfast.Checkpointer(where, one, save=every(steps=100), memory=every(steps=1))
+        ckpt = tenuto.Checkpointer(where, one, save=every(steps=100), memory=every(steps=1))
         steps(ckpt, one, 3)
         training = ckpt._training
         assert training is not None and training.saving.memory is not None
@@ -161,12 +161,12 @@ def test_a_process_with_more_slots_finds_what_one_with_two_left(where: Path, roo
     assert fork(body) == -signal.SIGKILL
     assert slots_of(root) == ["0-0", "0-1"]
     one = state()
-    with holdfast.Checkpointer(where, one, in_flight=2, save=every(steps=1), memory=every(steps=1)) as ckpt:
+    with tenuto.Checkpointer(where, one, in_flight=2, save=every(steps=1), memory=every(steps=1)) as ckpt:
         ckpt.restore()
         assert right(one, 3)
         steps(ckpt, one, 3)
         assert slots_of(root) == ["0-0", "0-1", "0-2"]
-    assert right(holdfast.load(where).state, 6)
+    assert right(tenuto.load(where).state, 6)
 
 
 @linux
@@ -178,13 +178,13 @@ def test_a_flush_writes_the_newest_of_all_slots(where: Path, root: Path) -> None
     assert sorted(one.found.footer.id.step for one in plan.images if one.found.footer is not None) == [1, 2, 3]
     flushed = execute(repo, plan)
     assert flushed is not None and flushed.id.step == 3
-    assert right(holdfast.load(where).state, 3)
+    assert right(tenuto.load(where).state, 3)
 
 
 @linux
 def test_states_between_saves_are_kept_while_two_saves_are_in_flight(where: Path, root: Path) -> None:
     store, one = held(where, 2, 4), state()
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         store, one, in_flight=2, save=every(steps=2), memory=every(steps=1), keep=keep.latest(100)
     ) as ckpt:
         for step in range(1, 6):

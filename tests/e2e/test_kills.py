@@ -1,4 +1,4 @@
-"""R2: killed training ends bit for bit as training that is not. A slice of `python -m holdfast.demo.campaign`."""
+"""R2: killed training ends bit for bit as training that is not. A slice of `python -m campaigns.kills`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(*arguments: str, timeout: float) -> tuple[int, str, str]:
 def test_r2_twenty_kills(tmp_path: Path) -> None:
     out = tmp_path / "account.json"
     status, _, said = run(
-        "holdfast.demo.campaign", "--kills", "20", "--steps", "120", "--seed", "1", "--json", str(out), timeout=200
+        "campaigns.kills", "--kills", "20", "--steps", "120", "--seed", "1", "--json", str(out), timeout=200
     )
     assert out.exists(), said
     account: dict[str, Any] = json.loads(out.read_text())
@@ -36,7 +36,7 @@ def test_r2_twenty_kills_with_a_memory_tier(tmp_path: Path) -> None:
     """Every state that a process goes on from is bitwise the one that its step had when nobody killed the training."""
     out = tmp_path / "account.json"
     arguments = ("--memory", "--kills", "20", "--per-round", "6", "--steps", "40", "--seed", "5", "--json", str(out))
-    status, _, said = run("holdfast.demo.campaign", *arguments, timeout=300)
+    status, _, said = run("campaigns.kills", *arguments, timeout=300)
     assert out.exists(), said
     account: dict[str, Any] = json.loads(out.read_text())
     assert status == 0, account

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every, on
-from holdfast.engine.listing import images
-from holdfast.image import seals
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep.verify import assert_whole
+import tenuto
 from memory_training import Life, live, shared_memory, untouched
+from tenuto import every, on
+from tenuto.engine.memory_tier.listing import images
+from tenuto.engine.staging import slots
+from tenuto.maintenance.verify import assert_whole
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -56,7 +56,7 @@ def edit(path: Path, offset: int) -> None:
 
 def newest(root: Path) -> tuple[Path, object]:
     found = max((one for one in images() if one.footer is not None), key=lambda one: one.footer.sequence)
-    return Path(root, f"holdfast-{os.geteuid()}", found.name), found.footer
+    return Path(root, f"tenuto-{os.geteuid()}", found.name), found.footer
 
 
 def test_a_crash_loses_no_sealed_step(where: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_crash_loses_no_sealed_step(where: Path) -> None:
     assert [first.killed, second.killed, third.killed, last.status] == [True, True, True, 0]
     assert [second.began, third.began, last.began] == [7, 13, 18]
     assert all(life.source.startswith(f"from memory, step {life.began}, sealed ") for life in (second, third, last))
-    assert second.told("Adopted") == ["main/a0001/7"]
+    assert second.told("RestoredFromMemory") == ["main/a0001/7"]
     right(first, second, third, last)
     assert max(last.digests) == 40
     repo = Repo.open(open_store(where))
@@ -187,13 +187,13 @@ def test_a_tampered_image_is_passed_over(where: Path, root: Path, part: str) -> 
         "image": footer.image // 2,
         "index": footer.image + footer.index.length // 2,
         "manifest": footer.image + footer.index.length + footer.manifest.length // 2,
-        "seal": -seals.ROOM + 100,
+        "seal": -slots.ROOM + 100,
     }
     edit(path, places[part])
     last = live(where)
     assert last.began == 16, "the other slot has the step before"
     if part != "seal":
-        assert "main/a0001/17" not in last.told("Adopted")
+        assert "main/a0001/17" not in last.told("RestoredFromMemory")
         assert any("image in memory" in reason for reason in last.told("CandidateSkipped"))
     right(last)
 
@@ -214,10 +214,10 @@ def test_after_a_reboot_it_is_passed_over(where: Path) -> None:
     def booted() -> None:
         from dataclasses import replace
 
-        from holdfast.repo import adoption
+        from tenuto.engine.memory_tier import eligibility
 
-        own = adoption.this_process()
-        adoption.this_process = lambda: replace(own, boot="another")
+        own = eligibility.this_process()
+        eligibility.this_process = lambda: replace(own, boot="another")
 
     last = live(where, before=booted)
     assert last.began == 10
@@ -252,7 +252,7 @@ def test_a_state_that_changes_its_size_between_saves(where: Path) -> None:
     def look() -> None:
         state = {"model": {"w": np.zeros(30_000, np.float32), "b": np.zeros(7), "more": np.zeros(500_000, np.float32)}}
         state["history"] = [0.0]
-        with holdfast.Checkpointer(where, state, memory=every(steps=1)) as ckpt:
+        with tenuto.Checkpointer(where, state, memory=every(steps=1)) as ckpt:
             found = ckpt.restore()
             place.write_text(f"{found.step} {found.source[:11]} {set(state['model']['more'].tolist())}")
 
@@ -278,9 +278,9 @@ def test_a_forked_child_of_the_training_disturbs_nothing(where: Path) -> None:
 
 def test_a_disk_save_that_fails_leaves_its_state_in_memory(where: Path) -> None:
     def full() -> None:
-        from holdfast.engine import writing
+        from tenuto.engine.save import save_writer
 
-        writing.SMALL_OBJECTS_BYTES = 1 << 62
+        save_writer.SMALL_OBJECTS_BYTES = 1 << 62
 
     life = live(where, kill=13, before=full)
     assert life.told("SaveFailedEvent")
@@ -290,9 +290,9 @@ def test_a_disk_save_that_fails_leaves_its_state_in_memory(where: Path) -> None:
 
 
 def test_a_flush_that_is_killed_before_its_commit_is_made_again(where: Path) -> None:
-    from holdfast.crashpoints import armed
-    from holdfast.upkeep.flush import execute, plan_flush
     from memory_training import Kill, fork
+    from tenuto.crashpoints import armed
+    from tenuto.maintenance.flush import execute, plan_flush
 
     assert live(where, kill=13).killed
     repo = Repo.open(open_store(where))

@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
 import memory_training
-from holdfast import every, on
-from holdfast.engine.images import check_image, open_image
-from holdfast.engine.listing import Found, images
-from holdfast.errors import StateMismatch
-from holdfast.events import AttemptClaimed, CandidateSkipped, Event
-from holdfast.image import seals
-from holdfast.repo.footer import Footer, Part, encode_footer
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep.verify import assert_whole
+import tenuto
 from memory_training import Life, digest_of, live, sealed, shared_memory, state_of, untouched
+from tenuto import every, on
+from tenuto.engine.memory_tier.image_store import check_image, open_image
+from tenuto.engine.memory_tier.listing import FoundImage, images
+from tenuto.engine.memory_tier.seal import Seal, SealedObject, encode_seal
+from tenuto.engine.staging import slots
+from tenuto.errors import StateMismatch
+from tenuto.events import AttemptClaimed, CandidateSkipped, Event
+from tenuto.maintenance.verify import assert_whole
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -73,16 +73,16 @@ class Breaks:
         setattr(owner, name, broken)
 
     def everywhere(self) -> None:
-        from holdfast.engine import describing
-        from holdfast.engine.chunks import Digester
-        from holdfast.image.capture import Capturer
-        from holdfast.image.lasting import LastingSlot
-        from holdfast.state.parked import Parked
+        from tenuto.concurrency.worker_threads import WorkerThreads
+        from tenuto.engine.memory_tier.slot_file import LastingSlot
+        from tenuto.engine.save import manifest_builder
+        from tenuto.engine.staging.capture import Capturer
+        from tenuto.engine.staging.plan import Digester
 
         self.around(Capturer, "capture")
-        self.around(Parked, "hand")
+        self.around(WorkerThreads, "hand")
         self.around(Digester, "advance")
-        self.around(describing, "encode_index")
+        self.around(manifest_builder, "encode_index")
         self.around(LastingSlot, "describe")
         self.around(LastingSlot, "seal")
 
@@ -147,7 +147,7 @@ def whole(where: Path) -> None:
     """Every byte of every image is what was sealed."""
     chunk_bytes = Repo.open(open_store(where)).chunk_bytes
     for found in images():
-        with Path(found.slot.root, f"holdfast-{os.geteuid()}", found.name).open("rb") as file:
+        with Path(found.slot.root, f"tenuto-{os.geteuid()}", found.name).open("rb") as file:
             image = open_image(file.fileno(), found.name, chunk_bytes=chunk_bytes)
             assert image is not None
             check_image(image, image.repo.index(image.manifest(), 0))
@@ -211,12 +211,12 @@ class Left:
         shutil.copytree(crashed / "shm", root, dirs_exist_ok=True)
         found = {one.footer.id.step: one for one in images() if one.footer is not None}
         assert sorted(found) == [16, 17]
-        self.newest: Found = found[17]
-        self.path = root / f"holdfast-{os.geteuid()}" / self.newest.name
+        self.newest: FoundImage = found[17]
+        self.path = root / f"tenuto-{os.geteuid()}" / self.newest.name
         self.events: list[Event] = []
 
     @property
-    def footer(self) -> Footer:
+    def footer(self) -> Seal:
         assert self.newest.footer is not None
         return self.newest.footer
 
@@ -226,7 +226,7 @@ class Left:
     def restored(self, elements: int = memory_training.ELEMENTS) -> int:
         """The step that a process gets back; its state is that step's, bit for bit."""
         state = state_of(elements)
-        with holdfast.Checkpointer(self.where, state, memory=every(steps=1), sinks=[self]) as ckpt:
+        with tenuto.Checkpointer(self.where, state, memory=every(steps=1), sinks=[self]) as ckpt:
             found = ckpt.restore()
         assert found is not None
         assert digest_of(state) == EXPECTED[found.step]
@@ -247,14 +247,14 @@ def test_what_is_whole_is_restored_as_often_as_one_likes(left: Left) -> None:
     assert left.passed_over() == []
 
 
-LIES: dict[str, Callable[[Footer], Footer]] = {
+LIES: dict[str, Callable[[Seal], Seal]] = {
     "a longer image": lambda footer: replace(footer, image=footer.image + (1 << 40)),
     "an image that is no whole page": lambda footer: replace(footer, image=footer.image - 1),
-    "a longer index": lambda footer: replace(footer, index=Part(1 << 50, footer.index.digest)),
-    "a longer manifest": lambda footer: replace(footer, manifest=Part((1 << 53) - 1, footer.manifest.digest)),
-    "all of the file": lambda footer: replace(footer, manifest=Part(footer.manifest.length + 8192, bytes(16))),
+    "a longer index": lambda footer: replace(footer, index=SealedObject(1 << 50, footer.index.digest)),
+    "a longer manifest": lambda footer: replace(footer, manifest=SealedObject((1 << 53) - 1, footer.manifest.digest)),
+    "all of the file": lambda footer: replace(footer, manifest=SealedObject(footer.manifest.length + 8192, bytes(16))),
     "no image": lambda footer: replace(footer, image=0),
-    "another index": lambda footer: replace(footer, index=Part(footer.index.length, bytes(16))),
+    "another index": lambda footer: replace(footer, index=SealedObject(footer.index.length, bytes(16))),
     "another save": lambda footer: replace(footer, save_id="0" * 32),
     "another rank": lambda footer: replace(footer, rank=3, ranks=4),
     "a later step": lambda footer: replace(footer, id=replace(footer.id, step=30)),
@@ -264,8 +264,8 @@ LIES: dict[str, Callable[[Footer], Footer]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_seal_that_lies_with_a_right_digest_is_passed_over(left: Left, lie: str) -> None:
     with left.path.open("r+b") as file:
-        seals.clear_seal(file.fileno())
-        seals.write_seal(file.fileno(), 0, encode_footer(LIES[lie](left.footer), left.newest.name))
+        slots.clear_seal(file.fileno())
+        slots.write_seal(file.fileno(), 0, encode_seal(LIES[lie](left.footer), left.newest.name))
     assert left.restored() == 16, "the other slot has the step before"
     assert [reason.startswith("its image in memory: ") for reason in left.passed_over()] == [True]
 
@@ -275,11 +275,11 @@ def test_a_torn_file_is_passed_over(left: Left, cut: str) -> None:
     size = left.path.stat().st_size
     lengths = {"the half": size // 2, "to nothing": 0, "one byte longer": size + 1}
     if cut == "with a hole":
-        seal = left.path.read_bytes()[-seals.ROOM :]
+        seal = left.path.read_bytes()[-slots.ROOM :]
         os.truncate(left.path, left.footer.image // 2 // 4096 * 4096)
         os.truncate(left.path, size)
         with left.path.open("r+b") as file:
-            file.seek(-seals.ROOM, os.SEEK_END)
+            file.seek(-slots.ROOM, os.SEEK_END)
             file.write(seal)
     else:
         os.truncate(left.path, lengths[cut])
@@ -336,7 +336,7 @@ def test_where_all_that_is_in_memory_is_damaged_and_nothing_durable_a_start_is_a
     """An image is read straight into the model: what is damaged must not be found out with half of it in place."""
     assert live(where, kill=7).killed
     for found in list(images()):
-        path = Path(root, f"holdfast-{os.geteuid()}", found.name)
+        path = Path(root, f"tenuto-{os.geteuid()}", found.name)
         assert found.footer is not None
         with path.open("r+b") as file:
             file.seek(found.footer.image // 2)
@@ -355,7 +355,7 @@ def test_a_forked_child_never_unmaps_what_lies_at_an_images_address_by_then(wher
 
     assert live(where, kill=7).killed
     found = next(one for one in images() if one.footer is not None)
-    with Path(root, f"holdfast-{os.geteuid()}", found.name).open("rb") as file:
+    with Path(root, f"tenuto-{os.geteuid()}", found.name).open("rb") as file:
         opened = [open_image(file.fileno(), found.name, chunk_bytes=4 << 20)]
         length = os.fstat(file.fileno()).st_size
     assert opened[0] is not None and opened[0]._mapping is not None

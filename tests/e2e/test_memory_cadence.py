@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import every
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
 from memory_training import Life, live, shared_memory
+from tenuto import every
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 

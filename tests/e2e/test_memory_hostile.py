@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every, on
-from holdfast.engine.listing import images
-from holdfast.image import headroom, slots
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep.verify import assert_whole
+import tenuto
 from memory_places import empty, fill, memory_group, on_a_small_file_system, take_until_killed
 from memory_training import Life, fork, live, sealed, shared_memory, untouched
+from tenuto import every, on
+from tenuto.engine.memory_tier.listing import images
+from tenuto.engine.staging import arena, slots
+from tenuto.maintenance.verify import assert_whole
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -67,7 +67,7 @@ def unkept(life: Life) -> list[int]:
 
 
 def newest_step(where: Path) -> int:
-    return holdfast.load(where).step
+    return tenuto.load(where).step
 
 
 @pytest.mark.parametrize("leave", [0, 64 << 10, IMAGES // 2 + (20 << 10)], ids=["none", "a little", "one image"])
@@ -121,7 +121,7 @@ def test_a_state_that_grows_on_a_full_file_system_goes_to_the_store(where: Path,
         assert life.status == 0
         assert len(off(life)) == 1
         right(life)
-        found = holdfast.load(where)
+        found = tenuto.load(where)
         assert (found.step, set(found.state["model"]["more"].tolist())) == (12, {6.0})
         assert list(images()) == [], "what was kept before it was turned off is in the store by now"
 
@@ -152,7 +152,7 @@ def test_a_description_that_grows_on_a_full_file_system(where: Path, place: Path
             state = {"model": {"w": np.zeros(30_000, np.float32), "b": np.zeros(7)}, "history": [0.0]}
             if kill == 13:
                 state["notes"] = ""
-            with holdfast.Checkpointer(where, state, memory=every(steps=1)) as ckpt:
+            with tenuto.Checkpointer(where, state, memory=every(steps=1)) as ckpt:
                 found = ckpt.restore()
                 seen.write_text(f"{found.step} {found.source[:11]} {len(state.get('notes', ''))}")
 
@@ -169,7 +169,7 @@ def test_one_image_is_gone_on_from_where_two_do_not_fit_any_more(where: Path, pl
     def body() -> None:
         assert live(where, kill=17).killed
         older = min(images(), key=lambda one: one.footer.sequence if one.footer is not None else 0)
-        (place / f"holdfast-{os.geteuid()}" / older.name).unlink()
+        (place / f"tenuto-{os.geteuid()}" / older.name).unlink()
         fill(place)
         second = live(where, kill=19)
         assert (second.killed, second.began) == (True, 17)
@@ -278,9 +278,9 @@ def test_a_save_that_finds_no_memory_fails_and_training_goes_on(where: Path, roo
 
     def grows(ckpt, step, state):
         if step == 5:
-            from holdfast.engine import arenas
+            from tenuto.engine.staging import budget
 
-            arenas.memory_headroom = headroom.memory_headroom = lambda: 64 << 20
+            budget.memory_headroom = arena.memory_headroom = lambda: 64 << 20
             state["model"]["more"] = np.full(2 * MIB, 5.0)
         if step == 12:
             del state["model"]["more"]
@@ -317,7 +317,7 @@ def test_what_the_dead_hold_in_a_group_that_is_gone_gives_way(tmp_path: Path, ro
             assert life.status == 0
             assert off(life) == []
             assert any("its room was needed" in text for text in life.told("Warned"))
-            assert len(life.told("Remembered")) == 2
+            assert len(life.told("SavedToMemory")) == 2
             above.limit(None)
             again = live(tmp_path / "old", steps=3, before=enter, elements=3 * LARGE)
             assert (again.status, again.began in (0, 1, 2)) == (0, True)

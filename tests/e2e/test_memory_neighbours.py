@@ -13,17 +13,17 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every
-from holdfast.cli import main
-from holdfast.engine.listing import dead_images, images
-from holdfast.errors import ForkedProcess
-from holdfast.image.arena import free_shared_memory
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep.verify import assert_whole
+import tenuto
 from memory_places import A_THIRD_USER, ANOTHER_USER, Beside, Gate, as_user, become, open_place
 from memory_training import Life, Log, fork, fork_off, live, sealed, shared_memory, train, untouched
+from tenuto import every
+from tenuto.cli import main
+from tenuto.engine.memory_tier.listing import dead_images, images
+from tenuto.engine.staging.arena import free_shared_memory
+from tenuto.errors import ForkedProcess
+from tenuto.maintenance.verify import assert_whole
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -65,9 +65,9 @@ def command(*words: str) -> int:
 
 
 def impatient() -> None:
-    from holdfast.repo import attempts
+    from tenuto.repo.ownership import claim
 
-    attempts.DYING_S = 0.2
+    claim.DYING_S = 0.2
 
 
 # -- two jobs ----------------------------------------------------------------------------------------------------------
@@ -141,12 +141,12 @@ def everybodys(tmp_path):
     """A directory where every user may write, and shared memory that is everybody's as /dev/shm is."""
     with shared_memory():  # so that everything is imported: another user may not be able to read where Python lies
         state = {"w": np.zeros(10)}
-        with holdfast.Checkpointer(tmp_path / "first", state, memory=every(steps=1)) as ckpt:
+        with tenuto.Checkpointer(tmp_path / "first", state, memory=every(steps=1)) as ckpt:
             ckpt.restore()
             for _ in ckpt.steps(3):
                 sealed(ckpt)
             command("ls", "--memory")
-        holdfast.load(tmp_path / "first")
+        tenuto.load(tmp_path / "first")
         command("memory", "clear", "--yes")
     with open_place() as place, shared_memory() as root:
         root.chmod(0o1777)
@@ -174,14 +174,14 @@ def test_neither_of_two_users_sees_or_disturbs_the_others_images(everybodys, cap
         become(ANOTHER_USER)
         assert list(images()) == []
         assert dead_images() == []
-        own = root / f"holdfast-{os.geteuid()}"
-        for name in ("holdfast-0", *(str(Path("holdfast-0", one)) for one, _, _ in before)):
+        own = root / f"tenuto-{os.geteuid()}"
+        for name in ("tenuto-0", *(str(Path("tenuto-0", one)) for one, _, _ in before)):
             with pytest.raises(PermissionError):
                 os.listdir(root / name)
             with pytest.raises(PermissionError):
                 (root / name / "x").open("rb")
         with pytest.raises(PermissionError):
-            (root / "holdfast-0").rename(root / "gone")
+            (root / "tenuto-0").rename(root / "gone")
         assert command("ls", "--memory") == 0
         assert command("memory", "clear", "--yes") == 0
         free_shared_memory()
@@ -200,7 +200,7 @@ def test_neither_of_two_users_sees_or_disturbs_the_others_images(everybodys, cap
     last = live(ours)
     assert last.began == 17
     right(last)
-    assert len(list((root / f"holdfast-{ANOTHER_USER}").rglob("0-?"))) == 2, "root looks at its own images alone"
+    assert len(list((root / f"tenuto-{ANOTHER_USER}").rglob("0-?"))) == 2, "root looks at its own images alone"
 
 
 def as_user_or_skip(body) -> int:
@@ -249,7 +249,9 @@ def test_root_sees_whose_images_there_are_and_changes_none(everybodys, capfd) ->
 
     left = "for user 65533 to go on from, or to flush"
     expected = [(ANOTHER_USER, step, "dead", None, left) for step in (4, 5)]
-    with mock.patch("holdfast.cli.images._reached", side_effect=AssertionError("a stranger's word was followed")):
+    with mock.patch(
+        "tenuto.cli.views.memory_images._reached", side_effect=AssertionError("a stranger's word was followed")
+    ):
         assert sorted(shown(capfd)) == sorted(shown(capfd, str(theirs))) == expected
     assert shown(capfd, "--run", "another") == []
     assert list(images()) == [], "who goes on from memory looks at its own images alone"
@@ -258,14 +260,14 @@ def test_root_sees_whose_images_there_are_and_changes_none(everybodys, capfd) ->
     for words in (["--dry-run"], []):
         capfd.readouterr()
         assert command("flush", str(theirs), *words) == 18
-        assert f"hint: run it as user {ANOTHER_USER}: holdfast flush {theirs} --run main\n" in capfd.readouterr().err
+        assert f"hint: run it as user {ANOTHER_USER}: tenuto flush {theirs} --run main\n" in capfd.readouterr().err
     assert [path.name for path in (theirs / "runs" / "main").iterdir()] == ["a0001"]
     assert everything(root) == before
 
     def again() -> None:
         become(ANOTHER_USER)
         assert command("flush", str(theirs)) == 0
-        assert holdfast.load(theirs).step == 5
+        assert tenuto.load(theirs).step == 5
 
     assert fork(again) == 0
 
@@ -278,11 +280,11 @@ def test_what_another_user_has_laid_there_misleads_nobody(everybodys, capfd) -> 
         pytest.skip("only root may become another user")
     assert live(ours, kill=7).killed
     mine = sorted(images(), key=lambda one: one.footer.id.step if one.footer is not None else 0)
-    newest = root / "holdfast-0" / mine[-1].name
+    newest = root / "tenuto-0" / mine[-1].name
     copied = newest.read_bytes()
 
     def attack() -> None:
-        own = root / f"holdfast-{ANOTHER_USER}"
+        own = root / f"tenuto-{ANOTHER_USER}"
         parent = own / mine[-1].slot.parent
         for path in (own, parent.parent, parent):
             path.mkdir(mode=0o700)
@@ -290,14 +292,14 @@ def test_what_another_user_has_laid_there_misleads_nobody(everybodys, capfd) -> 
         (parent / "0-7").symlink_to(newest)
         os.mkfifo(parent / "0-8")
         (parent / "0-9").mkdir()
-        (own / "linked").symlink_to(root / "holdfast-0" / mine[-1].slot.parent.partition("/")[0])
+        (own / "linked").symlink_to(root / "tenuto-0" / mine[-1].slot.parent.partition("/")[0])
 
     assert as_user(ANOTHER_USER, attack) == 0
     found = shown(capfd, str(ours))
     assert [(user, step) for user, step, *_ in sorted(found)] == [(0, 6), (0, 7), (ANOTHER_USER, 7)]
     assert [state for user, *_, state in found if user == 0] == ["a restart goes on from it"] * 2
     for one in mine:
-        (root / "holdfast-0" / one.name).unlink()
+        (root / "tenuto-0" / one.name).unlink()
     assert command("flush", str(ours)) == 18, "a copy is nothing that root would write"
     assert live(ours, 8).began == 0
 
@@ -338,7 +340,7 @@ def _goes_on_without(place: Path, root: Path, own: Path) -> None:
     assert "shared memory cannot be used: " in off(life)[0]
     assert own.name in off(life)[0]
     right(life)
-    assert holdfast.load(place / "ckpts").step == 12
+    assert tenuto.load(place / "ckpts").step == 12
     assert list(images()) == []
     assert command("ls", "--memory") == 0
     assert command("memory", "clear", "--yes") == 0
@@ -348,7 +350,7 @@ def _goes_on_without(place: Path, root: Path, own: Path) -> None:
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__.strip("_"))
 def test_a_place_that_an_attacker_laid_is_refused_and_training_goes_on(everybodys, trap) -> None:
     place, root = everybodys
-    own = root / f"holdfast-{A_THIRD_USER}"
+    own = root / f"tenuto-{A_THIRD_USER}"
 
     def attack() -> None:
         old = os.umask(0)
@@ -371,7 +373,7 @@ def test_a_place_that_an_attacker_laid_is_refused_and_training_goes_on(everybody
 @pytest.mark.parametrize("trap", TRAPS[1:], ids=lambda trap: trap.__name__.strip("_"))
 def test_a_place_that_is_open_to_others_or_no_directory_is_refused(tmp_path: Path, root: Path, trap) -> None:
     """The same without another user to be."""
-    own = root / f"holdfast-{os.geteuid()}"
+    own = root / f"tenuto-{os.geteuid()}"
     (root / "elsewhere").mkdir(mode=0o700)
     trap(own)
     _goes_on_without(tmp_path, root, own)
@@ -418,7 +420,7 @@ def test_a_child_that_ends_well_leaves_the_parents_images(where: Path) -> None:
         ran = 0
         for last in list(weakref.finalize._registry):  # as at the end of the interpreter, but for the test's own
             found = last.peek()
-            if found is not None and found[1].__module__.startswith("holdfast."):
+            if found is not None and found[1].__module__.startswith("tenuto."):
                 last()
                 ran += 1
         assert ran >= 4, "two slots and two arenas"
@@ -448,7 +450,7 @@ def test_a_child_trains_a_run_of_its_own_beside_its_parent(where: Path) -> None:
             mine = {"w": np.zeros(1000)}
 
             def child() -> None:
-                with holdfast.Checkpointer(where, mine, run="of-the-child", memory=every(steps=1)) as own:
+                with tenuto.Checkpointer(where, mine, run="of-the-child", memory=every(steps=1)) as own:
                     for done in own.steps(10):
                         mine["w"] += 1
                         if done == 4:
@@ -471,7 +473,7 @@ def test_a_child_trains_a_run_of_its_own_beside_its_parent(where: Path) -> None:
 @pytest.mark.parametrize("what", ["files", "everything"])
 def test_shared_memory_that_is_cleared_under_a_training(where: Path, root: Path, what: str) -> None:
     """Begun anew where that is possible, else told once; a successor's images are not touched."""
-    own = root / f"holdfast-{os.geteuid()}"
+    own = root / f"tenuto-{os.geteuid()}"
 
     def on_step(ckpt, step, state):
         if step == 6:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from campaign_slices import outcome_of, reported
-from holdfast.testing.exact_resume.cases import End
-from holdfast.testing.resume_ranks.campaign import MODULE, Outcome, summary
-from holdfast.testing.resume_ranks.cases import CASES, CONTROLS, QUICK, QUICK_CONTROLS, Case
-from holdfast.testing.resume_ranks.judge import Life, differences, drawn, lives_of, order_of
+from campaigns.exact_resume.cases import End
+from campaigns.resume_ranks.campaign import MODULE, Outcome, summary
+from campaigns.resume_ranks.cases import CASES, CONTROLS, QUICK, QUICK_CONTROLS, Case
+from campaigns.resume_ranks.judge import Life, differences, drawn, lives_of, order_of
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.testing.stateful.campaign import BUGS, caught, histories
-from holdfast.testing.stateful.keeping import counted
-from holdfast.testing.stateful.ranks import RankProduct
+from campaigns.stateful.campaign import BUGS, caught, histories
+from campaigns.stateful.keeping import counted
+from campaigns.stateful.ranks import RankProduct
 
 QUICK = ("rm asks nobody", "the oldest step is the latest", "verify finds nothing", "retention takes what it wants")
 

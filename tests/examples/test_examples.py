@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
+import tenuto
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TESTED = {"plain_loop", "epochs", "owned_loop", "save_once", "read_slices", "numpy_only", "train_gpt"}
@@ -38,14 +38,14 @@ class CutOff(BaseException):
 
 def cut_off_after(step: int, patch: pytest.MonkeyPatch) -> None:
     """Ends training as an exception would, once so many steps were completed."""
-    original = holdfast.Checkpointer.log
+    original = tenuto.Checkpointer.log
 
-    def log(ckpt: holdfast.Checkpointer, **metrics: object) -> None:
+    def log(ckpt: tenuto.Checkpointer, **metrics: object) -> None:
         original(ckpt, **metrics)
         if ckpt.step >= step:
             raise CutOff
 
-    patch.setattr(holdfast.Checkpointer, "log", log)
+    patch.setattr(tenuto.Checkpointer, "log", log)
 
 
 @pytest.mark.parametrize(

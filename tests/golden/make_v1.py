@@ -18,19 +18,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.engine.job import About
-from holdfast.engine.save import Saver
-from holdfast.model import canonical
-from holdfast.model.checkpoint import Owner
-from holdfast.model.names import CheckpointId
-from holdfast.repo import attempts, liveness, tombstones
-from holdfast.repo.commit import abort, begin
-from holdfast.repo.notes import add_note
-from holdfast.repo.refs import clear_ref, put_ref
-from holdfast.repo.repository import Repo
-from holdfast.state.flattener import flatten
-from holdfast.store.registry import open_store
-from holdfast.upkeep import remove
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.maintenance import remove
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Owner
+from tenuto.repo import process, tombstones
+from tenuto.repo.commit import begin
+from tenuto.repo.notes import add_note
+from tenuto.repo.ownership import claim
+from tenuto.repo.refs import clear_ref, put_ref
+from tenuto.repo.repository import Repo
+from tenuto.repo.unfinished import abort
+from tenuto.state.encode.flattener import flatten
+from tenuto.store.registry import open_store
 
 HERE = Path(__file__).parent / "1"
 OWNER = Owner("golden", "boot", "pid:[1]", 1234, "5678", "nobody")
@@ -86,15 +88,15 @@ def state(step: int) -> dict[str, Any]:
     }
 
 
-def write(repo: Repo, attempt: attempts.Attempt, step: int, *, loss: float) -> CheckpointId:
+def write(repo: Repo, attempt: claim.Attempt, step: int, *, loss: float) -> CheckpointId:
     saver = Saver(repo, attempt.run)
     saver.attempt = attempt
     try:
-        about = About(
+        about = ManifestDetails(
             parent=attempt.parent,
             metrics={"loss": loss, "odd": float("nan")},
             progress={"step": step, "epoch": 1, "batch": 3},
-            environment={"holdfast": "0.1"},
+            environment={"tenuto": "0.1"},
             certificate={"exact": True},
         )
         return saver.save(flatten(state(step)), step, wait=True, about=about).wait()
@@ -103,10 +105,10 @@ def write(repo: Repo, attempt: attempts.Attempt, step: int, *, loss: float) -> C
 
 
 def make(where: Path) -> None:
-    for module in (attempts, liveness, tombstones):
+    for module in (claim, process, tombstones):
         module.this_process = lambda: OWNER  # type: ignore[attr-defined]
     repo = Repo.create_or_open(open_store(where), chunk_bytes=1024)
-    first = attempts.claim(repo, "Main", None)
+    first = claim.claim(repo, "Main", None)
     removed = write(repo, first, 5, loss=3.0)
     ten = write(repo, first, 10, loss=2.0)
     twenty = write(repo, first, 20, loss=1.0)
@@ -118,10 +120,10 @@ def make(where: Path) -> None:
     put_ref(repo, "pin", "paper", ten)
     put_ref(repo, "tag", "gone", twenty)
     clear_ref(repo, "tag", "gone")
-    second = attempts.claim(repo, "main", ten)
+    second = claim.claim(repo, "main", ten)
     write(repo, second, 15, loss=1.5)
     second.release()
-    fork = attempts.claim(repo, "fork", twenty)
+    fork = claim.claim(repo, "fork", twenty)
     write(repo, fork, 21, loss=0.5)
     fork.release()
     remove.execute(repo, remove.plan_remove(repo, [removed]))
@@ -130,7 +132,7 @@ def make(where: Path) -> None:
 def resealed(path: Path, **changes: Any) -> str:
     values = json.loads(path.read_bytes())
     del values["digest"]
-    return base64.b64encode(canonical.seal({**values, **changes})).decode()
+    return base64.b64encode(canonical_json.seal({**values, **changes})).decode()
 
 
 def variants(where: Path) -> dict[str, tuple[list[dict[str, Any]], str]]:
@@ -170,14 +172,14 @@ def variants(where: Path) -> dict[str, tuple[list[dict[str, Any]], str]]:
             "FormatTooNew",
         ),
         "critical_repository_of_a_newer_format": (
-            [{"object": "holdfast.json", "put": resealed(where / "holdfast.json", **new)}],
+            [{"object": "tenuto.json", "put": resealed(where / "tenuto.json", **new)}],
             "FormatTooNew",
         ),
-        "critical_repository_bit": ([{"object": "holdfast.json", "flip": [20, 0]}], "CorruptionError"),
+        "critical_repository_bit": ([{"object": "tenuto.json", "flip": [20, 0]}], "CorruptionError"),
         "benign_unknown_fields": (
             [
                 {"object": manifest, "put": resealed(where / manifest, later="a field of a later version")},
-                {"object": "holdfast.json", "put": resealed(where / "holdfast.json", later=1)},
+                {"object": "tenuto.json", "put": resealed(where / "tenuto.json", later=1)},
             ],
             "",
         ),

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import errors
-from holdfast.model.names import CheckpointId
-from holdfast.repo.lineage import latest, walk
-from holdfast.repo.notes import notes
-from holdfast.repo.refs import list_refs
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep import undelete
-from holdfast.upkeep.verify import assert_whole
+import tenuto
+from tenuto import errors
+from tenuto.maintenance import undelete
+from tenuto.maintenance.verify import assert_whole
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.lineage import latest, walk
+from tenuto.repo.notes import notes
+from tenuto.repo.refs import list_refs
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 HERE = Path(__file__).parent / "1"
 PLACE = HERE / "repository"
@@ -94,7 +94,7 @@ def test_it_is_whole():
 
 @pytest.mark.parametrize(("run", "step"), [("main", 10), ("main", 15), ("main", 20), ("fork", 21), ("FORK", "latest")])
 def test_every_checkpoint_is_restored_exactly(run, step):
-    restored = holdfast.load(PLACE, run=run, step=step)
+    restored = tenuto.load(PLACE, run=run, step=step)
     step = 21 if step == "latest" else step
     check(restored.state, step)
     assert restored.progress == {"step": step, "epoch": 1, "batch": 3}
@@ -106,7 +106,7 @@ def test_every_checkpoint_is_restored_exactly(run, step):
 def test_it_is_restored_into_what_exists():
     weight = torch.zeros(20, 30)
     target = {"torch": {"weight": weight}}
-    holdfast.load(PLACE, target, step=10, include="torch/weight")
+    tenuto.load(PLACE, target, step=10, include="torch/weight")
     assert weight[0, :3].tolist() == [10.0, 10.5, 11.0]
 
 
@@ -131,13 +131,13 @@ def test_what_was_removed_comes_back(tmp_path):
     shutil.copytree(PLACE, tmp_path / "copy")
     repo = Repo.open(open_store(tmp_path / "copy"))
     undelete.execute(repo, undelete.plan_undelete(repo, CheckpointId("main", 1, 5)))
-    check(holdfast.load(tmp_path / "copy", step=CheckpointId("main", 1, 5)).state, 5)
+    check(tenuto.load(tmp_path / "copy", step=CheckpointId("main", 1, 5)).state, 5)
     assert repo.committed("main", 1)[-1] == 5
 
 
 def test_reading_changes_nothing():
     before = {path: path.stat().st_mtime_ns for path in PLACE.rglob("*")}
-    holdfast.load(PLACE, step=10)
+    tenuto.load(PLACE, step=10)
     assert_whole(Repo.open(open_store(PLACE)))
     assert {path: path.stat().st_mtime_ns for path in PLACE.rglob("*")} == before
 
@@ -150,13 +150,13 @@ def test_damage_is_refused_and_oddity_is_not(name, tmp_path):
     for change in recipe["changes"]:
         apply(place / change.pop("object"), change)
     if name.startswith("benign_"):
-        check(holdfast.load(place, step=CheckpointId("main", 1, 10)).state, 10)
+        check(tenuto.load(place, step=CheckpointId("main", 1, 10)).state, 10)
         return
     assert name.startswith("critical_")
     with pytest.raises(getattr(errors, recipe["error"])) as raised:
-        holdfast.load(place, step=CheckpointId("main", 1, 10))
+        tenuto.load(place, step=CheckpointId("main", 1, 10))
     assert type(raised.value).__name__ == recipe["error"]
-    with pytest.raises(errors.HoldfastError):
+    with pytest.raises(errors.TenutoError):
         assert_whole(Repo.open(open_store(place)))
 
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
+import tenuto
 from fenced_training import holding
-from holdfast.policy import every
+from tenuto.policy import every
 
 STEPS, WIDTH = 8, 384
 MEDDLED = 4
@@ -50,8 +50,8 @@ def train(where: Path, kind: str, capture: Any, meddled: bool) -> None:
     model = built(kind, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer}
-    options: dict[str, Any] = {"save": every(steps=1), "keep": holdfast.keep.latest(99), "in_flight": 2}
-    with holding() as copy, holdfast.Checkpointer(where, state, capture=capture, **options) as ckpt:
+    options: dict[str, Any] = {"save": every(steps=1), "keep": tenuto.keep.latest(99), "in_flight": 2}
+    with holding() as copy, tenuto.Checkpointer(where, state, capture=capture, **options) as ckpt:
         for step in ckpt.steps(STEPS):
             if meddled and step == MEDDLED:
                 meddle(model, kind, rank)

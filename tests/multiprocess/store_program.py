@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import RanksError
-from holdfast.policy import every
-from holdfast.testing.rank_kills.training import Numbers
+import tenuto
+from campaigns.rank_kills.training import Numbers
+from tenuto.errors import RanksError
+from tenuto.policy import every
 
 place = Path(sys.argv[1])
 warnings.simplefilter("ignore")
@@ -25,7 +25,7 @@ rank, world = dist.get_rank(), dist.get_world_size()
 numbers = Numbers(rank, world)
 said: dict[str, Any] = {}
 try:
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         place / "checkpoints", numbers.state(), save=every(steps=3), on_error="raise", ranks_timeout=10.0
     ) as ckpt:
         for step in ckpt.steps(10**9):

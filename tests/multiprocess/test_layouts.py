@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.testing.layouts import campaign, simulated
-from holdfast.testing.layouts.bugs import BUGS, BY_NAME
-from holdfast.testing.layouts.truth import Leaf, differences, of_leaf
+from campaigns.layouts import campaign, simulated
+from campaigns.layouts.bugs import BUGS, BY_NAME
+from campaigns.layouts.truth import Leaf, differences, of_leaf
 
 SEED = 11
 

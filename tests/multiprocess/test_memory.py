@@ -17,18 +17,18 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every, on
-from holdfast.crashpoints import armed
-from holdfast.engine.listing import Found, images
-from holdfast.image import slots
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep.flush import execute, plan_flush
-from holdfast.upkeep.verify import assert_whole
+import tenuto
 from memory_ranks import ROWS, WIDTH, Ends, live, untouched
 from memory_training import Kill, Life, shared_memory
 from slices import crossed, thinned
+from tenuto import every, on
+from tenuto.crashpoints import armed
+from tenuto.engine.memory_tier.listing import FoundImage, images
+from tenuto.engine.staging import slots
+from tenuto.maintenance.flush import execute, plan_flush
+from tenuto.maintenance.verify import assert_whole
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -74,10 +74,10 @@ def from_memory(job: list[Life], step: int) -> None:
     assert all(life.source.startswith(f"from memory, step {step}, sealed ") for life in job)
 
 
-def image_of(root: Path, rank: int, step: int) -> tuple[Path, Found]:
+def image_of(root: Path, rank: int, step: int) -> tuple[Path, FoundImage]:
     with mock.patch.object(slots, "SHARED_MEMORY", str(root)):
         found = next(one for one in images() if one.footer and (one.footer.rank, one.footer.id.step) == (rank, step))
-    return Path(root, f"holdfast-{os.geteuid()}", found.name), found
+    return Path(root, f"tenuto-{os.geteuid()}", found.name), found
 
 
 def change(path: Path, offset: int) -> None:
@@ -274,14 +274,14 @@ def test_where_one_rank_has_no_room_none_keeps_states(where: Path, root: Path) -
 
     def before(rank: int) -> None:
         if rank == 1:
-            mock.patch("holdfast.image.arena.reserve", full).start()
+            mock.patch("tenuto.engine.staging.arena.reserve", full).start()
 
     job = live(where, steps=12, before=before)
     assert [life.status for life in job] == [0, 0]
     assert [len(off(life)) for life in job] == [1, 1]
     assert "no room here" in off(job[1])[0]
     assert "rank 1 keeps none (" in off(job[0])[0]
-    assert holdfast.load(where).step == 12
+    assert tenuto.load(where).step == 12
     assert files(root) == []
     right(job)
 
@@ -297,7 +297,7 @@ def test_where_one_rank_runs_out_of_room_all_stop_keeping_states(where: Path, ro
     assert "no room any more" in off(job[rank])[0]
     assert f"rank {rank}: no room any more" in off(job[1 - rank])[0]
     assert [len(off(life)) for life in job] == [1, 1]
-    assert holdfast.load(where).step == 12
+    assert tenuto.load(where).step == 12
     right(job)
 
 
@@ -306,9 +306,9 @@ def test_a_state_that_one_rank_cannot_keep_is_no_loss_of_the_one_before(where: P
     """Step 6 fails to be sealed on one rank: 5 stays on both, and 7 becomes the common one."""
 
     def before(own: int) -> None:
-        from holdfast.engine import memory
+        from tenuto.engine.memory_tier import tier
 
-        inner, done = memory.new_footer, []
+        inner, done = tier.new_seal, []
 
         def fail(repo: Any, id: Any, *words: Any, **more: Any) -> Any:
             if id.step == 6 and not done:
@@ -317,7 +317,7 @@ def test_a_state_that_one_rank_cannot_keep_is_no_loss_of_the_one_before(where: P
             return inner(repo, id, *words, **more)
 
         if own == rank:
-            mock.patch.object(memory, "new_footer", fail).start()
+            mock.patch.object(tier, "new_seal", fail).start()
 
     first = live(where, ends=SETTLED, before=before)
     assert ["step 6 is not kept in memory: a bad moment" in life.told("Warned") for life in first] == [
@@ -332,13 +332,13 @@ def test_a_rank_that_says_nothing_holds_up_training_once_and_not_for_ever(where:
     """Steps are left out of memory then; what all had stays."""
 
     def before(rank: int) -> None:
-        from holdfast.engine.joint import memory
-        from holdfast.ranks.kept import Kept
+        from tenuto.engine.memory_tier.group import group_tier
+        from tenuto.ranks.common_step import CommonStep
 
-        mock.patch.object(memory, "SETTLE_S", 0.2).start()
+        mock.patch.object(group_tier, "SETTLE_S", 0.2).start()
         if rank == 1:
-            inner = Kept.whole
-            mock.patch.object(Kept, "whole", lambda self, step: inner(self, step) if step < 5 else None).start()
+            inner = CommonStep.whole
+            mock.patch.object(CommonStep, "whole", lambda self, step: inner(self, step) if step < 5 else None).start()
 
     first = live(where, steps=14, save=every(steps=100), ends={0: Ends(step=12)}, before=before)
     assert first[0].killed
@@ -362,11 +362,13 @@ def test_a_cadence_of_more_than_a_step_and_no_save_at_all(where: Path) -> None:
 
 
 def test_a_clock_is_refused_for_ranks_would_keep_different_steps(where: Path) -> None:
-    from holdfast.errors import UsageError
-    from holdfast.ranks.memory import MemoryBoard, ThreadRanks
+    from tenuto.errors import UsageError
+    from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 
     with pytest.raises(UsageError, match="several ranks") as raised:
-        holdfast.Checkpointer(where, {"w": np.ones(3)}, memory=every(minutes=1), ranks=ThreadRanks(0, 2, MemoryBoard()))
+        tenuto.Checkpointer(
+            where, {"w": np.ones(3)}, memory=every(minutes=1), ranks=ThreadRanks(0, 2, InProcessKVStore())
+        )
     assert "every(steps=" in str(raised.value.hint)
 
 
@@ -386,7 +388,7 @@ def test_flush_writes_what_all_ranks_have_as_one_checkpoint(where: Path, root: P
     repo = Repo.open(open_store(where))
     flushed = execute(repo, plan_flush(repo, "main"))
     assert flushed is not None and str(flushed.id) == "main/a0002/7"
-    found = holdfast.load(where).state
+    found = tenuto.load(where).state
     table = np.sum(
         [np.random.default_rng(step).standard_normal((ROWS, WIDTH)).astype(np.float32) for step in range(1, 8)],
         axis=0,

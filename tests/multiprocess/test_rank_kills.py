@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.testing.rank_kills.__main__ import MODULE
-from holdfast.testing.rank_kills.campaign import Tally, _knew, campaign, told
-from holdfast.testing.rank_kills.kinds import Judged, OfNumbers
-from holdfast.testing.rank_kills.processes import Death, Ended, Plan
-from holdfast.testing.rank_kills.torch_training import CONTROLS, differences, lines
+from campaigns.rank_kills.__main__ import MODULE
+from campaigns.rank_kills.campaign import Tally, _knew, campaign, told
+from campaigns.rank_kills.kinds import Judged, OfNumbers
+from campaigns.rank_kills.processes import Death, Ended, Plan
+from campaigns.rank_kills.torch_training import CONTROLS, differences, lines
 
 TIMEOUT_S = 600
 

@@ -147,7 +147,7 @@ def test_an_incarnation_that_was_killed_is_not_met_again(tmp_path: Path) -> None
             kind, message, *_ = first.processes[1].heard()
             assert kind in ("RanksMissing", "RankFailed"), message
             assert second.all("gather", b"newer", SLACK_S) == [[b"newer"] * 3] * 3
-            left = {path.name for path in (tmp_path / "ranks" / "holdfast" / "sessions").iterdir()}
+            left = {path.name for path in (tmp_path / "ranks" / "tenuto" / "sessions").iterdir()}
             assert session in left and len(left) <= 2
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.engine.writing import SaveWriter
-from holdfast.events import Committed, SaveFailedEvent, SaveSkipped
-from holdfast.policy import every, on
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.testing.rank_kills.processes import Ended, Job, Plan
-from holdfast.testing.rank_kills.training import Numbers
+import tenuto
+from campaigns.rank_kills.processes import Ended, Job, Plan
+from campaigns.rank_kills.training import Numbers
+from tenuto.engine.save.save_writer import SaveWriter
+from tenuto.events import Committed, SaveFailedEvent, SaveSkipped
+from tenuto.policy import every, on
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 PATIENCE_S = 60.0
 
@@ -50,7 +50,7 @@ def trained(plan: Plan, rank: int, *, slow: int, alone: int | None = None, in_fl
     numbers = Numbers(rank, plan.world)
     if rank == slow:
         slowly(go_on)
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         plan.where,
         numbers.state(),
         save=every(steps=plan.save_every) | on.end(),
@@ -59,7 +59,7 @@ def trained(plan: Plan, rank: int, *, slow: int, alone: int | None = None, in_fl
         ranks=plan.ranks(rank),
         ranks_timeout=plan.timeout_s,
         sinks=[Seen()],
-        keep=holdfast.keep.latest(99),
+        keep=tenuto.keep.latest(99),
     ) as ckpt:
         for number in ckpt.steps(plan.steps):
             numbers.step(number + 1)
@@ -114,7 +114,7 @@ def test_a_rank_that_saves_alone_is_told_and_all_are_together_again(tmp_path: Pa
 def test_who_waits_for_a_decision_that_never_comes_raises_by_name(tmp_path: Path) -> None:
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
         numbers = Numbers(rank, plan.world)
-        with holdfast.Checkpointer(
+        with tenuto.Checkpointer(
             plan.where,
             numbers.state(),
             save=every(steps=3) if rank else on.end(),

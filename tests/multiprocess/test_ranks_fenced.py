@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import forked
-import holdfast
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
+import tenuto
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 PROGRAM = Path(__file__).with_name("fenced_program.py")
 STEPS = 8
@@ -54,7 +54,7 @@ def test_no_torn_image_is_ever_committed(place: Path, kind: str) -> None:
 
 def assert_equal(fenced: Path, eager: Path, steps: list[int]) -> None:
     for step in steps:
-        one, other = (tensors(holdfast.load(where, step=step).state) for where in (fenced, eager))
+        one, other = (tensors(tenuto.load(where, step=step).state) for where in (fenced, eager))
         assert one.keys() == other.keys() and len(one) > 10
         differing = [name for name in one if not torch.equal(one[name], other[name])]
         assert not differing, (step, differing)

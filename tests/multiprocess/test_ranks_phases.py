@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.api import company
-from holdfast.api.company import settings
-from holdfast.ranks.timing import Settings
-from holdfast.testing.rank_kills.processes import Ended
-from holdfast.testing.rank_phases import campaign
-from holdfast.testing.rank_phases.cells import ONLY_COORDINATOR, PHASES, Cell, Struck, begun, cells, lost
-from holdfast.testing.rank_phases.in_time import TIMEOUT_S, Promise, Times, by_phase
-from holdfast.testing.rank_phases.returning import CUTS, Cut, cuts
+from campaigns.rank_kills.processes import Ended
+from campaigns.rank_phases import campaign
+from campaigns.rank_phases.cells import ONLY_COORDINATOR, PHASES, Cell, Struck, begun, cells, lost
+from campaigns.rank_phases.in_time import TIMEOUT_S, Promise, Times, by_phase
+from campaigns.rank_phases.returning import CUTS, Cut, cuts
+from tenuto.engine.group import group
+from tenuto.engine.group.group import session_settings
+from tenuto.ranks.timeouts import Settings
 
 FEW = (
     Cell("server", "choose", "SIGKILL"),
@@ -98,10 +98,10 @@ def test_r5_ranks_that_find_out_three_times_as_late_as_promised_are_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slowly(timeout_s: float) -> Settings:
-        found = settings(timeout_s)
+        found = session_settings(timeout_s)
         return replace(found, dead_after_s=3 * found.dead_after_s)
 
-    monkeypatch.setattr(company, "settings", slowly)
+    monkeypatch.setattr(group, "session_settings", slowly)
     (outcome,) = campaign.play([Cell(2, "vote", "SIGKILL")], tmp_path, at_once=1)
     assert len(outcome.faults) == 4 and all("after the strike" in fault for fault in outcome.faults), outcome
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-import holdfast
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
+import tenuto
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 PROGRAM = Path(__file__).with_name("store_program.py")
 PATIENCE_S = 150.0
@@ -58,7 +58,7 @@ def running(place: Path, commands: list[tuple[list[str], dict[str, str]]]) -> It
 def commits(place: Path) -> int:
     try:
         repo = Repo.open(open_store(place / "checkpoints"))
-    except holdfast.HoldfastError:
+    except tenuto.TenutoError:
         return 0
     return sum(len(list(repo.committed("main", attempt))) for attempt in repo.attempts("main"))
 
@@ -83,7 +83,7 @@ def test_the_first_rank_dies_and_the_store_with_it(tmp_path: Path) -> None:
             found = said(tmp_path, rank)
             assert found["behind"] == "RankStoreLost", found
             assert found["ranks"] == [0] and "rank 0 serves it" in found["message"] and found["phase"], found
-    holdfast.load(tmp_path / "checkpoints")
+    tenuto.load(tmp_path / "checkpoints")
 
 
 def test_the_agent_of_torchrun_dies_and_the_store_with_it(tmp_path: Path) -> None:
@@ -95,4 +95,4 @@ def test_the_agent_of_torchrun_dies_and_the_store_with_it(tmp_path: Path) -> Non
             found = said(tmp_path, rank)
             assert found["behind"] == "RankStoreLost", found
             assert "where the ranks meet, is lost" in found["message"] and found["phase"], found
-    holdfast.load(tmp_path / "checkpoints")
+    tenuto.load(tmp_path / "checkpoints")

@@ -1,5 +1,5 @@
 """Where the time of a save and of a restore goes on each rank: told on all of them, in the checkpoint, and by
-`holdfast show`."""
+`tenuto show`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.cli import main
-from holdfast.engine.parts import Parts
-from holdfast.engine.writing import SaveWriter
-from holdfast.events import Event, RestoredEvent
-from holdfast.policy import every
-from holdfast.report.story import sentence
-from holdfast.testing.rank_kills.processes import Job, Plan
-from holdfast.testing.rank_kills.training import Numbers
+import tenuto
+from campaigns.rank_kills.processes import Job, Plan
+from campaigns.rank_kills.training import Numbers
+from tenuto.cli import main
+from tenuto.engine.read.sharded_reader import ShardedReader
+from tenuto.engine.save.save_writer import SaveWriter
+from tenuto.events import Event, RestoredEvent
+from tenuto.policy import every
+from tenuto.telemetry.sentences import sentence
 
 SLOW_S = 0.5
 
@@ -34,7 +34,7 @@ def trained(plan: Plan, rank: int) -> Mapping[str, Any]:
 
         SaveWriter._index = slowly  # type: ignore[method-assign]
     numbers = Numbers(rank, plan.world)
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         plan.where,
         numbers.state(),
         save=every(steps=3),
@@ -92,16 +92,16 @@ class Told:
 
 def resumed(plan: Plan, rank: int) -> Mapping[str, Any]:
     if rank == 1:
-        original = Parts.read
+        original = ShardedReader.read
 
         def slowly(self: Any, *arguments: Any) -> int:
             time.sleep(SLOW_S)
             return original(self, *arguments)
 
-        Parts.read = slowly  # type: ignore[method-assign]
+        ShardedReader.read = slowly  # type: ignore[method-assign]
     numbers, told = Numbers(rank, plan.world), Told()
     ranks = plan.ranks(rank)
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         plan.where, numbers.state(), ranks=ranks, ranks_timeout=plan.timeout_s, sinks=[told]
     ) as ckpt:
         restored = ckpt.restore()

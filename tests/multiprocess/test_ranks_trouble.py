@@ -15,25 +15,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.joint import party
-from holdfast.engine.joint.party import Together
-from holdfast.engine.writing import SaveWriter
-from holdfast.errors import SaveFailed, StoreError, StoreFull
-from holdfast.events import Committed, SaveFailedEvent
-from holdfast.image.capture import Capturer
-from holdfast.model.names import CheckpointId
-from holdfast.policy import every, on
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.testing.rank_kills.processes import Ended, Job, Plan
-from holdfast.testing.rank_kills.training import Numbers, untouched
+import tenuto
+from campaigns.rank_kills.processes import Ended, Job, Plan
+from campaigns.rank_kills.training import Numbers, untouched
+from tenuto.engine.group import group_save
+from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.save.save_writer import SaveWriter
+from tenuto.engine.staging.capture import Capturer
+from tenuto.errors import SaveFailed, StoreError, StoreFull
+from tenuto.events import Committed, SaveFailedEvent
+from tenuto.model.ids import CheckpointId
+from tenuto.policy import every, on
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 PATIENCE_S = 60.0
-Step = Callable[[holdfast.Checkpointer, int], None]
+Step = Callable[[tenuto.Checkpointer, int], None]
 
 
-def nothing(ckpt: holdfast.Checkpointer, number: int) -> None: ...
+def nothing(ckpt: tenuto.Checkpointer, number: int) -> None: ...
 
 
 def trained(plan: Plan, rank: int, step: Step = nothing, **more: Any) -> Mapping[str, Any]:
@@ -48,7 +48,7 @@ def trained(plan: Plan, rank: int, step: Step = nothing, **more: Any) -> Mapping
                 failed[event.id.step] = event.error
 
     arguments = {"save": every(steps=plan.save_every), "ranks": plan.ranks(rank), **more}
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         arguments.pop("where", plan.where),
         numbers.state() if isinstance(numbers, Numbers) else numbers,
         ranks_timeout=plan.timeout_s,
@@ -92,8 +92,8 @@ TROUBLES = {
     "its capture": (Capturer, "capture", lambda: SaveFailed("its memory went"), "memory went"),
     "its pack": (SaveWriter, "_write_pack", lambda: StoreError("its pack was lost"), "pack was lost"),
     "its index": (SaveWriter, "_index", lambda: StoreError("its index was lost"), "index was lost"),
-    "its digests": (Together, "_taken_by", lambda: StoreError("its digests failed"), "digests failed"),
-    "its last word": (Together, "_commit", lambda: StoreError("it cannot commit"), "cannot commit"),
+    "its digests": (GroupCommit, "_taken_by", lambda: StoreError("its digests failed"), "digests failed"),
+    "its last word": (GroupCommit, "_commit", lambda: StoreError("it cannot commit"), "cannot commit"),
 }
 
 
@@ -105,7 +105,7 @@ def test_what_fails_on_one_rank_fails_that_save_on_all_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, rank: int
 ) -> None:
     """All ranks compare what they hold alike at the same saves afterwards too."""
-    monkeypatch.setattr(party, "COMPARE_EVERY", 2)
+    monkeypatch.setattr(group_save, "COMPARE_EVERY", 2)
     owner, name, error, words = TROUBLES[what]
 
     def work(plan: Plan, here: int) -> Mapping[str, Any]:
@@ -126,7 +126,7 @@ def test_what_fails_on_one_rank_fails_that_save_on_all_and_no_other(
 
 def test_a_step_that_raises_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
-        def step(ckpt: holdfast.Checkpointer, number: int) -> None:
+        def step(ckpt: tenuto.Checkpointer, number: int) -> None:
             if rank == 1 and number == 5:
                 raise ZeroDivisionError("the loss is no number")
 
@@ -142,7 +142,7 @@ def test_a_step_that_raises_on_one_rank_is_told_to_the_others(tmp_path: Path) ->
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_that_saves_alone_fails_by_name_and_all_come_together_again(tmp_path: Path, rank: int) -> None:
     def work(plan: Plan, here: int) -> Mapping[str, Any]:
-        def step(ckpt: holdfast.Checkpointer, number: int) -> None:
+        def step(ckpt: tenuto.Checkpointer, number: int) -> None:
             if here == rank and number == 5:
                 ckpt.save()
 
@@ -216,7 +216,7 @@ def test_a_copy_of_the_repository_is_found_out_before_anything_is_saved(tmp_path
 def test_another_repository_of_that_name_is_found_out_when_ranks_meet(tmp_path: Path) -> None:
     plan, other = Plan(tmp_path, 2, 3, timeout_s=8.0), tmp_path / "elsewhere"
     for place in (plan.where, other):
-        holdfast.save({"w": np.ones(3)}, place)
+        tenuto.save({"w": np.ones(3)}, place)
     before = lies_in(plan.where), lies_in(other)
     refused_by_place(plan, other)
     assert (lies_in(plan.where), lies_in(other)) == before
@@ -226,7 +226,7 @@ def test_another_repository_of_that_name_is_found_out_when_ranks_meet(tmp_path: 
 def rows(rank: int, of: int, *, begin: int = 0, whole: int = 12, kind: str = "<f8", width: int = 4) -> dict[str, Any]:
     length = 12 // of
     value = np.ones((length, width), kind)
-    return {"w": holdfast.shard(value, whole=(whole, width), offsets=(rank * length + begin, 0))}
+    return {"w": tenuto.shard(value, whole=(whole, width), offsets=(rank * length + begin, 0))}
 
 
 @pytest.mark.parametrize(
@@ -254,12 +254,12 @@ def test_states_that_do_not_fit_together_are_one_error_on_every_rank(tmp_path: P
 def test_ranks_that_hold_nothing_of_a_leaf_save_with_the_others(tmp_path: Path) -> None:
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
         held = np.full((1 if rank < 2 else 0, 3), float(rank))
-        state = {"w": holdfast.shard(held, whole=(2, 3), offsets=(min(rank, 2), 0))}
+        state = {"w": tenuto.shard(held, whole=(2, 3), offsets=(min(rank, 2), 0))}
         return trained(plan, rank, numbers=state)
 
     plan = Plan(tmp_path, 4, 3, timeout_s=30.0)
     assert {one.status for one in ended(plan, work)} == {0}
-    assert holdfast.load(plan.where).state["w"].tolist() == [[0.0] * 3, [1.0] * 3]
+    assert tenuto.load(plan.where).state["w"].tolist() == [[0.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.parametrize("worlds", [(2, 1), (1, 3)])
@@ -269,7 +269,7 @@ def test_one_rank_alone_goes_on_with_what_many_have_cut_and_many_with_what_one_h
     for number, world in enumerate(worlds, 1):
         plan = Plan(tmp_path, world, 3 * number, timeout_s=30.0)
         assert {one.status for one in ended(plan, trained)} == {0}
-    found, wanted = holdfast.load(tmp_path / "checkpoints"), untouched(6)
+    found, wanted = tenuto.load(tmp_path / "checkpoints"), untouched(6)
     assert found.step == 6
     assert all(np.array_equal(found.state[name], wanted[name]) for name in wanted)
 
@@ -280,7 +280,7 @@ def test_one_rank_alone_goes_on_with_what_many_have_cut_and_many_with_what_one_h
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_signal_to_one_rank_ends_all_at_one_saved_step(tmp_path: Path, rank: int) -> None:
     def work(plan: Plan, here: int) -> Mapping[str, Any]:
-        def step(ckpt: holdfast.Checkpointer, number: int) -> None:
+        def step(ckpt: tenuto.Checkpointer, number: int) -> None:
             time.sleep(0.003)
             if here == rank and number == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -296,7 +296,7 @@ def test_a_signal_behind_the_last_step_ends_the_process_with_its_status(tmp_path
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
         numbers = Numbers(rank, plan.world)
         save = on.end() | on.signal()
-        with holdfast.Checkpointer(plan.where, numbers.state(), ranks=plan.ranks(rank), save=save) as ckpt:
+        with tenuto.Checkpointer(plan.where, numbers.state(), ranks=plan.ranks(rank), save=save) as ckpt:
             for number in ckpt.steps(plan.steps):
                 numbers.step(number + 1)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -309,20 +309,20 @@ def test_a_signal_behind_the_last_step_ends_the_process_with_its_status(tmp_path
 
 def test_one_rank_decides_by_its_clock_and_its_metrics_for_all(tmp_path: Path) -> None:
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
-        def step(ckpt: holdfast.Checkpointer, number: int) -> None:
+        def step(ckpt: tenuto.Checkpointer, number: int) -> None:
             time.sleep(0.01)
             if rank == 0:
                 ckpt.log(loss=1.0 / number)
             if number == 100:
                 ckpt.log(tag="middle")
 
-        return trained(plan, rank, step, save=every(minutes=0.01) | on.improve("loss"), keep=holdfast.keep.latest(2))
+        return trained(plan, rank, step, save=every(minutes=0.01) | on.improve("loss"), keep=tenuto.keep.latest(2))
 
     plan = Plan(tmp_path, 3, 300, timeout_s=8.0, in_flight=2)
     found = ended(plan, work)
     assert {one.status for one in found} == {0}
     assert len({tuple(one.told["committed"]) for one in found}) == 1 and len(found[0].told["committed"]) > 2
-    assert holdfast.load(plan.where, step="middle").step == 100
+    assert tenuto.load(plan.where, step="middle").step == 100
 
 
 def test_a_stop_on_all_ranks_saves_and_ends(tmp_path: Path) -> None:

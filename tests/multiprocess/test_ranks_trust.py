@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.testing.rank_kills.campaign import campaign
-from holdfast.testing.rank_kills.kinds import OfNumbers, OnNodes
-from holdfast.testing.rank_kills.processes import Death, Job, Plan
-from holdfast.testing.rank_kills.training import untouched
+import tenuto
+from campaigns.rank_kills.campaign import campaign
+from campaigns.rank_kills.kinds import OfNumbers, OnNodes
+from campaigns.rank_kills.processes import Death, Job, Plan
+from campaigns.rank_kills.training import untouched
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 PATIENCE_S = 60.0
 """A rank must have ended so long after its deadline; the machine may be busy."""
@@ -60,7 +60,7 @@ def committed(plan: Plan) -> list[tuple[int, int]]:
 
 
 def is_untouched(plan: Plan) -> bool:
-    found = holdfast.load(plan.where)
+    found = tenuto.load(plan.where)
     state = untouched(plan.steps)
     return found.step == plan.steps and all(np.array_equal(found.state[name], state[name]) for name in state)
 
@@ -76,7 +76,7 @@ def test_whoever_is_killed_or_stopped_wherever_the_others_say_so_and_the_job_goe
     begun: Path, tmp_path: Path, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A third of all cases, side by side: they mostly wait."""
-    monkeypatch.setattr("holdfast.repo.attempts.DYING_S", 0.5)  # a coordinator that is stopped still owns the run
+    monkeypatch.setattr("tenuto.repo.ownership.claim.DYING_S", 0.5)  # a coordinator that is stopped still owns the run
     mine = list(cases())[part::3]
     with ExitStack() as stack:
         jobs = []

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import forked
-import holdfast
-from holdfast.model.names import CheckpointId
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
+import tenuto
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -68,7 +68,7 @@ def state_of(where: Path, step: int | str = "latest") -> dict[str, Any]:
             for number, one in enumerate(value):
                 walk(one, f"{path}/{number}")
 
-    walk(holdfast.load(where, step=step).state, "")
+    walk(tenuto.load(where, step=step).state, "")
     return found
 
 
@@ -120,7 +120,7 @@ class Lives:
         for began, *_ in notes:
             assert (began["what"], began["step"]) == ("began", step)
             assert not step or began["digests"] == digests
-        with holdfast.open(self.where) as opened:
+        with tenuto.open(self.where) as opened:
             tensors = {path: leaf for path, leaf in opened.items() if path.startswith(("model/", "optimizer/"))}
             self.saved = opened.step, {path: digest(leaf.numpy()) for path, leaf in tensors.items()}
         assert self.saved[0] > step and len(self.saved[1]) >= 16
@@ -159,7 +159,7 @@ def test_tensor_parallelism_inside_fsdp(tmp_path: Path) -> None:
     """Over a mesh with both, and over one with tensor parallelism alone."""
     lives = Lives("ranks_tp_fsdp2", tmp_path)
     assert lives.live(4, 20).startswith("step 20 on 4 ranks")
-    with holdfast.open(lives.where) as opened:
+    with tenuto.open(lives.where) as opened:
         assert opened["model/0.0.weight"].shape == (256, 64) and opened.ranks == 4
         assert len(opened["model/0.0.weight"].parts) == 4
     assert lives.live(2, 32).startswith("step 32 on 2 ranks")
@@ -210,7 +210,7 @@ def kill(job: subprocess.Popen[Any]) -> None:
 def committed(where: Path) -> list[int]:
     try:
         repo = Repo.open(open_store(where))
-    except holdfast.HoldfastError:
+    except tenuto.TenutoError:
         return []
     return [step for attempt in repo.attempts("main") for step in repo.committed("main", attempt)]
 

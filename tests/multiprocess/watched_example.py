@@ -1,7 +1,7 @@
 """An example, run as it is: `watched_example.py NOTES KILLED SCRIPT WORD …` says beside it what each rank holds.
 
 Rank r writes to NOTES.r, a line each time: what it holds when training begins, at each step that the examples save, and
-at the end. What tensors are as a whole is torch's own word, Holdfast is not asked. With KILLED steps completed (0:
+at the end. What tensors are as a whole is torch's own word, Tenuto is not asked. With KILLED steps completed (0:
 never), and the saves before them written, each rank kills itself.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-import holdfast
+import tenuto
 
 SAVED_EVERY = 10
 NOTES, KILLED = sys.argv[1], int(sys.argv[2])
@@ -42,7 +42,7 @@ def digests(state: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-class Watched(holdfast.Checkpointer):
+class Watched(tenuto.Checkpointer):
     def __init__(self, where: Any, state: Mapping[str, Any], **more: Any) -> None:
         super().__init__(where, state, **more)
         self._held = state
@@ -71,5 +71,5 @@ class Watched(holdfast.Checkpointer):
 if __name__ == "__main__":
     sys.argv = sys.argv[3:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    holdfast.Checkpointer = Watched  # type: ignore[misc]
+    tenuto.Checkpointer = Watched  # type: ignore[misc]
     runpy.run_path(sys.argv[0], run_name="__main__")

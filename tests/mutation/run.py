@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 REASONS = HERE / "survivors.json"
-SCOPE = ("src/holdfast/repo", "src/holdfast/store/backends", "src/holdfast/image")
+SCOPE = ("src/tenuto/repo", "src/tenuto/store/local", "src/tenuto/engine/staging")
 TESTS = (
     "tests/unit/repo",
     "tests/unit/store",
@@ -79,7 +79,7 @@ def prepare(work: Work) -> None:
     # Python remembers a place on its path that is not there: the tests would then import what is installed.
     (work.place / "mutants" / "src").mkdir(parents=True)
     # No mutant has this name: mutmut writes the mutants, runs the tests to see what each reaches, and stops.
-    command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(work.children), "holdfast.none"]
+    command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(work.children), "tenuto.none"]
     with (work.place / "log").open("wb") as log:
         subprocess.run(command, cwd=work.place, env=environment(work), stdout=log, stderr=log, check=False)
     if not (work.place / "mutants" / "mutmut-stats.json").exists():
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where the result goes, or is")
     options = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="holdfast-mutation-") as directory:
+    with tempfile.TemporaryDirectory(prefix="tenuto-mutation-") as directory:
         place = Path(directory)
         work = Work(options.tree, place, options.scope, options.tests, options.children, options.patience)
         earlier = json.loads(options.json.read_text()) if options.again else None

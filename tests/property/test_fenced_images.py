@@ -23,9 +23,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fenced_training import Model, Told, Words, assert_images_are_right, committed, loss_of, owned, train
-from holdfast.integrations.torch import late
-from holdfast.state import ownership
-from holdfast.state.ownership import PROBATION
+from tenuto.integrations.torch import device
+from tenuto.state import update_barrier
+from tenuto.state.update_barrier import PROBATION
 
 STEPS = PROBATION + 5
 
@@ -170,7 +170,7 @@ def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
 
 
 def in_a_new_place(check: Callable[[Path], None]) -> None:
-    place = Path(tempfile.mkdtemp(prefix="holdfast-test-"))
+    place = Path(tempfile.mkdtemp(prefix="tenuto-test-"))
     try:
         check(place / "checkpoints")
     finally:
@@ -219,7 +219,7 @@ COUNTED = {"in place", "fill", "one row", "copy"}
     first=st.integers(1, STEPS - 2),
     again=st.booleans(),
     before=st.integers(0, 40),
-    sample=st.sampled_from([ownership.SAMPLE, 1 / 6, 1 / 3]),
+    sample=st.sampled_from([update_barrier.SAMPLE, 1 / 6, 1 / 3]),
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_writer_tears_no_image_that_is_committed(
@@ -233,10 +233,10 @@ def test_a_writer_tears_no_image_that_is_committed(
     state = {"model": model, "optimizer": own}
     name = next(path for path, one in model.named_parameters() if one is weights[victim])
     armed, strike, struck = threading.Event(), threading.Event(), threading.Event()
-    copy_one = late.HostCopies.copy
+    copy_one = device.HostCopies.copy
 
-    def stopping(self: late.HostCopies, number: int) -> None:
-        beside = threading.current_thread().name.startswith("holdfast-fence") and armed.is_set()
+    def stopping(self: device.HostCopies, number: int) -> None:
+        beside = threading.current_thread().name.startswith("tenuto-fence") and armed.is_set()
         if beside and number == min(before, len(self._parts) - 1):
             strike.set()
             assert struck.wait(60)
@@ -266,8 +266,8 @@ def test_a_writer_tears_no_image_that_is_committed(
             armed.set()
 
     def check(place: Path) -> None:
-        copying = mock.patch.object(late.HostCopies, "copy", stopping)
-        with copying, mock.patch.object(ownership, "SAMPLE", sample):
+        copying = mock.patch.object(device.HostCopies, "copy", stopping)
+        with copying, mock.patch.object(update_barrier, "SAMPLE", sample):
             train(place, state, body, steps=STEPS, told=told)
         torn, steps = f"model/{name}", committed(place)
         assert set(steps) | set(told.failed) == set(range(1, STEPS + 1))

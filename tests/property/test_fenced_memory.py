@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 
 from fenced_training import Told, owned, train
-from holdfast import every
-from holdfast.engine.memory import MemoryTier
-from holdfast.events import Remembered
 from memory_training import shared_memory
 from property.test_fenced_images import GROWING, SCALED, STEPS, TIED, Training, in_a_new_place, trainings
+from tenuto import every
+from tenuto.engine.memory_tier.tier import MemoryTier
+from tenuto.events import SavedToMemory
 
 Leaves = dict[str, bytes]
 
@@ -35,7 +35,7 @@ def images(place: Path, drawn: dict[str, Any], capture: str) -> tuple[dict[int, 
     with shared_memory(), mock.patch.object(MemoryTier, "seal", seen):
         options = {"save": every(steps=1000), "memory": every(steps=1), "capture": capture}
         train(place, training.state, training.step, steps=STEPS, told=told, **options)
-    digests = [event.id.step for event in told.events if isinstance(event, Remembered)]
+    digests = [event.id.step for event in told.events if isinstance(event, SavedToMemory)]
     assert digests == sorted(found) == list(range(1, STEPS + 1))
     return found, told
 

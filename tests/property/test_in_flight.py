@@ -12,13 +12,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
+import tenuto
 from held_store import held
-from holdfast import keep, on
-from holdfast.engine.arenas import WINDOW_UNIT
-from holdfast.errors import StoreError
-from holdfast.guard import exitstatus
-from holdfast.store.backends.memory import MemoryStore
+from tenuto import keep, on
+from tenuto.engine.staging.budget import WINDOW_UNIT
+from tenuto.errors import StoreError
+from tenuto.store.memory import MemoryStore
+from tenuto.training import exit_status
 
 KIB = 1 << 10
 SIZES = (8 * KIB, 200 * KIB, 700 * KIB)
@@ -62,7 +62,7 @@ def test_what_does_not_fail_is_committed_in_order_and_as_it_was(todo: list[Step]
     most = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with holdfast.Checkpointer(
+        with tenuto.Checkpointer(
             store, state, in_flight=k, save=on.end(), keep=keep.all(), memory_budget=budget
         ) as ckpt:
             training = ckpt._training
@@ -83,13 +83,13 @@ def test_what_does_not_fail_is_committed_in_order_and_as_it_was(todo: list[Step]
                 most = max(most, len(saver.in_flight))
                 assert budget is None or sum(lane.arenas.nbytes for lane in lanes) <= budget
             store.let_go()
-    exitstatus._ending.standing.clear()
+    exit_status._ending.standing.clear()
     assert most <= k
     wanted = [number for number in range(1, len(todo) + 1) if number not in failing]
-    found = holdfast.Repository(MemoryStore(name))
+    found = tenuto.Repository(MemoryStore(name))
     assert [id.step for id in found.checkpoints()] == wanted[::-1]
     assert [step for step in store.committed if step not in failing] == wanted
     for number in wanted:
-        loaded, expected = holdfast.load(MemoryStore(name), step=number).state, state_of(number, todo[number - 1].size)
+        loaded, expected = tenuto.load(MemoryStore(name), step=number).state, state_of(number, todo[number - 1].size)
         assert loaded.keys() == expected.keys()
         assert all(np.array_equal(loaded[key], expected[key]) for key in expected)

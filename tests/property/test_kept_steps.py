@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.ranks.kept import NONE, Decided, Told, decide
+from tenuto.ranks.common_step import NONE, StepDecision, StepReport, decide
 
 
 @dataclass
@@ -15,9 +15,9 @@ class Rank:
     """What one rank holds, what it has said, what it has heard. `on_board` is what others can read of it."""
 
     held: set[int] = field(default_factory=set)
-    told: Told = field(default_factory=Told)
-    on_board: Told = field(default_factory=Told)
-    heard: Decided = field(default_factory=Decided)
+    told: StepReport = field(default_factory=StepReport)
+    on_board: StepReport = field(default_factory=StepReport)
+    heard: StepDecision = field(default_factory=StepDecision)
 
     def reach(self, step: int, *, whole: bool) -> bool:
         """Comes to a step that is due; False where it must wait, or leave the step out."""
@@ -46,8 +46,8 @@ ACTIONS = st.tuples(
 def test_all_ranks_have_a_step_in_common_from_the_first_on(count: int, actions: list[tuple[str, int]]) -> None:
     ranks = [Rank() for _ in range(count)]
     steps = [0] * count
-    seen = [Told()] * count
-    board, coordinator, began = Decided(), Decided(), False
+    seen = [StepReport()] * count
+    board, coordinator, began = StepDecision(), StepDecision(), False
     for action, number in actions:
         one, rank = ranks[number % count], number % count
         if action in ("step", "fail"):
@@ -74,7 +74,7 @@ def test_all_ranks_have_a_step_in_common_from_the_first_on(count: int, actions: 
 def test_ranks_that_take_the_same_steps_never_come_to_a_standstill(order: list[int]) -> None:
     """After any confusion: once every rank tells, decides and hears in turn, each next step becomes the common one."""
     ranks = [Rank() for _ in range(3)]
-    step, coordinator = 0, Decided()
+    step, coordinator = 0, StepDecision()
     for number in order:
         step += 1
         for rank, one in enumerate(ranks):
@@ -94,16 +94,18 @@ def test_ranks_that_take_the_same_steps_never_come_to_a_standstill(order: list[i
 
 
 def test_a_rank_that_keeps_none_any_more_is_named() -> None:
-    told = [Told(3, 3), Told(3, 3), Told(2, 3, "no room")]
-    assert decide(Decided(2, 2), told) == Decided(2, 3, NONE, "rank 2: no room")
-    assert decide(Decided(off="rank 1: first"), told).off == "rank 1: first"
+    told = [StepReport(3, 3), StepReport(3, 3), StepReport(2, 3, "no room")]
+    assert decide(StepDecision(2, 2), told) == StepDecision(2, 3, NONE, "rank 2: no room")
+    assert decide(StepDecision(off="rank 1: first"), told).off == "rank 1: first"
 
 
 def test_a_step_that_one_rank_has_missed_is_given_up() -> None:
-    before = Decided(4, 4)
-    assert decide(before, [Told(5, 5), Told(4, 4)]) == Decided(4, 5, 5), "the other may still get it"
-    assert decide(before, [Told(5, 8), Told(4, 4)]) == Decided(4, 8, 5), "who has it has left out others since"
-    assert decide(before, [Told(5, 5), Told(4, 5)]) == Decided(4, 5)
-    assert decide(before, [Told(5, 5), Told(6, 6)]) == Decided(4, 6, 6)
-    assert decide(before, [Told(5, 6), Told(6, 6)]) == Decided(4, 6)
-    assert decide(before, [Told(5, 8), Told(5, 5)]) == Decided(5, 8)
+    before = StepDecision(4, 4)
+    assert decide(before, [StepReport(5, 5), StepReport(4, 4)]) == StepDecision(4, 5, 5), "the other may still get it"
+    assert decide(before, [StepReport(5, 8), StepReport(4, 4)]) == StepDecision(4, 8, 5), (
+        "who has it has left out others since"
+    )
+    assert decide(before, [StepReport(5, 5), StepReport(4, 5)]) == StepDecision(4, 5)
+    assert decide(before, [StepReport(5, 5), StepReport(6, 6)]) == StepDecision(4, 6, 6)
+    assert decide(before, [StepReport(5, 6), StepReport(6, 6)]) == StepDecision(4, 6)
+    assert decide(before, [StepReport(5, 8), StepReport(5, 5)]) == StepDecision(5, 8)

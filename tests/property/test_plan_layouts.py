@@ -10,16 +10,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import ShardMismatch
-from holdfast.model.box import Box
-from holdfast.plan.assign import assign, written
-from holdfast.plan.coverage import check_coverage
-from holdfast.plan.holdings import Holdings
-from holdfast.plan.meeting import Boxes, meet
-from holdfast.plan.pieces import chunk_ranges, pieces, regions, runs
-from holdfast.plan.reshard import Reshard, reshard
-from holdfast.plan.slices import blocks
 from sharded_layouts import Array, Layout, arrays, counts, layouts, leaf_lists
+from tenuto.errors import ShardMismatch
+from tenuto.model.box import Box
+from tenuto.sharding.coverage import check_coverage
+from tenuto.sharding.holdings import Holdings
+from tenuto.sharding.reshard import BoxColumns, Reshard, chunk_ranges, intersect, pieces, regions, reshard, runs
+from tenuto.sharding.slices import blocks
+from tenuto.sharding.write_plan import assign, written
 
 many = settings(derandomize=True, deadline=None, max_examples=100)
 HOW: dict[str, dict[str, Any]] = {
@@ -233,7 +231,7 @@ def test_what_the_checkpoint_lacks_is_named(both: tuple[Layout, Layout], data: s
 
 
 @st.composite
-def any_boxes(draw: st.DrawFn, groups: int, axes: int, extent: int) -> Boxes:
+def any_boxes(draw: st.DrawFn, groups: int, axes: int, extent: int) -> BoxColumns:
     number = draw(st.integers(0, 12))
     group, offsets, shape = [], [], []
     for _ in range(number):
@@ -241,7 +239,7 @@ def any_boxes(draw: st.DrawFn, groups: int, axes: int, extent: int) -> Boxes:
         group.append(draw(st.integers(0, groups - 1)))
         offsets.append(low)
         shape.append([draw(st.integers(1, extent - one)) for one in low])
-    return Boxes(
+    return BoxColumns(
         np.array(group, np.int64),
         np.array(offsets, np.int64).reshape(-1, axes),
         np.array(shape, np.int64).reshape(-1, axes),
@@ -253,7 +251,7 @@ def any_boxes(draw: st.DrawFn, groups: int, axes: int, extent: int) -> Boxes:
 def test_all_pairs_that_meet_are_found(data: st.DataObject, groups: int, axes: int, extent: int) -> None:
     """Also of boxes that overlap, as no layout's do."""
     one, other = (data.draw(any_boxes(groups, axes, extent)) for _ in range(2))
-    who, which = meet(one, other, np.full((groups, axes), extent))
+    who, which = intersect(one, other, np.full((groups, axes), extent))
     low = np.maximum(one.offsets[None], other.offsets[:, None])
     high = np.minimum((one.offsets + one.shape)[None], (other.offsets + other.shape)[:, None])
     expected = (low < high).all(axis=2) & (one.group[None] == other.group[:, None])

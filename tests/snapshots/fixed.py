@@ -13,20 +13,21 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from tests.joint_saves import save_jointly
 
-from holdfast.engine.job import About
-from holdfast.engine.save import Saver
-from holdfast.model.checkpoint import Owner
-from holdfast.model.names import CheckpointId
-from holdfast.repo import attempts, liveness, repository, tombstones
-from holdfast.repo.attempts import claim
-from holdfast.repo.notes import add_note
-from holdfast.repo.refs import put_ref
-from holdfast.repo.repository import Repo
-from holdfast.state import flatten
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.registry import open_store
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Owner
+from tenuto.repo import process, repository, tombstones
+from tenuto.repo.notes import add_note
+from tenuto.repo.ownership import claim as claims
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.refs import put_ref
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import flatten
+from tenuto.store.local.store import LocalStore
+from tenuto.store.registry import open_store
+from tests.joint_saves import save_jointly
 
 PLACE = "/data"
 """What the directory that holds everything is called in all that is shown, so that its length moves no line."""
@@ -38,9 +39,9 @@ CERTIFICATE = {
     "caveats": ["model: gradients are not saved; they matter where they are not cleared before the next backward"],
     "covers": ["model", "optimizer", "scheduler", "step and epoch", "random generators of python"],
     "leaves_out": ["train or eval mode of modules", "the data set's own bytes"],
-    "versions": {"holdfast": "0.1.0", "numpy": "2.4.6", "python": "3.11.7"},
+    "versions": {"tenuto": "0.1.0", "numpy": "2.4.6", "python": "3.11.7"},
 }
-ENVIRONMENT = {"holdfast": "0.1.0", "numpy": "2.4.6", "platform": "Linux x86_64", "python": "3.11.7"}
+ENVIRONMENT = {"tenuto": "0.1.0", "numpy": "2.4.6", "platform": "Linux x86_64", "python": "3.11.7"}
 
 TIMING = {
     "look_s": 0.0004,
@@ -73,7 +74,7 @@ def fixed_identity() -> Iterator[None]:
     ids = itertools.count(1)
     digits = lambda: f"{next(ids):032x}"  # noqa: E731
     with contextlib.ExitStack() as patches:
-        for module in (attempts, liveness, tombstones):
+        for module in (claims, process, tombstones):
             patches.enter_context(mock.patch.object(module, "this_process", lambda: OWNER))
         patches.enter_context(mock.patch("secrets.token_hex", lambda count: digits()[-2 * count :]))
         patches.enter_context(mock.patch.object(uuid, "uuid4", lambda: SimpleNamespace(hex=digits())))
@@ -118,7 +119,7 @@ def save(repo: Repo, run: str, steps: list[int], *, parent: CheckpointId | None 
         metrics = {"loss": 1 / step, "lr": 0.001, "val_loss": float("nan") if step == 6 else 0.5}
         told: dict[str, Any] = {"timing": "soon" if step == 6 else {**TIMING, "write_s": step / 8}} if step > 2 else {}
         progress = {"step": step, "epoch": 0, "batch": step}
-        about = About(parent, metrics, progress, {**ENVIRONMENT, **told}, CERTIFICATE)
+        about = ManifestDetails(parent, metrics, progress, {**ENVIRONMENT, **told}, CERTIFICATE)
         saver.save(flatten(state(step) if whole is None else whole), step, wait=True, about=about).wait()
         parent = CheckpointId(run, attempt.number, step)
     attempt.release()
@@ -158,7 +159,7 @@ def make_hostile(where: Path) -> None:
         attempt = claim(repo, "main", None)
         saver = Saver(repo, "main")
         saver.attempt = attempt
-        about = About(None, {red: 1.5}, {"step": 1}, {"python": turned}, {"exact": False, "reasons": [title]})
+        about = ManifestDetails(None, {red: 1.5}, {"step": 1}, {"python": turned}, {"exact": False, "reasons": [title]})
         saver.save(flatten(whole), 1, wait=True, about=about).wait()
         attempt.release()
         saver.close()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli import main
+from tenuto.cli import main
 
 DECIDING = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TERM", "TTY_COMPATIBLE", "PYTHONIOENCODING")
 """What decides how things are shown: taken out, so that the environment of the tests says nothing."""

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.application import COMMANDS
 from snapshots import fixed
 from snapshots.screen import Shown, on_pipes, on_terminal
+from tenuto.cli.application import COMMANDS
 
 HERE = Path(__file__).parent / "cli"
 RULES = (
     (re.compile(r"\bin \d[\d.]* (?:us|ms|s|min \d+ s)(?=[\s);.]|$)", re.M), "in <duration>"),
     (re.compile(r'"(seconds|left_s)": \d[\d.e-]*'), r'"\1": "<seconds>"'),
-    (re.compile(r"^holdfast \d+\.\d+\S*$", re.M), "holdfast <version>"),
+    (re.compile(r"^tenuto \d+\.\d+\S*$", re.M), "tenuto <version>"),
 )
 """What no fixed clock and no fixed id can make equal; everything else is compared as it is."""
 
@@ -81,10 +81,10 @@ def all_damaged(where: Path) -> None:
 
 
 def removed(where: Path) -> None:
-    from holdfast.model.names import CheckpointId
-    from holdfast.repo.repository import Repo
-    from holdfast.store.registry import open_store
-    from holdfast.upkeep import remove
+    from tenuto.maintenance import remove
+    from tenuto.model.ids import CheckpointId
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
 
     repo = Repo.open(open_store(where / "checkpoints"))
     with fixed.fixed_identity():
@@ -92,9 +92,9 @@ def removed(where: Path) -> None:
 
 
 def marked_by_gc(where: Path) -> None:
-    from holdfast.repo.repository import Repo
-    from holdfast.store.registry import open_store
-    from holdfast.upkeep import gc
+    from tenuto.maintenance import gc
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
 
     removed(where)
     repo = Repo.open(open_store(where / "checkpoints"))
@@ -103,12 +103,12 @@ def marked_by_gc(where: Path) -> None:
 
 
 def newer_format(where: Path) -> None:
-    from holdfast.model import canonical
+    from tenuto.model import canonical_json
 
-    path = where / "checkpoints/holdfast.json"
+    path = where / "checkpoints/tenuto.json"
     values = json.loads(path.read_bytes())
     del values["digest"]
-    path.write_bytes(canonical.seal({**values, "format": 2}))
+    path.write_bytes(canonical_json.seal({**values, "format": 2}))
 
 
 def damaged_table(where: Path) -> None:
@@ -216,9 +216,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fixed.make_empty(where / "new")
     (where / "empty").mkdir()
     for name in COMMANDS:  # here once, and not in each child that is forked
-        importlib.import_module(f"holdfast.cli.{name}")
-    for name in ("gc", "inspection", "remove", "replicate", "retention", "undelete", "verify"):
-        importlib.import_module(f"holdfast.upkeep.{name}")
+        importlib.import_module(f"tenuto.cli.commands.{name}")
+    for name in ("gc", "inspect", "remove", "replicate", "retention", "undelete", "verify"):
+        importlib.import_module(f"tenuto.maintenance.{name}")
     return where
 
 
@@ -286,7 +286,7 @@ def test_manners(one: Case) -> None:
         assert not hints or hints == [len(lines) - 1], "a hint is the last line"
         if way == LOOKS["json"]:
             data = "\n".join(line for line in lines if not line.startswith("!"))
-            assert re.fullmatch(r"holdfast\.[a-z_]+/1", json.loads(data)["schema"])
+            assert re.fullmatch(r"tenuto\.[a-z_]+/1", json.loads(data)["schema"])
         if way != LOOKS["colour"]:
             # A name that holds an escape is shown spelled out; a line that tells how far it is erases itself.
             without_names = re.sub(r"\\x1b\[(31mred\\x1b\[0m|K)", "", "".join(lines))
@@ -302,7 +302,7 @@ def settled(text: str, where: Path) -> str:
 
 def section(one: Case, way: str, found: Shown) -> str:
     """One way of looking; lines of stderr are marked where the streams are apart; controls are spelled out."""
-    words = " ".join(("holdfast", *one.typed(way)))
+    words = " ".join(("tenuto", *one.typed(way)))
     lines = [f"{line}" for line in visible(found.stdout)] + [f"! {line}" for line in visible(found.stderr)]
     return "\n".join([f"$ {words}    # {LOOKS[way]}", *lines, f"[exit status {found.status}]", ""])
 
@@ -316,7 +316,7 @@ def sections(text: str) -> Iterator[tuple[str, list[str], int]]:
     lines: list[str] = []
     way = ""
     for line in text.splitlines():
-        if line.startswith("$ holdfast"):
+        if line.startswith("$ tenuto"):
             way, lines = line.rpartition("    # ")[2], []
         elif line.startswith("[exit status "):
             yield way, lines, int(line.removeprefix("[exit status ").removesuffix("]"))

@@ -1,6 +1,6 @@
-"""What a type checker has to understand of everything in `holdfast.__all__`. Read by mypy and pyright; never run.
+"""What a type checker has to understand of everything in `tenuto.__all__`. Read by mypy and pyright; never run.
 
-`holdfast` loads its names when they are first asked for; a checker has to see through that.
+`tenuto` loads its names when they are first asked for; a checker has to see through that.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any, assert_type
 
 import numpy as np
 
-import holdfast
-from holdfast import every, keep, on
-from holdfast.api.leaves import Leaf
-from holdfast.api.loops import Batches, Epochs, Steps
-from holdfast.events import Event
-from holdfast.model.names import CheckpointId
-from holdfast.policy.keeping import KeepPolicy
-from holdfast.policy.saving import SavePolicy
-from holdfast.report import LogSink
-from holdfast.state.declared import PerRank, Replicated, Shard
+import tenuto
+from tenuto import every, keep, on
+from tenuto.api.open import Leaf
+from tenuto.events import Event
+from tenuto.model.ids import CheckpointId
+from tenuto.policy.keep import KeepPolicy
+from tenuto.policy.save import SavePolicy
+from tenuto.state.declarations import PerRank, Replicated, Shard
+from tenuto.telemetry import LogSink
+from tenuto.training.loops import Batches, Epochs, Steps
 
 
-def modules(event: holdfast.events.Event) -> None:
-    assert_type(holdfast.report.LogSink(), LogSink)
-    assert_type(holdfast.errors.StoreFull("full").hint, str | None)
+def modules(event: tenuto.events.Event) -> None:
+    assert_type(tenuto.telemetry.LogSink(), LogSink)
+    assert_type(tenuto.errors.StoreFull("full").hint, str | None)
 
 
 def policies() -> None:
@@ -44,7 +44,7 @@ class Printing:
 
 
 def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> None:
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         place,
         state,
         run="gpt",
@@ -57,10 +57,10 @@ def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> No
         takeover=True,
         memory_budget=1 << 30,
         in_flight=2,
-        ranks=holdfast.SharedFiles(place, rank=0, world_size=2),
+        ranks=tenuto.SharedFiles(place, rank=0, world_size=2),
         sinks=[Printing()],
     ) as ckpt:
-        assert_type(ckpt, holdfast.Checkpointer)
+        assert_type(ckpt, tenuto.Checkpointer)
         assert_type(ckpt.steps(100), Steps)
         assert_type(ckpt.epochs(10, accumulate=4), Epochs)
         for step in ckpt.steps(100):
@@ -75,10 +75,10 @@ def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> No
         assert_type(ckpt.step, int)
         assert_type(ckpt.epoch, int)
         assert_type(len(ckpt.steps(5)), int)
-        assert_type(ckpt.restore(), holdfast.Restored | None)
-        assert_type(ckpt.save(wait=True), holdfast.Save)
+        assert_type(ckpt.restore(), tenuto.Restored | None)
+        assert_type(ckpt.save(wait=True), tenuto.Save)
         assert_type(ckpt.latest_step(), int | None)
-        assert_type(ckpt.stats, holdfast.Stats)
+        assert_type(ckpt.stats, tenuto.Stats)
         ckpt.step_done(step=7, loss=0.5)
         ckpt.log(tag="baseline", loss=0.5)
         ckpt.stop()
@@ -87,12 +87,12 @@ def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> No
 
 
 def familiar_names(place: Path) -> None:
-    holdfast.Checkpointer(place, {}, save_top_k=3, monitor="val_loss", mode="min", save_last=True)
-    holdfast.Checkpointer("memory://here", {}, max_to_keep=5, resume_from=None)
-    holdfast.Checkpointer("file:///data", {}, resume_from=500)
+    tenuto.Checkpointer(place, {}, save_top_k=3, monitor="val_loss", mode="min", save_last=True)
+    tenuto.Checkpointer("memory://here", {}, max_to_keep=5, resume_from=None)
+    tenuto.Checkpointer("file:///data", {}, resume_from=500)
 
 
-def saves(save: holdfast.Save) -> None:
+def saves(save: tenuto.Save) -> None:
     assert_type(save.wait(timeout=1.5), CheckpointId)
     assert_type(save.id, CheckpointId)
     assert_type(save.step, int)
@@ -100,26 +100,26 @@ def saves(save: holdfast.Save) -> None:
     assert_type(save.stall_s, float)
     assert_type(save.done, bool)
     assert_type(save.committed, bool)
-    assert_type(save.error, holdfast.HoldfastError | None)
-    assert_type(save.timing, holdfast.Timing)
+    assert_type(save.error, tenuto.TenutoError | None)
+    assert_type(save.timing, tenuto.Timing)
     assert_type(save.timing.held_s, float)
 
 
-def costs(stats: holdfast.Stats) -> None:
+def costs(stats: tenuto.Stats) -> None:
     assert_type(stats.committed, int)
     assert_type(stats.held_share, float)
     assert_type(stats.disk_age_s, float | None)
-    assert_type(stats.usual, holdfast.Timing | None)
-    assert_type(stats.ranks, holdfast.RankTimings | None)
+    assert_type(stats.usual, tenuto.Timing | None)
+    assert_type(stats.ranks, tenuto.RankTimings | None)
 
 
 def one_off(place: Path, state: dict[str, object]) -> None:
-    checkpoint = holdfast.save(state, place, step=3, run="gpt", ranks=holdfast.Solo(), ranks_timeout=60)
-    assert_type(checkpoint, holdfast.Checkpoint)
+    checkpoint = tenuto.save(state, place, step=3, run="gpt", ranks=tenuto.Solo(), ranks_timeout=60)
+    assert_type(checkpoint, tenuto.Checkpoint)
     assert_type(checkpoint.step, int)
     assert_type(checkpoint.content, str)
     assert_type(checkpoint.metrics, Mapping[str, float])
-    restored = holdfast.load(
+    restored = tenuto.load(
         place,
         into=state,
         run="gpt",
@@ -129,17 +129,17 @@ def one_off(place: Path, state: dict[str, object]) -> None:
         exclude="*/bias",
         rename={"a": "b"},
     )
-    assert_type(restored, holdfast.Restored)
+    assert_type(restored, tenuto.Restored)
     assert_type(restored.state, Any)
     assert_type(restored.step, int)
-    assert_type(restored.checkpoint, holdfast.Checkpoint)
+    assert_type(restored.checkpoint, tenuto.Checkpoint)
     assert_type(restored.seconds, float)
-    holdfast.load(str(place), rename=lambda path: path.removeprefix("module."), step=3)
+    tenuto.load(str(place), rename=lambda path: path.removeprefix("module."), step=3)
 
 
 def looking(place: Path) -> None:
-    with holdfast.open(place, run="gpt", step="latest") as opened:
-        assert_type(opened, holdfast.Opened)
+    with tenuto.open(place, run="gpt", step="latest") as opened:
+        assert_type(opened, tenuto.Opened)
         assert_type(opened["model/weight"], Leaf)
         assert_type(opened["model/weight"].shape, tuple[int, ...])
         assert_type(opened.step, int)
@@ -148,43 +148,43 @@ def looking(place: Path) -> None:
 
 
 def repositories(place: Path) -> None:
-    repository = holdfast.Repository(place)
+    repository = tenuto.Repository(place)
     assert_type(repository.runs(), list[str])
     assert_type(repository.latest("gpt"), CheckpointId | None)
     assert_type(repository.latest_step("gpt"), int | None)
     assert_type(repository.checkpoints("gpt"), list[CheckpointId])
     assert_type(repository.find("gpt", step="baseline"), CheckpointId)
-    assert_type(repository.checkpoint(repository.find()), holdfast.Checkpoint)
+    assert_type(repository.checkpoint(repository.find()), tenuto.Checkpoint)
     assert_type(repository.tags(), dict[str, CheckpointId])
     assert_type(repository.tag("baseline", step=3), CheckpointId)
     assert_type(repository.untag("baseline"), CheckpointId | None)
 
 
 def places(state: dict[str, int], directory: Path) -> None:
-    node = holdfast.PerNode(directory, home="/shared/run", copies=2, node="a")
-    assert_type(holdfast.save(state, node), holdfast.Checkpoint)
-    mirror = holdfast.Mirror("/one", directory, "/three", copies=2)
-    assert_type(holdfast.load(mirror), holdfast.Restored)
-    holdfast.Checkpointer(mirror, state)
+    node = tenuto.PerNode(directory, home="/shared/run", copies=2, node="a")
+    assert_type(tenuto.save(state, node), tenuto.Checkpoint)
+    mirror = tenuto.Mirror("/one", directory, "/three", copies=2)
+    assert_type(tenuto.load(mirror), tenuto.Restored)
+    tenuto.Checkpointer(mirror, state)
 
 
 def placements(tensor: object, declared: Shard) -> None:
-    assert_type(holdfast.shard(tensor, whole=(8, 4), offsets=(4, 0)), Shard)
-    assert_type(holdfast.shard(tensor, dim=0, rank=1, of=2), Shard)
-    assert_type(holdfast.shard(tensor, whole=(8, 4), boxes=[(slice(4), (0, 0)), ((slice(4, 8),), (4, 0))]), Shard)
-    assert_type(holdfast.fused(tensor, sizes=[8, 4, 4], rank=0, of=2), Shard)
-    assert_type(holdfast.flat(tensor, whole=(8, 4), begin=16), Shard)
-    assert_type(holdfast.replicated(tensor), Replicated)
-    assert_type(holdfast.per_rank(tensor), PerRank)
-    holdfast.declare(declared)
-    holdfast.declare(holdfast.replicated(tensor))
+    assert_type(tenuto.shard(tensor, whole=(8, 4), offsets=(4, 0)), Shard)
+    assert_type(tenuto.shard(tensor, dim=0, rank=1, of=2), Shard)
+    assert_type(tenuto.shard(tensor, whole=(8, 4), boxes=[(slice(4), (0, 0)), ((slice(4, 8),), (4, 0))]), Shard)
+    assert_type(tenuto.fused(tensor, sizes=[8, 4, 4], rank=0, of=2), Shard)
+    assert_type(tenuto.flat(tensor, whole=(8, 4), begin=16), Shard)
+    assert_type(tenuto.replicated(tensor), Replicated)
+    assert_type(tenuto.per_rank(tensor), PerRank)
+    tenuto.declare(declared)
+    tenuto.declare(tenuto.replicated(tensor))
 
 
-def the_rest(error: holdfast.HoldfastError, leaving: holdfast.Preempted, value: holdfast.Tagged) -> None:
+def the_rest(error: tenuto.TenutoError, leaving: tenuto.Preempted, value: tenuto.Tagged) -> None:
     assert_type(error.hint, str | None)
     assert_type(error.subject, str | None)
     assert_type(error.exit_code, int)
     assert_type(leaving.signum, int)
     assert_type(leaving.signal_name, str)
     assert_type(value.type_name, str)
-    assert_type(holdfast.__version__, str)
+    assert_type(tenuto.__version__, str)

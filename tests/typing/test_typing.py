@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import tenuto
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -19,12 +19,12 @@ ROOT = HERE.parents[1]
 
 def test_every_public_name_is_looked_at() -> None:
     text = (HERE / "public_surface.py").read_text()
-    imported = re.findall(r"^from holdfast import (.*)$", text, re.M)[0].split(", ")
-    assert {name for name in holdfast.__all__ if f"holdfast.{name}" not in text} <= set(imported)
+    imported = re.findall(r"^from tenuto import (.*)$", text, re.M)[0].split(", ")
+    assert {name for name in tenuto.__all__ if f"tenuto.{name}" not in text} <= set(imported)
 
 
 def test_the_package_says_that_it_is_typed() -> None:
-    assert (Path(holdfast.__file__).parent / "py.typed").exists()
+    assert (Path(tenuto.__file__).parent / "py.typed").exists()
 
 
 @pytest.mark.long  # `make lint` looks too

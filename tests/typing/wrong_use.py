@@ -7,28 +7,28 @@ from __future__ import annotations
 
 from typing import cast
 
-import holdfast
-from holdfast import every, keep, on
+import tenuto
+from tenuto import every, keep, on
 
-holdfast.Checkpointer()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-holdfast.Checkpointer("here", [1, 2])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-holdfast.Checkpointer("here", {}, "gpt")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-holdfast.Checkpointer("here", {}, save=keep.latest(3))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-holdfast.Checkpointer("here", {}, keep=every(steps=1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-holdfast.Checkpointer("here", {}, on_busy="drop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-holdfast.Checkpointer("here", {}, on_error="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-holdfast.Checkpointer("here", {}, save_every=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+tenuto.Checkpointer()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+tenuto.Checkpointer("here", [1, 2])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+tenuto.Checkpointer("here", {}, "gpt")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+tenuto.Checkpointer("here", {}, save=keep.latest(3))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+tenuto.Checkpointer("here", {}, keep=every(steps=1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+tenuto.Checkpointer("here", {}, on_busy="drop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+tenuto.Checkpointer("here", {}, on_error="ignore")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+tenuto.Checkpointer("here", {}, save_every=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 every(200)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 every(steps="200")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 every(steps=1) | keep.latest(1)  # type: ignore[operator]  # pyright: ignore[reportOperatorIssue]
 on.improve("loss", mode="lowest")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 keep.best("loss")  # type: ignore[call-arg, arg-type]  # pyright: ignore[reportCallIssue]
-holdfast.save({})  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-holdfast.load("here", step=1.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-holdfast.load("here", stirct=False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-holdfast.restore("here")  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+tenuto.save({})  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+tenuto.load("here", step=1.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+tenuto.load("here", stirct=False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+tenuto.restore("here")  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 
-ckpt = cast(holdfast.Checkpointer, None)
+ckpt = cast(tenuto.Checkpointer, None)
 ckpt.steps("10")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 ckpt.epochs()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 ckpt.step = 3  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,27 +19,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import errors, every, keep
-from holdfast.model import canonical
-from holdfast.ranks.agreement import Agreement
-from holdfast.ranks.memory import MemoryBoard, ThreadRanks
-from holdfast.ranks.timing import Settings
-from holdfast.repo import attempts
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.store.contract import Bytes, Store
-from holdfast.store.registry import open_store
+import tenuto
+from tenuto import errors, every, keep
+from tenuto.model import canonical_json
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.ranks.timeouts import Settings
+from tenuto.repo.ownership import claim
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes, Store
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem
+from tenuto.store.registry import open_store
 from tiny_training import Gate, flip, flip_leaf, state
 
 Raising = Callable[[Path, pytest.MonkeyPatch], object]
 CASES: dict[str, tuple[Raising, str, str]] = {}
-GROUPS = {errors.HoldfastError, errors.OwnershipError, errors.RanksError}
+GROUPS = {errors.TenutoError, errors.OwnershipError, errors.RanksError}
 """Only to be caught by: their subclasses are raised."""
 
 
-def case(kind: type[errors.HoldfastError], message: str, hint: str = "") -> Callable[[Raising], Raising]:
+def case(kind: type[errors.TenutoError], message: str, hint: str = "") -> Callable[[Raising], Raising]:
     """Registers how `kind` is raised; `message` and `hint` are searched for in what it says."""
 
     def register(raising: Raising) -> Raising:
@@ -50,7 +50,7 @@ def case(kind: type[errors.HoldfastError], message: str, hint: str = "") -> Call
 
 
 def trained(place: Path, steps: int = 3, **more: Any) -> None:
-    with holdfast.Checkpointer(place, state(), save=every(steps=1), keep=keep.all(), **more) as ckpt:
+    with tenuto.Checkpointer(place, state(), save=every(steps=1), keep=keep.all(), **more) as ckpt:
         for step in ckpt.steps(steps):
             ckpt.log(loss=1 / (step + 1))
 
@@ -65,8 +65,8 @@ def a_policy_that_never_saves(place: Path, patch: pytest.MonkeyPatch) -> object:
 
 @case(errors.BadIndex, "w: index 1000 is out of range: dimension 0 has 1000")
 def an_index_beyond_the_end(place: Path, patch: pytest.MonkeyPatch) -> object:
-    holdfast.save(state(), place)
-    with holdfast.open(place) as opened:
+    tenuto.save(state(), place)
+    with tenuto.open(place) as opened:
         return opened["w"][1000]
 
 
@@ -74,7 +74,7 @@ def an_index_beyond_the_end(place: Path, patch: pytest.MonkeyPatch) -> object:
 def a_metric_that_is_never_logged(place: Path, patch: pytest.MonkeyPatch) -> object:
     """Training is not ended for it: it is told as a warning, in the words of the error."""
     with pytest.warns(RuntimeWarning, match="nothing has logged") as told:
-        with holdfast.Checkpointer(place, state(), save=every(steps=1), keep=keep.best(1, "accuracy")) as ckpt:
+        with tenuto.Checkpointer(place, state(), save=every(steps=1), keep=keep.best(1, "accuracy")) as ckpt:
             for _ in ckpt.steps(1):
                 pass
     message, _, hint = str(told[0].message).partition("\n  hint: ")
@@ -83,18 +83,18 @@ def a_metric_that_is_never_logged(place: Path, patch: pytest.MonkeyPatch) -> obj
 
 @case(errors.PolicyConflict, "save_top_k=3", "")
 def names_that_contradict_each_other(place: Path, patch: pytest.MonkeyPatch) -> object:
-    return holdfast.Checkpointer(place, {}, save_top_k=3, monitor="loss", keep=keep.latest(1))
+    return tenuto.Checkpointer(place, {}, save_top_k=3, monitor="loss", keep=keep.latest(1))
 
 
 @case(errors.RanksNotSupported, "4 processes", "init_process_group")
 def more_than_one_rank(place: Path, patch: pytest.MonkeyPatch) -> object:
     patch.setenv("WORLD_SIZE", "4")
-    return holdfast.Checkpointer(place, state())
+    return tenuto.Checkpointer(place, state())
 
 
 @case(errors.ForkedProcess, "forked child", "build another one")
 def a_forked_child_that_saves(place: Path, patch: pytest.MonkeyPatch) -> object:
-    with holdfast.Checkpointer(place, state()) as ckpt:
+    with tenuto.Checkpointer(place, state()) as ckpt:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -112,10 +112,10 @@ def a_forked_child_that_saves(place: Path, patch: pytest.MonkeyPatch) -> object:
 
 @case(errors.MissingExtra, "needs torch", r"pip install '\.\[torch\]'")
 def a_pt_file_without_torch(place: Path, patch: pytest.MonkeyPatch) -> object:
-    from holdfast.cli.restore import restore
+    from tenuto.cli.commands.restore import restore
 
-    holdfast.save(state(), place)
-    for name in [name for name in sys.modules if name.startswith("holdfast.integrations.torch")]:
+    tenuto.save(state(), place)
+    for name in [name for name in sys.modules if name.startswith("tenuto.integrations.torch")]:
         patch.delitem(sys.modules, name)  # what another test may have loaded with torch
     patch.setitem(sys.modules, "torch", None)
     return restore(str(place), place.parent / "out.pt")
@@ -124,41 +124,41 @@ def a_pt_file_without_torch(place: Path, patch: pytest.MonkeyPatch) -> object:
 @case(errors.UnsupportedPlatform, "win32|Windows", "")
 def another_operating_system(place: Path, patch: pytest.MonkeyPatch) -> object:
     patch.setattr(sys, "platform", "win32")
-    return holdfast.save(state(), place)
+    return tenuto.save(state(), place)
 
 
 # -- the state ---------------------------------------------------------------
 
 
-@case(errors.StateError, "holds what is no plain value", r"opened\['w'\]|holdfast.load")
+@case(errors.StateError, "holds what is no plain value", r"opened\['w'\]|tenuto.load")
 def a_tensor_as_a_plain_value(place: Path, patch: pytest.MonkeyPatch) -> object:
-    holdfast.save(state(), place)
-    with holdfast.open(place) as opened:
+    tenuto.save(state(), place)
+    with tenuto.open(place) as opened:
         return opened.plain()
 
 
 @case(errors.Unserialisable, "hooks/after", "")
 def a_function_in_the_state(place: Path, patch: pytest.MonkeyPatch) -> object:
-    return holdfast.save({"hooks": {"after": lambda: None}}, place)
+    return tenuto.save({"hooks": {"after": lambda: None}}, place)
 
 
 @case(errors.DuplicatePath, "two leaves lie at a/", "rename one")
 def two_leaves_under_one_path(place: Path, patch: pytest.MonkeyPatch) -> object:
-    return holdfast.save({"a": {float("nan"): np.ones(1), float("nan"): np.ones(1)}}, place)
+    return tenuto.save({"a": {float("nan"): np.ones(1), float("nan"): np.ones(1)}}, place)
 
 
 @case(errors.StateMismatch, r"w.*1000.*10|w.*10.*1000", "")
 def another_shape(place: Path, patch: pytest.MonkeyPatch) -> object:
-    holdfast.save(state(), place)
-    return holdfast.load(place, into={**state(), "w": np.zeros(10, np.float32)})
+    tenuto.save(state(), place)
+    return tenuto.load(place, into={**state(), "w": np.zeros(10, np.float32)})
 
 
 @case(errors.ShardMismatch, r"model/w: item \[3\] .* is missing; .*ranks 0-1", "one rank at least")
 def a_shard_that_no_rank_holds(place: Path, patch: pytest.MonkeyPatch) -> object:
-    from holdfast.model.box import Box
-    from holdfast.plan.assign import assign, written
-    from holdfast.plan.coverage import check_coverage
-    from holdfast.plan.holdings import gather, shards
+    from tenuto.model.box import Box
+    from tenuto.sharding.coverage import check_coverage
+    from tenuto.sharding.holdings import gather, shards
+    from tenuto.sharding.write_plan import assign, written
 
     said = [shards([0], [Box((low,), (length,))], [(4,)], [("float32", 4)]) for low, length in ((0, 2), (2, 1))]
     held = gather(said, leaves=1, paths=["model/w"])
@@ -168,71 +168,71 @@ def a_shard_that_no_rank_holds(place: Path, patch: pytest.MonkeyPatch) -> object
 # -- the repository ---------------------------------------------------------------
 
 
-@case(errors.RepositoryError, "is not removed", "holdfast verify")
+@case(errors.RepositoryError, "is not removed", "tenuto verify")
 def an_undelete_of_what_is_there(place: Path, patch: pytest.MonkeyPatch) -> object:
-    from holdfast.upkeep.undelete import plan_undelete
+    from tenuto.maintenance.undelete import plan_undelete
 
-    checkpoint = holdfast.save(state(), place)
+    checkpoint = tenuto.save(state(), place)
     return plan_undelete(Repo.open(open_store(place)), checkpoint.id)
 
 
-@case(errors.NotARepository, "no Holdfast repository at", "there is one at")
+@case(errors.NotARepository, "no Tenuto repository at", "there is one at")
 def the_directory_above(place: Path, patch: pytest.MonkeyPatch) -> object:
-    holdfast.save(state(), place)
-    return holdfast.load(place.parent)
+    tenuto.save(state(), place)
+    return tenuto.load(place.parent)
 
 
-@case(errors.FormatTooNew, "has format 2", "the Holdfast that wrote it")
+@case(errors.FormatTooNew, "has format 2", "the Tenuto that wrote it")
 def a_newer_format(place: Path, patch: pytest.MonkeyPatch) -> object:
     import json
 
-    holdfast.save(state(), place)
-    values = json.loads((place / "holdfast.json").read_bytes())
+    tenuto.save(state(), place)
+    values = json.loads((place / "tenuto.json").read_bytes())
     del values["digest"]
-    (place / "holdfast.json").write_bytes(canonical.seal({**values, "format": 2}))
-    return holdfast.load(place)
+    (place / "tenuto.json").write_bytes(canonical_json.seal({**values, "format": 2}))
+    return tenuto.load(place)
 
 
-@case(errors.RunNotFound, "no run 'gtp'.*main", "holdfast ls|run=")
+@case(errors.RunNotFound, "no run 'gtp'.*main", "tenuto ls|run=")
 def a_run_that_is_not_there(place: Path, patch: pytest.MonkeyPatch) -> object:
-    holdfast.save(state(), place)
-    return holdfast.load(place, run="gtp")
+    tenuto.save(state(), place)
+    return tenuto.load(place, run="gtp")
 
 
-@case(errors.CheckpointNotFound, "no checkpoint of step 7; the nearest", "holdfast ls")
+@case(errors.CheckpointNotFound, "no checkpoint of step 7; the nearest", "tenuto ls")
 def a_step_that_is_not_there(place: Path, patch: pytest.MonkeyPatch) -> object:
     trained(place)
-    return holdfast.load(place, step=7)
+    return tenuto.load(place, step=7)
 
 
-@case(errors.LeafNotFound, "has nothing at 'weight'", "holdfast show")
+@case(errors.LeafNotFound, "has nothing at 'weight'", "tenuto show")
 def a_leaf_that_is_not_there(place: Path, patch: pytest.MonkeyPatch) -> object:
-    holdfast.save(state(), place)
-    with holdfast.open(place) as opened:
+    tenuto.save(state(), place)
+    with tenuto.open(place) as opened:
         return opened["weight"]
 
 
-@case(errors.NothingRestorable, "none of them is whole", "holdfast verify")
+@case(errors.NothingRestorable, "none of them is whole", "tenuto verify")
 def nothing_whole(place: Path, patch: pytest.MonkeyPatch) -> object:
     trained(place)
     flip_leaf(place, "runs/*/*/*/rank-*.safetensors", "w")
-    return holdfast.load(place)
+    return tenuto.load(place)
 
 
 @case(errors.RemovalRefused, "`latest` means|latest", "")
 def removing_the_latest(place: Path, patch: pytest.MonkeyPatch) -> object:
-    from holdfast.upkeep.remove import execute, plan_remove
+    from tenuto.maintenance.remove import execute, plan_remove
 
-    checkpoint = holdfast.save(state(), place)
+    checkpoint = tenuto.save(state(), place)
     repo = Repo.open(open_store(place))
     return execute(repo, plan_remove(repo, [checkpoint.id]))
 
 
-@case(errors.CorruptionError, "w.*rank-00000.safetensors.*offset", "holdfast verify")
+@case(errors.CorruptionError, "w.*rank-00000.safetensors.*offset", "tenuto verify")
 def a_flipped_bit(place: Path, patch: pytest.MonkeyPatch) -> object:
-    checkpoint = holdfast.save(state(), place)
+    checkpoint = tenuto.save(state(), place)
     flip(place, "runs/*/*/*/rank-*.safetensors", -1)
-    return holdfast.load(place, step=checkpoint.step)
+    return tenuto.load(place, step=checkpoint.step)
 
 
 # -- owners and saves ---------------------------------------------------------------
@@ -240,18 +240,18 @@ def a_flipped_bit(place: Path, patch: pytest.MonkeyPatch) -> object:
 
 @case(errors.RunInUse, "process|owns|live", "takeover|run=")
 def a_run_that_another_process_trains(place: Path, patch: pytest.MonkeyPatch) -> object:
-    patch.setattr(attempts, "DYING_S", 0.2)
+    patch.setattr(claim, "DYING_S", 0.2)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        ckpt = holdfast.Checkpointer(place, state())
+        ckpt = tenuto.Checkpointer(place, state())
         for _ in ckpt.steps(2):
             os.write(write, b"!")
             signal.pause()
         os._exit(0)
     try:
         os.read(read, 1)
-        with holdfast.Checkpointer(place, state()) as ckpt:
+        with tenuto.Checkpointer(place, state()) as ckpt:
             return list(ckpt.steps(2))
     finally:
         os.kill(child, signal.SIGKILL)
@@ -262,13 +262,13 @@ def a_run_that_another_process_trains(place: Path, patch: pytest.MonkeyPatch) ->
 
 @case(errors.Superseded, "claimed", "")
 def a_run_that_another_process_takes_over(place: Path, patch: pytest.MonkeyPatch) -> object:
-    patch.setattr(attempts, "DYING_S", 0.2)
-    ckpt = holdfast.Checkpointer(place, state())
+    patch.setattr(claim, "DYING_S", 0.2)
+    ckpt = tenuto.Checkpointer(place, state())
     try:
         for _ in ckpt.steps(3):
             child = os.fork()
             if child == 0:
-                with holdfast.Checkpointer(place, state(), takeover=True) as other:
+                with tenuto.Checkpointer(place, state(), takeover=True) as other:
                     next(other.steps(3))
                     os._exit(0)
             os.waitpid(child, 0)
@@ -283,7 +283,7 @@ def a_save_that_fails(place: Path, patch: pytest.MonkeyPatch) -> object:
     gate = Gate(open_store(place))
     gate.failure, gate.failures = errors.StoreError("the disk is on fire"), 1
     with pytest.warns(RuntimeWarning, match="on fire"):
-        with holdfast.Checkpointer(gate, state()) as ckpt:
+        with tenuto.Checkpointer(gate, state()) as ckpt:
             ckpt.step_done()
             try:
                 return ckpt.save(wait=True)
@@ -297,7 +297,7 @@ def a_fenced_save_that_something_writes_into(place: Path, patch: pytest.MonkeyPa
     import torch
 
     from fenced_training import Model, Told, spying, stepping
-    from holdfast.integrations.torch.late import HostCopies
+    from tenuto.integrations.torch.device import HostCopies
 
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -310,7 +310,7 @@ def a_fenced_save_that_something_writes_into(place: Path, patch: pytest.MonkeyPa
 
     with (
         spying(Told()),
-        holdfast.Checkpointer(place, {"model": model, "optimizer": optimizer}, capture="fenced") as ckpt,
+        tenuto.Checkpointer(place, {"model": model, "optimizer": optimizer}, capture="fenced") as ckpt,
     ):
         for step in range(4):
             stepping(model, optimizer)(step)
@@ -327,9 +327,9 @@ def a_fenced_save_that_something_writes_into(place: Path, patch: pytest.MonkeyPa
         return save.wait()
 
 
-@case(errors.ScriptFailed, "nowhere-to-be-found could not be started", "holdfast certify")
+@case(errors.ScriptFailed, "nowhere-to-be-found could not be started", "tenuto certify")
 def a_command_that_is_none(place: Path, patch: pytest.MonkeyPatch) -> object:
-    from holdfast.guard.certify.script import launch
+    from tenuto.certify.runner import launch
 
     return launch(["nowhere-to-be-found"], {}, place.parent / "log")
 
@@ -337,7 +337,7 @@ def a_command_that_is_none(place: Path, patch: pytest.MonkeyPatch) -> object:
 @case(errors.DeadlineExceeded, "has not ended within 0.01 s", "look at the store")
 def a_save_that_takes_too_long(place: Path, patch: pytest.MonkeyPatch) -> object:
     gate = Gate(open_store(place))
-    with holdfast.Checkpointer(gate, state()) as ckpt:
+    with tenuto.Checkpointer(gate, state()) as ckpt:
         gate.open_gate.clear()
         ckpt.step_done()
         save = ckpt.save()
@@ -357,12 +357,12 @@ def meeting(board: Any, rank: int, **facts: str) -> Agreement:
 
 @case(errors.RanksMissing, "handshake: rank 0 waited 0.1 s for rank 1, which has not come", "all processes")
 def a_rank_that_never_comes(place: Path, patch: pytest.MonkeyPatch) -> object:
-    return meeting(MemoryBoard(), 0)
+    return meeting(InProcessKVStore(), 0)
 
 
 @case(errors.RankFailed, r"save 0: rank 1 has failed: ValueError: no such file \(told by rank 1\)", "log of rank 1")
 def another_rank_that_fails(place: Path, patch: pytest.MonkeyPatch) -> object:
-    board = MemoryBoard()
+    board = InProcessKVStore()
 
     def other() -> None:
         with pytest.raises(ValueError), meeting(board, 1, run="main") as ranks, ranks.topic("save"):
@@ -377,7 +377,7 @@ def another_rank_that_fails(place: Path, patch: pytest.MonkeyPatch) -> object:
 
 @case(errors.RanksDisagree, "run is 'main' on rank 0 .* and 'other' on rank 1", "same arguments")
 def two_ranks_of_two_runs(place: Path, patch: pytest.MonkeyPatch) -> object:
-    board = MemoryBoard()
+    board = InProcessKVStore()
 
     def other() -> None:
         with pytest.raises(errors.RanksDisagree, match="run is 'main' on rank 0"):
@@ -395,7 +395,7 @@ def two_ranks_of_two_runs(place: Path, patch: pytest.MonkeyPatch) -> object:
 def a_meeting_place_that_is_none(place: Path, patch: pytest.MonkeyPatch) -> object:
     place.write_bytes(b"")
     settings = Settings(answer_s=0.1)
-    return Agreement.open(holdfast.SharedFiles(place, rank=0, world_size=2), {}, 0.1, settings)
+    return Agreement.open(tenuto.SharedFiles(place, rank=0, world_size=2), {}, 0.1, settings)
 
 
 # -- stores ---------------------------------------------------------------
@@ -452,7 +452,7 @@ def a_stale_handle(place: Path, patch: pytest.MonkeyPatch) -> object:
     return put(place, "create", errno.ESTALE)
 
 
-def tree(kind: type[errors.HoldfastError]) -> Iterator[type[errors.HoldfastError]]:
+def tree(kind: type[errors.TenutoError]) -> Iterator[type[errors.TenutoError]]:
     yield kind
     for below in kind.__subclasses__():
         if below.__module__ == errors.__name__:
@@ -462,7 +462,7 @@ def tree(kind: type[errors.HoldfastError]) -> Iterator[type[errors.HoldfastError
 @pytest.mark.parametrize("name", CASES)
 def test_the_error_is_raised_and_says_what_to_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raising, message, hint = CASES[name]
-    with pytest.raises(errors.HoldfastError) as caught:
+    with pytest.raises(errors.TenutoError) as caught:
         raising(tmp_path / "checkpoints", monkeypatch)
     error = caught.value
     assert type(error).__name__ == name
@@ -474,7 +474,7 @@ def test_the_error_is_raised_and_says_what_to_do(name: str, tmp_path: Path, monk
 
 
 def test_every_class_of_the_tree_is_drawn_and_has_a_case() -> None:
-    kinds = set(tree(errors.HoldfastError))
+    kinds = set(tree(errors.TenutoError))
     assert {kind.__name__ for kind in kinds - GROUPS} == set(CASES)
     assert errors.__doc__ is not None
     assert {kind.__name__ for kind in kinds} == set(

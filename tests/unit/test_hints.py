@@ -8,16 +8,16 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-import holdfast
-from holdfast import errors
-from holdfast.errors import install, typed
+import tenuto
+from tenuto import errors
+from tenuto.errors import install, typed
 
-SOURCES = Path(holdfast.__file__).parent
-COMMAND = re.compile(r"(^|[^.\w])(holdfast [a-z]+|mkdir -p|rm -r|ls -ld|tail) $")
+SOURCES = Path(tenuto.__file__).parent
+COMMAND = re.compile(r"(^|[^.\w])(tenuto [a-z]+|mkdir -p|rm -r|ls -ld|tail) $")
 
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
 NO_HINT = {
-    "CorruptionError": "the command line adds `holdfast verify WHERE` to each that has none",
+    "CorruptionError": "the command line adds `tenuto verify WHERE` to each that has none",
     "ObjectNotFound": "the store's answer to the layers above, which tell what is missing",
     "AlreadyExists": "the store's answer to the layers above, which read back what is there",
     "StoreUnavailable": "is tried again",
@@ -39,8 +39,8 @@ def nodes(*below: str) -> Iterator[tuple[str, ast.AST]]:
 
 
 def test_typed_keeps_words_whole_and_ordinary_ones_as_they_are() -> None:
-    assert typed("holdfast", "ls", "/data/a0001/ckpts_2", "--run", 7) == "holdfast ls /data/a0001/ckpts_2 --run 7"
-    words = ["holdfast", "ls", "/my run/it's", "$HOME", ""]
+    assert typed("tenuto", "ls", "/data/a0001/ckpts_2", "--run", 7) == "tenuto ls /data/a0001/ckpts_2 --run 7"
+    words = ["tenuto", "ls", "/my run/it's", "$HOME", ""]
     assert shlex.split(typed(*words)) == words
 
 
@@ -51,7 +51,7 @@ def test_an_extra_is_installed_from_the_checkout() -> None:
 def test_nobody_is_told_to_install_another_project_of_that_name() -> None:
     for name, node in nodes():
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            assert not re.search(r"pip3? install (-\S+ )*['\"`]*holdfast", node.value), name
+            assert not re.search(r"pip3? install (-\S+ )*['\"`]*tenuto", node.value), name
 
 
 def test_no_value_follows_a_command_unquoted() -> None:
@@ -65,7 +65,7 @@ def test_no_value_follows_a_command_unquoted() -> None:
 def test_no_hint_is_a_command_without_its_place() -> None:
     for name, node in nodes():
         if isinstance(node, ast.keyword) and node.arg == "hint" and isinstance(node.value, ast.Constant):
-            assert not re.fullmatch(r"holdfast (verify|show|ls|rm|flush)", str(node.value.value)), name
+            assert not re.fullmatch(r"tenuto (verify|show|ls|rm|flush)", str(node.value.value)), name
 
 
 def test_every_error_that_a_user_meets_has_a_hint() -> None:

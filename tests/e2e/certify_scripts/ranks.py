@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 
-import holdfast
-from holdfast.policy import every
+import tenuto
+from tenuto.policy import every
 
 where, meet, steps, fault = sys.argv[1], sys.argv[2], 12, sys.argv[3]
 rank = int(os.environ.get("OWN_RANK", "0"))
@@ -17,9 +17,9 @@ if rank == 0:
 np.random.seed(7 + rank)
 rows = np.zeros((4, 3))
 forgotten = np.zeros(3)
-state = {"rows": holdfast.shard(rows, dim=0, rank=rank, of=2), "scale": 0.5}
-ranks = holdfast.SharedFiles(meet, rank=rank, world_size=2)
-with holdfast.Checkpointer(where, state, save=every(steps=5), ranks=ranks, ranks_timeout=30) as ckpt:
+state = {"rows": tenuto.shard(rows, dim=0, rank=rank, of=2), "scale": 0.5}
+ranks = tenuto.SharedFiles(meet, rank=rank, world_size=2)
+with tenuto.Checkpointer(where, state, save=every(steps=5), ranks=ranks, ranks_timeout=30) as ckpt:
     for step in ckpt.steps(steps):
         rows += np.random.standard_normal((4, 3)) * 0.5
         if fault == "forgets" and rank == 1:

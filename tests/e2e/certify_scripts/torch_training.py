@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import holdfast
-import holdfast.torch
+import tenuto
+import tenuto.torch
 
 
 class Augmented(Dataset):
@@ -35,7 +35,7 @@ def train(where, loader, *, scheduled):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     state = {"model": model, "optimizer": optimizer, **({"scheduler": scheduler} if scheduled else {})}
-    with holdfast.Checkpointer(where, state, data=loader) as ckpt:
+    with tenuto.Checkpointer(where, state, data=loader) as ckpt:
         for _ in ckpt.steps(1000):
             loss = model(next(ckpt.batches)).square().mean()
             optimizer.zero_grad()
@@ -65,9 +65,9 @@ def epochs_end(where, samples=6, loader=DataLoader, *, accumulate=1, **more):
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = loader(torch.rand(samples, 4), batch_size=2, **(more or {"shuffle": True}))
-    with holdfast.Checkpointer(where, {"model": model, "optimizer": optimizer}, data=data) as ckpt:
+    with tenuto.Checkpointer(where, {"model": model, "optimizer": optimizer}, data=data) as ckpt:
         for epoch in ckpt.epochs(100, accumulate=accumulate):
-            if isinstance(data.sampler, holdfast.torch.ResumableSampler):
+            if isinstance(data.sampler, tenuto.torch.ResumableSampler):
                 data.sampler.set_epoch(epoch)
             for batch in ckpt.batches:
                 loss = model(batch).square().mean()
@@ -86,7 +86,7 @@ def epochs_end_stateful(where):
 
 
 def epochs_end_stateful_order(where):
-    order = holdfast.torch.ResumableSampler(range(6), seed=1)
+    order = tenuto.torch.ResumableSampler(range(6), seed=1)
     epochs_end(where, loader=StatefulDataLoader, sampler=order)
 
 

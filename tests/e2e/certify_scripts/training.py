@@ -10,8 +10,8 @@ from unittest import mock
 
 import numpy as np
 
-import holdfast
-from holdfast import every, keep
+import tenuto
+from tenuto import every, keep
 
 
 def begin(seed=0):
@@ -31,7 +31,7 @@ BATCHES = [np.full(4, float(number)) for number in range(7)]
 
 def exact(where):
     state = begin()
-    with holdfast.Checkpointer(where, state, data=BATCHES, save=every(steps=3)) as ckpt:
+    with tenuto.Checkpointer(where, state, data=BATCHES, save=every(steps=3)) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state, next(ckpt.batches))
             state["rate"] *= 0.99
@@ -39,7 +39,7 @@ def exact(where):
 
 def epochs(where):
     state = begin()
-    with holdfast.Checkpointer(where, state, data=BATCHES, save=every(epochs=1)) as ckpt:
+    with tenuto.Checkpointer(where, state, data=BATCHES, save=every(epochs=1)) as ckpt:
         for _ in ckpt.epochs(100, accumulate=2):
             for batch in ckpt.batches:
                 learn(state, batch)
@@ -49,7 +49,7 @@ def epochs(where):
 def epochs_end(where):
     """Saved with the last batch of an epoch that is not over yet: nobody has asked for another one."""
     state = begin()
-    with holdfast.Checkpointer(where, state, data=BATCHES[:3]) as ckpt:
+    with tenuto.Checkpointer(where, state, data=BATCHES[:3]) as ckpt:
         for _ in ckpt.epochs(100):
             for batch in ckpt.batches:
                 learn(state, batch)
@@ -59,7 +59,7 @@ def epochs_end(where):
 def step_done(where):
     """Keeps by a metric that it never logs."""
     state = begin()
-    with holdfast.Checkpointer(where, state, keep=keep.best(1, "val_loss")) as ckpt:
+    with tenuto.Checkpointer(where, state, keep=keep.best(1, "val_loss")) as ckpt:
         ckpt.restore()
         while ckpt.step < 1000:
             learn(state)
@@ -69,14 +69,14 @@ def step_done(where):
 def no_restore(where):
     """Forgets to restore."""
     state = begin()
-    with holdfast.Checkpointer(where, state, resume_from=None) as ckpt:
+    with tenuto.Checkpointer(where, state, resume_from=None) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state)
 
 
 def unseeded(where):
     state = begin(seed=None)
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state)
 
@@ -85,7 +85,7 @@ def unseeded_unused(where):
     """Python's generator is neither seeded nor asked for anything."""
     state = begin()
     random.seed()
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state)
 
@@ -107,14 +107,14 @@ class Augmented:
 
 def augmented(where):
     state = begin()
-    with holdfast.Checkpointer(where, state, data=Augmented()) as ckpt:
+    with tenuto.Checkpointer(where, state, data=Augmented()) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state, next(ckpt.batches))
 
 
 def nondeterministic(where):
     state = begin()
-    with holdfast.Checkpointer(where, state, data=BATCHES) as ckpt:
+    with tenuto.Checkpointer(where, state, data=BATCHES) as ckpt:
         for step in ckpt.steps(1000):
             batch = next(ckpt.batches)
             learn(state, batch + (time.time_ns() % 1000 if step == 4 else 0))
@@ -139,7 +139,7 @@ class Average:
 def average(where):
     state = begin()
     average = Average(state["weights"])
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state, average.weights)
             average.update(state["weights"])
@@ -149,7 +149,7 @@ def harmless_average(where):
     """An average that is lost, and that nothing in `state` can show."""
     state = begin()
     average = Average(state["weights"])
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state)
             average.update(state["weights"])
@@ -158,7 +158,7 @@ def harmless_average(where):
 def scheduler(where):
     """A rate that follows from a count that is not in `state`."""
     state = {**begin(), "optimizer": {"param_groups": [{"lr": 0.1}]}}
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for number, _ in enumerate(ckpt.steps(1000)):
             learn(state)
             state["optimizer"]["param_groups"][0]["lr"] = 0.1 * 0.9**number
@@ -166,7 +166,7 @@ def scheduler(where):
 
 def generator(where):
     state, own = begin(), np.random.default_rng(3)
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state, noise=own.random(4))
 
@@ -180,7 +180,7 @@ class Rotating:
 
 def data(where):
     state = begin()
-    with holdfast.Checkpointer(where, state, data=Rotating()) as ckpt:
+    with tenuto.Checkpointer(where, state, data=Rotating()) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state, next(ckpt.batches))
 
@@ -193,22 +193,22 @@ class Forgetful(Average):
 def forgetful(where):
     state = begin()
     state["average"] = Forgetful(state["weights"])
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state)
             state["average"].update(state["weights"])
 
 
 def broken_restore(where):
-    """What a fault in Holdfast itself would look like: the generators are not put back."""
-    with mock.patch("holdfast.api.position.apply", lambda state: ()):
+    """What a fault in Tenuto itself would look like: the generators are not put back."""
+    with mock.patch("tenuto.state.position.training_position.apply", lambda state: ()):
         exact(where)
 
 
 def warm_up(where):
     """Draws after the restore, which nothing before the kill did at this step."""
     state = begin()
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for number, _ in enumerate(ckpt.steps(1000)):
             if number == 0:
                 np.random.rand()
@@ -217,14 +217,14 @@ def warm_up(where):
 
 def ends_early(where):
     state = begin()
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for _ in ckpt.steps(5):
             learn(state)
 
 
 def crashes(where):
     state = begin()
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for step in ckpt.steps(1000):
             learn(state)
             if step == 2:
@@ -237,14 +237,14 @@ def no_checkpointer(where):
 
 
 def elsewhere(where):
-    with holdfast.Checkpointer(where + "-other", begin()) as ckpt:
+    with tenuto.Checkpointer(where + "-other", begin()) as ckpt:
         for _ in ckpt.steps(1000):
             pass
 
 
 def two(where):
     state = begin()
-    with holdfast.Checkpointer(where, state), holdfast.Checkpointer(where, state, run="other"):
+    with tenuto.Checkpointer(where, state), tenuto.Checkpointer(where, state, run="other"):
         pass
 
 
@@ -254,7 +254,7 @@ def asks(where):
 
 def hangs(where):
     state = begin()
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for _ in ckpt.steps(1000):
             time.sleep(3600)
 
@@ -262,7 +262,7 @@ def hangs(where):
 def catches(where):
     """Will not be told to leave."""
     state = begin()
-    ckpt = holdfast.Checkpointer(where, state)
+    ckpt = tenuto.Checkpointer(where, state)
     loop = ckpt.steps(1000)
     while True:
         try:
@@ -279,7 +279,7 @@ def children(where):
         sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=apart)
         with open(os.environ["CHILDREN"], "a") as file:
             file.write(f"{sleeper.pid}\n")
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state)
             if "SLOWLY" in os.environ:
@@ -290,7 +290,7 @@ def moves(where):
     """Works in a directory of its own."""
     state = begin()
     os.chdir("/")
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for _ in ckpt.steps(1000):
             learn(state)
 
@@ -299,13 +299,13 @@ def saves_too(where):
     """Saves by itself as well, asks whether there is anything to resume from, and exports."""
     state = begin()
     print("found", os.path.exists(where))
-    with holdfast.Checkpointer(where, state) as ckpt:
+    with tenuto.Checkpointer(where, state) as ckpt:
         for step in ckpt.steps(1000):
             learn(state)
             if step % 2:
                 ckpt.save(wait=True)
             if step == 3:
-                holdfast.save({"weights": state["weights"]}, where, run="export")
+                tenuto.save({"weights": state["weights"]}, where, run="export")
 
 
 CASES = (

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.guard import exitstatus
+from tenuto.training import exit_status
 from tiny_training import gate, place
 
 __all__ = ["gate", "place"]
@@ -13,4 +13,4 @@ __all__ = ["gate", "place"]
 @pytest.fixture(autouse=True)
 def _failures_on_purpose_do_not_end_the_test_run() -> Iterator[None]:
     yield
-    exitstatus._ending.standing.clear()
+    exit_status._ending.standing.clear()

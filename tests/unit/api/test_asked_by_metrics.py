@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every, keep, on
-from holdfast.errors import SaveFailed, StoreFull
-from holdfast.events import Event, SaveStarted, Warned
+import tenuto
+from tenuto import every, keep, on
+from tenuto.errors import SaveFailed, StoreFull
+from tenuto.events import Event, SaveStarted, Warned
 from tiny_training import Gate, state, steps_of, train
 
 ALL = keep.all()
@@ -29,7 +29,7 @@ class Recorded:
 def run(place: object, losses: dict[int, float], total: int, save: object, **more: object) -> list[int]:
     """Trains to `total` steps; `losses` are logged inside the step that completes that number."""
     one = state()
-    with holdfast.Checkpointer(place, one, save=save, keep=ALL, **more) as ckpt:  # type: ignore[arg-type]
+    with tenuto.Checkpointer(place, one, save=save, keep=ALL, **more) as ckpt:  # type: ignore[arg-type]
         for step in ckpt.steps(total):
             train(one)
             if step + 1 in losses:
@@ -50,7 +50,7 @@ def test_improve_remembers_across_a_resume_what_still_exists(place: Path) -> Non
 def test_a_rolled_back_line_counts_for_nothing(place: Path) -> None:
     run(place, {1: 5.0, 2: 1.0}, 3, on.improve("loss"))
     assert run(place, {2: 4.0, 3: 4.5}, 3, on.improve("loss"), resume_from=1)[0] == 2
-    assert [str(id) for id in holdfast.Repository(place).walk()] == ["main/a0002/2", "main/a0001/1"]
+    assert [str(id) for id in tenuto.Repository(place).walk()] == ["main/a0002/2", "main/a0001/1"]
     assert run(place, {1: 9.0}, 1, on.improve("loss"), resume_from=None)[0] == 1
 
 
@@ -63,7 +63,7 @@ def test_a_failed_save_does_not_raise_the_bar(gate: Gate, place: Path) -> None:
     one = state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with holdfast.Checkpointer(gate, one, save=on.improve("loss"), keep=ALL) as ckpt:
+        with tenuto.Checkpointer(gate, one, save=on.improve("loss"), keep=ALL) as ckpt:
             for step, loss in zip(ckpt.steps(3), (5.0, 1.0, 4.0), strict=True):
                 train(one)
                 if step == 1:
@@ -80,7 +80,7 @@ def test_a_failed_save_does_not_raise_the_bar(gate: Gate, place: Path) -> None:
 def test_a_metric_of_an_epoch_saves_the_epochs_state(place: Path) -> None:
     one, seen = state(), {}
     sink = Recorded()
-    with holdfast.Checkpointer(place, one, data=[1, 2, 3], save=on.improve("val_loss"), keep=ALL, sinks=[sink]) as ckpt:
+    with tenuto.Checkpointer(place, one, data=[1, 2, 3], save=on.improve("val_loss"), keep=ALL, sinks=[sink]) as ckpt:
         for epoch in ckpt.epochs(4):
             for batch in ckpt.batches:
                 train(one, batch)
@@ -88,26 +88,26 @@ def test_a_metric_of_an_epoch_saves_the_epochs_state(place: Path) -> None:
             ckpt.log(val_loss=[0.9, 0.95, 0.5, 0.6][epoch])
     assert steps_of(place) == [9, 3]
     for step in (9, 3):
-        assert np.array_equal(holdfast.load(place, step=step).state["w"], seen[step])
-    assert dict(holdfast.Repository(place).manifest(holdfast.Repository(place).find()).metrics)["val_loss"] == 0.5
+        assert np.array_equal(tenuto.load(place, step=step).state["w"], seen[step])
+    assert dict(tenuto.Repository(place).manifest(tenuto.Repository(place).find()).metrics)["val_loss"] == 0.5
     assert sink.reasons == ["the first val_loss (0.9)", "val_loss improved (0.5; the best before: 0.9)"]
 
 
 def test_a_late_metric_of_a_saved_step_is_noted_and_counts_from_then_on(place: Path) -> None:
     one = state()
-    with holdfast.Checkpointer(
-        place, one, data=[1, 2], save=holdfast.every(steps=2) | on.improve("val_loss"), keep=ALL
+    with tenuto.Checkpointer(
+        place, one, data=[1, 2], save=tenuto.every(steps=2) | on.improve("val_loss"), keep=ALL
     ) as ckpt:
         for epoch in ckpt.epochs(2):
             for batch in ckpt.batches:
                 train(one, batch)
             ckpt.log(val_loss=[0.5, 0.4][epoch])
-    seen = holdfast.Repository(place)
+    seen = tenuto.Repository(place)
     assert steps_of(place) == [4, 2]
     assert [seen.metrics(id)["val_loss"] for id in seen.checkpoints()] == [0.4, 0.5]
     assert run(place, {5: 0.45}, 5, on.improve("val_loss")) == [4, 2]
     one = state()
-    with holdfast.Checkpointer(place, one, save=on.improve("val_loss"), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, save=on.improve("val_loss"), keep=ALL) as ckpt:
         for step in ckpt.steps(7):
             ckpt.log(val_loss=0.45 if step == 5 else 0.3)
     assert steps_of(place)[0] == 5
@@ -116,7 +116,7 @@ def test_a_late_metric_of_a_saved_step_is_noted_and_counts_from_then_on(place: P
 def test_after_the_loop_a_late_metric_saves_at_once_if_nothing_was_touched(place: Path, tmp_path: Path) -> None:
     for where, touch in ((place, False), (tmp_path / "other", True)):
         one = state()
-        with holdfast.Checkpointer(where, one, save=on.improve("val_loss"), keep=ALL) as ckpt:
+        with tenuto.Checkpointer(where, one, save=on.improve("val_loss"), keep=ALL) as ckpt:
             for _ in ckpt.steps(3):
                 train(one)
             np.random.random()  # evaluation draws, too
@@ -131,7 +131,7 @@ def test_after_the_loop_a_late_metric_saves_at_once_if_nothing_was_touched(place
 
 def test_in_a_loop_of_ones_own_a_late_metric_saves_the_step_it_belongs_to(place: Path) -> None:
     one = state()
-    with holdfast.Checkpointer(place, one, save=on.improve("val_loss"), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, save=on.improve("val_loss"), keep=ALL) as ckpt:
         ckpt.restore()
         for step in range(1, 6):
             train(one)
@@ -142,18 +142,18 @@ def test_in_a_loop_of_ones_own_a_late_metric_saves_the_step_it_belongs_to(place:
             if step in (2, 5):
                 ckpt.log(val_loss=1.0 / step)
     assert steps_of(place) == [5, 2]
-    assert holdfast.load(place, step=2).state["n"] == 2
-    assert holdfast.load(place, step=5).state["n"] == 5
+    assert tenuto.load(place, step=2).state["n"] == 2
+    assert tenuto.load(place, step=5).state["n"] == 5
 
 
 def test_a_metric_that_save_asks_by_and_nothing_logs_is_told(place: Path) -> None:
     with pytest.warns(RuntimeWarning) as caught:
-        with holdfast.Checkpointer(place, state(), save=on.improve("val_los") | on.end()) as ckpt:
+        with tenuto.Checkpointer(place, state(), save=on.improve("val_los") | on.end()) as ckpt:
             for _ in ckpt.steps(2):
                 ckpt.log(val_loss=1.0, acc=0.5)
     (said,) = {str(one.message).partition("\n")[0] for one in caught}
     assert said == (
-        "holdfast: on.improve('val_los', mode='min') | on.end() asks by 'val_los', which nothing has logged up to "
+        "tenuto: on.improve('val_los', mode='min') | on.end() asks by 'val_los', which nothing has logged up to "
         "step 2 (metrics logged: 'acc', 'val_loss'); that part of it saves nothing"
     )
     assert steps_of(place) == [2]
@@ -172,7 +172,7 @@ def test_a_metric_that_nothing_logs_is_told_at_the_end_of_an_epoch(place: Path) 
     sink = Warnings()
     kept = keep.best(1, "val_loss") | keep.latest(2)
     with pytest.warns(RuntimeWarning, match="'val_loss', which nothing has logged up to step 2"):
-        with holdfast.Checkpointer(place, state(), data=[1, 2], save=every(steps=1), keep=kept, sinks=[sink]) as ckpt:
+        with tenuto.Checkpointer(place, state(), data=[1, 2], save=every(steps=1), keep=kept, sinks=[sink]) as ckpt:
             for epoch in ckpt.epochs(3):
                 assert len(sink.said) == min(epoch, 1), "once, as soon as an epoch has ended without it"
                 for _ in ckpt.batches:
@@ -183,10 +183,10 @@ def test_a_metric_that_nothing_logs_is_told_at_the_end_of_an_epoch(place: Path) 
 
 
 def test_without_epochs_it_is_told_after_many_steps(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.api.unlogged.PATIENCE_STEPS", 3)
+    monkeypatch.setattr("tenuto.training.metrics_seen.PATIENCE_STEPS", 3)
     sink = Warnings()
     with pytest.warns(RuntimeWarning, match="which nothing has logged up to step 3"):
-        with holdfast.Checkpointer(place, state(), save=on.drop("x", by=1), sinks=[sink]) as ckpt:
+        with tenuto.Checkpointer(place, state(), save=on.drop("x", by=1), sinks=[sink]) as ckpt:
             for step in ckpt.steps(6):
                 assert len(sink.said) == (step >= 3)
     assert steps_of(place) == []

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.joint_ranks import together
 
-import holdfast
-from holdfast.api.meeting import meeting
-from holdfast.errors import (
+import tenuto
+from tenuto.engine.group.group import joined_group
+from tenuto.errors import (
     CheckpointNotFound,
     RankFailed,
     RanksDisagree,
@@ -23,37 +22,38 @@ from holdfast.errors import (
     StateError,
     StateMismatch,
 )
-from holdfast.events import Emitter
-from holdfast.ranks.memory import ThreadRanks
+from tenuto.events import Emitter
+from tenuto.ranks.kv.in_process import ThreadRanks
+from tests.joint_ranks import together
 
 State = Callable[[int, int], dict[str, Any]]
 
 
 def saved(place: Path, state: State, count: int = 3, **more: Any) -> list[Any]:
     return list(
-        together(count, lambda ranks: holdfast.save(state(ranks.rank, ranks.world_size), place, ranks=ranks, **more))
+        together(count, lambda ranks: tenuto.save(state(ranks.rank, ranks.world_size), place, ranks=ranks, **more))
     )
 
 
 def loaded(place: Path, state: State, count: int = 2) -> list[Any]:
     return list(
-        together(count, lambda ranks: holdfast.load(place, into=state(ranks.rank, ranks.world_size), ranks=ranks))
+        together(count, lambda ranks: tenuto.load(place, into=state(ranks.rank, ranks.world_size), ranks=ranks))
     )
 
 
 def rows(rank: int, of: int, *, kind: str = "<f8", width: int = 3, whole: int = 12) -> Any:
     begin, end = (whole * one // of for one in (rank, rank + 1))
-    return holdfast.shard(np.ones((end - begin, width), kind), whole=(whole, width), offsets=(begin, 0))
+    return tenuto.shard(np.ones((end - begin, width), kind), whole=(whole, width), offsets=(begin, 0))
 
 
 # -- odd, and whole ----------------------------------------------------------------------------------------------------
 
 NOTHING: dict[str, Callable[[int, int], Any]] = {
-    "a shard": lambda rank, of: holdfast.shard(np.zeros((0, 3)), whole=(0, 3), offsets=(0, 0)),
-    "a shard by dimension": lambda rank, of: holdfast.shard(np.zeros((0, 3)), dim=0, rank=rank, of=of),
-    "a flat part": lambda rank, of: holdfast.flat(np.zeros(0), whole=(0, 3), begin=0),
-    "a tensor": lambda rank, of: holdfast.shard(torch.zeros(0, 3), whole=(0, 3), offsets=(0, 0)),
-    "no scalar": lambda rank, of: holdfast.shard(np.zeros((2, 0)), whole=(2 * of, 0), offsets=(2 * rank, 0)),
+    "a shard": lambda rank, of: tenuto.shard(np.zeros((0, 3)), whole=(0, 3), offsets=(0, 0)),
+    "a shard by dimension": lambda rank, of: tenuto.shard(np.zeros((0, 3)), dim=0, rank=rank, of=of),
+    "a flat part": lambda rank, of: tenuto.flat(np.zeros(0), whole=(0, 3), begin=0),
+    "a tensor": lambda rank, of: tenuto.shard(torch.zeros(0, 3), whole=(0, 3), offsets=(0, 0)),
+    "no scalar": lambda rank, of: tenuto.shard(np.zeros((2, 0)), whole=(2 * of, 0), offsets=(2 * rank, 0)),
 }
 
 
@@ -63,7 +63,7 @@ def test_a_leaf_without_elements_is_saved_by_ranks_that_all_hold_nothing_of_it(t
         return {"none": NOTHING[what](rank, of), "w": rows(rank, of)}
 
     assert {one.leaves for one in saved(tmp_path, state)} == {2}
-    alone = holdfast.load(tmp_path).state
+    alone = tenuto.load(tmp_path).state
     assert 0 in alone["none"].shape and alone["w"].shape == (12, 3)
     if what != "no scalar":
         assert tuple(alone["none"].shape) == (0, 3)
@@ -77,7 +77,7 @@ def test_more_ranks_than_there_are_rows(tmp_path: Path) -> None:
         return {"w": rows(rank, of, whole=2)}
 
     assert {one.leaves for one in saved(tmp_path, state, 5)} == {1}
-    assert holdfast.load(tmp_path).state["w"].tolist() == [[1.0] * 3] * 2
+    assert tenuto.load(tmp_path).state["w"].tolist() == [[1.0] * 3] * 2
     for count in (1, 3, 7):
         assert [one.step for one in loaded(tmp_path, state, count)] == [0] * count
 
@@ -93,12 +93,12 @@ DIFFERING: dict[str, tuple[State, str]] = {
     "a width": (lambda rank, of: {"w": rows(rank, of, width=3 + (rank == 1))}, "w"),
     "a whole": (lambda rank, of: {"w": rows(rank, of, whole=12 + (rank == 1))}, "w"),
     "an overlap": (
-        lambda rank, of: {"w": holdfast.shard(np.ones((3, 2)), whole=(7, 2), offsets=(2 * rank, 0))},
+        lambda rank, of: {"w": tenuto.shard(np.ones((3, 2)), whole=(7, 2), offsets=(2 * rank, 0))},
         "w",
     ),
-    "a hole": (lambda rank, of: {"w": holdfast.shard(np.ones((2, 2)), whole=(12, 2), offsets=(4 * rank, 0))}, "w"),
+    "a hole": (lambda rank, of: {"w": tenuto.shard(np.ones((2, 2)), whole=(12, 2), offsets=(4 * rank, 0))}, "w"),
     "sharded or not": (lambda rank, of: {"w": rows(rank, of) if rank else np.ones((12, 3))}, "w"),
-    "nobody's": (lambda rank, of: {"w": holdfast.shard(np.ones((0, 3)), whole=(12, 3), offsets=(0, 0))}, "w"),
+    "nobody's": (lambda rank, of: {"w": tenuto.shard(np.ones((0, 3)), whole=(12, 3), offsets=(0, 0))}, "w"),
 }
 
 
@@ -111,7 +111,7 @@ def test_ranks_whose_states_do_not_fit_say_so_alike_and_save_nothing(tmp_path: P
         assert path in str(one), found
         assert what in ("nobody's", "a hole") or "rank" in str(one), found
     with pytest.raises(CheckpointNotFound):
-        holdfast.load(tmp_path)
+        tenuto.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -120,17 +120,17 @@ def test_ranks_whose_states_do_not_fit_say_so_alike_and_save_nothing(tmp_path: P
 def test_ranks_that_disagree_about_what_they_do_are_named_on_every_rank(
     tmp_path: Path, fact: str, one: Any, other: Any
 ) -> None:
-    holdfast.save({"w": np.ones(3)}, tmp_path)
+    tenuto.save({"w": np.ones(3)}, tmp_path)
 
     def work(ranks: ThreadRanks) -> Any:
         state, mine = {"w": rows(ranks.rank, 2)}, other if ranks.rank else one
         if fact == "call" and ranks.rank:
-            return holdfast.load(tmp_path, ranks=ranks)
+            return tenuto.load(tmp_path, ranks=ranks)
         if fact == "version":
-            with meeting(ranks, tmp_path, "main", Emitter(), 60.0, call="save", facts={"version": mine}):
+            with joined_group(ranks, tmp_path, "main", Emitter(), 60.0, call="save", facts={"version": mine}):
                 return None
         more = {fact: mine} if fact in ("run", "step") else {}
-        return holdfast.save(state, tmp_path, ranks=ranks, **more)
+        return tenuto.save(state, tmp_path, ranks=ranks, **more)
 
     for found in together(2, work):
         assert isinstance(found, RanksDisagree) and f"{fact} is" in found.message, found

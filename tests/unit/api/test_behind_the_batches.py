@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every, keep, on
-from holdfast.errors import SaveFailed, UsageError
+import tenuto
+from tenuto import every, keep, on
+from tenuto.errors import SaveFailed, UsageError
 from tiny_training import state, steps_of, train
 
 ALL = keep.latest(100)
-Ask = Callable[[holdfast.Checkpointer, int], None]
+Ask = Callable[[tenuto.Checkpointer, int], None]
 
 
-def saving(ckpt: holdfast.Checkpointer, epoch: int) -> None:
+def saving(ckpt: tenuto.Checkpointer, epoch: int) -> None:
     ckpt.save()
 
 
-def tagging(ckpt: holdfast.Checkpointer, epoch: int) -> None:
+def tagging(ckpt: tenuto.Checkpointer, epoch: int) -> None:
     ckpt.log(tag=f"epoch-{epoch}")
 
 
@@ -32,7 +32,7 @@ def trained(place: Path, ask: Ask | None, die_at: int | None = None) -> dict[str
     """Three epochs of two batches; behind the batches the scheduler decays, and the evaluation draws."""
     np.random.seed(3)
     one = {**state(), "decays": 0}
-    with holdfast.Checkpointer(place, one, data=[1, 2], save=on.signal(), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, data=[1, 2], save=on.signal(), keep=ALL) as ckpt:
         for epoch in ckpt.epochs(3):
             for batch in ckpt.batches:
                 if ckpt.step == die_at:
@@ -56,7 +56,7 @@ def test_what_is_asked_for_behind_the_batches_is_taken_where_the_body_ends(
     with pytest.warns(RuntimeWarning, match="left incomplete"), pytest.raises(KeyboardInterrupt):
         trained(place, ask, die_at=3)
     assert steps_of(place) == [2]
-    assert holdfast.load(place).state["decays"] == 1
+    assert tenuto.load(place).state["decays"] == 1
     resumed = trained(place, ask)
     assert (resumed["n"], resumed["decays"]) == (expected["n"], expected["decays"]) == (6, 3)
     assert np.array_equal(resumed["w"], expected["w"])
@@ -65,7 +65,7 @@ def test_what_is_asked_for_behind_the_batches_is_taken_where_the_body_ends(
 
 def test_it_is_waited_for_after_the_body_alone(place: Path) -> None:
     one, found = state(), []
-    with holdfast.Checkpointer(place, one, data=[1, 2], save=on.signal(), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, data=[1, 2], save=on.signal(), keep=ALL) as ckpt:
         for _ in ckpt.epochs(1):
             for batch in ckpt.batches:
                 train(one, batch)
@@ -75,8 +75,8 @@ def test_it_is_waited_for_after_the_body_alone(place: Path) -> None:
                 found[0].wait()
             ckpt.log(tag="last")
         assert found[0].wait().step == 2 and found[0].committed
-    assert holdfast.load(place, step="last").step == 2
-    with holdfast.Checkpointer(place, state(), data=[1, 2]) as ckpt:
+    assert tenuto.load(place, step="last").step == 2
+    with tenuto.Checkpointer(place, state(), data=[1, 2]) as ckpt:
         ckpt.restore()
         assert ckpt.epoch == 1
 
@@ -88,7 +88,7 @@ def test_what_was_asked_for_is_taken_where_the_loop_is_left(place: Path, ask: As
     one = state()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with holdfast.Checkpointer(place, one, data=[1, 2], save=on.signal(), keep=ALL) as ckpt:
+        with tenuto.Checkpointer(place, one, data=[1, 2], save=on.signal(), keep=ALL) as ckpt:
             for epoch in ckpt.epochs(9):
                 for batch in ckpt.batches:
                     train(one, batch)
@@ -105,7 +105,7 @@ def test_what_was_asked_for_is_taken_where_the_loop_is_left(place: Path, ask: As
 def test_the_handle_of_a_save_that_was_not_taken_says_so(place: Path) -> None:
     one = state()
     with pytest.warns(RuntimeWarning, match="step 2 is not saved"):
-        with holdfast.Checkpointer(place, one, data=[1, 2], save=every(steps=3), keep=ALL) as ckpt:
+        with tenuto.Checkpointer(place, one, data=[1, 2], save=every(steps=3), keep=ALL) as ckpt:
             for _ in ckpt.epochs(9):
                 for batch in ckpt.batches:
                     train(one, batch)
@@ -123,7 +123,7 @@ def test_a_break_behind_the_batches_says_what_is_not_saved(place: Path, stops: b
     one = state()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with holdfast.Checkpointer(place, one, data=[1, 2]) as ckpt:
+        with tenuto.Checkpointer(place, one, data=[1, 2]) as ckpt:
             for epoch in ckpt.epochs(9):
                 for batch in ckpt.batches:
                     train(one, batch)
@@ -138,7 +138,7 @@ def test_a_break_behind_the_batches_says_what_is_not_saved(place: Path, stops: b
 
 def test_stop_ends_one_loop_and_no_other(place: Path) -> None:
     one = state()
-    with holdfast.Checkpointer(place, one, data=[1, 2], save=every(steps=100), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, data=[1, 2], save=every(steps=100), keep=ALL) as ckpt:
         for step in ckpt.steps(50):
             train(one)
             if step == 6:
@@ -158,7 +158,7 @@ def test_stop_ends_one_loop_and_no_other(place: Path) -> None:
 def test_a_policy_by_epochs_in_a_loop_without_them_says_so(place: Path, tmp_path: Path) -> None:
     for where, own in ((place, False), (tmp_path / "own", True)):
         with pytest.warns(RuntimeWarning, match=r"every\(epochs=1\) saves nothing here") as said:
-            with holdfast.Checkpointer(where, state(), data=[1, 2], save=every(epochs=1) | on.signal()) as ckpt:
+            with tenuto.Checkpointer(where, state(), data=[1, 2], save=every(epochs=1) | on.signal()) as ckpt:
                 if own:
                     ckpt.step_done()
                     ckpt.step_done()
@@ -167,7 +167,7 @@ def test_a_policy_by_epochs_in_a_loop_without_them_says_so(place: Path, tmp_path
         assert sum("saves nothing here" in str(one.message) for one in said) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with holdfast.Checkpointer(tmp_path / "epochs", state(), data=[1, 2], save=every(epochs=1)) as ckpt:
+        with tenuto.Checkpointer(tmp_path / "epochs", state(), data=[1, 2], save=every(epochs=1)) as ckpt:
             for _ in ckpt.epochs(1):
                 list(ckpt.batches)
 
@@ -176,8 +176,8 @@ def test_a_policy_by_epochs_in_a_loop_without_them_says_so(place: Path, tmp_path
 
 
 def test_a_save_before_the_loop_of_a_fresh_start_is_of_the_same_training(place: Path) -> None:
-    holdfast.save(state(), place, step=7)
-    with holdfast.Checkpointer(place, state(), resume_from=None, save=on.end(), keep=ALL) as ckpt:
+    tenuto.save(state(), place, step=7)
+    with tenuto.Checkpointer(place, state(), resume_from=None, save=on.end(), keep=ALL) as ckpt:
         assert ckpt.save(wait=True).step == 0
         assert list(ckpt.steps(3)) == [0, 1, 2]
     assert steps_of(place) == [3, 0, 7]
@@ -186,9 +186,9 @@ def test_a_save_before_the_loop_of_a_fresh_start_is_of_the_same_training(place: 
 @pytest.mark.parametrize("resume_from", ["latest", 7])
 def test_a_step_of_ones_own_loop_is_refused_where_nothing_was_restored(place: Path, resume_from: Any) -> None:
     """What was trained is neither overwritten nor does it hide what is there."""
-    holdfast.save({**state(), "n": 7}, place, step=7)
+    tenuto.save({**state(), "n": 7}, place, step=7)
     one = state()
-    with holdfast.Checkpointer(place, one, resume_from=resume_from, save=every(steps=1), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, resume_from=resume_from, save=every(steps=1), keep=ALL) as ckpt:
         train(one)
         with pytest.raises(UsageError, match="nothing was restored"):
             ckpt.step_done()
@@ -201,9 +201,9 @@ def test_a_step_of_ones_own_loop_is_refused_where_nothing_was_restored(place: Pa
 
 def test_a_step_that_another_process_has_overtaken_is_dropped_and_that_is_said(place: Path) -> None:
     one = state()
-    with holdfast.Checkpointer(place, one, save=every(steps=1), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, save=every(steps=1), keep=ALL) as ckpt:
         assert ckpt.restore() is None
-        holdfast.save({**state(), "n": 7}, place, step=7)
+        tenuto.save({**state(), "n": 7}, place, step=7)
         train(one)
         with pytest.warns(RuntimeWarning, match="step 1 is dropped: another process had committed step 7"):
             ckpt.step_done()

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
+import tenuto
 from fenced_training import Model, Told, committed, spying, stepping, train
-from holdfast import every, keep
-from holdfast.engine import clock as clocks
-from holdfast.engine import fenced as engine
-from holdfast.engine.clock import Clock
-from holdfast.engine.memory import MemoryTier
-from holdfast.image import fenced
-from holdfast.integrations.torch import late
-from holdfast.integrations.torch.device import TorchBound
-from holdfast.model.timing import Timing
 from memory_training import shared_memory
+from tenuto import every, keep
+from tenuto.engine.fence import fence
+from tenuto.engine.memory_tier.tier import MemoryTier
+from tenuto.engine.save import fenced_capture as engine
+from tenuto.engine.save import handle as clocks
+from tenuto.engine.save.handle import SaveClock
+from tenuto.integrations.torch import device
+from tenuto.integrations.torch.device import TorchBound
+from tenuto.model.timing import Timing
 from tiny_training import state
 from tiny_training import train as train_one
 
@@ -51,7 +51,7 @@ class Costly:
     def thread_time(self) -> float:
         return time.thread_time() + getattr(self._own, "cpu_s", 0.0)
 
-    def work(self, within: str = "holdfast-") -> None:
+    def work(self, within: str = "tenuto-") -> None:
         name = threading.current_thread().name
         if name.startswith(within):
             self._wall_s += WALL_S
@@ -59,25 +59,25 @@ class Costly:
             self.pieces[name] += 1
 
     def of(self, step: int) -> int:
-        return self.pieces[f"holdfast-fence-{step}"]
+        return self.pieces[f"tenuto-fence-{step}"]
 
 
 @pytest.fixture
 def costly(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costly]:
     """Each slice that a fence's thread copies or compares costs that much."""
-    found, copy, compare = Costly(), late.HostCopies.copy, TorchBound.compare
+    found, copy, compare = Costly(), device.HostCopies.copy, TorchBound.compare
 
-    def copied(copies: late.HostCopies, number: int) -> None:
-        found.work("holdfast-fence")
+    def copied(copies: device.HostCopies, number: int) -> None:
+        found.work("tenuto-fence")
         copy(copies, number)
 
     def compared(bound: TorchBound, parts: Any) -> Any:
-        found.work("holdfast-fence")
+        found.work("tenuto-fence")
         return compare(bound, parts)
 
-    monkeypatch.setattr(late.HostCopies, "copy", copied)
+    monkeypatch.setattr(device.HostCopies, "copy", copied)
     monkeypatch.setattr(TorchBound, "compare", compared)
-    monkeypatch.setattr(fenced, "time", found)
+    monkeypatch.setattr(fence, "time", found)
     with shared_memory():
         yield found
 
@@ -104,7 +104,7 @@ def training() -> tuple[dict[str, Any], Any]:
 
 def said(place: Path, step: int) -> Timing:
     """What the manifest of a step says."""
-    repository = holdfast.Repository(place)
+    repository = tenuto.Repository(place)
     (id,) = [id for id in repository.checkpoints("main") if id.step == step]
     manifest = repository.repo.manifest(id)
     found = Timing.read(manifest.environment["timing"], manifest.bytes)
@@ -112,7 +112,7 @@ def said(place: Path, step: int) -> Timing:
     return found
 
 
-def join_memory(ckpt: holdfast.Checkpointer) -> None:
+def join_memory(ckpt: tenuto.Checkpointer) -> None:
     memory = ckpt._armed(needed=True).saving.memory
     assert memory is not None and memory._saver.join(60)
 
@@ -137,9 +137,9 @@ def test_the_copy_beside_training_is_told_apart_from_what_held_it(costly: Costly
 
 def test_it_is_told_before_the_image_is_called_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, str]] = []
-    copied, ended = Clock.copied, engine._Watch.ended
+    copied, ended = SaveClock.copied, engine._Watch.ended
 
-    def telling_copied(clock: Clock, late_s: float, cpu_s: float) -> None:
+    def telling_copied(clock: SaveClock, late_s: float, cpu_s: float) -> None:
         order.append((threading.current_thread().name, "copied"))
         copied(clock, late_s, cpu_s)
 
@@ -147,21 +147,21 @@ def test_it_is_told_before_the_image_is_called_whole(place: Path, monkeypatch: p
         order.append((threading.current_thread().name, "ended"))
         ended(watch, failure)
 
-    monkeypatch.setattr(Clock, "copied", telling_copied)
+    monkeypatch.setattr(SaveClock, "copied", telling_copied)
     monkeypatch.setattr(engine._Watch, "ended", telling_ended)
     one, body = training()
     told = train(place, one, body)
     late_steps = [step for step, late_leaves in told.late.items() if late_leaves]
     assert late_steps
     for step in late_steps:
-        assert [what for name, what in order if name == f"holdfast-fence-{step}"] == ["copied", "ended"]
+        assert [what for name, what in order if name == f"tenuto-fence-{step}"] == ["copied", "ended"]
 
 
 def test_comparing_in_the_probation_counts_as_processor_time_and_is_no_copy(costly: Costly, place: Path) -> None:
     one, body = training()
     told = Told()
     rehearsed = 0
-    with spying(told), holdfast.Checkpointer(place, one, save=EACH, capture="fenced", keep=keep.all()) as ckpt:
+    with spying(told), tenuto.Checkpointer(place, one, save=EACH, capture="fenced", keep=keep.all()) as ckpt:
         for step in (1, 2, 3):
             body(0)
             ckpt.step_done()
@@ -182,7 +182,7 @@ def test_comparing_in_the_probation_counts_as_processor_time_and_is_no_copy(cost
 
 def test_states_in_memory_tell_what_they_took_of_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costly = sealing(monkeypatch)
-    with shared_memory(), holdfast.Checkpointer(tmp_path / "c", state(), save=NEVER, memory=EACH) as ckpt:
+    with shared_memory(), tenuto.Checkpointer(tmp_path / "c", state(), save=NEVER, memory=EACH) as ckpt:
         for _ in ckpt.steps(4):
             pass
         join_memory(ckpt)
@@ -196,7 +196,7 @@ def test_states_in_memory_tell_what_they_took_of_a_processor(tmp_path: Path, mon
 
 def test_what_is_sealed_for_a_save_is_the_saves(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sealing(monkeypatch)
-    with shared_memory(), holdfast.Checkpointer(place, one := state(), save=EACH, memory=EACH) as ckpt:
+    with shared_memory(), tenuto.Checkpointer(place, one := state(), save=EACH, memory=EACH) as ckpt:
         for _ in ckpt.steps(2):
             train_one(one)
             ckpt.wait()
@@ -215,7 +215,7 @@ def test_what_a_state_in_memory_took_counts_also_where_it_is_not_kept(
 
     sealing(monkeypatch, fails)
     one = {"w": np.zeros(1000)}
-    with shared_memory(), holdfast.Checkpointer(tmp_path / "c", one, save=NEVER, memory=EACH) as ckpt:
+    with shared_memory(), tenuto.Checkpointer(tmp_path / "c", one, save=NEVER, memory=EACH) as ckpt:
         for _ in ckpt.steps(2):
             pass
         join_memory(ckpt)
@@ -225,9 +225,9 @@ def test_what_a_state_in_memory_took_counts_also_where_it_is_not_kept(
 
 def test_copies_of_states_in_memory_behind_a_fence_count_with_them(costly: Costly, tmp_path: Path) -> None:
     one, body = training()
-    found: list[holdfast.Stats] = []
+    found: list[tenuto.Stats] = []
 
-    def finish(ckpt: holdfast.Checkpointer) -> None:
+    def finish(ckpt: tenuto.Checkpointer) -> None:
         join_memory(ckpt)
         found.append(ckpt.stats)
 

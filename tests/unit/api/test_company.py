@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.joint_ranks import together
 
-import holdfast
-from holdfast.api.company import Company
-from holdfast.api.turns import Turns
-from holdfast.engine.joint import visible
-from holdfast.errors import DeadlineExceeded, ObjectNotFound, RanksDisagree, UsageError
-from holdfast.events import Emitter
-from holdfast.model import canonical
-from holdfast.policy import every, on
-from holdfast.policy.saving import Moment, SaveHistory
-from holdfast.ranks.memory import ThreadRanks
-from holdfast.ranks.proposals import Proposal
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Reader
+import tenuto
+from tenuto.engine.group import visibility
+from tenuto.engine.group.group import RankGroup
+from tenuto.errors import DeadlineExceeded, ObjectNotFound, RanksDisagree, UsageError
+from tenuto.events import Emitter
+from tenuto.model import canonical_json
+from tenuto.policy import every, on
+from tenuto.policy.save import Moment, SaveHistory
+from tenuto.ranks.kv.in_process import ThreadRanks
+from tenuto.ranks.proposals import Proposal
+from tenuto.store.contract import Reader
+from tenuto.store.memory import MemoryStore
+from tenuto.training.saves import SaveAdmission
+from tests.joint_ranks import together
 
 
 class Agreed:
@@ -45,7 +45,7 @@ class Agreed:
 def test_a_save_that_is_agreed_on_is_not_wished_for_again_at_its_own_step() -> None:
     """That of the policy's clock runs anew only once the save is taken."""
     agreement = Agreed(Proposal(1, 3, "10 min have passed", 0))
-    company = Company(agreement, "main", Emitter())  # type: ignore[arg-type]
+    company = RankGroup(agreement, "main", Emitter())  # type: ignore[arg-type]
     last_s, saved = 0.0, []
     for step in range(1, 7):
         company.completed(step, None, ending=False)
@@ -62,7 +62,7 @@ def test_a_save_that_is_agreed_on_is_not_wished_for_again_at_its_own_step() -> N
 def test_a_save_that_is_still_to_come_is_what_is_wished_for() -> None:
     """Only a signal asks for one of its own: all leave where it is what they save for."""
     agreement = Agreed(Proposal(1, 3, "in place of the torn save of step 1", 1), Proposal(2, 6, "SIGTERM came", 0))
-    company = Company(agreement, "main", Emitter())  # type: ignore[arg-type]
+    company = RankGroup(agreement, "main", Emitter())  # type: ignore[arg-type]
     history = SaveHistory(started_s=0.0, first_step=0, last_saved_step=None, last_saved_s=0.0)
     left = []
     for step in range(1, 7):
@@ -94,7 +94,7 @@ class Board:
             def __exit__(self, *words: object) -> None: ...
 
             def hear(self, deadline: float, phase: str) -> bytes:
-                return canonical.dumps(list(announced))
+                return canonical_json.dumps(list(announced))
 
         return Topic()
 
@@ -115,10 +115,12 @@ class Busy:
         return False
 
 
-def turns(saver: Any, agreement: Any, *, skip: bool) -> tuple[Turns, list[int]]:
+def turns(saver: Any, agreement: Any, *, skip: bool) -> tuple[SaveAdmission, list[int]]:
     missed: list[int] = []
-    company = Company(agreement, "main", Emitter())
-    found = Turns(saver, "main", Emitter(), skip=skip, company=company, missed=lambda step, _: missed.append(step))
+    company = RankGroup(agreement, "main", Emitter())
+    found = SaveAdmission(
+        saver, "main", Emitter(), skip=skip, company=company, missed=lambda step, _: missed.append(step)
+    )
     return found, missed
 
 
@@ -153,7 +155,7 @@ class Late(MemoryStore):
 
     def _look(self, name: str) -> None:
         file = name.rpartition("/")[2]
-        if file in ("holdfast.json", "attempt.json", "begin.json"):
+        if file in ("tenuto.json", "attempt.json", "begin.json"):
             self.unseen[file] = self.unseen.get(file, 0) + 1
             if self.unseen[file] <= self.times:
                 raise ObjectNotFound(f"{name} is not there yet", subject=name)
@@ -168,16 +170,16 @@ class Late(MemoryStore):
 
 
 def test_what_a_place_shows_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visible, "POLL_S", 0.001)
+    monkeypatch.setattr(visibility, "POLL_S", 0.001)
     stores = [MemoryStore("late"), Late("late", 2)]
     stores[0].place.objects.clear()
 
     def work(ranks: ThreadRanks) -> Any:
-        return holdfast.save({"w": np.ones(3)}, stores[ranks.rank], ranks=ranks).step
+        return tenuto.save({"w": np.ones(3)}, stores[ranks.rank], ranks=ranks).step
 
     assert together(2, work) == [0, 0]
     assert {file: count > 2 for file, count in stores[1].unseen.items()} == {  # type: ignore[attr-defined]
-        "holdfast.json": True,
+        "tenuto.json": True,
         "attempt.json": True,
         "begin.json": True,
     }
@@ -186,16 +188,16 @@ def test_what_a_place_shows_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 def test_a_one_off_save_of_ranks_in_copies_of_a_place_is_refused_and_gives_the_run_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(visible, "VISIBLE_S", 0.1)
+    monkeypatch.setattr(visibility, "VISIBLE_S", 0.1)
     stores = [MemoryStore("staged"), MemoryStore("staged, copied")]
     for store in stores:
         store.place.objects.clear()
-    holdfast.save({"w": np.ones(3)}, stores[0], ranks=holdfast.Solo(), run="before")
+    tenuto.save({"w": np.ones(3)}, stores[0], ranks=tenuto.Solo(), run="before")
     stores[1].place.objects.update(stores[0].place.objects)
     before = dict(stores[1].place.objects)
 
     def save(ranks: ThreadRanks, **more: Any) -> Any:
-        return holdfast.save({"w": np.ones(3)}, stores[ranks.rank], ranks=ranks, **more)
+        return tenuto.save({"w": np.ones(3)}, stores[ranks.rank], ranks=ranks, **more)
 
     for one in together(2, save):
         assert isinstance(one, RanksDisagree) and one.ranks == (1,), one
@@ -203,7 +205,7 @@ def test_a_one_off_save_of_ranks_in_copies_of_a_place_is_refused_and_gives_the_r
     assert stores[1].place.objects == before
     stores[1] = stores[0]
     assert [one.attempt for one in together(2, save)] == [2, 2]
-    assert together(2, lambda ranks: holdfast.load(stores[ranks.rank], ranks=ranks).step) == [0, 0]
+    assert together(2, lambda ranks: tenuto.load(stores[ranks.rank], ranks=ranks).step) == [0, 0]
 
 
 # -- who writes what ---------------------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ def test_a_one_off_save_of_ranks_in_copies_of_a_place_is_refused_and_gives_the_r
 @pytest.mark.parametrize("how", ["save", "Checkpointer"])
 def test_writers_that_are_none_are_refused(tmp_path: Path, how: str) -> None:
     with pytest.raises(UsageError, match="writers='all' is none of 'balanced', 'layer', 'tensor', 'size', 'one'"):
-        getattr(holdfast, how)(*((tmp_path / "x", {})[:: 1 if how == "Checkpointer" else -1]), writers="all")
+        getattr(tenuto, how)(*((tmp_path / "x", {})[:: 1 if how == "Checkpointer" else -1]), writers="all")
     assert not (tmp_path / "x").exists()
 
 
@@ -221,8 +223,8 @@ def test_ranks_that_give_different_writers_are_told_so_when_they_meet(tmp_path: 
     def work(ranks: ThreadRanks) -> Any:
         state, writers = {"w": np.ones(3)}, "one" if ranks.rank else "balanced"
         if how == "save":
-            return holdfast.save(state, tmp_path / "x", ranks=ranks, writers=writers)  # type: ignore[arg-type]
-        return holdfast.Checkpointer(tmp_path / "x", state, ranks=ranks, writers=writers)  # type: ignore[arg-type]
+            return tenuto.save(state, tmp_path / "x", ranks=ranks, writers=writers)  # type: ignore[arg-type]
+        return tenuto.Checkpointer(tmp_path / "x", state, ranks=ranks, writers=writers)  # type: ignore[arg-type]
 
     for one in together(2, work):
         assert isinstance(one, RanksDisagree), one
@@ -237,13 +239,13 @@ def test_writers_are_who_writes(tmp_path: Path, how: str) -> None:
 
     def work(ranks: ThreadRanks) -> None:
         if how == "save":
-            holdfast.save(state, tmp_path, ranks=ranks, step=2, writers="one")
+            tenuto.save(state, tmp_path, ranks=ranks, step=2, writers="one")
             return
         for end in (1, 2):
-            with holdfast.Checkpointer(tmp_path, state, ranks=ranks, save=on.end(), writers="one") as ckpt:
+            with tenuto.Checkpointer(tmp_path, state, ranks=ranks, save=on.end(), writers="one") as ckpt:
                 list(ckpt.steps(end))
 
     assert together(2, work) == [None, None]
-    last = holdfast.load(tmp_path, ranks=holdfast.Solo()).checkpoint.id
+    last = tenuto.load(tmp_path, ranks=tenuto.Solo()).checkpoint.id
     nbytes = [(tmp_path / last.directory / f"rank-{rank:05d}.safetensors").stat().st_size for rank in (0, 1)]
     assert last.step == 2 and nbytes[0] >= state["w"].nbytes and nbytes[1] < 65_536, nbytes

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every, keep, on
-from holdfast.errors import UsageError
+import tenuto
 from slices import crossed, thinned
+from tenuto import every, keep, on
+from tenuto.errors import UsageError
 from tiny_training import state, steps_of, train
 
 ALL = keep.latest(100)
@@ -21,7 +21,7 @@ def run(place: Path, total: int, stop_at: int | None = None, every_steps: int = 
     """Trains to `total`; leaves by an exception inside the step that would complete `stop_at`."""
     np.random.seed(0)
     one = state()
-    with holdfast.Checkpointer(place, one, data=[1, 2, 3, 4, 5, 6, 7], save=every(steps=every_steps), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, data=[1, 2, 3, 4, 5, 6, 7], save=every(steps=every_steps), keep=ALL) as ckpt:
         for step in ckpt.steps(total):
             assert step == one["n"] == ckpt.step
             train(one, next(ckpt.batches))
@@ -31,12 +31,12 @@ def run(place: Path, total: int, stop_at: int | None = None, every_steps: int = 
 
 
 def test_steps_is_a_drop_in_for_range(place: Path) -> None:
-    with holdfast.Checkpointer(place, state()) as ckpt:
+    with tenuto.Checkpointer(place, state()) as ckpt:
         loop = ckpt.steps(4)
         assert len(loop) == 4
         assert list(loop) == list(range(4))
         assert ckpt.step == 4
-    with holdfast.Checkpointer(place, state()) as ckpt:
+    with tenuto.Checkpointer(place, state()) as ckpt:
         loop = ckpt.steps(6)
         assert len(loop) == 2
         assert list(loop) == [4, 5]
@@ -56,7 +56,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(place: Path, tmp_path: Path, 
 def test_a_step_that_is_left_is_never_saved(place: Path) -> None:
     one = state()
     with pytest.warns(RuntimeWarning, match="step 3 was left incomplete"):
-        with holdfast.Checkpointer(place, one, save=every(steps=1) | on.end(), keep=ALL) as ckpt:
+        with tenuto.Checkpointer(place, one, save=every(steps=1) | on.end(), keep=ALL) as ckpt:
             loop = ckpt.steps(10)
             for step in loop:
                 train(one)
@@ -69,14 +69,14 @@ def test_a_step_that_is_left_is_never_saved(place: Path) -> None:
 
 def test_a_loop_with_nothing_to_do_saves_nothing(place: Path) -> None:
     for _ in range(2):
-        with holdfast.Checkpointer(place, state(), save=every(steps=1) | on.end(), keep=ALL) as ckpt:
+        with tenuto.Checkpointer(place, state(), save=every(steps=1) | on.end(), keep=ALL) as ckpt:
             assert len(list(ckpt.steps(3))) in (0, 3)
     assert steps_of(place) == [3, 2, 1]
 
 
 def test_stop_finishes_the_step_saves_and_ends(place: Path) -> None:
     one = state()
-    with holdfast.Checkpointer(place, one, save=every(steps=100), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, save=every(steps=100), keep=ALL) as ckpt:
         for step in ckpt.steps(50):
             train(one)
             if step == 6:
@@ -93,7 +93,7 @@ def epochs(
     one = state()
     seen: list[object] = []
     policy = every(steps=1) | every(epochs=1)
-    with holdfast.Checkpointer(place, one, data=list(range(1, 8)), save=policy, keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, data=list(range(1, 8)), save=policy, keep=ALL) as ckpt:
         for epoch in ckpt.epochs(total, accumulate=accumulate):
             assert epoch == ckpt.epoch
             for number, batch in enumerate(ckpt.batches):
@@ -137,19 +137,19 @@ def test_a_break_out_of_batches_completes_its_step_at_the_epochs_end(place: Path
 
 def test_stop_inside_an_epoch_resumes_inside_it(place: Path) -> None:
     one = state()
-    with holdfast.Checkpointer(place, one, data=list(range(1, 8)), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, data=list(range(1, 8)), keep=ALL) as ckpt:
         for _ in ckpt.epochs(2):
             for batch in ckpt.batches:
                 train(one)
                 if batch == 3:
                     ckpt.stop()
-    with holdfast.Checkpointer(place, state(), data=list(range(1, 8)), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, state(), data=list(range(1, 8)), keep=ALL) as ckpt:
         seen = [(epoch, batch) for epoch in ckpt.epochs(2) for batch in ckpt.batches]
     assert seen == [(0, 4), (0, 5), (0, 6), (0, 7), *((1, batch) for batch in range(1, 8))]
 
 
 def test_epochs_without_batches_count_one_step_each(place: Path) -> None:
-    with holdfast.Checkpointer(place, state(), save=every(epochs=1), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, state(), save=every(epochs=1), keep=ALL) as ckpt:
         assert list(ckpt.epochs(3)) == [0, 1, 2]
         assert ckpt.step == 3
     assert steps_of(place) == [3, 2, 1]
@@ -158,25 +158,25 @@ def test_epochs_without_batches_count_one_step_each(place: Path) -> None:
 @pytest.mark.parametrize("data", [None, [1, 2]])
 def test_metrics_of_an_epoch_that_takes_its_batches_elsewhere_are_its_own(place: Path, data: object) -> None:
     one = state()
-    with holdfast.Checkpointer(place, one, data=data, save=every(epochs=1), keep=keep.best(1, "val_loss")) as ckpt:
+    with tenuto.Checkpointer(place, one, data=data, save=every(epochs=1), keep=keep.best(1, "val_loss")) as ckpt:
         for epoch in ckpt.epochs(3):
             train(one)
             ckpt.log(val_loss=[0.9, 0.5, 0.7][epoch])
-    seen = holdfast.Repository(place)
+    seen = tenuto.Repository(place)
     assert steps_of(place) == [3, 2], "the last one and the best one"
     assert [seen.metrics(id) for id in seen.checkpoints()] == [{"val_loss": 0.7}, {"val_loss": 0.5}]
-    assert holdfast.load(place, step=2).state["n"] == 2
+    assert tenuto.load(place, step=2).state["n"] == 2
 
 
 def test_metrics_before_the_first_batch_of_an_epoch_are_of_the_step_before(place: Path) -> None:
-    with holdfast.Checkpointer(place, state(), data=[1, 2], save=every(epochs=1), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, state(), data=[1, 2], save=every(epochs=1), keep=ALL) as ckpt:
         for epoch in ckpt.epochs(3):
             ckpt.log(before=float(epoch))
             if epoch == 2:
                 break
             for batch in ckpt.batches:
                 ckpt.log(batch=batch)
-    seen = holdfast.Repository(place)
+    seen = tenuto.Repository(place)
     assert [seen.metrics(id) for id in seen.checkpoints()] == [
         {"batch": 2.0, "before": 2.0},
         {"batch": 2.0, "before": 1.0},
@@ -185,19 +185,19 @@ def test_metrics_before_the_first_batch_of_an_epoch_are_of_the_step_before(place
 
 def test_a_save_inside_an_epoch_without_batches_is_of_its_end(place: Path) -> None:
     one = state()
-    with holdfast.Checkpointer(place, one, save=every(steps=100), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, save=every(steps=100), keep=ALL) as ckpt:
         for epoch in ckpt.epochs(3):
             train(one)
             if epoch == 1:
                 assert ckpt.save().step == 2
                 one["text"] = "after it"
-    saved = holdfast.load(place)
+    saved = tenuto.load(place)
     assert steps_of(place) == [2] and (saved.state["n"], saved.state["text"]) == (2, "after it")
 
 
 def test_a_break_out_of_an_epoch_without_batches_leaves_its_step_incomplete(place: Path) -> None:
     with pytest.warns(RuntimeWarning, match="step 2 was left incomplete"):
-        with holdfast.Checkpointer(place, state(), save=every(epochs=1) | on.end(), keep=ALL) as ckpt:
+        with tenuto.Checkpointer(place, state(), save=every(epochs=1) | on.end(), keep=ALL) as ckpt:
             for epoch in ckpt.epochs(3):
                 if epoch == 1:
                     break
@@ -206,7 +206,7 @@ def test_a_break_out_of_an_epoch_without_batches_leaves_its_step_incomplete(plac
 
 def test_a_trainer_that_owns_the_loop(place: Path) -> None:
     one = state()
-    ckpt = holdfast.Checkpointer(place, one, save=every(steps=2) | on.end(), keep=ALL)
+    ckpt = tenuto.Checkpointer(place, one, save=every(steps=2) | on.end(), keep=ALL)
     assert ckpt.restore() is None
     for number in range(1, 6):
         train(one)
@@ -216,21 +216,21 @@ def test_a_trainer_that_owns_the_loop(place: Path) -> None:
     ckpt.close()
     ckpt.close()
     assert steps_of(place) == [5, 4, 2]
-    again = holdfast.Checkpointer(place, state(), save=every(steps=2), keep=ALL)
+    again = tenuto.Checkpointer(place, state(), save=every(steps=2), keep=ALL)
     restored = again.restore()
     assert restored is not None and restored.step == again.step == 5
-    assert holdfast.Repository(place).metrics(restored.checkpoint.id) == {"loss": 0.2}
+    assert tenuto.Repository(place).metrics(restored.checkpoint.id) == {"loss": 0.2}
     again.close()
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "3", True])
 def test_a_total_that_is_no_count_is_refused(place: Path, wrong: object) -> None:
-    with holdfast.Checkpointer(place, state()) as ckpt, pytest.raises(UsageError, match="whole number"):
+    with tenuto.Checkpointer(place, state()) as ckpt, pytest.raises(UsageError, match="whole number"):
         ckpt.steps(wrong)  # type: ignore[arg-type]
 
 
 def test_batches_without_a_loop_or_without_data_says_so(place: Path) -> None:
-    with holdfast.Checkpointer(place, state(), save=every(steps=1)) as ckpt:
+    with tenuto.Checkpointer(place, state(), save=every(steps=1)) as ckpt:
         with pytest.raises(UsageError, match="belongs inside"):
             _ = ckpt.batches
         for _ in ckpt.steps(1):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast import every, keep
-from holdfast.api.familiar import Familiar
-from holdfast.errors import PolicyConflict, UsageError
+import tenuto
+from tenuto import every, keep
+from tenuto.errors import PolicyConflict, UsageError
+from tenuto.training.arguments import ArgumentAliases
 from tiny_training import state, steps_of
 
 DEFAULT = "every(minutes=10) | on.end() | on.signal()"
@@ -39,7 +39,7 @@ DEFAULT = "every(minutes=10) | on.end() | on.signal()"
     ],
 )
 def test_what_the_names_mean(given: dict[str, object], saves: str, keeps: str) -> None:
-    save, kept = Familiar(**given).policies(None, None)  # type: ignore[arg-type]
+    save, kept = ArgumentAliases(**given).policies(None, None)  # type: ignore[arg-type]
     assert (repr(save), repr(kept)) == (saves, keeps)
 
 
@@ -60,7 +60,7 @@ def test_what_the_names_mean(given: dict[str, object], saves: str, keeps: str) -
 )
 def test_contradictions_are_one_error_that_says_what_the_names_mean(place: Path, given: dict[str, object]) -> None:
     with pytest.raises(PolicyConflict) as caught:
-        holdfast.Checkpointer(place, state(), **given)  # type: ignore[arg-type]
+        tenuto.Checkpointer(place, state(), **given)  # type: ignore[arg-type]
     assert "save_top_k=k with monitor= keeps the k best" in str(caught.value)
     assert not place.exists()
 
@@ -79,13 +79,13 @@ def test_contradictions_are_one_error_that_says_what_the_names_mean(place: Path,
 )
 def test_values_that_make_no_sense_are_refused(place: Path, given: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        holdfast.Checkpointer(place, state(), **given)  # type: ignore[arg-type]
+        tenuto.Checkpointer(place, state(), **given)  # type: ignore[arg-type]
     assert not place.exists()
 
 
 def test_the_best_k_are_saved_when_they_come_and_kept(place: Path) -> None:
     losses = [5.0, 4.0, 6.0, 4.5, 9.0, 3.0]
-    with holdfast.Checkpointer(place, state(), monitor="val_loss", save_top_k=2) as ckpt:
+    with tenuto.Checkpointer(place, state(), monitor="val_loss", save_top_k=2) as ckpt:
         for step in ckpt.steps(6):
             ckpt.log(val_loss=losses[step])
             ckpt.wait(60)
@@ -93,7 +93,7 @@ def test_the_best_k_are_saved_when_they_come_and_kept(place: Path) -> None:
 
 
 def test_save_given_beside_monitor_alone_says_when(place: Path) -> None:
-    with holdfast.Checkpointer(place, state(), save=every(steps=2), monitor="val_loss", save_top_k=1) as ckpt:
+    with tenuto.Checkpointer(place, state(), save=every(steps=2), monitor="val_loss", save_top_k=1) as ckpt:
         for step in ckpt.steps(4):
             ckpt.log(val_loss=[1.0, 5.0, 2.0, 6.0][step])
     assert steps_of(place) == [4, 2]

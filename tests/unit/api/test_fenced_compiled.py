@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fenced_training import HeldCopy, Model, Told, assert_images_are_right, holding, loss_of, train
-from holdfast.events import Warned
-from holdfast.image import fenced
-from holdfast.integrations.torch import fencing
-from holdfast.state import ownership
 from slices import thinned
+from tenuto.engine.fence import fence as image_fence
+from tenuto.events import Warned
+from tenuto.integrations.torch import fence
+from tenuto.state import update_barrier
 
 FIRST = 5
 """The step that is compiled; the save before it is of the same number, and is fenced."""
@@ -28,8 +28,8 @@ def _anew() -> Iterator[None]:
     torch.manual_seed(0)
     torch.compiler.reset()
     yield
-    assert not ownership._standing, "a fence outlived its Checkpointer"
-    fencing.steps.compiled.ran = False
+    assert not update_barrier._standing, "a fence outlived its Checkpointer"
+    fence.steps.compiled.ran = False
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def compiled_later(place: Path, held_copy: HeldCopy, compiled: Compile) -> tuple
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    step_fast, pass_by = compiled(optimizer), fenced.Fence.before_update
+    step_fast, pass_by = compiled(optimizer), image_fence.Fence.before_update
 
-    def passing(self: fenced.Fence) -> None:
+    def passing(self: image_fence.Fence) -> None:
         if held_copy.reached.is_set():
             held_copy.let_go()
         pass_by(self)
@@ -69,7 +69,7 @@ def compiled_later(place: Path, held_copy: HeldCopy, compiled: Compile) -> tuple
         if step == FIRST - 1:
             held_copy.hold()
 
-    with mock.patch.object(fenced.Fence, "before_update", passing):
+    with mock.patch.object(image_fence.Fence, "before_update", passing):
         told = train(place, state, body, steps=9)
     assert told.late[FIRST], "the save before the first compiled step is fenced"
     return assert_images_are_right(place, state, told), told
@@ -93,7 +93,7 @@ def test_a_compiled_step_that_does_not_wait_tears_and_is_not_committed(
     tmp_path: Path, held_copy: HeldCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one would that was traced elsewhere."""
-    monkeypatch.setattr(fencing, "_before_compiled", lambda: None)
+    monkeypatch.setattr(fence, "_before_compiled", lambda: None)
     steps, told = compiled_later(tmp_path, held_copy, COMPILED["aot_eager"])
     assert steps == [1, 2, 3, 4, 6, 7, 8, 9] and set(told.failed) == set(told.torn) == {FIRST}
     assert not any(told.late.get(step) for step in (6, 7, 8))

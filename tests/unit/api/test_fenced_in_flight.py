@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
+import tenuto
 from fenced_training import Model, Told, assert_images_are_right, snapshot, spying, stepping
 from held_store import held
-from holdfast import every, keep, on
-from holdfast.errors import SaveTorn
-from holdfast.integrations.torch import fencing, late
-from holdfast.state import ownership
+from tenuto import every, keep, on
+from tenuto.errors import SaveTorn
+from tenuto.integrations.torch import device, fence
+from tenuto.state import update_barrier
 
-PROBATION = ownership.PROBATION
+PROBATION = update_barrier.PROBATION
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    assert not ownership._standing, "a fence outlived its Checkpointer"
-    fencing.steps.compiled.ran = False
+    assert not update_barrier._standing, "a fence outlived its Checkpointer"
+    fence.steps.compiled.ran = False
 
 
 def options(told: Told, **more: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def test_a_state_is_copied_behind_its_fence_while_the_one_before_is_being_writte
     state, told = {"model": model, "optimizer": optimizer}, Told()
     slow = PROBATION + 2
     store, body = held(place, slow), stepping(model, optimizer)
-    with spying(told), holdfast.Checkpointer(store, state, save=every(steps=1) | on.end(), **options(told)) as ckpt:
+    with spying(told), tenuto.Checkpointer(store, state, save=every(steps=1) | on.end(), **options(told)) as ckpt:
         for step in ckpt.steps(slow + 4):
             body(step)
             told.snapshots[step + 1] = snapshot(state)
@@ -63,16 +63,16 @@ def test_a_torn_save_behind_another_fails_by_itself(place: Path, monkeypatch: py
     state, told = {"model": model, "optimizer": optimizer}, Told()
     torn = PROBATION + 2
     store, body = held(place, torn - 1), stepping(model, optimizer)
-    copies, copy_one = threading.Event(), late.HostCopies.copy
+    copies, copy_one = threading.Event(), device.HostCopies.copy
     copies.set()
 
-    def held_copy(self: late.HostCopies, number: int) -> None:
-        if threading.current_thread().name.startswith("holdfast-fence"):
+    def held_copy(self: device.HostCopies, number: int) -> None:
+        if threading.current_thread().name.startswith("tenuto-fence"):
             assert copies.wait(60)
         copy_one(self, number)
 
-    monkeypatch.setattr(late.HostCopies, "copy", held_copy)
-    with spying(told), holdfast.Checkpointer(store, state, save=on.end(), **options(told)) as ckpt:
+    monkeypatch.setattr(device.HostCopies, "copy", held_copy)
+    with spying(told), tenuto.Checkpointer(store, state, save=on.end(), **options(told)) as ckpt:
         for step in range(1, torn + 2):
             body(step)
             ckpt.step_done()

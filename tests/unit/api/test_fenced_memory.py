@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
+import tenuto
 from fenced_training import (
     HeldCopy,
     Model,
@@ -26,15 +26,15 @@ from fenced_training import (
     stepping,
     train,
 )
-from holdfast import every, keep
-from holdfast.engine.remembering import MemorySaver
-from holdfast.events import Remembered, SaveSkipped, Warned
-from holdfast.image import fenced
-from holdfast.state import ownership
-from holdfast.state.parked import Parked, Work
 from memory_training import shared_memory
+from tenuto import every, keep
+from tenuto.concurrency.worker_threads import BackgroundWork, WorkerThreads
+from tenuto.engine.fence import fence
+from tenuto.engine.memory_tier.memory_saver import MemorySaver
+from tenuto.events import SavedToMemory, SaveSkipped, Warned
+from tenuto.state import update_barrier
 
-PROBATION = ownership.PROBATION
+PROBATION = update_barrier.PROBATION
 NEVER = every(steps=1000)
 EACH = every(steps=1)
 
@@ -46,7 +46,7 @@ def _alone() -> Iterator[None]:
     torch.manual_seed(0)
     with shared_memory():
         yield
-    assert not ownership._standing, "a fence outlived its Checkpointer"
+    assert not update_barrier._standing, "a fence outlived its Checkpointer"
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ class Scene:
         self.body = stepping(self.model, self.optimizer)
         self.told = Told()
 
-    def training(self, place: Path, **more: Any) -> holdfast.Checkpointer:
+    def training(self, place: Path, **more: Any) -> tenuto.Checkpointer:
         options = {"save": NEVER, "memory": EACH, "capture": "fenced", "keep": keep.all(), "sinks": [self.told]}
-        return holdfast.Checkpointer(place, self.state, **{**options, **more})
+        return tenuto.Checkpointer(place, self.state, **{**options, **more})
 
-    def step(self, ckpt: holdfast.Checkpointer, *, update: bool = True, held: HeldCopy | None = None) -> None:
+    def step(self, ckpt: tenuto.Checkpointer, *, update: bool = True, held: HeldCopy | None = None) -> None:
         """`held`: what is copied of its state waits."""
         if update:
             self.body(0)
@@ -83,7 +83,7 @@ class Scene:
             self.model.last.weight.clamp_(-0.001, 0.001)
 
     def sealed(self) -> list[int]:
-        return [event.id.step for event in self.told.events if isinstance(event, Remembered)]
+        return [event.id.step for event in self.told.events if isinstance(event, SavedToMemory)]
 
     def said(self) -> list[str]:
         return [event.message for event in self.told.events if isinstance(event, Warned)]
@@ -94,13 +94,13 @@ def scene() -> Scene:
     return Scene()
 
 
-def memory_of(ckpt: holdfast.Checkpointer) -> Any:
+def memory_of(ckpt: tenuto.Checkpointer) -> Any:
     memory = ckpt._armed(needed=True).saving.memory
     assert memory is not None
     return memory
 
 
-def sealed(ckpt: holdfast.Checkpointer) -> int:
+def sealed(ckpt: tenuto.Checkpointer) -> int:
     """The newest step that is whole in memory, once what is under way has ended."""
     memory = memory_of(ckpt)
     assert memory._saver.join(60)
@@ -125,7 +125,7 @@ def contents(place: Path, capture: str, steps: int = 8) -> tuple[dict[int, str],
     optimizer = torch.optim.AdamW(one.parameters(), lr=0.01)
     state = {"model": one, "optimizer": optimizer}
     train(place, state, stepping(one, optimizer), steps=steps, told=told, capture=capture, save=NEVER, memory=EACH)
-    return {event.id.step: event.content for event in told.events if isinstance(event, Remembered)}, told
+    return {event.id.step: event.content for event in told.events if isinstance(event, SavedToMemory)}, told
 
 
 def test_what_an_optimizer_owns_is_copied_late_and_the_image_is_the_eager_one(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_the_update_waits_and_the_time_is_told(scene: Scene, tmp_path: Path, hel
         assert waited > 0.04 and stats.held_s - before.held_s == pytest.approx(waited)
         assert "fence " in str(stats)
         assert sealed(ckpt) == 5
-    kept = next(event for event in scene.told.events if isinstance(event, Remembered) and event.id.step == 5)
+    kept = next(event for event in scene.told.events if isinstance(event, SavedToMemory) and event.id.step == 5)
     assert kept.stall_s > 0
 
 
@@ -301,7 +301,7 @@ def test_a_copy_that_fails_loses_its_state_alone(scene: Scene, tmp_path: Path) -
         for _ in range(4):
             scene.step(ckpt)
         assert sealed(ckpt) == 4
-        with mock.patch("holdfast.integrations.torch.late.HostCopies.copy", side_effect=OSError("a page is gone")):
+        with mock.patch("tenuto.integrations.torch.device.HostCopies.copy", side_effect=OSError("a page is gone")):
             scene.step(ckpt)
             scene.body(0)
         assert sealed(ckpt) == 4
@@ -318,7 +318,7 @@ def test_an_update_does_not_wait_for_ever(
             scene.step(ckpt)
         assert sealed(ckpt) == 4
         scene.step(ckpt, held=held_copy)
-        monkeypatch.setattr(fenced, "DEADLINE_S", 0.02)
+        monkeypatch.setattr(fence, "DEADLINE_S", 0.02)
         scene.body(0)
         assert sealed(ckpt) == 4, "what was not copied in time is not sealed"
         held_copy.let_go()
@@ -327,11 +327,11 @@ def test_an_update_does_not_wait_for_ever(
     assert any("did not end within" in text for text in scene.said())
 
 
-@pytest.mark.parametrize("thread", ["holdfast-fence-5", "holdfast-memory-5"])
+@pytest.mark.parametrize("thread", ["tenuto-fence-5", "tenuto-memory-5"])
 def test_where_no_thread_can_be_started_nothing_waits_for_it(scene: Scene, tmp_path: Path, thread: str) -> None:
-    hand = Parked.hand
+    hand = WorkerThreads.hand
 
-    def refusing(self: Parked, work: Callable[[], None], name: str) -> Work:
+    def refusing(self: WorkerThreads, work: Callable[[], None], name: str) -> BackgroundWork:
         if name == thread:
             raise RuntimeError("can't start new thread")
         return hand(self, work, name)
@@ -340,10 +340,10 @@ def test_where_no_thread_can_be_started_nothing_waits_for_it(scene: Scene, tmp_p
         for _ in range(4):
             scene.step(ckpt)
         assert sealed(ckpt) == 4
-        with mock.patch.object(Parked, "hand", refusing):
+        with mock.patch.object(WorkerThreads, "hand", refusing):
             scene.step(ckpt)
         assert any("step 5 is not kept in memory" in text and "new thread" in text for text in scene.said())
-        assert not ownership._standing and not memory_of(ckpt)._saver.busy
+        assert not update_barrier._standing and not memory_of(ckpt)._saver.busy
         scene.step(ckpt)
         assert sealed(ckpt) == 6
 
@@ -367,6 +367,6 @@ def test_the_wait_for_a_state_hastens_its_copy(scene: Scene, tmp_path: Path) -> 
         saver: MemorySaver = memory_of(ckpt)._saver
         assert saver.fencing is not None
         saver.fencing._pace.spare_s = 3600.0
-        with mock.patch.object(fenced.Pace, "learn", lambda self, seconds: None):
+        with mock.patch.object(fence.CopyPace, "learn", lambda self, seconds: None):
             scene.step(ckpt)
             assert sealed(ckpt) == 5

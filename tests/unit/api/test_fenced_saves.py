@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-import holdfast
+import tenuto
 from fenced_training import (
     HeldCopy,
     Model,
@@ -37,15 +37,15 @@ from fenced_training import (
     tensors_in,
     train,
 )
-from holdfast import every, keep
-from holdfast.errors import SaveFailed, SaveTorn, UsageError
-from holdfast.events import Warned
-from holdfast.image import fenced
-from holdfast.integrations.torch import fencing, late
-from holdfast.state import ownership
+from tenuto import every, keep
+from tenuto.engine.fence import fence as image_fence
+from tenuto.errors import SaveFailed, SaveTorn, UsageError
+from tenuto.events import Warned
+from tenuto.integrations.torch import device, fence
+from tenuto.state import update_barrier
 from tiny_training import state as numpy_state
 
-PROBATION = ownership.PROBATION
+PROBATION = update_barrier.PROBATION
 PARAMETERS = {"model/first.weight", "model/first.bias", "model/last.weight", "model/last.bias"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -55,9 +55,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    assert not ownership._standing, "a fence outlived its Checkpointer"
-    assert fencing.steps._handle is None, "the hook outlived the last Checkpointer"
-    fencing.steps.compiled.ran = False
+    assert not update_barrier._standing, "a fence outlived its Checkpointer"
+    assert fence.steps._handle is None, "the hook outlived the last Checkpointer"
+    fence.steps.compiled.ran = False
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -102,12 +102,12 @@ def test_eager_is_the_default(place: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     told = train(place, {"model": model, "optimizer": optimizer}, stepping(model, optimizer), capture="eager")
-    assert not told.late and fencing.steps._handle is None
+    assert not told.late and fence.steps._handle is None
 
 
 def test_a_capture_that_is_neither_is_refused(place: Path) -> None:
     with pytest.raises(UsageError, match="neither 'eager' nor 'fenced'"):
-        holdfast.Checkpointer(place, {}, capture="lazy")  # type: ignore[arg-type]
+        tenuto.Checkpointer(place, {}, capture="lazy")  # type: ignore[arg-type]
 
 
 def test_several_optimizers(place: Path) -> None:
@@ -279,7 +279,7 @@ def test_fence_lets_a_module_load_between_steps(place: Path) -> None:
     other = copy.deepcopy(model.state_dict())
     told = Told()
     kwargs: dict[str, Any] = {"save": every(steps=1), "keep": keep.all(), "sinks": [told], "capture": "fenced"}
-    with spying(told), holdfast.Checkpointer(place, state, **kwargs) as ckpt:
+    with spying(told), tenuto.Checkpointer(place, state, **kwargs) as ckpt:
         for step in ckpt.steps(8):
             if step == 5:
                 ckpt.fence()
@@ -361,7 +361,7 @@ def test_a_module_that_changes_its_dtype_is_copied_as_a_whole(
     assert committed(place) == list(range(1, at + PROBATION + 6)) and not told.demoted
     assert told.late[at] and told.late[at + PROBATION + 2], "it is fenced before and after"
     for step, wanted in told.snapshots.items():
-        found = dict(tensors_in(holdfast.load(place, step=step).state))
+        found = dict(tensors_in(tenuto.load(place, step=step).state))
         for path, tensor in wanted.items():
             assert found[path].dtype == tensor.dtype and torch.equal(bits(found[path]), bits(tensor)), (step, path)
 
@@ -380,7 +380,7 @@ def test_parameters_given_larger_memory_are_copied_as_a_whole(place: Path) -> No
     told = train(place, {"model": model, "optimizer": optimizer}, body, steps=at + PROBATION + 5)
     assert told.late[at + PROBATION + 2] and not told.demoted
     for step, wanted in told.snapshots.items():
-        found = dict(tensors_in(holdfast.load(place, step=step).state))
+        found = dict(tensors_in(tenuto.load(place, step=step).state))
         assert torch.equal(found["/model/weight"], wanted["/model/weight"]), step
 
 
@@ -503,9 +503,9 @@ def test_weights_swapped_in_and_out_again_are_found_in_the_probation(place: Path
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     rehearsed = threading.Event()
-    rehearse = fenced.Fence._rehearse
+    rehearse = image_fence.Fence._rehearse
 
-    def patched(self: fenced.Fence) -> None:
+    def patched(self: image_fence.Fence) -> None:
         swapped.wait(60)
         rehearse(self)
         rehearsed.set()
@@ -521,7 +521,7 @@ def test_weights_swapped_in_and_out_again_are_found_in_the_probation(place: Path
             model.first.weight.data.copy_(kept)
         stepping(model, optimizer)(step)
 
-    with mock.patch.object(fenced.Fence, "_rehearse", patched):
+    with mock.patch.object(image_fence.Fence, "_rehearse", patched):
         told = train(place, state, body)
     assert assert_images_are_right(place, state, told) == list(range(1, 9))
     assert set(told.demoted) == {"model/first.weight"}
@@ -551,7 +551,7 @@ def test_a_late_writer_that_counts_tears_and_is_not_committed(place: Path, held_
 def test_a_late_writer_past_every_count_that_meets_the_sample_tears_and_is_not_committed(
     place: Path, held_copy: HeldCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "SAMPLE", 1 / 3)
+    monkeypatch.setattr(update_barrier, "SAMPLE", 1 / 3)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
@@ -578,7 +578,7 @@ def test_a_change_after_the_copy_demotes_and_the_save_stands(place: Path) -> Non
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    last: list[holdfast.Checkpointer] = []
+    last: list[tenuto.Checkpointer] = []
 
     def body(step: int) -> None:
         if step == 6:
@@ -587,16 +587,16 @@ def test_a_change_after_the_copy_demotes_and_the_save_stands(place: Path) -> Non
                 model.last.weight.clamp_(-0.01, 0.01)
         stepping(model, optimizer)(step)
 
-    with mock.patch.object(holdfast.Checkpointer, "steps", _noting(last)):
+    with mock.patch.object(tenuto.Checkpointer, "steps", _noting(last)):
         told = train(place, state, body, steps=9)
     assert assert_images_are_right(place, state, told) == list(range(1, 10))
     assert set(told.demoted) == {"model/last.weight"} and not told.failed
 
 
-def _noting(seen: list[holdfast.Checkpointer]) -> Any:
-    steps = holdfast.Checkpointer.steps
+def _noting(seen: list[tenuto.Checkpointer]) -> Any:
+    steps = tenuto.Checkpointer.steps
 
-    def patched(self: holdfast.Checkpointer, n: int | None = None) -> Any:
+    def patched(self: tenuto.Checkpointer, n: int | None = None) -> Any:
         seen.append(self)
         return steps(self, n)
 
@@ -608,7 +608,7 @@ def test_a_torn_save_raises_where_it_is_waited_for_and_ends_no_training(place: P
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     more: dict[str, Any] = {"capture": "fenced", "on_error": "raise", "keep": keep.all()}
-    with spying(Told()), holdfast.Checkpointer(place, state, **more) as ckpt:
+    with spying(Told()), tenuto.Checkpointer(place, state, **more) as ckpt:
         for step in range(5):
             stepping(model, optimizer)(step)
             ckpt.step_done()
@@ -635,7 +635,7 @@ def test_a_save_that_is_waited_for_is_eager(place: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     told = Told()
-    with spying(told), holdfast.Checkpointer(place, state, capture="fenced") as ckpt:
+    with spying(told), tenuto.Checkpointer(place, state, capture="fenced") as ckpt:
         for step in range(6):
             stepping(model, optimizer)(step)
             ckpt.step_done()
@@ -657,7 +657,7 @@ def test_without_torchs_optimizers_everything_is_eager(place: Path) -> None:
     told = Told()
     one = numpy_state()
     kwargs: dict[str, Any] = {"save": every(steps=1), "keep": keep.all(), "sinks": [told], "capture": "fenced"}
-    with spying(told), holdfast.Checkpointer(place, one, **kwargs) as ckpt:
+    with spying(told), tenuto.Checkpointer(place, one, **kwargs) as ckpt:
         for step in ckpt.steps(5):
             one["w"] += np.float32(step)
             ckpt.fence()
@@ -671,7 +671,7 @@ def test_the_step_waits_for_the_copy_and_says_how_long(place: Path, held_copy: H
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    with spying(Told()), holdfast.Checkpointer(place, state, capture="fenced", keep=keep.all()) as ckpt:
+    with spying(Told()), tenuto.Checkpointer(place, state, capture="fenced", keep=keep.all()) as ckpt:
         for step in range(5):
             stepping(model, optimizer)(step)
             ckpt.step_done()
@@ -693,7 +693,7 @@ def test_the_step_waits_for_the_copy_and_says_how_long(place: Path, held_copy: H
         assert stepped.is_set()
         save.wait()
         assert save.fence_s > 0.0
-    found = holdfast.load(place, step=5).state["model"]["first.weight"]
+    found = tenuto.load(place, step=5).state["model"]["first.weight"]
     assert torch.equal(found, wanted["/model/first.weight"])
 
 
@@ -704,7 +704,7 @@ def test_a_handle_that_is_kept_keeps_no_image_mapped(place: Path) -> None:
     saves, fences = [], []
     gc.disable()
     try:
-        with spying(Told()), holdfast.Checkpointer(place, state, capture="fenced", keep=keep.all()) as ckpt:
+        with spying(Told()), tenuto.Checkpointer(place, state, capture="fenced", keep=keep.all()) as ckpt:
             saver = ckpt._armed(needed=True).saving.saver
             for step in range(6):
                 stepping(model, optimizer)(step)
@@ -719,11 +719,11 @@ def test_a_handle_that_is_kept_keeps_no_image_mapped(place: Path) -> None:
 
 
 def test_an_update_does_not_wait_for_ever(place: Path, held_copy: HeldCopy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fenced, "DEADLINE_S", 0.05)
+    monkeypatch.setattr(image_fence, "DEADLINE_S", 0.05)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    with spying(Told()), holdfast.Checkpointer(place, state, capture="fenced", keep=keep.all()) as ckpt:
+    with spying(Told()), tenuto.Checkpointer(place, state, capture="fenced", keep=keep.all()) as ckpt:
         for step in range(5):
             stepping(model, optimizer)(step)
             ckpt.step_done()
@@ -743,10 +743,10 @@ def test_a_copy_that_fails_fails_its_save_and_not_the_training(place: Path) -> N
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    copy_one, failing = late.HostCopies.copy, threading.Event()
+    copy_one, failing = device.HostCopies.copy, threading.Event()
 
-    def patched(self: late.HostCopies, number: int) -> None:
-        if failing.is_set() and threading.current_thread().name.startswith("holdfast-fence"):
+    def patched(self: device.HostCopies, number: int) -> None:
+        if failing.is_set() and threading.current_thread().name.startswith("tenuto-fence"):
             raise OSError("a page is gone")
         copy_one(self, number)
 
@@ -754,7 +754,7 @@ def test_a_copy_that_fails_fails_its_save_and_not_the_training(place: Path) -> N
         stepping(model, optimizer)(step)
         failing.set() if step == 5 else failing.clear()
 
-    with mock.patch.object(late.HostCopies, "copy", patched):
+    with mock.patch.object(device.HostCopies, "copy", patched):
         told = train(place, state, body)
     assert assert_images_are_right(place, state, told) == [1, 2, 3, 4, 5, 7, 8]
     assert "a page is gone" in told.failed[6]
@@ -763,11 +763,11 @@ def test_a_copy_that_fails_fails_its_save_and_not_the_training(place: Path) -> N
 def test_copying_and_pickling_an_optimizer_is_what_it_was(place: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with spying(Told()), holdfast.Checkpointer(place, {"model": model, "optimizer": optimizer}, capture="fenced"):
+    with spying(Told()), tenuto.Checkpointer(place, {"model": model, "optimizer": optimizer}, capture="fenced"):
         stepping(model, optimizer)(0)
         twin = copy.deepcopy(optimizer)
         assert not optimizer._optimizer_step_pre_hooks and not twin._optimizer_step_pre_hooks
-        assert b"holdfast" not in pickle.dumps(optimizer)
+        assert b"tenuto" not in pickle.dumps(optimizer)
         twin.step()
     assert len(torch_optimizer._global_optimizer_pre_hooks) == 0
 
@@ -791,8 +791,8 @@ def test_two_checkpointers_and_the_hook_goes_with_the_last(place: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    with holdfast.Checkpointer(place / "a", state, capture="fenced"):
-        with holdfast.Checkpointer(place / "b", state, capture="fenced"):
+    with tenuto.Checkpointer(place / "a", state, capture="fenced"):
+        with tenuto.Checkpointer(place / "b", state, capture="fenced"):
             assert len(torch_optimizer._global_optimizer_pre_hooks) == 1
         assert len(torch_optimizer._global_optimizer_pre_hooks) == 1
     assert len(torch_optimizer._global_optimizer_pre_hooks) == 0
@@ -802,7 +802,7 @@ def test_a_forked_child_steps_without_waiting(place: Path, held_copy: HeldCopy) 
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
-    with spying(Told()), holdfast.Checkpointer(place, state, capture="fenced") as ckpt:
+    with spying(Told()), tenuto.Checkpointer(place, state, capture="fenced") as ckpt:
         for step in range(5):
             stepping(model, optimizer)(step)
             ckpt.step_done()
@@ -816,7 +816,7 @@ def test_a_forked_child_steps_without_waiting(place: Path, held_copy: HeldCopy) 
             child = os.fork()
         if child == 0:
             with torch.no_grad():
-                fencing._before_step(optimizer, (), {})  # would wait for a thread that the child does not have
+                fence._before_step(optimizer, (), {})  # would wait for a thread that the child does not have
             os._exit(0 if not torch_optimizer._global_optimizer_pre_hooks else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         held_copy.let_go()
@@ -828,7 +828,7 @@ def test_a_load_into_the_training_waits_for_the_copy(place: Path, held_copy: Hel
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     told = Told()
-    with spying(told), holdfast.Checkpointer(place, state, capture="fenced", keep=keep.all(), sinks=[told]) as ckpt:
+    with spying(told), tenuto.Checkpointer(place, state, capture="fenced", keep=keep.all(), sinks=[told]) as ckpt:
         for step in range(5):
             stepping(model, optimizer)(step)
             ckpt.step_done()
@@ -837,7 +837,7 @@ def test_a_load_into_the_training_waits_for_the_copy(place: Path, held_copy: Hel
             save = ckpt.save()
             told.snapshots[step + 1] = snapshot(state)
         threading.Timer(0.05, held_copy.let_go).start()
-        holdfast.load(place, into=state, step=1)
+        tenuto.load(place, into=state, step=1)
         save.wait()
     assert_images_are_right(place, state, told)
     assert committed(place) == [1, 2, 3, 4, 5] and not told.demoted

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import holdfast
+import tenuto
 from fenced_training import HeldCopy, Tensors, holding, owned, stepping, tensors_in, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -49,9 +49,9 @@ def whole(tensors: Tensors) -> Tensors:
 
 def assert_right(place: Path, snapshots: dict[int, Tensors]) -> list[int]:
     """Every committed image is what the state was when it was taken. Their steps."""
-    steps = sorted(id.step for id in holdfast.Repository(place).checkpoints("main"))
+    steps = sorted(id.step for id in tenuto.Repository(place).checkpoints("main"))
     for step in steps:
-        found, wanted = dict(tensors_in(holdfast.load(place, step=step).state)), whole(snapshots[step])
+        found, wanted = dict(tensors_in(tenuto.load(place, step=step).state)), whole(snapshots[step])
         names = [name for name in wanted if name.startswith("/model/")]
         assert len(names) == 4 and all(torch.equal(found[name], wanted[name]) for name in names), step
     return steps

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
+import tenuto
 from fenced_training import HeldCopy, Model, Told, assert_images_are_right, holding, snapshot, spying, stepping
-from holdfast import every, keep
-from holdfast.events import Warned
-from holdfast.image import fenced
+from tenuto import every, keep
+from tenuto.engine.fence import fence
+from tenuto.events import Warned
 
 PATIENCE_S = 30
 
@@ -59,9 +59,9 @@ def interrupted(
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     told, main, body = Told(), threading.get_ident(), stepping(model, optimizer)
     waits, entered, passed = threading.Event(), threading.Event(), threading.Event()
-    let_copies_end = fenced.Fence._let_copies_end
+    let_copies_end = fence.Fence._let_copies_end
 
-    def waiting(self: fenced.Fence) -> None:
+    def waiting(self: fence.Fence) -> None:
         waits.set()
         let_copies_end(self)
 
@@ -71,7 +71,7 @@ def interrupted(
             signal.pthread_kill(main, signal.SIGUSR2)
 
     more: dict[str, Any] = {"save": every(steps=1), "keep": keep.all(), "sinks": [told], "capture": "fenced"}
-    with spying(told), holdfast.Checkpointer(tmp_path, state, **more) as ckpt:
+    with spying(told), tenuto.Checkpointer(tmp_path, state, **more) as ckpt:
 
         def handler(number: int, frame: Any) -> None:
             entered.set()
@@ -83,7 +83,7 @@ def interrupted(
         thread = threading.Thread(target=interrupt)
         for step in ckpt.steps(6):
             if step == 5:
-                monkeypatch.setattr(fenced.Fence, "_let_copies_end", waiting)
+                monkeypatch.setattr(fence.Fence, "_let_copies_end", waiting)
                 thread.start()
             body(step)
             told.snapshots[step + 1] = snapshot(state)

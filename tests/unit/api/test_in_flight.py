@@ -13,27 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
+import tenuto
 from held_store import Held, held
-from holdfast import every, keep, on
-from holdfast.api.saving import Saving
-from holdfast.engine import arenas
-from holdfast.engine import handle as handles
-from holdfast.engine.handle import Save
-from holdfast.engine.lanes import Lanes
-from holdfast.engine.save import Saver
-from holdfast.errors import DeadlineExceeded, SaveFailed, StoreError, StoreFull, Superseded, UsageError
-from holdfast.events import Captured, Event, Removed, SaveDelayed, SaveFailedEvent, SaveSkipped, SaveStarted, Warned
-from holdfast.guard.preempted import Preempted
-from holdfast.repo.attempts import claim
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
+from tenuto import every, keep, on
+from tenuto.engine.save import handle as handles
+from tenuto.engine.save.handle import Save
+from tenuto.engine.save.in_flight import StagingPool
+from tenuto.engine.save.saver import Saver
+from tenuto.engine.staging import budget
+from tenuto.errors import DeadlineExceeded, SaveFailed, StoreError, StoreFull, Superseded, UsageError
+from tenuto.events import Captured, Event, Removed, SaveDelayed, SaveFailedEvent, SaveSkipped, SaveStarted, Warned
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
+from tenuto.training.preemption import Preempted
+from tenuto.training.saves import RunSaver
 from tiny_training import steps_of
 
 ALL = keep.latest(100)
 MIB = 1 << 20
 
-pytestmark = pytest.mark.filterwarnings("ignore:holdfast. the save of:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:tenuto. the save of:RuntimeWarning")
 
 
 class Told:
@@ -59,7 +59,7 @@ def state(elements: int = 1000) -> dict[str, Any]:
     return {"w": np.zeros(elements, np.float32), "n": 0}
 
 
-def step_on(ckpt: holdfast.Checkpointer, one: dict[str, Any], **options: Any) -> Save:
+def step_on(ckpt: tenuto.Checkpointer, one: dict[str, Any], **options: Any) -> Save:
     """A step of training, and its save."""
     one["w"] += 1
     one["n"] += 1
@@ -67,16 +67,16 @@ def step_on(ckpt: holdfast.Checkpointer, one: dict[str, Any], **options: Any) ->
     return ckpt.save(**options)
 
 
-def built(store: Any, one: dict[str, Any], k: int = 3, **options: Any) -> holdfast.Checkpointer:
-    return holdfast.Checkpointer(store, one, in_flight=k, **{"save": on.end(), "keep": ALL, **options})
+def built(store: Any, one: dict[str, Any], k: int = 3, **options: Any) -> tenuto.Checkpointer:
+    return tenuto.Checkpointer(store, one, in_flight=k, **{"save": on.end(), "keep": ALL, **options})
 
 
 def holds(where: Path, step: int) -> bool:
-    found = holdfast.load(where, step=step).state
+    found = tenuto.load(where, step=step).state
     return bool(np.all(found["w"] == step)) and found["n"] == step
 
 
-def saver_of(ckpt: holdfast.Checkpointer) -> Saver:
+def saver_of(ckpt: tenuto.Checkpointer) -> Saver:
     training = ckpt._training
     assert training is not None
     return training.saving.saver
@@ -244,7 +244,7 @@ def test_the_structure_may_change_while_another_is_being_written(place: Path) ->
         assert ckpt.stats.in_flight == 3
         store.let_go()
     assert all(holds(place, step) for step in (1, 2, 3))
-    found = [holdfast.load(place, step=step).state.get("more", ()) for step in (1, 2, 3)]
+    found = [tenuto.load(place, step=step).state.get("more", ()) for step in (1, 2, 3)]
     assert [len(more) for more in found] == [0, 5000, 70_000]
 
 
@@ -252,7 +252,7 @@ def test_an_image_that_has_become_too_small_is_let_go_before_room_is_asked_for(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, there = state(), list[bool]()
-    headroom = arenas.memory_headroom
+    headroom = budget.memory_headroom
     with built(held(place), one, 1) as ckpt:
         step_on(ckpt, one)
         ckpt.wait()  # for the thread that has written it as well
@@ -264,7 +264,7 @@ def test_an_image_that_has_become_too_small_is_let_go_before_room_is_asked_for(
             there.append(held_by() is not None)
             return headroom()
 
-        monkeypatch.setattr(arenas, "memory_headroom", asked)
+        monkeypatch.setattr(budget, "memory_headroom", asked)
         one["more"] = np.ones(MIB, np.float32)
         step_on(ckpt, one).wait()
     assert there and not any(there), "its pages stay taken as long as anything has a view of them"
@@ -274,15 +274,15 @@ def test_a_state_that_outgrows_the_budget_waits_for_the_images_that_are_in_its_w
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, one, told = held(place, 1), state(MIB // 4), Told()
-    wait = Lanes._await_one
+    wait = StagingPool._await_one
     waited: list[int] = []
 
-    def waits(lanes: Lanes, free: int, until: float) -> None:
+    def waits(lanes: StagingPool, free: int, until: float) -> None:
         waited.append(free)
         store.let_go(1)
         wait(lanes, free, until)
 
-    monkeypatch.setattr(Lanes, "_await_one", waits)
+    monkeypatch.setattr(StagingPool, "_await_one", waits)
     with built(store, one, 2, memory_budget=5 * MIB // 2, sinks=[told]) as ckpt:
         step_on(ckpt, one)
         one["more"] = np.ones(MIB // 4, np.float32)
@@ -291,7 +291,7 @@ def test_a_state_that_outgrows_the_budget_waits_for_the_images_that_are_in_its_w
         step_on(ckpt, one)
     assert {event.arena for event in told.of(Captured)} <= {"shared memory", "anonymous"}
     assert all(holds(place, step) for step in (1, 2, 3))
-    assert len(holdfast.load(place).state["more"]) == MIB // 4
+    assert len(tenuto.load(place).state["more"]) == MIB // 4
 
 
 def test_a_capture_that_breaks_off_gives_its_image_back(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_a_capture_that_breaks_off_gives_its_image_back(place: Path, monkeypatch
             raise SaveFailed("no capture today")
 
         with monkeypatch.context() as patched:
-            patched.setattr("holdfast.image.capture.Capturer.capture", breaks)
+            patched.setattr("tenuto.engine.staging.capture.Capturer.capture", breaks)
             for _ in range(3):
                 with pytest.warns(RuntimeWarning, match="today"):
                     failed = step_on(ckpt, one)
@@ -316,13 +316,13 @@ def test_a_capture_that_breaks_off_gives_its_image_back(place: Path, monkeypatch
 
 def test_closing_awaits_all_of_them(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, one = held(place, 1, 2, 3), state()
-    wait = Saving.wait
+    wait = RunSaver.wait
 
-    def waits(saving: Saving, timeout: float | None) -> None:
+    def waits(saving: RunSaver, timeout: float | None) -> None:
         store.let_go()
         wait(saving, timeout)
 
-    monkeypatch.setattr(Saving, "wait", waits)
+    monkeypatch.setattr(RunSaver, "wait", waits)
     ckpt = built(store, one)
     saves = [step_on(ckpt, one) for _ in range(3)]
     assert not any(save.done for save in saves)
@@ -346,14 +346,14 @@ def test_a_close_that_may_not_wait_so_long_says_which_save_hangs(place: Path) ->
 
 def test_a_signal_leaves_with_all_of_them_committed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, one = held(place, 1, 2, 3), state()
-    wait = Saving.wait
+    wait = RunSaver.wait
 
-    def waits(saving: Saving, timeout: float | None) -> None:
+    def waits(saving: RunSaver, timeout: float | None) -> None:
         store.let_go()
         wait(saving, timeout)
 
-    monkeypatch.setattr(Saving, "wait", waits)
-    monkeypatch.setattr("holdfast.guard.exitstatus._ending.code", 0)
+    monkeypatch.setattr(RunSaver, "wait", waits)
+    monkeypatch.setattr("tenuto.training.exit_status._ending.code", 0)
     with pytest.raises(Preempted):
         with built(store, one, 4, save=every(steps=1) | on.signal()) as ckpt:
             for step in ckpt.steps(10):
@@ -416,10 +416,10 @@ def test_metrics_and_tags_that_come_late_find_their_checkpoint(place: Path) -> N
         step_on(ckpt, one)
         ckpt.log(loss=0.25)
         store.let_go()
-    seen = holdfast.Repository(place)
+    seen = tenuto.Repository(place)
     last, first = seen.checkpoints()
     assert (seen.metrics(first), seen.metrics(last)) == ({"loss": 0.5}, {"loss": 0.25})
-    assert holdfast.load(place, step="first").state["n"] == 1
+    assert tenuto.load(place, step="first").state["n"] == 1
 
 
 def test_i8_only_what_stands_still_is_said_to_hang(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +430,7 @@ def test_i8_only_what_stands_still_is_said_to_hang(place: Path, monkeypatch: pyt
         second._moved_s -= 10_000.0
         first.moves()
         assert second.moved_s == first._moved_s, "what it waits for is getting on"
-        monkeypatch.setattr("holdfast.engine.handle.STANDSTILL_S", 0.05)
+        monkeypatch.setattr("tenuto.engine.save.handle.STANDSTILL_S", 0.05)
         with pytest.raises(DeadlineExceeded, match=r"has not got on for 0.05 s; it is waiting for step 1"):
             second.wait()
         with pytest.raises(DeadlineExceeded, match="main/a0001/1 has not got on"):
@@ -446,7 +446,7 @@ def test_a_save_that_hangs_and_was_given_up_still_has_its_image(place: Path, mon
     store, one, told = held(place, 1), state(), Told()
     ckpt = built(store, one, 2, on_busy="skip", sinks=[told])
     with monkeypatch.context() as patched:
-        patched.setattr("holdfast.engine.handle.STANDSTILL_S", 0.05)
+        patched.setattr("tenuto.engine.save.handle.STANDSTILL_S", 0.05)
         with pytest.warns(RuntimeWarning, match="has not got on"), pytest.raises(DeadlineExceeded):
             step_on(ckpt, one, wait=True)
     saver = saver_of(ckpt)
@@ -468,7 +468,7 @@ def test_a_waited_for_save_is_written_by_a_thread_that_does_not_stand_back(
 ) -> None:
     store, one = held(place, 1), state()
     back: list[str] = []
-    monkeypatch.setattr("holdfast.engine.save.stand_back", lambda: back.append(threading.current_thread().name))
+    monkeypatch.setattr("tenuto.engine.save.saver.stand_back", lambda: back.append(threading.current_thread().name))
 
     def act(event: Event) -> None:
         if isinstance(event, SaveStarted) and event.id.step == 2:
@@ -478,7 +478,7 @@ def test_a_waited_for_save_is_written_by_a_thread_that_does_not_stand_back(
         step_on(ckpt, one)
         step_on(ckpt, one, wait=True)
         step_on(ckpt, one).wait()
-    assert back == ["holdfast-save-1", "holdfast-save-3"]
+    assert back == ["tenuto-save-1", "tenuto-save-3"]
 
 
 def test_of_an_unending_first_save_the_time_so_far_is_what_writing_takes(place: Path) -> None:
@@ -551,7 +551,7 @@ def test_what_a_save_has_waited_for_in_vain_is_counted(place: Path, monkeypatch:
 @pytest.mark.parametrize("k", [0, -1, True, 1.5, "2", None])
 def test_what_is_no_number_of_saves_is_refused(place: Path, k: object) -> None:
     with pytest.raises(UsageError, match="in_flight"):
-        holdfast.Checkpointer(place, state(), in_flight=k)  # type: ignore[arg-type]
+        tenuto.Checkpointer(place, state(), in_flight=k)  # type: ignore[arg-type]
     assert not place.exists()
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.api import reading
-from holdfast.errors import CheckpointNotFound
-from holdfast.events import CandidateSkipped
-from holdfast.ranks.topic import Topic
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
+import tenuto
 from joint_ranks import together
+from tenuto.engine.group import group_restore
+from tenuto.errors import CheckpointNotFound
+from tenuto.events import CandidateSkipped
+from tenuto.ranks.round import Round
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 
 class Skipped(list[str]):
@@ -26,43 +26,43 @@ class Skipped(list[str]):
 
 def state(ranks: Any, value: float) -> dict[str, Any]:
     mine = np.full(4, value + ranks.rank)
-    return {"w": holdfast.shard(mine, whole=(3, 4), offsets=(ranks.rank, 0)), "value": value}
+    return {"w": tenuto.shard(mine, whole=(3, 4), offsets=(ranks.rank, 0)), "value": value}
 
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(reading, "TOLD_BYTES", 0)
+    monkeypatch.setattr(group_restore, "TOLD_BYTES", 0)
     for step in (1, 2):
-        together(3, lambda ranks, step=step: holdfast.save(state(ranks, 10.0 * step), tmp_path, step=step, ranks=ranks))
+        together(3, lambda ranks, step=step: tenuto.save(state(ranks, 10.0 * step), tmp_path, step=step, ranks=ranks))
     return tmp_path
 
 
 def loaded(where: Path, skipped: Skipped | None = None) -> list[Any]:
     sinks = [] if skipped is None else [skipped]
-    return together(3, lambda ranks: holdfast.load(where, state(ranks, -1.0), ranks=ranks, sinks=sinks))
+    return together(3, lambda ranks: tenuto.load(where, state(ranks, -1.0), ranks=ranks, sinks=sinks))
 
 
 def test_each_rank_reads_it_and_none_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announced: list[bytes] = []
-    original = Topic.announce
+    original = Round.announce
 
-    def announce(self: Topic, data: bytes, each: Any = ()) -> None:
+    def announce(self: Round, data: bytes, each: Any = ()) -> None:
         announced.append(data)
         original(self, data, each)
 
-    monkeypatch.setattr(Topic, "announce", announce)
+    monkeypatch.setattr(Round, "announce", announce)
     found = loaded(saved)
     for rank, restored in enumerate(found):
         assert restored.step == 2 and restored.state["w"].value.tolist() == [20.0 + rank] * 4
     manifest = Repo.open(open_store(saved)).manifest_bytes(found[0].checkpoint.id)
     assert len(manifest) > 100 and announced and not any(manifest in one for one in announced)
-    monkeypatch.setattr(reading, "TOLD_BYTES", len(manifest))
+    monkeypatch.setattr(group_restore, "TOLD_BYTES", len(manifest))
     loaded(saved)
     assert sum(manifest in one for one in announced) == 1, "a short one is told, once for all"
 
 
 def test_one_that_is_gone_for_one_rank_is_passed_over_by_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = reading.ReadingTogether._found
+    original = group_restore.GroupRestore._found
 
     def found(self: Any, id: Any, mark: str, told: bytes) -> bytes:
         assert not told
@@ -70,7 +70,7 @@ def test_one_that_is_gone_for_one_rank_is_passed_over_by_all(saved: Path, monkey
             raise CheckpointNotFound(f"{id} is gone", subject=str(id))
         return original(self, id, mark, told)
 
-    monkeypatch.setattr(reading.ReadingTogether, "_found", found)
+    monkeypatch.setattr(group_restore.GroupRestore, "_found", found)
     skipped = Skipped()
     assert [restored.step for restored in loaded(saved, skipped)] == [1, 1, 1]
     assert len(skipped) == 3 and all("is gone" in reason and "rank 2" in reason for reason in skipped)

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast import every, keep, on
-from holdfast.engine.save import Saver
-from holdfast.events import Event, SaveDelayed, SaveSkipped
-from holdfast.guard import exitstatus
-from holdfast.guard.preempted import Preempted
+import tenuto
+from tenuto import every, keep, on
+from tenuto.engine.save.saver import Saver
+from tenuto.events import Event, SaveDelayed, SaveSkipped
+from tenuto.training import exit_status
+from tenuto.training.preemption import Preempted
 from tiny_training import Gate, state, steps_of, train
 
 
 @pytest.fixture(autouse=True)
 def _leaving_does_not_end_the_test_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exitstatus._ending, "code", 0)
+    monkeypatch.setattr(exit_status._ending, "code", 0)
 
 
 class Opening:
@@ -55,7 +55,7 @@ def test_a_save_that_was_asked_for_inside_a_step_that_has_to_be_saved(
     save = every(steps=1) | on.end() | on.signal()
     with (
         suppress(Preempted),
-        holdfast.Checkpointer(gate, one, save=save, on_busy="skip", keep=keep.all(), sinks=[told]) as ckpt,
+        tenuto.Checkpointer(gate, one, save=save, on_busy="skip", keep=keep.all(), sinks=[told]) as ckpt,
     ):
         for step in ckpt.steps(2 if why == "the last step" else 3):
             train(one)
@@ -67,6 +67,6 @@ def test_a_save_that_was_asked_for_inside_a_step_that_has_to_be_saved(
             elif step == 1 and why == "a tag":
                 ckpt.log(tag="good")
     assert told.skipped == [] and told.delayed[0] == 2
-    assert 2 in steps_of(place) and holdfast.load(place, step=2).state["n"] == 2
+    assert 2 in steps_of(place) and tenuto.load(place, step=2).state["n"] == 2
     if why == "a tag":
-        assert holdfast.load(place, step="good").step == 2
+        assert tenuto.load(place, step="good").step == 2

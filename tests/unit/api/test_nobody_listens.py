@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.joint_saves import save_jointly
 
-import holdfast
-from holdfast.engine import parts, read, writing
-from holdfast.events import Emitter, Event, Progress, Sink
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep import verify
+import tenuto
+from tenuto.engine.read import leaf_reader, sharded_reader
+from tenuto.engine.save import save_writer
+from tenuto.events import Emitter, Event, Progress, Sink
+from tenuto.maintenance import verify
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
+from tests.joint_saves import save_jointly
 
 Act = Callable[[Path, Sequence[Sink]], object]
 
@@ -41,31 +42,31 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Progress]:
         found.append(Progress(*words))
         return found[-1]
 
-    for module in (writing, read, parts, verify):
+    for module in (save_writer, leaf_reader, sharded_reader, verify):
         monkeypatch.setattr(module, "Progress", make)
     return found
 
 
 def saved(place: Path, sinks: Sequence[Sink]) -> None:
-    holdfast.save({"w": np.ones(1000)}, place, sinks=sinks)
+    tenuto.save({"w": np.ones(1000)}, place, sinks=sinks)
 
 
 def loaded(place: Path, sinks: Sequence[Sink]) -> None:
-    holdfast.load(place, into={"w": np.zeros(1000)}, run="alone", sinks=sinks)
+    tenuto.load(place, into={"w": np.zeros(1000)}, run="alone", sinks=sinks)
 
 
 def joined(place: Path, sinks: Sequence[Sink]) -> None:
-    holdfast.load(place, run="ranks", sinks=sinks)
+    tenuto.load(place, run="ranks", sinks=sinks)
 
 
 def verified(place: Path, sinks: Sequence[Sink]) -> None:
-    repo = holdfast.Repository(place).repo
+    repo = tenuto.Repository(place).repo
     assert verify.execute(repo, verify.plan_verify(repo), emitter=Emitter.of(sinks)).ok
 
 
 @pytest.mark.parametrize("act", [saved, loaded, joined, verified])
 def test_no_progress_is_made_that_nobody_takes(place: Path, made: list[Progress], act: Act) -> None:
-    holdfast.save({"w": np.ones(1000)}, place, run="alone")
+    tenuto.save({"w": np.ones(1000)}, place, run="alone")
     save_jointly(Repo.open(open_store(place)), 3, (1,), "ranks")
     assert not made
     act(place, ())

@@ -15,20 +15,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.joint_ranks import together
 
-import holdfast
+import tenuto
 from held_store import PATIENCE_S, held
-from holdfast.api import oneoff
-from holdfast.errors import RunInUse, StoreUnavailable
-from holdfast.model.names import CheckpointId
-from holdfast.repo import attempts, objects, onward
-from holdfast.repo.attempts import claim
-from holdfast.repo.lease import read_last
-from holdfast.repo.lineage import walk
-from holdfast.repo.repository import Repo
-from holdfast.repo.watch import Watch
-from holdfast.store.backends.local import LocalStore
+from tenuto.api import save_load
+from tenuto.errors import RunInUse, StoreUnavailable
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.format import objects
+from tenuto.repo.lineage import walk
+from tenuto.repo.ownership import claim as claims
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.ownership.lease import read_last
+from tenuto.repo.ownership.owner_watch import OwnerWatch
+from tenuto.repo.repository import Repo
+from tenuto.store.local.store import LocalStore
+from tests.joint_ranks import together
 
 STATE = {"w": np.arange(4.0)}
 
@@ -38,11 +39,13 @@ def test_a_save_goes_on_from_what_the_owner_it_waited_for_has_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     place, hidden = tmp_path / "place", tmp_path / "hidden"
-    saved = [holdfast.save(STATE, place) for _ in range(2)]
-    oneoff._attempts.clear()  # as another process would have it
+    saved = [tenuto.save(STATE, place) for _ in range(2)]
+    save_load._attempts.clear()  # as another process would have it
     manifest = place / saved[1].id.manifest
     manifest.rename(hidden)
     claimed: list[int] = []
+
+    claim = claims.claim
 
     def meanwhile(*arguments: Any, look: Any, **options: Any) -> Any:
         def committing() -> None:
@@ -53,12 +56,12 @@ def test_a_save_goes_on_from_what_the_owner_it_waited_for_has_committed(
             if when != "after it":
                 look()
 
-        attempt = attempts.claim(*arguments, look=committing, **options)
+        attempt = claim(*arguments, look=committing, **options)
         claimed.append(attempt.number)
         return attempt
 
-    monkeypatch.setattr(onward, "claim", meanwhile)
-    third = holdfast.save(STATE, place)
+    monkeypatch.setattr(claims, "claim", meanwhile)
+    third = tenuto.save(STATE, place)
     repo = Repo.open(LocalStore(place))
     assert third.id.step == saved[1].id.step + 1
     assert list(walk(repo, "main")) == [third.id, saved[1].id, saved[0].id]
@@ -80,15 +83,15 @@ def while_it_writes(place: Path, save: Callable[[Any], Any], step: int, look: Ca
 
 
 def found(place: Path) -> str:
-    return Watch(Repo.open(LocalStore(place)), "main").look().verdict
+    return OwnerWatch(Repo.open(LocalStore(place)), "main").look().verdict
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_save_holds_the_run_while_it_writes_not_the_first_alone(tmp_path: Path, count: int) -> None:
     def save(store: Any) -> Any:
         if count == 1:
-            return holdfast.save(STATE, store)
-        for one in (told := together(count, lambda ranks: holdfast.save(STATE, store, ranks=ranks))):
+            return tenuto.save(STATE, store)
+        for one in (told := together(count, lambda ranks: tenuto.save(STATE, store, ranks=ranks))):
             assert not isinstance(one, BaseException), one
         return told[0]
 
@@ -98,37 +101,37 @@ def test_every_save_holds_the_run_while_it_writes_not_the_first_alone(tmp_path: 
         assert (saved.attempt, saved.step) == (1, step)
         assert found(tmp_path) == "dead", "who has saved holds nothing"
     assert seen == ["here"] * 4
-    assert not [one for one in threading.enumerate() if one.name.startswith("holdfast-lease-main-")]
+    assert not [one for one in threading.enumerate() if one.name.startswith("tenuto-lease-main-")]
 
 
 def test_another_process_frees_nothing_in_the_middle_of_a_later_save(tmp_path: Path) -> None:
     for _ in range(2):
-        holdfast.save(STATE, tmp_path)
-    words = ["holdfast", "keep", str(tmp_path), "--latest", "1", "--yes"]
-    script = f"import sys; from holdfast.cli import main; sys.argv = {words!r}; main()"
+        tenuto.save(STATE, tmp_path)
+    words = ["tenuto", "keep", str(tmp_path), "--latest", "1", "--yes"]
+    script = f"import sys; from tenuto.cli import main; sys.argv = {words!r}; main()"
     ended: list[int] = []
 
     def retain() -> None:
         ended.append(subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True).returncode)
 
-    saved = while_it_writes(tmp_path, lambda store: holdfast.save(STATE, store), 2, retain)
+    saved = while_it_writes(tmp_path, lambda store: tenuto.save(STATE, store), 2, retain)
     assert ended == [RunInUse.exit_code]
     assert (saved.attempt, saved.step) == (1, 2)
     repo = Repo.open(LocalStore(tmp_path))
     assert [id.step for id in walk(repo, "main")] == [2, 1, 0]
     retain()
     assert ended[1:] == [0], "between two saves it may"
-    assert holdfast.save(STATE, tmp_path).attempt == 3
+    assert tenuto.save(STATE, tmp_path).attempt == 3
 
 
 def test_an_attempt_that_somebody_has_claimed_over_is_given_back_again(tmp_path: Path) -> None:
-    holdfast.save(STATE, tmp_path)
+    tenuto.save(STATE, tmp_path)
     repo = Repo.open(LocalStore(tmp_path))
     claim(repo, "main", CheckpointId("main", 1, 0)).release()
-    assert holdfast.save(STATE, tmp_path).attempt == 3
+    assert tenuto.save(STATE, tmp_path).attempt == 3
     last = read_last(repo, "main", 1)[1]
     assert last is not None and last.released
-    assert not [one for one in threading.enumerate() if one.name.startswith("holdfast-lease-main-")]
+    assert not [one for one in threading.enumerate() if one.name.startswith("tenuto-lease-main-")]
 
 
 def test_a_save_that_cannot_take_its_attempt_up_again_fails_and_the_next_one_goes_on(
@@ -137,20 +140,20 @@ def test_a_save_that_cannot_take_its_attempt_up_again_fails_and_the_next_one_goe
     def refuse(store: Any, name: str, data: bytes, *, token: str) -> Any:
         raise StoreUnavailable("away", subject=name)
 
-    holdfast.save(STATE, tmp_path)
+    tenuto.save(STATE, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(StoreUnavailable, match="away"):
         patch.setattr(objects, "put", refuse)
-        holdfast.save(STATE, tmp_path)
+        tenuto.save(STATE, tmp_path)
     assert found(tmp_path) == "dead"
-    assert holdfast.save(STATE, tmp_path).attempt == 1
+    assert tenuto.save(STATE, tmp_path).attempt == 1
 
 
 def test_no_load_and_no_save_of_another_run_waits_for_a_save(tmp_path: Path) -> None:
     other = tmp_path / "other"
-    holdfast.save(STATE, other)
+    tenuto.save(STATE, other)
 
     def elsewhere() -> list[int]:
-        return [holdfast.load(other).step, holdfast.save(STATE, other).step, holdfast.load(other).step]
+        return [tenuto.load(other).step, tenuto.save(STATE, other).step, tenuto.load(other).step]
 
     with ThreadPoolExecutor(1) as pool:  # not left before what is held goes on
         beside: list[Future[list[int]]] = []
@@ -159,13 +162,13 @@ def test_no_load_and_no_save_of_another_run_waits_for_a_save(tmp_path: Path) -> 
             beside.append(pool.submit(elsewhere))
             assert beside[0].result(PATIENCE_S) == [0, 1, 1]
 
-        while_it_writes(tmp_path / "place", lambda store: holdfast.save(STATE, store), 0, look)
+        while_it_writes(tmp_path / "place", lambda store: tenuto.save(STATE, store), 0, look)
 
 
 def test_saves_of_one_run_come_one_after_the_other(tmp_path: Path) -> None:
     store = held(tmp_path, 0)
     with ThreadPoolExecutor(2) as pool:
-        saving = [pool.submit(holdfast.save, STATE, store) for _ in range(2)]
+        saving = [pool.submit(tenuto.save, STATE, store) for _ in range(2)]
         store.await_pack(0)
         store.let_go()
         assert sorted(one.result(60).step for one in saving) == [0, 1]
@@ -174,7 +177,7 @@ def test_saves_of_one_run_come_one_after_the_other(tmp_path: Path) -> None:
 
 def test_a_child_that_is_forked_during_a_save_loads_and_saves(tmp_path: Path) -> None:
     place, other = tmp_path / "place", tmp_path / "other"
-    holdfast.save(STATE, other)
+    tenuto.save(STATE, other)
     left: list[int] = []
 
     def fork() -> None:
@@ -182,8 +185,8 @@ def test_a_child_that_is_forked_during_a_save_loads_and_saves(tmp_path: Path) ->
         if child == 0:
             status = 1
             try:
-                holdfast.load(other)
-                status = holdfast.save(STATE, other).step - 1
+                tenuto.load(other)
+                status = tenuto.save(STATE, other).step - 1
             finally:
                 os._exit(status)
         watched = os.pidfd_open(child)
@@ -192,14 +195,14 @@ def test_a_child_that_is_forked_during_a_save_loads_and_saves(tmp_path: Path) ->
         os.close(watched)
         left.append(os.waitpid(child, 0)[1])
 
-    while_it_writes(place, lambda store: holdfast.save(STATE, store), 0, fork)
+    while_it_writes(place, lambda store: tenuto.save(STATE, store), 0, fork)
     assert left == [0]
 
 
 def test_a_forked_child_saves_under_no_attempt_of_its_parent(tmp_path: Path) -> None:
-    holdfast.save(STATE, tmp_path)
-    assert oneoff._attempts and oneoff._saving
+    tenuto.save(STATE, tmp_path)
+    assert save_load._attempts and save_load._saving
     child = os.fork()
     if child == 0:
-        os._exit(len(oneoff._attempts) + len(oneoff._saving))
+        os._exit(len(save_load._attempts) + len(save_load._saving))
     assert os.waitpid(child, 0)[1] == 0

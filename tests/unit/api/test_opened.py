@@ -1,4 +1,4 @@
-"""holdfast.open: what was saved comes back by slice, or an error that names leaf, pack and offset (I5)."""
+"""tenuto.open: what was saved comes back by slice, or an error that names leaf, pack and offset (I5)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import (
+import tenuto
+from tenuto.errors import (
     BadIndex,
     CheckpointNotFound,
     CorruptionError,
@@ -26,8 +26,8 @@ from holdfast.errors import (
     StateError,
     UsageError,
 )
-from holdfast.store.backends.memory import MemoryReader, MemoryStore
-from holdfast.store.contract import Reader
+from tenuto.store.contract import Reader
+from tenuto.store.memory import MemoryReader, MemoryStore
 
 CHUNK = 262_144
 BIG = torch.arange(3000 * 700, dtype=torch.float32).reshape(3000, 700)
@@ -68,8 +68,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_leaves_are_what_was_saved(place: str) -> None:
     saved = state()
-    holdfast.save(saved, place, step=7)
-    with holdfast.open(place) as opened:
+    tenuto.save(saved, place, step=7)
+    with tenuto.open(place) as opened:
         assert (opened.step, opened.run, str(opened.id)) == (7, "main", "main/a0001/7")
         assert opened.progress == {"step": 7} and opened.metrics == {} and opened.bytes > sum_of(opened)
         assert torch.equal(opened["model/w"][...], saved["model"]["w"])
@@ -92,14 +92,14 @@ def test_leaves_are_what_was_saved(place: str) -> None:
         assert len(leaf) == 2 and not leaf.private and np.asarray(leaf, dtype="f4").dtype == np.float32
 
 
-def sum_of(opened: holdfast.Opened) -> int:
+def sum_of(opened: tenuto.Opened) -> int:
     """Of the leaves alone, tied tensors once: without the packs' headers."""
     return sum(leaf.nbytes for path, leaf in opened.items() if path != "model/tied")
 
 
 def test_what_is_read_belongs_to_who_asked(place: str) -> None:
-    holdfast.save({"w": torch.zeros(4), "a": np.zeros(4)}, place, step=1)
-    with holdfast.open(place) as opened:
+    tenuto.save({"w": torch.zeros(4), "a": np.zeros(4)}, place, step=1)
+    with tenuto.open(place) as opened:
         first, array = opened["w"][...], opened["a"][1:]
         first.fill_(5)
         array[:] = 5
@@ -111,8 +111,8 @@ def test_what_is_read_belongs_to_who_asked(place: str) -> None:
 
 
 def test_it_is_a_mapping_of_every_leaf(place: str) -> None:
-    holdfast.save(state(), place, step=1)
-    with holdfast.open(place) as opened:
+    tenuto.save(state(), place, step=1)
+    with tenuto.open(place) as opened:
         paths = list(opened)
         assert len(opened) == len(paths) == len(set(paths)) == 17
         assert {"model/w", "model/tied", "sparse/indices", "list/0", "bytes"} <= set(paths)
@@ -123,8 +123,8 @@ def test_it_is_a_mapping_of_every_leaf(place: str) -> None:
 
 def test_plain_values(place: str) -> None:
     saved = state()
-    holdfast.save(saved, place, step=1)
-    with holdfast.open(place) as opened:
+    tenuto.save(saved, place, step=1)
+    with tenuto.open(place) as opened:
         assert opened.plain("epoch") == 3 and opened.plain("nothing") is None and opened.plain("rates/2") == (1, 2)
         assert opened.plain("rates")[0] == 0.1 and opened.plain("bytes") == saved["bytes"]
         assert opened.plain("random").random() == np.random.default_rng(5).random()
@@ -136,8 +136,8 @@ def test_plain_values(place: str) -> None:
 
 
 def test_errors_say_what_to_do(place: str) -> None:
-    holdfast.save(state(), place, step=1)
-    with holdfast.open(place) as opened:
+    tenuto.save(state(), place, step=1)
+    with tenuto.open(place) as opened:
         for path, words in {
             "epoch": r"opened.plain\('epoch'\)",
             "sparse": "below it are sparse/indices, sparse/values",
@@ -157,12 +157,12 @@ def test_errors_say_what_to_do(place: str) -> None:
         assert [row.tolist() for row in opened["model/w"]] == state()["model"]["w"].tolist()
         assert opened["array"].torch().dtype == torch.int64 and opened["model/w"].numpy().dtype == np.float32
     with pytest.raises(CheckpointNotFound):
-        holdfast.open(place, step=2)
+        tenuto.open(place, step=2)
 
 
 def test_reads_are_no_longer_than_they_need_be(tmp_path: Path) -> None:
-    holdfast.save({"big": BIG, "other": torch.ones(1000, 1000)}, tmp_path, step=1)
-    with holdfast.open(tmp_path) as opened:
+    tenuto.save({"big": BIG, "other": torch.ones(1000, 1000)}, tmp_path, step=1)
+    with tenuto.open(tmp_path) as opened:
         assert opened.bytes_read == 0
         assert torch.equal(opened["big"][1500], BIG[1500])
         assert 0 < opened.bytes_read <= 700 * 4 + 2 * CHUNK
@@ -201,13 +201,13 @@ class Ranged(MemoryStore):
 @pytest.fixture
 def far() -> Ranged:
     store = Ranged(str(uuid.uuid4()))
-    holdfast.save({"big": BIG, "w": torch.arange(5)}, store, step=1)
+    tenuto.save({"big": BIG, "w": torch.arange(5)}, store, step=1)
     store.reads.clear()
     return store
 
 
 def test_ranged_reads(far: Ranged) -> None:
-    with holdfast.open(far) as opened:
+    with tenuto.open(far) as opened:
         assert far.reads == [], "no leaf is read by opening"
         assert torch.equal(opened["big"][1500], BIG[1500])
         assert len(far.reads) == 1 and far.reads[0][1] <= 700 * 4 + 2 * CHUNK
@@ -226,7 +226,7 @@ def test_ranged_reads(far: Ranged) -> None:
 
 
 def test_an_object_that_is_gone_is_said_to_be(far: Ranged) -> None:
-    with holdfast.open(far) as opened:
+    with tenuto.open(far) as opened:
         far.gone = True
         with pytest.raises(CheckpointNotFound, match="removed while it was open"):
             opened["w"][...]
@@ -240,11 +240,11 @@ def flip(store: MemoryStore, name: str, at: int) -> None:
 @pytest.mark.parametrize("kind", [MemoryStore, Ranged])
 def test_i5_a_flipped_bit_is_an_error_naming_leaf_pack_and_offset(kind: type[MemoryStore]) -> None:
     store = kind(str(uuid.uuid4()))
-    holdfast.save({"big": BIG, "w": torch.arange(5)}, store, step=1)
+    tenuto.save({"big": BIG, "w": torch.arange(5)}, store, step=1)
     pack = next(name for name in store.place.objects if name.endswith(".safetensors"))
     start = len(store.place.objects[pack][0]) - BIG.nbytes - torch.arange(5).nbytes  # its length is no multiple of 64
     flip(store, pack, start + 5 * CHUNK + 17)
-    with holdfast.open(store) as opened:
+    with tenuto.open(store) as opened:
         assert torch.equal(opened["w"][...], torch.arange(5)) and torch.equal(opened["big"][:100], BIG[:100])
         for key in (..., slice(460, 480), (slice(None), 3)):
             with pytest.raises(CorruptionError) as caught:
@@ -255,25 +255,25 @@ def test_i5_a_flipped_bit_is_an_error_naming_leaf_pack_and_offset(kind: type[Mem
 
 def test_a_damaged_latest_is_passed_over_and_said(tmp_path: Path) -> None:
     for step in (1, 2):
-        last = holdfast.save({"w": np.full(3, step)}, tmp_path, step=step)
+        last = tenuto.save({"w": np.full(3, step)}, tmp_path, step=step)
     index = tmp_path / last.id.directory / "rank-00000.index"
     index.write_bytes(index.read_bytes()[:-1])
-    with holdfast.open(tmp_path) as opened:
+    with tenuto.open(tmp_path) as opened:
         assert opened.step == 1 and opened["w"][0] == 1
         assert [str(id) for id, _ in opened.skipped] == ["main/a0001/2"]
     with pytest.raises(CorruptionError):
-        holdfast.open(tmp_path, step=2)
+        tenuto.open(tmp_path, step=2)
     for path in tmp_path.rglob("*.safetensors"):
         path.write_bytes(path.read_bytes() + b"0")
     with pytest.raises(NothingRestorable):
-        holdfast.open(tmp_path)
+        tenuto.open(tmp_path)
 
 
 def test_private_leaves_and_several_threads(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path, {"w": BIG}, data=list(range(4))) as ckpt:
+    with tenuto.Checkpointer(tmp_path, {"w": BIG}, data=list(range(4))) as ckpt:
         for _ in ckpt.steps(1):
             pass
-    with holdfast.open(tmp_path) as opened:
+    with tenuto.open(tmp_path) as opened:
         found: list[bool] = []
         threads = [
             threading.Thread(target=lambda k=k: found.append(torch.equal(opened["w"][k::7, k], BIG[k::7, k])))
@@ -290,9 +290,9 @@ def test_private_leaves_and_several_threads(tmp_path: Path) -> None:
 
 
 TRAINING = """
-import sys, torch, holdfast
+import sys, torch, tenuto
 state = {"w": torch.zeros(600, 600)}
-with holdfast.Checkpointer(sys.argv[1], state, save=holdfast.every(steps=1), keep=holdfast.keep.latest(1)) as ckpt:
+with tenuto.Checkpointer(sys.argv[1], state, save=tenuto.every(steps=1), keep=tenuto.keep.latest(1)) as ckpt:
     for step in ckpt.steps(6):
         state["w"].fill_(step + 1)
         if step in (1, 5):
@@ -316,19 +316,19 @@ def test_a_checkpoint_stays_readable_while_training_removes_it(tmp_path: Path) -
         assert training.wait(60) == 0
     assert not (tmp_path / opened.id.directory / "manifest.json").exists()
     with pytest.raises(CheckpointNotFound):
-        holdfast.open(tmp_path, step=1)
+        tenuto.open(tmp_path, step=1)
     with opened:
         assert torch.equal(opened["w"][...], torch.ones(600, 600)) and opened.get("x") is None
-    with holdfast.open(tmp_path) as newest:
+    with tenuto.open(tmp_path) as newest:
         assert (newest.step, newest["w"][0, 0].item()) == (6, 6.0)
 
 
-def opened_when_there(place: Path) -> holdfast.Opened:
+def opened_when_there(place: Path) -> tenuto.Opened:
     """The first save is in flight: its process waits, and commits it without us."""
     waiting = threading.Event()
     for _ in range(600):
         try:
-            return holdfast.open(place)
-        except (CheckpointNotFound, holdfast.HoldfastError):
+            return tenuto.open(place)
+        except (CheckpointNotFound, tenuto.TenutoError):
             waiting.wait(0.1)
     raise AssertionError("no checkpoint appeared")

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.joint_saves import ROWS, save_jointly, whole
 
-import holdfast
-from holdfast.engine import joined, parts
-from holdfast.errors import CorruptionError, LeafNotFound, UsageError
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.store.contract import Bytes
+import tenuto
+from tenuto.engine.read import sharded_reader, sharded_view
+from tenuto.errors import CorruptionError, LeafNotFound, UsageError
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem
+from tenuto.store.memory import MemoryStore
+from tests.joint_saves import ROWS, save_jointly, whole
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def repo() -> Repo:
 
 
 def test_every_leaf_is_there_as_a_whole(repo: Repo) -> None:
-    with holdfast.open(repo.url) as opened:
+    with tenuto.open(repo.url) as opened:
         assert opened.ranks == 3
         assert list(opened) == ["model/rows", "model/columns", "model/bias", "model/none"]
         for path, leaf in opened.items():
@@ -44,14 +44,14 @@ def test_every_leaf_is_there_as_a_whole(repo: Repo) -> None:
 
 
 def test_a_leaf_says_which_rank_has_which_part(repo: Repo) -> None:
-    with holdfast.open(repo.url) as opened:
+    with tenuto.open(repo.url) as opened:
         assert opened["model/columns"].parts == [(rank, (0, 20 * rank, 0), (6, 20, 4)) for rank in range(3)]
         assert [shape for _, _, shape in opened["model/bias"].parts] == [(7,)]
         assert sum(shape[0] for _, _, shape in opened["model/rows"].parts) == 90
 
 
 def test_only_the_parts_that_a_slice_meets_are_read(repo: Repo) -> None:
-    with holdfast.open(repo.url) as opened:
+    with tenuto.open(repo.url) as opened:
         found = opened["model/rows"][80:, 3]
         assert np.array_equal(found, whole(1)["model"]["rows"][80:, 3])
         assert 0 < opened.bytes_read < 4000
@@ -74,33 +74,33 @@ def test_any_slice_is_what_numpy_gives(repo: Repo, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["rows", "columns", "bias", "none"]))
     wanted = whole(1)["model"][name]
     key = data.draw(keys(wanted.shape) if wanted.size else st.just((slice(None), slice(None, None, -1))))
-    with holdfast.open(repo.url) as opened:
+    with tenuto.open(repo.url) as opened:
         found = opened[f"model/{name}"][key]
         assert np.shape(found) == wanted[key].shape
         assert np.array_equal(found, wanted[key])
 
 
 def test_a_part_whose_items_lie_apart_is_read_in_bands(repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "PIECE_BYTES", 300)
-    with holdfast.open(repo.url) as opened:
+    monkeypatch.setattr(sharded_view, "PIECE_BYTES", 300)
+    with tenuto.open(repo.url) as opened:
         for key in ((...,), (slice(None, None, -1), ...), (slice(None), slice(50, 3, -3), slice(1, None))):
             assert np.array_equal(opened["model/columns"][key], whole(1)["model"]["columns"][key])
 
 
 def test_what_belongs_to_one_rank_is_there_for_it_alone(repo: Repo) -> None:
-    with holdfast.open(repo.url) as opened:
+    with tenuto.open(repo.url) as opened:
         assert not [path for path in opened if path.startswith("#private")]
         with pytest.raises(LeafNotFound):
             opened["#private/mine"]
     for rank in range(3):
-        with holdfast.open(repo.url, rank=rank) as opened:
+        with tenuto.open(repo.url, rank=rank) as opened:
             assert opened["#private/mine"].numpy().tolist() == [rank] * 2
             assert opened["#private/mine"].private
             assert opened["#private/per_rank/seed/order"].numpy().tolist() == [rank] * 3
             assert opened.plain("#private/per_rank/seed/name") == f"rank {rank}"
             assert np.array_equal(opened["model/rows"][5], whole(1)["model"]["rows"][5])
     with pytest.raises(UsageError, match="no rank 3"):
-        holdfast.open(repo.url, rank=3)
+        tenuto.open(repo.url, rank=3)
 
 
 def test_a_damaged_part_is_never_returned_and_the_others_are(repo: Repo) -> None:
@@ -114,7 +114,7 @@ def test_a_damaged_part_is_never_returned_and_the_others_are(repo: Repo) -> None
     data[int(index.offset[row])] ^= 1
     store.delete([name])
     store.put_if_absent(name, Bytes(bytes(data)), token="0" * 32)
-    with holdfast.open(store.url) as opened:
+    with tenuto.open(store.url) as opened:
         leaf = opened["model/columns"]
         assert np.array_equal(leaf[:, :20], whole(1)["model"]["columns"][:, :20])
         with pytest.raises(CorruptionError, match="model/columns"):
@@ -122,11 +122,11 @@ def test_a_damaged_part_is_never_returned_and_the_others_are(repo: Repo) -> None
 
 
 def repo_id(repo: Repo) -> Any:
-    return holdfast.open(repo.url).id
+    return tenuto.open(repo.url).id
 
 
 def test_reading_on_when_it_is_closed_is_refused(repo: Repo) -> None:
-    opened = holdfast.open(repo.url)
+    opened = tenuto.open(repo.url)
     leaf = opened["model/rows"]
     opened.close()
     with pytest.raises(UsageError, match="closed"):
@@ -168,16 +168,16 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(joined, "OPENED_AT_ONCE", 3)
-    monkeypatch.setattr(joined, "FURTHER", 2)
-    monkeypatch.setattr(parts, "SAVERS_AT_ONCE", 4)
+    monkeypatch.setattr(sharded_view, "OPENED_AT_ONCE", 3)
+    monkeypatch.setattr(sharded_view, "FURTHER", 2)
+    monkeypatch.setattr(sharded_reader, "SAVERS_AT_ONCE", 4)
     yield
 
 
 @pytest.mark.usefixtures("few_at_once")
 def test_of_many_ranks_few_packs_are_open_at_once(many: Path) -> None:
     packs = Packs()
-    with holdfast.open(LocalStore(many, filesystem=packs)) as opened:
+    with tenuto.open(LocalStore(many, filesystem=packs)) as opened:
         assert len(packs.open_now) == 3
         for _ in range(2):
             for name in ("rows", "columns"):
@@ -191,7 +191,7 @@ def test_of_many_ranks_few_packs_are_open_at_once(many: Path) -> None:
 def test_threads_that_read_of_many_ranks_take_nothing_away_from_each_other(many: Path) -> None:
     packs = Packs()
     wanted = whole(1)["model"]["columns"]
-    with holdfast.open(LocalStore(many, filesystem=packs)) as opened:
+    with tenuto.open(LocalStore(many, filesystem=packs)) as opened:
         leaf, found = opened["model/columns"], []
 
         def read(start: int) -> None:
@@ -210,7 +210,7 @@ def test_threads_that_read_of_many_ranks_take_nothing_away_from_each_other(many:
 @pytest.mark.usefixtures("few_at_once")
 def test_a_leaf_that_is_read_after_the_close_opens_nothing(many: Path) -> None:
     packs = Packs()
-    with holdfast.open(LocalStore(many, filesystem=packs)) as opened:
+    with tenuto.open(LocalStore(many, filesystem=packs)) as opened:
         leaf = opened["model/rows"]
     for key in (..., slice(0, 1), slice(ROWS - 1, ROWS)):
         with pytest.raises(UsageError, match="is closed"):
@@ -221,6 +221,6 @@ def test_a_leaf_that_is_read_after_the_close_opens_nothing(many: Path) -> None:
 @pytest.mark.usefixtures("few_at_once")
 def test_of_many_ranks_few_packs_are_open_while_what_they_have_is_cut_out(many: Path) -> None:
     packs = Packs()
-    loaded = holdfast.load(LocalStore(many, filesystem=packs))
+    loaded = tenuto.load(LocalStore(many, filesystem=packs))
     assert np.array_equal(loaded.state["model"]["columns"], whole(1)["model"]["columns"])
     assert 0 < packs.most <= 4 and not packs.open_now

@@ -18,19 +18,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-import holdfast
-from holdfast import every, on
-from holdfast.api.position import Counters, Position
-from holdfast.api.snapshot import Snapshots
-from holdfast.errors import CorruptionError, SaveFailed
-from holdfast.integrations.torch.sampler import ResumableSampler
-from holdfast.model.checkpoint import IndexEntry, Manifest
-from holdfast.model.moved import Moved
-from holdfast.model.names import CheckpointId
-from holdfast.ranks.memory import MemoryBoard, ThreadRanks
-from holdfast.repo.repository import Repo
-from holdfast.state import rng, streams
-from holdfast.store.registry import open_store
+import tenuto
+from tenuto import every, on
+from tenuto.errors import CorruptionError, SaveFailed
+from tenuto.integrations.torch.data.sampler import ResumableSampler
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import IndexEntry, Manifest
+from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.repo.repository import Repo
+from tenuto.state.position import rng, rng_streams
+from tenuto.state.position.training_position import Counters, TrainingPosition
+from tenuto.state.position.world_size_change import WorldSizeChange
+from tenuto.store.registry import open_store
+from tenuto.training.snapshot import Snapshots
 
 SAMPLES = 50
 
@@ -47,7 +47,7 @@ def distributed(rank: int, of: int) -> Any:
 
 def train(where: Path, of: int, steps: int, make: Any = shared) -> list[tuple[list[Any], Any]]:
     """Of each rank its batches, and what was restored. Raises what a rank has raised, the first one's first."""
-    board = MemoryBoard()
+    board = InProcessKVStore()
     found: list[Any] = [None] * of
 
     def work(rank: int) -> None:
@@ -55,7 +55,7 @@ def train(where: Path, of: int, steps: int, make: Any = shared) -> list[tuple[li
         ranks = {"ranks": ThreadRanks(rank, of, board), "ranks_timeout": 60.0} if of > 1 else {}
         state = {"weights": np.ones(3)}
         try:
-            with holdfast.Checkpointer(
+            with tenuto.Checkpointer(
                 where, state, data=make(rank, of), save=every(steps=100) | on.end(), on_error="raise", **ranks
             ) as ckpt:
                 restored = ckpt.restore()
@@ -154,9 +154,9 @@ def captured(seed: int) -> dict[str, Any]:
     return rng.capture()
 
 
-def going_on(rank: int, saved: int, here: int, alike: list[str]) -> tuple[Position, tuple[float, float, float]]:
-    moved = Moved(saved, here, rank)
-    position = Position(None, rank, here)
+def going_on(rank: int, saved: int, here: int, alike: list[str]) -> tuple[TrainingPosition, tuple[float, float, float]]:
+    moved = WorldSizeChange(saved, here, rank)
+    position = TrainingPosition(None, rank, here)
     random.seed(99), np.random.seed(99), torch.manual_seed(99)
     position.load({"random": captured(moved.donor)}, Counters(3, alike=tuple(alike), ranks=saved), moved)
     random.seed(98)
@@ -187,10 +187,10 @@ def test_what_becomes_of_streams_is_told() -> None:
     assert position.reasons == (
         "saved by 3 ranks and gone on with by 2: random generators (torch/cpu) of rank 2 are not gone on with",
     )
-    certificate = position.amended({"exact": True, "reasons": [], "caveats": ["c"]}, Moved(3, 2, 0))
+    certificate = position.amended({"exact": True, "reasons": [], "caveats": ["c"]}, WorldSizeChange(3, 2, 0))
     assert not certificate["exact"] and certificate["reasons"] == list(position.reasons)
     position, _ = going_on(0, 3, 2, NAMES)
-    assert position.reasons == () and position.amended({"reasons": []}, Moved(3, 2, 0))["exact"]
+    assert position.reasons == () and position.amended({"reasons": []}, WorldSizeChange(3, 2, 0))["exact"]
     assert position.amended({"exact": False, "reasons": ["r"]}, None) == {"exact": False, "reasons": ["r"]}
 
 
@@ -202,7 +202,7 @@ def test_one_process_gives_its_state_to_all() -> None:
 
 
 def test_what_tells_ranks_apart_is_said_by_several_alone() -> None:
-    snapshots = [Snapshots({"w": 1}, Position(None, 0, of)) for of in (1, 2)]
+    snapshots = [Snapshots({"w": 1}, TrainingPosition(None, 0, of)) for of in (1, 2)]
     alone, together = (one.about(parent=None, metrics={}, reason="r") for one in snapshots)
     assert (
         alone.marks == {}
@@ -214,7 +214,7 @@ def test_what_tells_ranks_apart_is_said_by_several_alone() -> None:
             "batch",
         }
     )
-    assert together.marks == streams.marks(rng.capture()) and together.progress["ranks"] == 2
+    assert together.marks == rng_streams.marks(rng.capture()) and together.progress["ranks"] == 2
     assert len(together.certificate["at_other_ranks"]) == 3
 
 
@@ -229,9 +229,9 @@ def manifest(**progress: Any) -> Manifest:
 
 
 def test_how_many_ranks_have_saved_is_said_by_the_indexes_or_in_memory_by_the_progress() -> None:
-    assert Position(None).moved(Counters.of(manifest())) is None
-    assert Position(None, 1, 2).moved(Counters.of(manifest())) == Moved(1, 2, 1)
-    assert Position(None, 1, 2).moved(Counters.of(manifest(ranks=2))) is None
+    assert TrainingPosition(None).moved(Counters.of(manifest())) is None
+    assert TrainingPosition(None, 1, 2).moved(Counters.of(manifest())) == WorldSizeChange(1, 2, 1)
+    assert TrainingPosition(None, 1, 2).moved(Counters.of(manifest(ranks=2))) is None
 
 
 @pytest.mark.parametrize("wrong", [{"alike": "python"}, {"alike": [1]}, {"ranks": "2"}, {"data": {}}, {"data": None}])

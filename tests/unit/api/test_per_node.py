@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import tenuto
+from tenuto.errors import CorruptionError, NothingRestorable, RanksDisagree, RepositoryError
+from tenuto.maintenance import gc, remove, replicate
+from tenuto.maintenance.verify import assert_whole, execute, plan_verify
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 from tests.astray import damage
 from tests.joint_ranks import together
-
-import holdfast
-from holdfast.errors import CorruptionError, NothingRestorable, RanksDisagree, RepositoryError
-from holdfast.model.names import CheckpointId
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep import gc, remove, replicate
-from holdfast.upkeep.verify import assert_whole, execute, plan_verify
 
 ROWS = 12
 
@@ -31,8 +31,8 @@ def whole(number: float = 1.0) -> Any:
 def part(ranks: Any, number: float = 1.0) -> dict[str, Any]:
     begin, end = (ROWS * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
     return {
-        "w": holdfast.shard(whole(number)[begin:end].copy(), whole=(ROWS, 4), offsets=(begin, 0)),
-        "own": holdfast.per_rank(np.full(2, ranks.rank)),
+        "w": tenuto.shard(whole(number)[begin:end].copy(), whole=(ROWS, 4), offsets=(begin, 0)),
+        "own": tenuto.per_rank(np.full(2, ranks.rank)),
     }
 
 
@@ -47,7 +47,7 @@ class Cluster:
 
     def place(self, ranks: Any) -> Any:
         node = self.nodes[ranks.rank]
-        return holdfast.PerNode(self.root / node, home=self.home, copies=self.copies, node=node)
+        return tenuto.PerNode(self.root / node, home=self.home, copies=self.copies, node=node)
 
     def on(self, count: int, work: Any) -> Sequence[Any]:
         found = together(count, work)
@@ -57,18 +57,18 @@ class Cluster:
         return found
 
     def save(self, count: int, number: float) -> Any:
-        return self.on(count, lambda ranks: holdfast.save(part(ranks, number), self.place(ranks), ranks=ranks))[0]
+        return self.on(count, lambda ranks: tenuto.save(part(ranks, number), self.place(ranks), ranks=ranks))[0]
 
     def train(self, count: int, steps: int, **more: Any) -> Sequence[Any]:
         """Steps that multiply what each rank holds; what each began with."""
 
         def work(ranks: Any) -> Any:
             state = part(ranks)
-            with holdfast.Checkpointer(
+            with tenuto.Checkpointer(
                 self.place(ranks),
                 state,
                 ranks=ranks,
-                save=holdfast.every(steps=1),
+                save=tenuto.every(steps=1),
                 on_error="raise",
                 ranks_timeout=60.0,
                 **more,
@@ -83,7 +83,7 @@ class Cluster:
 
     def load(self, count: int) -> Sequence[Any]:
         def work(ranks: Any) -> Any:
-            restored = holdfast.load(self.place(ranks), into=part(ranks, 0.0), ranks=ranks)
+            restored = tenuto.load(self.place(ranks), into=part(ranks, 0.0), ranks=ranks)
             return restored.step, _local(restored.state["w"]), _local(restored.state["own"])
 
         return self.on(count, work)
@@ -136,7 +136,7 @@ def test_another_number_of_ranks_is_handed_what_it_does_not_find(cluster: Cluste
     cluster.save(4, 2.0)
     if count == 1:  # a process by itself has nobody who hands it anything on
         with pytest.raises(NothingRestorable, match=r"it may be on n1 \("):
-            holdfast.load(holdfast.PerNode(cluster.root / "n0", home=cluster.home, node="n0"))
+            tenuto.load(tenuto.PerNode(cluster.root / "n0", home=cluster.home, node="n0"))
         return
     cluster.nodes = {rank: f"n{rank % 2}" for rank in range(8)}
     assert np.array_equal(joined(cluster.load(count)), whole(2.0))
@@ -148,7 +148,7 @@ def test_only_what_some_rank_lacks_is_put_into_the_home_and_it_is_said(cluster: 
     told = Told()
 
     def work(ranks: Any) -> Any:
-        return holdfast.load(cluster.place(ranks), into=part(ranks, 0.0), ranks=ranks, sinks=[told]).state["w"]
+        return tenuto.load(cluster.place(ranks), into=part(ranks, 0.0), ranks=ranks, sinks=[told]).state["w"]
 
     found = cluster.on(4, work)
     assert np.array_equal(np.concatenate([_local(one) for one in found]), whole(2.0))
@@ -170,7 +170,7 @@ def test_a_lost_node_makes_all_ranks_fall_back_together_to_what_is_whole(cluster
 def test_a_lost_node_without_any_copy_is_no_start_from_scratch(cluster: Cluster) -> None:
     cluster.save(4, 2.0)
     shutil.rmtree(cluster.root / "n1")
-    found = together(4, lambda ranks: holdfast.load(cluster.place(ranks), into=part(ranks), ranks=ranks))
+    found = together(4, lambda ranks: tenuto.load(cluster.place(ranks), into=part(ranks), ranks=ranks))
     assert isinstance(found[0], NothingRestorable)
     assert "on no node of this job" in str(found[0])
     assert all(isinstance(one, Exception) for one in found)
@@ -209,7 +209,7 @@ def test_what_is_damaged_on_its_node_is_not_handed_on(cluster: Cluster) -> None:
 def test_ranks_that_declare_it_differently_are_refused(cluster: Cluster) -> None:
     def work(ranks: Any) -> Any:
         place = cluster.place(ranks) if ranks.rank else cluster.home
-        return holdfast.save(part(ranks), place, ranks=ranks)
+        return tenuto.save(part(ranks), place, ranks=ranks)
 
     assert all(isinstance(one, RanksDisagree) for one in together(2, work))
 
@@ -222,8 +222,8 @@ def test_a_home_that_is_not_shared_is_still_found_out(cluster: Cluster) -> None:
     def work(ranks: Any) -> Any:
         home = cluster.home if ranks.rank == 0 else cluster.root / "copy"
         node = f"n{ranks.rank}"
-        place = holdfast.PerNode(cluster.root / node, home=home, node=node)
-        with holdfast.Checkpointer(place, part(ranks), ranks=ranks, ranks_timeout=4.0) as ckpt:
+        place = tenuto.PerNode(cluster.root / node, home=home, node=node)
+        with tenuto.Checkpointer(place, part(ranks), ranks=ranks, ranks_timeout=4.0) as ckpt:
             for _ in ckpt.steps(2):
                 pass
 
@@ -234,9 +234,9 @@ def test_a_home_that_is_not_shared_is_still_found_out(cluster: Cluster) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_training_goes_on_from_its_nodes_and_each_tidies_its_own(cluster: Cluster) -> None:
-    cluster.train(4, 5, keep=holdfast.keep.latest(2))
+    cluster.train(4, 5, keep=tenuto.keep.latest(2))
     assert {name.partition("/")[0] for name in cluster.packs("n0")} == {"4", "5"}
-    began = cluster.train(4, 8, keep=holdfast.keep.latest(2))
+    began = cluster.train(4, 8, keep=tenuto.keep.latest(2))
     assert {step for _, step in began} == {5}
     assert np.array_equal(np.concatenate([one[0] for one in began]), whole() + 5)
     steps = {name.partition("/")[0] for name in cluster.packs("n1")}
@@ -262,8 +262,8 @@ def test_all_places_copied_into_one_directory_are_the_repository(cluster: Cluste
     one = cluster.root / "one"
     for node in ("n0", "n1"):
         shutil.copytree(cluster.root / node, one, dirs_exist_ok=True)
-    (one / "holdfast-member.json").unlink()
-    restored = holdfast.load(one)
+    (one / "tenuto-member.json").unlink()
+    restored = tenuto.load(one)
     assert restored.step == 3
     assert np.array_equal(restored.state["w"], whole() + 3)
     assert_whole(Repo.open(open_store(one)))
@@ -272,13 +272,13 @@ def test_all_places_copied_into_one_directory_are_the_repository(cluster: Cluste
 def test_a_nodes_directory_given_as_the_home_is_refused(cluster: Cluster) -> None:
     cluster.save(2, 1.0)
     with pytest.raises(RepositoryError, match="whose home is"):
-        holdfast.save({"w": 1.0}, cluster.root / "n0")
+        tenuto.save({"w": 1.0}, cluster.root / "n0")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_home_by_itself_reads_what_lies_on_this_node(cluster: Cluster) -> None:
     cluster.save(4, 2.0)
-    restored = holdfast.load(cluster.home)  # a person on a machine that sees both
+    restored = tenuto.load(cluster.home)  # a person on a machine that sees both
     assert np.array_equal(restored.state["w"], whole(2.0))
 
 
@@ -287,7 +287,7 @@ def test_nothing_is_told_while_all_goes_well(cluster: Cluster) -> None:
         warnings.simplefilter("always")
         cluster.save(4, 2.0)
         cluster.load(4)
-    assert not [one for one in told if "holdfast: " in str(one.message)]
+    assert not [one for one in told if "tenuto: " in str(one.message)]
 
 
 # -- looked after by a person ------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_verify_says_what_it_did_not_see_and_takes_none_of_it_for_damage(cluster
     report = execute(opened(cluster, "n1"), plan_verify(Repo.open(open_store(cluster.home))), note=True)
     assert report.ok and report.unseen == 2
     assert ["n1" in finding.message for finding in report.findings] == [True]
-    assert not holdfast.Repository(cluster.home).notes(report.checked[0]), "of what was not all read nothing is noted"
+    assert not tenuto.Repository(cluster.home).notes(report.checked[0]), "of what was not all read nothing is noted"
     with pytest.raises(CorruptionError, match="2 packs not looked at"):
         assert_whole(Repo.open(open_store(cluster.home)))
 
@@ -326,7 +326,7 @@ def test_replicate_brings_what_lies_on_this_node_into_the_home(cluster: Cluster)
     (cluster.root / "n0").rename(cluster.root / "n0 away")
     replicated(Repo.open(open_store(cluster.home)))
     shutil.rmtree(cluster.root / "n1")
-    assert np.array_equal(holdfast.load(cluster.home).state["w"], whole(2.0))
+    assert np.array_equal(tenuto.load(cluster.home).state["w"], whole(2.0))
     assert not replicate.plan_replicate(Repo.open(open_store(cluster.home)), [CheckpointId("main", 1, 0)]).copies
 
 

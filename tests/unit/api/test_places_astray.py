@@ -15,28 +15,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import tenuto
+from tenuto.engine.read.copy_packs import VerifiedContent
+from tenuto.engine.read.lazy_reader import LazyReader
+from tenuto.errors import CorruptionError, RanksDisagree, RepositoryError, SaveFailed, StoreFull, UsageError
+from tenuto.maintenance import gc, remove, replicate, undelete
+from tenuto.maintenance.verify import execute, plan_verify
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.repository import Repo
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem
+from tenuto.store.registry import open_store
+from tenuto.training.saves import RunSaver
 from tests.astray import Refusing, damage, over
 from tests.joint_ranks import together
-
-import holdfast
-from holdfast.api.saving import Saving
-from holdfast.engine.copying import Verified
-from holdfast.engine.lazy import LazyReader
-from holdfast.errors import CorruptionError, RanksDisagree, RepositoryError, SaveFailed, StoreFull, UsageError
-from holdfast.model.names import CheckpointId
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.store.registry import open_store
-from holdfast.upkeep import gc, remove, replicate, undelete
-from holdfast.upkeep.verify import execute, plan_verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def train(place: Any, steps: int, at: Any = None, **more: Any) -> None:
-    arguments = {"save": holdfast.every(steps=1), "keep": holdfast.keep.latest(100), **more}
-    with holdfast.Checkpointer(place, {"w": np.ones(3)}, **arguments) as ckpt:
+    arguments = {"save": tenuto.every(steps=1), "keep": tenuto.keep.latest(100), **more}
+    with tenuto.Checkpointer(place, {"w": np.ones(3)}, **arguments) as ckpt:
         for _ in ckpt.steps(steps):
             if at is not None:
                 at(ckpt)
@@ -62,14 +62,14 @@ def test_i6_checkpoints_that_a_home_set_back_does_not_know_are_left_alone(tmp_pa
             ckpt.wait()
             shutil.copytree(home, tmp_path / "backup")
 
-    train(holdfast.PerNode(disk, home=home), 6, backup)
+    train(tenuto.PerNode(disk, home=home), 6, backup)
     shutil.rmtree(home)
     (tmp_path / "backup").rename(home)
     before = packs(disk)
     assert "a0001/step-00000006" in before
     if how == "train":
         with pytest.warns(Warning, match="was the home set back|Was the home set back"):
-            train(holdfast.PerNode(disk, home=home), 4)
+            train(tenuto.PerNode(disk, home=home), 4)
     else:
         repo = Repo.open(open_store(home))
         plan = gc.plan_gc(repo, grace_s=0.0)
@@ -82,28 +82,28 @@ def test_i2_nothing_of_another_line_of_training_is_touched_in_a_place(tmp_path: 
     """The home is set back to before a claim, and the next one gets its number: what lies under that in the place is
     another attempt's."""
     home, disk = tmp_path / "home", tmp_path / "disk"
-    train(holdfast.PerNode(disk, home=home), 4)
+    train(tenuto.PerNode(disk, home=home), 4)
     shutil.copytree(home, tmp_path / "backup")
-    train(holdfast.PerNode(disk, home=home), 8)
+    train(tenuto.PerNode(disk, home=home), 8)
     shutil.rmtree(home)
     (tmp_path / "backup").rename(home)
     before = files(disk)
     with pytest.raises(SaveFailed, match="another line of training"):
-        train(holdfast.PerNode(disk, home=home), 10, on_error="raise")
+        train(tenuto.PerNode(disk, home=home), 10, on_error="raise")
     after = files(disk)
     assert {name: after.get(name) for name in before} == before
 
 
 def test_a_place_that_was_made_the_home_is_no_mirror_of_the_old_one(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    train(holdfast.Mirror(a, b), 4)
+    train(tenuto.Mirror(a, b), 4)
     a.rename(tmp_path / "away")
-    (b / "holdfast-member.json").unlink()
+    (b / "tenuto-member.json").unlink()
     train(b, 8)
     (tmp_path / "away").rename(a)
     before = files(b)
     with pytest.raises(RepositoryError, match="has checkpoints of its own"):
-        train(holdfast.Mirror(a, b), 10)
+        train(tenuto.Mirror(a, b), 10)
     assert files(b) == before
 
 
@@ -124,10 +124,10 @@ def test_a_disk_that_goes_away_in_the_middle_is_noticed_and_nothing_is_put_in_it
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        train(holdfast.Mirror(a, b, copies=copies), 4, unmount)
+        train(tenuto.Mirror(a, b, copies=copies), 4, unmount)
     assert any(f"{b} is not the place that it was" in str(one.message) for one in told)
     assert not list(b.iterdir())
-    steps = [id.step for id in holdfast.Repository(a).checkpoints()]
+    steps = [id.step for id in tenuto.Repository(a).checkpoints()]
     assert steps == ([4, 3, 2, 1] if copies == 1 else [2, 1])
 
 
@@ -142,16 +142,16 @@ def test_one_directory_by_two_names_is_no_mirror(tmp_path: Path) -> None:
     place = tmp_path / "a"
     train(place, 2)
     with pytest.raises(UsageError, match="one directory by two names"):
-        train(holdfast.Mirror(place, Aliased(str(place))), 4)
+        train(tenuto.Mirror(place, Aliased(str(place))), 4)
     train(place, 4)
-    assert not (place / "holdfast-member.json").exists() and not list(place.glob("places/*"))
+    assert not (place / "tenuto-member.json").exists() and not list(place.glob("places/*"))
 
 
 def test_ranks_of_a_mirror_have_the_same_places(tmp_path: Path) -> None:
     def work(ranks: Any) -> Any:
         other = tmp_path / ("b" if ranks.rank == 0 else "c")
-        state = {"w": holdfast.per_rank(np.full(3, ranks.rank))}
-        return holdfast.save(state, holdfast.Mirror(tmp_path / "a", other), ranks=ranks)
+        state = {"w": tenuto.per_rank(np.full(3, ranks.rank))}
+        return tenuto.save(state, tenuto.Mirror(tmp_path / "a", other), ranks=ranks)
 
     found = together(2, work)
     assert all(isinstance(one, RanksDisagree) for one in found), found
@@ -161,8 +161,8 @@ def test_ranks_of_a_mirror_have_the_same_places(tmp_path: Path) -> None:
 def test_what_retention_let_go_of_goes_from_a_node_that_was_left_for_an_older_step(tmp_path: Path) -> None:
     """The next attempt goes on from before what the node has: that is no home set back."""
     home = tmp_path / "home"
-    train(holdfast.PerNode(tmp_path / "n1", home=home, node="n1", copies=2), 5)
-    train(holdfast.PerNode(tmp_path / "n2", home=home, node="n2"), 6, resume_from=3, keep=holdfast.keep.latest(1))
+    train(tenuto.PerNode(tmp_path / "n1", home=home, node="n1", copies=2), 5)
+    train(tenuto.PerNode(tmp_path / "n2", home=home, node="n2"), 6, resume_from=3, keep=tenuto.keep.latest(1))
     assert "a0001/step-00000005" in packs(tmp_path / "n1")
     repo = Repo.open(open_store(home))
     plan = gc.plan_gc(repo)
@@ -173,13 +173,13 @@ def test_what_retention_let_go_of_goes_from_a_node_that_was_left_for_an_older_st
 
 def test_a_mirror_with_a_new_disk_is_filled_and_nothing_is_missed(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    train(holdfast.Mirror(a, b), 2)
+    train(tenuto.Mirror(a, b), 2)
     shutil.rmtree(b)
     with pytest.warns(Warning, match="is not the place that it was"):
-        train(holdfast.Mirror(a, b), 4)
+        train(tenuto.Mirror(a, b), 4)
     assert not replicated(a).failed and packs(b) == packs(a)
     repo = Repo.open(open_store(a))
-    assert not replicate.plan_replicate(repo, holdfast.Repository(a).checkpoints()).away
+    assert not replicate.plan_replicate(repo, tenuto.Repository(a).checkpoints()).away
     for place in (a, b):
         next(place.rglob("step-00000003/*.safetensors")).unlink()
     repo = Repo.open(open_store(a))
@@ -199,10 +199,10 @@ def test_a_place_that_was_out_of_reach_at_the_start_is_asked_nothing_afterwards(
     a, b, c = (tmp_path / name for name in "abc")
     asked: list[int] = []
     train(
-        holdfast.Mirror(a, over(b, Away()), c, copies=2),
+        tenuto.Mirror(a, over(b, Away()), c, copies=2),
         4,
         lambda ckpt: asked.append(Away.asked),
-        keep=holdfast.keep.latest(1),
+        keep=tenuto.keep.latest(1),
     )
     assert asked[0] > 0 and len(set(asked)) == 1
     assert packs(a) == packs(c) == {"a0001/step-00000004"}
@@ -236,11 +236,11 @@ def test_i3_an_unreadable_copy_is_read_from_another_by_several_ranks_too(tmp_pat
         return {f"w{leaf}": np.full(100_000, number + leaf) for leaf in range(8)}
 
     for number in (1.0, 2.0):
-        together(count, lambda ranks, number=number: holdfast.save(state(number), holdfast.Mirror(a, b), ranks=ranks))
+        together(count, lambda ranks, number=number: tenuto.save(state(number), tenuto.Mirror(a, b), ranks=ranks))
     bad = over(b, Unreadable())
 
     def load(ranks: Any) -> Any:
-        restored = holdfast.load(holdfast.Mirror(a, bad), into=state(0.0), ranks=ranks)
+        restored = tenuto.load(tenuto.Mirror(a, bad), into=state(0.0), ranks=ranks)
         return restored.step, float(restored.state["w7"][-1])
 
     assert list(together(count, load)) == [(1, 9.0)] * count
@@ -250,8 +250,8 @@ def test_i5_what_was_found_of_a_copy_says_nothing_of_another(tmp_path: Path, mon
     """One thread has verified a chunk of a copy that another thread turns away meanwhile: the other copy's chunk is
     not thereby verified."""
     a, b = (f"memory://turned-{name}-{os.getpid()}" for name in "ab")
-    holdfast.save({"one": np.arange(1000.0), "two": np.arange(1000.0)}, holdfast.Mirror(a, b))
-    with holdfast.open(a) as opened:
+    tenuto.save({"one": np.arange(1000.0), "two": np.arange(1000.0)}, tenuto.Mirror(a, b))
+    with tenuto.open(a) as opened:
         offset = {path: opened[path] for path in ("one", "two")}
         assert set(offset) == {"one", "two"}
     for place, leaf in ((a, "two"), (b, "one")):
@@ -271,7 +271,7 @@ def test_i5_what_was_found_of_a_copy_says_nothing_of_another(tmp_path: Path, mon
             assert turned.wait(60)
 
     monkeypatch.setattr(LazyReader, "_check", paused)
-    with holdfast.open(a) as opened:
+    with tenuto.open(a) as opened:
         slow = threading.Thread(target=lambda: opened["one"][:], name="slow")
         slow.start()
         assert checked.wait(60)
@@ -284,10 +284,10 @@ def test_i5_what_was_found_of_a_copy_says_nothing_of_another(tmp_path: Path, mon
 
 def test_a_missing_copy_is_read_from_another_and_said(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    holdfast.save({"w": np.ones(3)}, holdfast.Mirror(a, b))
+    tenuto.save({"w": np.ones(3)}, tenuto.Mirror(a, b))
     next(a.rglob("*.safetensors")).unlink()
     with pytest.warns(Warning, match=f"is missing in {a}: read from {b}"):
-        holdfast.load(a)
+        tenuto.load(a)
 
 
 class Late(OperatingSystem):
@@ -334,15 +334,15 @@ def test_i3_what_was_handed_on_is_waited_for_where_the_home_shows_it_late(tmp_pa
 
     def part(ranks: Any, number: float) -> dict[str, Any]:
         begin, end = (12 * rank // 2 for rank in (ranks.rank, ranks.rank + 1))
-        return {"w": holdfast.shard(np.arange(12.0)[begin:end] * number, whole=(12,), offsets=(begin,))}
+        return {"w": tenuto.shard(np.arange(12.0)[begin:end] * number, whole=(12,), offsets=(begin,))}
 
     def place(ranks: Any) -> Any:
         node = nodes[ranks.rank]
-        return holdfast.PerNode(tmp_path / node, home=over(tmp_path / "home", Late()), node=node)
+        return tenuto.PerNode(tmp_path / node, home=over(tmp_path / "home", Late()), node=node)
 
-    together(2, lambda ranks: holdfast.save(part(ranks, 1.0), place(ranks), ranks=ranks))
+    together(2, lambda ranks: tenuto.save(part(ranks, 1.0), place(ranks), ranks=ranks))
     nodes.reverse()
-    found = together(2, lambda ranks: holdfast.load(place(ranks), into=part(ranks, 0.0), ranks=ranks))
+    found = together(2, lambda ranks: tenuto.load(place(ranks), into=part(ranks, 0.0), ranks=ranks))
     assert [getattr(one, "step", one) for one in found] == [0, 0]
 
 
@@ -352,9 +352,9 @@ def test_i3_what_was_handed_on_is_waited_for_where_the_home_shows_it_late(tmp_pa
 ENDS = """
 import sys
 import numpy as np
-import holdfast
+import tenuto
 
-ckpt = holdfast.Checkpointer(holdfast.Mirror(*sys.argv[1:]), {"w": np.ones(4_000_000), "step": 0}, in_flight=2)
+ckpt = tenuto.Checkpointer(tenuto.Mirror(*sys.argv[1:]), {"w": np.ones(4_000_000), "step": 0}, in_flight=2)
 ckpt.restore()
 for _ in range(2):
     ckpt.step_done()
@@ -372,7 +372,7 @@ def test_what_is_in_flight_when_a_script_ends_is_committed(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     for place in "ab":
-        assert next(iter(holdfast.Repository(tmp_path / place).checkpoints())).step == 2
+        assert next(iter(tenuto.Repository(tmp_path / place).checkpoints())).step == 2
 
 
 def test_packs_of_a_save_that_failed_on_one_rank_go_from_every_node(tmp_path: Path) -> None:
@@ -383,8 +383,8 @@ def test_packs_of_a_save_that_failed_on_one_rank_go_from_every_node(tmp_path: Pa
         if ranks.rank == 3:
             home = over(home, Refusing("step-00000002/rank-00003.index", "step-00000003/rank-00003.index"))
         node = f"n{ranks.rank // 2}"
-        place = holdfast.PerNode(tmp_path / node, home=home, node=node)
-        train(place, 8, ranks=ranks, keep=holdfast.keep.latest(1), ranks_timeout=60.0)
+        place = tenuto.PerNode(tmp_path / node, home=home, node=node)
+        train(place, 8, ranks=ranks, keep=tenuto.keep.latest(1), ranks_timeout=60.0)
 
     for one in together(4, work):
         assert one is None
@@ -396,13 +396,13 @@ def test_a_rank_that_needs_room_on_its_node_makes_it_whoever_leads_there(tmp_pat
     made: list[int] = []
 
     def work(ranks: Any) -> Any:
-        place = holdfast.PerNode(tmp_path / "node", home=tmp_path / "home", node="n")
-        with holdfast.Checkpointer(place, {"w": np.ones(3)}, ranks=ranks, save=holdfast.every(steps=1)) as ckpt:
+        place = tenuto.PerNode(tmp_path / "node", home=tmp_path / "home", node="n")
+        with tenuto.Checkpointer(place, {"w": np.ones(3)}, ranks=ranks, save=tenuto.every(steps=1)) as ckpt:
             for step in ckpt.steps(3):
                 if step == 2 and ranks.rank == 1:
                     ckpt.wait()
                     assert ckpt._training is not None
-                    saving: Saving = ckpt._training.saving
+                    saving: RunSaver = ckpt._training.saving
                     assert not saving.company.leads  # type: ignore[union-attr]
                     left = tmp_path / "node" / CheckpointId("main", 1, 1).directory
                     made.append(len(list(left.rglob("*.safetensors"))))
@@ -420,9 +420,9 @@ def test_a_full_node_is_named_and_not_the_home(tmp_path: Path) -> None:
         def free_bytes(self) -> int:
             return 1 << 20
 
-    place = holdfast.PerNode(Full(str(tmp_path / "node")), home=tmp_path / "home")
+    place = tenuto.PerNode(Full(str(tmp_path / "node")), home=tmp_path / "home")
     with pytest.raises((StoreFull, SaveFailed), match=str(tmp_path / "node")):
-        holdfast.save({"w": np.ones(3)}, place)
+        tenuto.save({"w": np.ones(3)}, place)
 
 
 # -- what a person does ------------------------------------------------------------------------------------------------
@@ -430,17 +430,17 @@ def test_a_full_node_is_named_and_not_the_home(tmp_path: Path) -> None:
 
 def replicated(home: Path) -> replicate.ReplicateReport:
     repo = Repo.open(open_store(home))
-    return replicate.execute(repo, replicate.plan_replicate(repo, holdfast.Repository(home).checkpoints()))
+    return replicate.execute(repo, replicate.plan_replicate(repo, tenuto.Repository(home).checkpoints()))
 
 
 def test_i5_two_who_replicate_at_once_put_nothing_that_is_not_whole(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    holdfast.save({"w": np.arange(3_000_000.0)}, holdfast.Mirror(a, b))
+    tenuto.save({"w": np.arange(3_000_000.0)}, tenuto.Mirror(a, b))
     next(b.rglob("*.safetensors")).unlink()
     first, second = threading.Event(), threading.Event()
-    original = Verified.pieces
+    original = VerifiedContent.pieces
 
-    def paused(self: Verified) -> Any:
+    def paused(self: VerifiedContent) -> Any:
         for number, piece in enumerate(original(self)):
             if number == 1 and threading.current_thread().name == "slow":
                 first.set()
@@ -448,7 +448,7 @@ def test_i5_two_who_replicate_at_once_put_nothing_that_is_not_whole(tmp_path: Pa
             yield piece
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Verified, "pieces", paused)
+        patch.setattr(VerifiedContent, "pieces", paused)
         slow = threading.Thread(target=replicated, args=(a,), name="slow")
         slow.start()
         assert first.wait(60)
@@ -461,7 +461,7 @@ def test_i5_two_who_replicate_at_once_put_nothing_that_is_not_whole(tmp_path: Pa
 
 def test_replicate_takes_each_pack_from_whoever_has_it_whole_and_goes_on_past_what_fails(tmp_path: Path) -> None:
     a, b, c = (tmp_path / name for name in "abc")
-    train(holdfast.Mirror(a, b, c), 4)
+    train(tenuto.Mirror(a, b, c), 4)
     for pack in c.rglob("*.safetensors"):
         pack.unlink()
     damage(next(a.rglob("step-00000002/*.safetensors")))
@@ -475,23 +475,23 @@ def test_replicate_takes_each_pack_from_whoever_has_it_whole_and_goes_on_past_wh
 def test_what_is_done_at_the_home_reaches_its_mirrors(tmp_path: Path) -> None:
     """A tag, and the manifest that undelete puts back; what a mirror missed while it was away comes by replicate."""
     a, b = tmp_path / "a", tmp_path / "b"
-    train(holdfast.Mirror(a, b), 3)
+    train(tenuto.Mirror(a, b), 3)
     repo = Repo.open(open_store(a))
     remove.execute(repo, remove.plan_remove(repo, [CheckpointId("main", 1, 2)]))
     undelete.execute(repo, undelete.plan_undelete(repo, CheckpointId("main", 1, 2)))
-    holdfast.Repository(a).tag("good", 2)
+    tenuto.Repository(a).tag("good", 2)
     b.rename(tmp_path / "away")
-    holdfast.Repository(a).tag("better", 1)
+    tenuto.Repository(a).tag("better", 1)
     (tmp_path / "away").rename(b)
-    assert set(holdfast.Repository(b).tags()) == {"good"}
-    assert [id.step for id in holdfast.Repository(b).checkpoints()] == [3, 2, 1]
+    assert set(tenuto.Repository(b).tags()) == {"good"}
+    assert [id.step for id in tenuto.Repository(b).checkpoints()] == [3, 2, 1]
     replicated(a)
-    assert holdfast.Repository(b).tags() == holdfast.Repository(a).tags()
+    assert tenuto.Repository(b).tags() == tenuto.Repository(a).tags()
 
 
 def test_undelete_says_what_it_did_not_see(tmp_path: Path) -> None:
     home, disk = tmp_path / "home", tmp_path / "disk"
-    train(holdfast.PerNode(disk, home=home, node="n"), 3)
+    train(tenuto.PerNode(disk, home=home, node="n"), 3)
     disk.rename(tmp_path / "away")
     repo, id = Repo.open(open_store(home)), CheckpointId("main", 1, 2)
     remove.execute(repo, remove.plan_remove(repo, [id]))
@@ -500,7 +500,7 @@ def test_undelete_says_what_it_did_not_see(tmp_path: Path) -> None:
 
 def test_verify_names_a_mirror_that_is_not_there_and_damage_of_small_copies(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    train(holdfast.Mirror(a, b), 2)
+    train(tenuto.Mirror(a, b), 2)
     damage(next(b.rglob("step-00000001/*.index")))
     (b / CheckpointId("main", 1, 2).manifest).unlink()
 

@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every, keep, on
-from holdfast.errors import ForkedProcess, RanksNotSupported, RunInUse, Superseded, UsageError
-from holdfast.policy.saving import SavePolicy
-from holdfast.repo.repository import Repo
-from holdfast.repo.watch import Watch
-from holdfast.store.registry import open_store
+import tenuto
+from tenuto import every, keep, on
+from tenuto.errors import ForkedProcess, RanksNotSupported, RunInUse, Superseded, UsageError
+from tenuto.policy.save import SavePolicy
+from tenuto.repo.ownership.owner_watch import OwnerWatch
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 from tiny_training import state, steps_of, train
 
 ALL = keep.latest(100)
 HEAD = """
 import os, signal, sys, warnings
 import numpy as np
-import holdfast
-from holdfast import every, keep, on
+import tenuto
+from tenuto import every, keep, on
 warnings.simplefilter("ignore")
 where = sys.argv[1]
 state = {"w": np.zeros(1000, np.float32), "n": 0}
@@ -59,7 +59,7 @@ def go_on(child: subprocess.Popen[str]) -> None:
 
 
 TRAINS_UNTIL_TOLD = """
-ckpt = holdfast.Checkpointer(where, state, save=every(steps=1), keep=keep.latest(100))
+ckpt = tenuto.Checkpointer(where, state, save=every(steps=1), keep=keep.latest(100))
 for step in ckpt.steps(3):
     state["n"] += 1
     if step == 1:
@@ -68,7 +68,7 @@ for step in ckpt.steps(3):
         sys.stdin.readline()
 try:
     ckpt.close()
-except holdfast.HoldfastError as error:
+except tenuto.TenutoError as error:
     say(type(error).__name__)
 """
 
@@ -76,11 +76,11 @@ except holdfast.HoldfastError as error:
 def test_a_run_that_another_process_trains_is_refused_and_names_it(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.repo.attempts.claim.__kwdefaults__", {**_claim_defaults(), "wait_s": 0.05})
+    monkeypatch.setattr("tenuto.repo.ownership.claim.claim.__kwdefaults__", {**_claim_defaults(), "wait_s": 0.05})
     child = spawn(place, TRAINS_UNTIL_TOLD)
     try:
         assert read(child) == "at work"
-        with holdfast.Checkpointer(place, state()) as ckpt, pytest.raises(RunInUse, match=str(child.pid)):
+        with tenuto.Checkpointer(place, state()) as ckpt, pytest.raises(RunInUse, match=str(child.pid)):
             ckpt.steps(9)
         go_on(child)
         assert child.wait(30) == 0
@@ -90,7 +90,7 @@ def test_a_run_that_another_process_trains_is_refused_and_names_it(
 
 
 def _claim_defaults() -> dict[str, object]:
-    from holdfast.repo.attempts import claim
+    from tenuto.repo.ownership.claim import claim
 
     return dict(claim.__kwdefaults__ or {})
 
@@ -98,11 +98,11 @@ def _claim_defaults() -> dict[str, object]:
 def test_i11_the_one_claimed_over_gets_superseded_and_commits_nothing(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.repo.attempts.claim.__kwdefaults__", {**_claim_defaults(), "wait_s": 0.05})
+    monkeypatch.setattr("tenuto.repo.ownership.claim.claim.__kwdefaults__", {**_claim_defaults(), "wait_s": 0.05})
     child = spawn(place, TRAINS_UNTIL_TOLD)
     try:
         assert read(child) == "at work"
-        with holdfast.Checkpointer(place, state(), save=every(steps=1), takeover=True, keep=ALL) as ckpt:
+        with tenuto.Checkpointer(place, state(), save=every(steps=1), takeover=True, keep=ALL) as ckpt:
             loop = ckpt.steps(3)
             assert next(loop) == 1
             go_on(child)
@@ -112,7 +112,7 @@ def test_i11_the_one_claimed_over_gets_superseded_and_commits_nothing(
             assert list(loop) == [2]
     finally:
         child.kill()
-    assert [str(id) for id in holdfast.Repository(place).checkpoints()] == [
+    assert [str(id) for id in tenuto.Repository(place).checkpoints()] == [
         "main/a0002/3",
         "main/a0002/2",
         "main/a0001/1",
@@ -123,21 +123,21 @@ def test_a_killed_owner_is_claimed_over_at_once(place: Path) -> None:
     child = spawn(place, TRAINS_UNTIL_TOLD)
     assert read(child) == "at work"
     child.kill()  # not reaped: a zombie keeps its pid and start time, and is dead all the same
-    with holdfast.Checkpointer(place, state(), save=every(steps=1), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, state(), save=every(steps=1), keep=ALL) as ckpt:
         assert list(ckpt.steps(3)) == [1, 2]
     child.wait(30)
 
 
 def test_a_cell_that_is_run_twice_closes_its_first_checkpointer(place: Path) -> None:
-    first = holdfast.Checkpointer(place, state(), save=every(steps=1), keep=ALL)
+    first = tenuto.Checkpointer(place, state(), save=every(steps=1), keep=ALL)
     loop = first.steps(10)
     next(loop)
     next(loop)
     with pytest.warns(RuntimeWarning, match="left incomplete"):
-        second = holdfast.Checkpointer(place, state(), save=every(steps=1), keep=ALL)
+        second = tenuto.Checkpointer(place, state(), save=every(steps=1), keep=ALL)
         again = second.steps(10)
     assert next(again) == 1
-    with pytest.raises(holdfast.HoldfastError, match="closed"):
+    with pytest.raises(tenuto.TenutoError, match="closed"):
         first.save()
     with pytest.warns(RuntimeWarning, match="left incomplete"):
         second.close()
@@ -145,7 +145,7 @@ def test_a_cell_that_is_run_twice_closes_its_first_checkpointer(place: Path) -> 
 
 def counted(place: Path, total: int, save: SavePolicy) -> list[int]:
     """A cell that holds its Checkpointer by no name that outlives it, and does not close it."""
-    return list(holdfast.Checkpointer(place, state(), save=save, keep=ALL).steps(total))
+    return list(tenuto.Checkpointer(place, state(), save=save, keep=ALL).steps(total))
 
 
 @pytest.mark.parametrize("save", [every(steps=1), every(steps=1) | on.signal()], ids=str)
@@ -153,13 +153,13 @@ def test_a_checkpointer_that_nobody_holds_any_more_gives_its_run_to_the_next(pla
     handlers = signal.getsignal(signal.SIGUSR1)
     assert counted(place, 2, save) == [0, 1]
     assert counted(place, 4, save) == [2, 3]
-    with holdfast.Checkpointer(place, state(), save=save, keep=ALL) as last:
+    with tenuto.Checkpointer(place, state(), save=save, keep=ALL) as last:
         assert list(last.steps(5)) == [4]
     assert signal.getsignal(signal.SIGUSR1) == handlers
     assert steps_of(place) == [5, 4, 3, 2, 1]
 
 
-def own_loop(ckpt: holdfast.Checkpointer, one: dict[str, Any], steps: int) -> None:
+def own_loop(ckpt: tenuto.Checkpointer, one: dict[str, Any], steps: int) -> None:
     for _ in range(steps):
         train(one)
         ckpt.step_done()
@@ -168,10 +168,10 @@ def own_loop(ckpt: holdfast.Checkpointer, one: dict[str, Any], steps: int) -> No
 def test_what_is_restored_into_the_objects_of_an_earlier_checkpointer_is_not_saved_as_a_step_of_it(place: Path) -> None:
     one = state()
     save = every(steps=2) | on.end()
-    first = holdfast.Checkpointer(place, one, save=save, keep=ALL)
+    first = tenuto.Checkpointer(place, one, save=save, keep=ALL)
     first.restore()
     own_loop(first, one, 3)
-    second = holdfast.Checkpointer(place, one, save=save, keep=ALL)
+    second = tenuto.Checkpointer(place, one, save=save, keep=ALL)
     with pytest.warns(RuntimeWarning, match=r"step 3 is not saved \(the last checkpoint is step 2\)"):
         assert second.restore() is not None
     assert second.step == one["n"] == 2
@@ -180,9 +180,9 @@ def test_what_is_restored_into_the_objects_of_an_earlier_checkpointer_is_not_sav
     first.close()
     own_loop(second, one, 1)
     second.close()
-    assert holdfast.load(place).step == 3
+    assert tenuto.load(place).step == 3
     for step in steps_of(place):
-        assert holdfast.load(place, step=step).state["n"] == step
+        assert tenuto.load(place, step=step).state["n"] == step
 
 
 def test_what_other_code_did_to_the_objects_of_an_earlier_checkpointer_is_not_saved_as_a_step_of_it(
@@ -191,7 +191,7 @@ def test_what_other_code_did_to_the_objects_of_an_earlier_checkpointer_is_not_sa
     one = state()
 
     def cell(where: Path, steps: int) -> int:
-        ckpt = holdfast.Checkpointer(where, one, save=every(steps=2) | on.end(), keep=ALL)
+        ckpt = tenuto.Checkpointer(where, one, save=every(steps=2) | on.end(), keep=ALL)
         restored = ckpt.restore()
         own_loop(ckpt, one, steps)
         return restored.step if restored is not None else 0
@@ -201,29 +201,29 @@ def test_what_other_code_did_to_the_objects_of_an_earlier_checkpointer_is_not_sa
     for where in (place, other):
         with pytest.warns(RuntimeWarning, match="step 3 is not saved"):
             assert cell(where, 2) == 2
-        holdfast.Checkpointer(where, one).restore()  # ends it
+        tenuto.Checkpointer(where, one).restore()  # ends it
     assert steps_of(place) == [4, 2]
     for step in steps_of(place):
-        assert holdfast.load(place, step=step).state["n"] == step
+        assert tenuto.load(place, step=step).state["n"] == step
 
 
 def test_the_loop_of_a_checkpointer_that_another_one_has_closed_goes_on_no_further(place: Path) -> None:
     one = state()
-    first = holdfast.Checkpointer(place, one, save=every(steps=1), keep=ALL)
+    first = tenuto.Checkpointer(place, one, save=every(steps=1), keep=ALL)
     loop = first.steps(9)
     for _ in range(3):
         next(loop)
         train(one)
     first.wait()
     with pytest.warns(RuntimeWarning, match="step 3 was left incomplete"):
-        holdfast.Checkpointer(place, one, save=every(steps=1), keep=ALL).restore()
+        tenuto.Checkpointer(place, one, save=every(steps=1), keep=ALL).restore()
     with pytest.raises(UsageError, match="is closed"):
         next(loop)
     assert steps_of(place) == [2, 1]
 
 
 def test_a_forked_child_is_refused_and_its_end_changes_nothing(place: Path) -> None:
-    ckpt = holdfast.Checkpointer(place, state(), save=every(steps=1), keep=ALL)
+    ckpt = tenuto.Checkpointer(place, state(), save=every(steps=1), keep=ALL)
     loop = ckpt.steps(2)
     next(loop)
     pid = os.fork()
@@ -250,7 +250,7 @@ def test_a_worker_that_imports_the_script_anew_trains_nothing(place: Path, tmp_p
         def work(number):
             return number * 2
         if __name__ == "__main__" or multiprocessing.parent_process() is not None:
-            with holdfast.Checkpointer(where, state, save=every(steps=1)) as ckpt:
+            with tenuto.Checkpointer(where, state, save=every(steps=1)) as ckpt:
                 for step in ckpt.steps(2):
                     if __name__ != "__main__":
                         raise SystemExit("a worker trained")
@@ -260,7 +260,7 @@ def test_a_worker_that_imports_the_script_anew_trains_nothing(place: Path, tmp_p
     )
     done = subprocess.run([sys.executable, str(script), str(place)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert holdfast.load(place).state["n"] == 4
+    assert tenuto.load(place).state["n"] == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -268,7 +268,7 @@ def test_a_signal_finishes_the_step_saves_it_and_leaves(place: Path, number: sig
     child = spawn(
         place,
         """
-        with holdfast.Checkpointer(where, state, save=every(steps=100) | on.signal()) as ckpt:
+        with tenuto.Checkpointer(where, state, save=every(steps=100) | on.signal()) as ckpt:
             for step in ckpt.steps(1000):
                 if step == 3:
                     say("in step")
@@ -281,7 +281,7 @@ def test_a_signal_finishes_the_step_saves_it_and_leaves(place: Path, number: sig
     child.send_signal(number)
     go_on(child)
     assert child.wait(60) == 128 + number
-    restored = holdfast.load(place)
+    restored = tenuto.load(place)
     assert restored.step == restored.state["n"] == 4
     assert np.all(restored.state["w"] == 4)
 
@@ -296,7 +296,7 @@ def test_a_signal_outside_a_step_saves_the_last_completed_one_if_nothing_was_tou
     child = spawn(
         place,
         f"""
-        with holdfast.Checkpointer(where, state, data=[1, 2, 3], save=every(steps=2) | on.signal()) as ckpt:
+        with tenuto.Checkpointer(where, state, data=[1, 2, 3], save=every(steps=2) | on.signal()) as ckpt:
             for epoch in ckpt.epochs(5):
                 for batch in ckpt.batches:
                     state["n"] += 1
@@ -311,18 +311,18 @@ def test_a_signal_outside_a_step_saves_the_last_completed_one_if_nothing_was_tou
     rest = child.communicate(timeout=60)[0]
     assert child.returncode == 128 + signal.SIGTERM
     assert "never" not in rest
-    restored = holdfast.load(place)
+    restored = tenuto.load(place)
     assert restored.step == saved
     assert restored.state["n"] == restored.step
     if saved == 3:
-        with holdfast.Checkpointer(place, state(), data=[1, 2, 3], resume_from=None) as ckpt:
+        with tenuto.Checkpointer(place, state(), data=[1, 2, 3], resume_from=None) as ckpt:
             assert ckpt.step == 0
 
 
 def test_a_failure_that_nobody_saw_is_in_the_exit_status(place: Path) -> None:
     body = """
-        from holdfast.store.registry import open_store
-        from holdfast.errors import StoreError
+        from tenuto.store.registry import open_store
+        from tenuto.errors import StoreError
         class Failing:
             def __init__(self, inner, failures): self.inner, self.failures = inner, failures
             def put_if_absent(self, name, content, *, token):
@@ -332,7 +332,7 @@ def test_a_failure_that_nobody_saw_is_in_the_exit_status(place: Path) -> None:
                 return self.inner.put_if_absent(name, content, token=token)
             def __getattr__(self, name): return getattr(self.inner, name)
         store = Failing(open_store(where), int(os.environ["FAILURES"]))
-        with holdfast.Checkpointer(store, state, save=every(steps=1)) as ckpt:
+        with tenuto.Checkpointer(store, state, save=every(steps=1)) as ckpt:
             for step in ckpt.steps(2):
                 ckpt._training.saving.saver.join(30)
     """
@@ -349,12 +349,12 @@ def test_what_is_in_flight_at_the_end_of_the_process_is_awaited(place: Path) -> 
     child = spawn(
         place,
         """
-        ckpt = holdfast.Checkpointer(where, {"w": np.ones(4 << 20)})
+        ckpt = tenuto.Checkpointer(where, {"w": np.ones(4 << 20)})
         ckpt.save()
         """,
     )
     assert child.wait(60) == 0
-    assert np.all(holdfast.load(place).state["w"] == 1)
+    assert np.all(tenuto.load(place).state["w"] == 1)
 
 
 def test_it_is_awaited_also_where_nobody_holds_the_checkpointer_any_more(place: Path) -> None:
@@ -362,8 +362,8 @@ def test_it_is_awaited_also_where_nobody_holds_the_checkpointer_any_more(place: 
         place,
         """
         import threading, weakref
-        from holdfast.guard.exitstatus import before_exit
-        from holdfast.store.registry import open_store
+        from tenuto.training.exit_status import before_exit
+        from tenuto.store.registry import open_store
         class Held:
             def __init__(self, inner): self.inner, self.gate = inner, threading.Event()
             def put_if_absent(self, name, content, *, token):
@@ -374,7 +374,7 @@ def test_it_is_awaited_also_where_nobody_holds_the_checkpointer_any_more(place: 
         store = Held(open_store(where))
         def main():
             state = {"w": np.zeros(4 << 20)}
-            ckpt = holdfast.Checkpointer(store, state, save=on.end())
+            ckpt = tenuto.Checkpointer(store, state, save=on.end())
             for step in ckpt.steps(3):
                 state["w"] += 1
             return weakref.ref(ckpt)
@@ -386,25 +386,25 @@ def test_it_is_awaited_also_where_nobody_holds_the_checkpointer_any_more(place: 
     assert read(child) == "gone"
     child.communicate(timeout=60)
     assert child.returncode == 0
-    found = holdfast.load(place)
+    found = tenuto.load(place)
     assert found.step == 3 and np.all(found.state["w"] == 3)
-    assert Watch(Repo.open(open_store(place)), "main").look().reason == "it has released its lease"
+    assert OwnerWatch(Repo.open(open_store(place)), "main").look().reason == "it has released its lease"
 
 
 def test_more_than_one_process_is_refused_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RanksNotSupported, match="WORLD_SIZE=2"):
-        holdfast.Checkpointer(place, state())
+        tenuto.Checkpointer(place, state())
     with pytest.raises(RanksNotSupported, match="WORLD_SIZE=2"):
-        holdfast.save(state(), place)
+        tenuto.save(state(), place)
     assert not place.exists()
 
 
 def test_one_off_saves_while_a_checkpointer_owns_the_run_are_refused(place: Path) -> None:
-    with holdfast.Checkpointer(place, state(), save=every(steps=1)) as ckpt:
+    with tenuto.Checkpointer(place, state(), save=every(steps=1)) as ckpt:
         list(ckpt.steps(1))
-        with pytest.raises(holdfast.HoldfastError, match="a Checkpointer of this process"):
-            holdfast.save(state(), place)
-        holdfast.save(state(), place, run="other")
+        with pytest.raises(tenuto.TenutoError, match="a Checkpointer of this process"):
+            tenuto.save(state(), place)
+        tenuto.save(state(), place, run="other")
     assert steps_of(place, "other") == [0]
     assert Superseded is not None

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every
-from holdfast.api import recalling
-from holdfast.api.recalling import Common, choose
-from holdfast.errors import RanksDisagree, StoreUnavailable
-from holdfast.model.names import CheckpointId
-from holdfast.ranks.memory import MemoryBoard, ThreadRanks
-from holdfast.repo.adoption import Adoptable
-from holdfast.repo.footer import Holder
+import tenuto
+from tenuto import every
+from tenuto.engine.memory_tier.eligibility import Adoptable
+from tenuto.engine.memory_tier.group import group_restore
+from tenuto.engine.memory_tier.group.group_restore import CommonImage, choose
+from tenuto.engine.memory_tier.seal import SealHolder
+from tenuto.errors import RanksDisagree, StoreUnavailable
+from tenuto.model.ids import CheckpointId
+from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 
 BASE = Adoptable(CheckpointId("main", 1, 10), durable=False)
 
@@ -36,19 +36,19 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """What the repository says of an image: by its step, or by step and holder."""
     verdicts: dict[Any, Any] = {}
 
-    def judge(repo: Any, run: str, id: CheckpointId, save_id: str, holder: Holder) -> Adoptable | str:
+    def judge(repo: Any, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> Adoptable | str:
         found = verdicts.get((id.step, holder.attempt), verdicts.get(id.step, BASE))
         if isinstance(found, Exception):
             raise found
         return found
 
-    monkeypatch.setattr(recalling, "went_on", judge)
+    monkeypatch.setattr(group_restore, "went_on", judge)
     return verdicts
 
 
 def chosen(*all_told: dict[str, Any]) -> tuple[list[int], list[str]]:
     found, words = choose(None, "main", all_told)  # type: ignore[arg-type]
-    assert all(isinstance(one, Common) for one in found)
+    assert all(isinstance(one, CommonImage) for one in found)
     return [one.id.step for one in found], words
 
 
@@ -93,11 +93,11 @@ def test_what_the_repository_says_against_it_is_told(judged: dict[Any, Any]) -> 
 
 
 def test_ranks_that_keep_states_at_different_steps_are_told_so_before_anything(tmp_path: Path) -> None:
-    board, found = MemoryBoard(), {}
+    board, found = InProcessKVStore(), {}
 
     def build(rank: int) -> None:
         try:
-            holdfast.Checkpointer(
+            tenuto.Checkpointer(
                 tmp_path,
                 {"w": np.ones(3)},
                 ranks=ThreadRanks(rank, 2, board),

@@ -1,4 +1,4 @@
-"""A process under `holdfast certify`: what means the place that is certified means the scratch place instead."""
+"""A process under `tenuto certify`: what means the place that is certified means the scratch place instead."""
 
 import json
 from dataclasses import replace
@@ -6,15 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.api.rehearsal import AtStep
-from holdfast.cli.certify import _show
-from holdfast.errors import UsageError
-from holdfast.guard.certify.certification import Certification
-from holdfast.guard.certify.order import VARIABLE, order_of, standing
-from holdfast.guard.certify.telling import EnoughSteps
-from holdfast.policy.exactness.verdict import Verdict
-from holdfast.policy.saving import Moment, SaveHistory
+import tenuto
+from tenuto.certify.probe import VARIABLE, AtStep, EnoughSteps, order_of, standing
+from tenuto.certify.runner import Certification
+from tenuto.certify.verdict import ExactnessVerdict
+from tenuto.cli.commands.certify import _show
+from tenuto.errors import UsageError
+from tenuto.policy.save import Moment, SaveHistory
 
 
 @pytest.fixture
@@ -33,10 +31,10 @@ def test_everything_that_is_meant_for_the_place_goes_to_the_scratch_place(places
     where, scratch = places
     monkeypatch.chdir(where.parent)
     for name in (where, str(where), "where", where.as_uri(), f"{where}/"):
-        holdfast.save({"x": np.ones(2)}, name, run="one-off")
-    assert holdfast.load("where", run="one-off").state["x"].tolist() == [1, 1]
-    assert holdfast.Repository(where).runs() == ["one-off"]
-    with holdfast.open(where, run="one-off") as opened:
+        tenuto.save({"x": np.ones(2)}, name, run="one-off")
+    assert tenuto.load("where", run="one-off").state["x"].tolist() == [1, 1]
+    assert tenuto.Repository(where).runs() == ["one-off"]
+    with tenuto.open(where, run="one-off") as opened:
         assert list(opened) == ["x"]
     assert scratch.exists() and not where.exists()
 
@@ -44,36 +42,36 @@ def test_everything_that_is_meant_for_the_place_goes_to_the_scratch_place(places
 def test_what_is_in_the_place_stays_as_it_is(places, monkeypatch):
     where, scratch = places
     monkeypatch.delenv(VARIABLE)
-    with holdfast.Checkpointer(where, {"n": 1}) as ckpt:
+    with tenuto.Checkpointer(where, {"n": 1}) as ckpt:
         ckpt.step_done()
     before = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in where.rglob("*")}
     order = order_of(str(where), str(scratch), str(where.parent / "trail"), last=2, save_at=1)
     monkeypatch.setenv(VARIABLE, order.environment()[VARIABLE])
     state = {"n": 5}
-    with pytest.raises(EnoughSteps), holdfast.Checkpointer(where, state) as ckpt:
+    with pytest.raises(EnoughSteps), tenuto.Checkpointer(where, state) as ckpt:
         assert ckpt.restore() is None
-        monkeypatch.setattr("holdfast.guard.certify.telling.Teller.await_kill", lambda teller, step: None)
+        monkeypatch.setattr("tenuto.certify.probe.TrailWriter.await_kill", lambda teller, step: None)
         for _ in ckpt.steps(100):
             state["n"] += 1
-    assert holdfast.Repository(where).latest().step == 1 and holdfast.load(where).state["n"] == 6
+    assert tenuto.Repository(where).latest().step == 1 and tenuto.load(where).state["n"] == 6
     monkeypatch.delenv(VARIABLE)
-    assert holdfast.load(where).state["n"] == 1
+    assert tenuto.load(where).state["n"] == 1
     after = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in where.rglob("*")}
     assert after == before
 
 
 def test_other_places_are_what_they_are(places, tmp_path):
-    holdfast.save({"x": 1}, tmp_path / "other")
-    assert holdfast.Repository(tmp_path / "other").latest().step == 0
+    tenuto.save({"x": 1}, tmp_path / "other")
+    assert tenuto.Repository(tmp_path / "other").latest().step == 0
     assert not places[1].exists()
 
 
 def test_a_training_tells_its_steps_and_leaves_in_time(places):
     where, scratch = places
     state = {"x": np.zeros(2), "n": 0}
-    kept = holdfast.keep.best(1, "val_loss")
+    kept = tenuto.keep.best(1, "val_loss")
     with pytest.raises(EnoughSteps) as leaving:
-        with holdfast.Checkpointer(where, state, data=[1, 2], save=holdfast.every(steps=1), keep=kept) as ckpt:
+        with tenuto.Checkpointer(where, state, data=[1, 2], save=tenuto.every(steps=1), keep=kept) as ckpt:
             for _ in ckpt.steps(100):
                 state["n"] += next(ckpt.batches)
                 ckpt.log(loss=1.0)
@@ -94,25 +92,25 @@ def test_a_training_tells_its_steps_and_leaves_in_time(places):
     assert told[-1]["certificate"]["exact"] is True
     assert told[-1]["logged"] == ["loss"]
     assert told[-1]["certificate"]["watches"] == {"val_loss": "keep.best(1, 'val_loss', mode='min')"}
-    assert holdfast.Repository(scratch).runs() in ([], ["main"])
-    assert holdfast.Repository(scratch).latest() is None, "nothing was to be saved"
+    assert tenuto.Repository(scratch).runs() in ([], ["main"])
+    assert tenuto.Repository(scratch).latest() is None, "nothing was to be saved"
 
 
 def test_another_place_and_a_second_checkpointer_are_refused(places, tmp_path):
     with pytest.raises(UsageError, match="not for the WHERE"):
-        holdfast.Checkpointer(tmp_path / "other", {})
+        tenuto.Checkpointer(tmp_path / "other", {})
     assert not (tmp_path / "other").exists()
     assert records(places[1])[-1]["record"] == "refused"
-    with holdfast.Checkpointer(places[0], {}):
+    with tenuto.Checkpointer(places[0], {}):
         with pytest.raises(UsageError, match="more than one"):
-            holdfast.Checkpointer(places[0], {}, run="second")
+            tenuto.Checkpointer(places[0], {}, run="second")
 
 
 def test_a_variable_that_says_nothing_is_told(monkeypatch, tmp_path):
     for text in ("yes", "{}", '{"where": 1}', "[]"):
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(UsageError, match=VARIABLE):
-            holdfast.Checkpointer(tmp_path, {})
+            tenuto.Checkpointer(tmp_path, {})
     monkeypatch.setenv(VARIABLE, "")
     assert standing() is None
 
@@ -127,7 +125,7 @@ def test_the_step_is_saved_once_also_when_steps_are_counted_in_leaps():
 
 def test_certify_says_what_the_policies_go_by_and_nothing_logged(capsys):
     found = Certification(
-        verdict=Verdict("exact"),
+        verdict=ExactnessVerdict("exact"),
         saved=10,
         last=20,
         ranks=1,

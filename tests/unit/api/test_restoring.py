@@ -11,27 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every, keep
-from holdfast.engine.job import About
-from holdfast.engine.save import Saver
-from holdfast.errors import (
+import tenuto
+from tenuto import every, keep
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.errors import (
     CheckpointNotFound,
     CorruptionError,
     FormatTooNew,
-    HoldfastError,
     NotARepository,
     NothingRestorable,
     RunNotFound,
     StateMismatch,
     StoreDenied,
+    TenutoError,
 )
-from holdfast.events import CandidateSkipped, Event
-from holdfast.repo.attempts import claim
-from holdfast.repo.lineage import latest, walk
-from holdfast.repo.repository import Repo
-from holdfast.state import flatten
-from holdfast.store.registry import open_store
+from tenuto.events import CandidateSkipped, Event
+from tenuto.repo.lineage import latest, walk
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import flatten
+from tenuto.store.registry import open_store
 from tiny_training import flip, flip_leaf, state, steps_of
 
 ALL = keep.latest(100)
@@ -51,7 +51,7 @@ def trained(tmp_path: Path) -> Path:
     """Three checkpoints: w is the step, everywhere."""
     place = tmp_path / "trained"
     one = state()
-    with holdfast.Checkpointer(place, one, save=every(steps=1), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(place, one, save=every(steps=1), keep=ALL) as ckpt:
         for step in ckpt.steps(3):
             one["w"][:] = step + 1
             one["n"] = step + 1
@@ -80,29 +80,29 @@ def test_i3_a_damaged_checkpoint_is_passed_over_loudly_for_the_one_before(
 ) -> None:
     damage(trained)
     sink = Recorded()
-    restored = holdfast.load(trained, sinks=[sink])
+    restored = tenuto.load(trained, sinks=[sink])
     assert restored.step == 2
     assert np.all(restored.state["w"] == 2)
     assert [str(id) for id, _ in restored.skipped] == ["main/a0001/3"]
     assert [event.id.step for event in sink.skipped] == [3]
     one = state()
-    with holdfast.Checkpointer(trained, one, save=every(steps=1), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(trained, one, save=every(steps=1), keep=ALL) as ckpt:
         assert list(ckpt.steps(3)) == [2]
         assert np.all(one["w"] == 2)
-    assert np.all(holdfast.load(trained).state["w"] == 2)
-    assert holdfast.load(trained).checkpoint.attempt == 2
+    assert np.all(tenuto.load(trained).state["w"] == 2)
+    assert tenuto.load(trained).checkpoint.attempt == 2
     with pytest.raises(CorruptionError):
         _load_exactly(trained)
 
 
 def _load_exactly(place: Path) -> None:
-    from holdfast.engine.restore import restore_checkpoint
-    from holdfast.model.names import CheckpointId
-    from holdfast.state.prepare import prepare
+    from tenuto.engine.read.choose import restore_checkpoint
+    from tenuto.model.ids import CheckpointId
+    from tenuto.state.restore.match import match_state
 
-    repo = holdfast.Repository(place).repo
+    repo = tenuto.Repository(place).repo
     restore_checkpoint(
-        repo, CheckpointId("main", 1, 3), lambda manifest, index: prepare(manifest.tree, index.private, index.specs)
+        repo, CheckpointId("main", 1, 3), lambda manifest, index: match_state(manifest.tree, index.private, index.specs)
     )
 
 
@@ -112,42 +112,42 @@ def test_a_damaged_leaf_is_named_with_its_object_and_offset(trained: Path) -> No
         CorruptionError,
         match=r"w is damaged: .*rank-00000.safetensors, 4000 bytes from offset \d+, are not what was saved",
     ) as told:
-        holdfast.load(trained, step=3)
+        tenuto.load(trained, step=3)
     assert told.value.subject == "w"
-    assert "holdfast verify" in (told.value.hint or "")
+    assert "tenuto verify" in (told.value.hint or "")
 
 
 def test_nothing_starts_from_scratch_where_checkpoints_exist_and_none_is_whole(trained: Path) -> None:
     flip_leaf(trained, "runs/main/a0001/step-*/*.safetensors", "w")
     with pytest.raises(NothingRestorable, match="none of them is whole"):
-        holdfast.load(trained)
-    with holdfast.Checkpointer(trained, state()) as ckpt, pytest.raises(NothingRestorable):
+        tenuto.load(trained)
+    with tenuto.Checkpointer(trained, state()) as ckpt, pytest.raises(NothingRestorable):
         ckpt.steps(5)
     assert steps_of(trained) == [3, 2, 1]
 
 
 def test_a_line_whose_beginning_is_gone_is_told_and_never_started_from_scratch(trained: Path) -> None:
-    with holdfast.Checkpointer(trained, state(), resume_from=1, save=every(steps=100)) as ckpt:
+    with tenuto.Checkpointer(trained, state(), resume_from=1, save=every(steps=100)) as ckpt:
         ckpt.restore()
         ckpt.step_done()
     shutil.rmtree(trained / "runs/main/a0001/step-00000001")
     with pytest.raises(NothingRestorable, match="such as main/a0001/3"):
-        holdfast.load(trained)
-    with holdfast.Checkpointer(trained, state()) as ckpt, pytest.raises(NothingRestorable):
+        tenuto.load(trained)
+    with tenuto.Checkpointer(trained, state()) as ckpt, pytest.raises(NothingRestorable):
         ckpt.steps(5)
-    assert holdfast.load(trained, step=2).step == 2
+    assert tenuto.load(trained, step=2).step == 2
 
 
 def test_a_copied_step_or_attempt_is_never_chosen(trained: Path) -> None:
     attempt = trained / "runs/main/a0001"
     shutil.copytree(attempt / "step-00000003", attempt / "step-00000009")
     shutil.copytree(attempt, trained / "runs/main/a0007")
-    assert holdfast.load(trained).checkpoint.id.attempt == 1
-    assert holdfast.load(trained).step == 3
+    assert tenuto.load(trained).checkpoint.id.attempt == 1
+    assert tenuto.load(trained).step == 3
     one = state()
-    with holdfast.Checkpointer(trained, one, save=every(steps=1), keep=keep.latest(1)) as ckpt:
+    with tenuto.Checkpointer(trained, one, save=every(steps=1), keep=keep.latest(1)) as ckpt:
         assert list(ckpt.steps(4)) == [3]
-    assert holdfast.load(trained).step == 4
+    assert tenuto.load(trained).step == 4
     assert (attempt / "step-00000009" / "rank-00000.safetensors").exists()
 
 
@@ -160,26 +160,26 @@ def test_a_checkpoint_that_does_not_say_how_far_training_was_is_never_taken_for_
     repo = Repo.open(open_store(trained))
     saver = Saver(repo, "main")
     saver.attempt = claim(repo, "main", latest(repo, "main"))
-    saver.save(flatten(state()), 4, wait=True, about=About(progress=progress)).wait()
+    saver.save(flatten(state()), 4, wait=True, about=ManifestDetails(progress=progress)).wait()
     saver.attempt.release()
     saver.close()
-    assert holdfast.load(trained).step == 4, "its state can be had"
+    assert tenuto.load(trained).step == 4, "its state can be had"
     one = state()
     sink = Recorded()
-    with holdfast.Checkpointer(trained, one, sinks=[sink]) as ckpt:
+    with tenuto.Checkpointer(trained, one, sinks=[sink]) as ckpt:
         restored = ckpt.restore()
         assert restored is not None and (restored.step, ckpt.step, one["n"]) == (3, 3, 3)
     assert [(skip.id.step, "its progress says" in skip.reason) for skip in sink.skipped] == [(4, True)]
     with (
-        holdfast.Checkpointer(trained, state(), resume_from=4) as ckpt,
+        tenuto.Checkpointer(trained, state(), resume_from=4) as ckpt,
         pytest.raises(CorruptionError, match="progress"),
     ):
         ckpt.restore()
 
 
 def test_a_one_off_save_says_its_step(trained: Path) -> None:
-    holdfast.save(state(), trained, step=7)
-    with holdfast.Checkpointer(trained, state()) as ckpt:
+    tenuto.save(state(), trained, step=7)
+    with tenuto.Checkpointer(trained, state()) as ckpt:
         ckpt.restore()
         assert (ckpt.step, ckpt.epoch) == (7, 0)
 
@@ -201,9 +201,9 @@ def test_i4_what_the_owner_before_commits_at_its_end_is_gone_on_from(
 
         return claim(repo, run, parent, look=committing, **options)
 
-    monkeypatch.setattr("holdfast.api.claiming.claim", meanwhile)
+    monkeypatch.setattr("tenuto.training.resume.claim", meanwhile)
     one = state()
-    with holdfast.Checkpointer(trained, one, save=every(steps=1), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(trained, one, save=every(steps=1), keep=ALL) as ckpt:
         for _ in ckpt.steps(4):
             assert one["n"] == 3
             one["n"] = 4
@@ -215,66 +215,66 @@ def test_i4_what_the_owner_before_commits_at_its_end_is_gone_on_from(
 
 def test_an_explicit_step_is_restored_and_forks_the_line(trained: Path) -> None:
     one = state()
-    with holdfast.Checkpointer(trained, one, resume_from=1, save=every(steps=1), keep=ALL) as ckpt:
+    with tenuto.Checkpointer(trained, one, resume_from=1, save=every(steps=1), keep=ALL) as ckpt:
         assert list(ckpt.steps(2)) == [1]
         one["w"][:] = 50
-    latest = holdfast.Repository(trained).latest()
+    latest = tenuto.Repository(trained).latest()
     assert str(latest) == "main/a0002/2"
-    assert [str(id) for id in holdfast.Repository(trained).walk()] == ["main/a0002/2", "main/a0001/1"]
+    assert [str(id) for id in tenuto.Repository(trained).walk()] == ["main/a0002/2", "main/a0001/1"]
 
 
 def test_loading_is_partial_where_that_is_wanted_and_reports(trained: Path) -> None:
-    restored = holdfast.load(trained, into={"w": np.zeros(1000, np.float32)})
+    restored = tenuto.load(trained, into={"w": np.zeros(1000, np.float32)})
     assert restored.report.skipped == ("n",) or "n" not in restored.state
     with pytest.raises(StateMismatch, match="w"):
-        holdfast.load(trained, into={"w": np.zeros(7, np.float32)})
-    loose = holdfast.load(trained, into={"w": np.zeros(7, np.float32), "new": 3}, strict=False)
+        tenuto.load(trained, into={"w": np.zeros(7, np.float32)})
+    loose = tenuto.load(trained, into={"w": np.zeros(7, np.float32), "new": 3}, strict=False)
     assert loose.state["new"] == 3
     assert "new" in loose.report.missing
-    renamed = holdfast.load(trained, into={"weights": np.zeros(1000, np.float32)}, rename={"w": "weights"})
+    renamed = tenuto.load(trained, into={"weights": np.zeros(1000, np.float32)}, rename={"w": "weights"})
     assert np.all(renamed.state["weights"] == 3)
-    only = holdfast.load(trained, include="n")
+    only = tenuto.load(trained, include="n")
     assert only.state == {"n": 3}
 
 
 def test_a_choice_that_leaves_nothing_is_told(trained: Path) -> None:
     for into in (None, {"w": np.zeros(1000, np.float32)}):
         with pytest.raises(StateMismatch, match="leave nothing"):
-            holdfast.load(trained, into=into, include="weight")
-    assert holdfast.load(trained, include="weight", strict=False).state == {}
+            tenuto.load(trained, into=into, include="weight")
+    assert tenuto.load(trained, include="weight", strict=False).state == {}
 
 
 def test_what_is_not_there_is_told_with_what_is(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="no checkpoint of step 9; the nearest are 1, 2, 3"):
-        holdfast.load(trained, step=9)
+        tenuto.load(trained, step=9)
     with pytest.raises(RunNotFound, match="main"):
-        holdfast.load(trained, run="mian")
-    with pytest.raises(NotARepository, match="no Holdfast repository"):
-        holdfast.load(tmp_path)
+        tenuto.load(trained, run="mian")
+    with pytest.raises(NotARepository, match="no Tenuto repository"):
+        tenuto.load(tmp_path)
     with pytest.raises(NotARepository) as told:
-        holdfast.load(trained / "runs")
+        tenuto.load(trained / "runs")
     assert str(trained) in (told.value.hint or "")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(HoldfastError, match="file"):
-        holdfast.load(tmp_path / "file")
+    with pytest.raises(TenutoError, match="file"):
+        tenuto.load(tmp_path / "file")
 
 
 def test_loading_creates_nothing(tmp_path: Path) -> None:
     with pytest.raises(NotARepository):
-        holdfast.load(tmp_path / "nowhere")
+        tenuto.load(tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_newer_format_says_what_it_needs(trained: Path) -> None:
-    from holdfast.model import canonical
+    from tenuto.model import canonical_json
 
-    path = trained / "holdfast.json"
-    found = canonical.loads(path.read_bytes())
+    path = trained / "tenuto.json"
+    found = canonical_json.loads(path.read_bytes())
     del found["digest"]
     found["format"] = 2
-    path.write_bytes(canonical.seal(found))
+    path.write_bytes(canonical_json.seal(found))
     with pytest.raises(FormatTooNew, match="2"):
-        holdfast.load(trained)
+        tenuto.load(trained)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes to another user, which root alone can")
@@ -289,9 +289,9 @@ def test_a_place_that_may_not_be_written_still_loads(trained: Path) -> None:
         status = 1
         try:
             os.seteuid(65534)
-            assert holdfast.load(trained).step == 3
+            assert tenuto.load(trained).step == 3
             try:
-                holdfast.save({"a": 1}, trained)
+                tenuto.save({"a": 1}, trained)
             except StoreDenied as error:
                 status = 0 if str(trained) in str(error) else 2
         finally:
@@ -301,15 +301,15 @@ def test_a_place_that_may_not_be_written_still_loads(trained: Path) -> None:
 
 def test_one_off_saves_number_themselves_and_go_on_from_what_was_loaded(tmp_path: Path) -> None:
     place = tmp_path / "one-off"
-    assert [holdfast.save({"v": number}, place).step for number in range(3)] == [0, 1, 2]
-    assert holdfast.load(place).state == {"v": 2}
-    assert holdfast.load(place, step=0).state == {"v": 0}
-    forked = holdfast.save({"v": "fork"}, place, step=1)
+    assert [tenuto.save({"v": number}, place).step for number in range(3)] == [0, 1, 2]
+    assert tenuto.load(place).state == {"v": 2}
+    assert tenuto.load(place, step=0).state == {"v": 0}
+    forked = tenuto.save({"v": "fork"}, place, step=1)
     assert (forked.attempt, forked.step) == (2, 1)
-    assert [str(id) for id in holdfast.Repository(place).walk()] == ["main/a0002/1", "main/a0001/0"]
-    other = holdfast.save([1, "root"], place, run="Other")
+    assert [str(id) for id in tenuto.Repository(place).walk()] == ["main/a0002/1", "main/a0001/0"]
+    other = tenuto.save([1, "root"], place, run="Other")
     assert other.run == "other"
-    assert holdfast.load(place, run="OTHER").state == [1, "root"]
+    assert tenuto.load(place, run="OTHER").state == [1, "root"]
 
 
 def test_the_pack_opens_with_the_safetensors_library(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_the_pack_opens_with_the_safetensors_library(tmp_path: Path) -> None:
         "a": np.arange(6, dtype=np.float32).reshape(2, 3),
         "b": {"c": np.array(7), "d": np.zeros((0, 4), np.int8)},
     }
-    made = holdfast.save(values, tmp_path / "r")
+    made = tenuto.save(values, tmp_path / "r")
     found = load_file(tmp_path / "r" / made.id.directory / "rank-00000.safetensors")
     assert sorted(found) == ["a", "b/c", "b/d"]
     assert np.array_equal(found["a"], values["a"])

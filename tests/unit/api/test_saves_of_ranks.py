@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.joint_ranks import together
 
-import holdfast
-from holdfast import every, keep, on
-from holdfast.api import company
-from holdfast.events import Committed, Event, SaveStarted, Warned
-from holdfast.policy.saving import SavePolicy
-from holdfast.ranks.timing import Settings
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep.verify import assert_whole
+import tenuto
+from tenuto import every, keep, on
+from tenuto.engine.group import group
+from tenuto.events import Committed, Event, SaveStarted, Warned
+from tenuto.maintenance.verify import assert_whole
+from tenuto.policy.save import SavePolicy
+from tenuto.ranks.timeouts import Settings
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
+from tests.joint_ranks import together
 
 MIB = 1 << 20
 PATIENCE_S = 60.0
@@ -61,9 +61,9 @@ def test_i9_each_rank_saves_a_share_beyond_its_budget_piece_by_piece(tmp_path: P
         begin, end = (len(whole) * rank // ranks.world_size for rank in (ranks.rank, ranks.rank + 1))
         held = whole[begin:end].copy() if total == 2 else np.zeros_like(whole[begin:end])
         small = {str(number): np.full(number + 1, float(number)) for number in range(50)}
-        state = {"w": holdfast.shard(held, whole=whole.shape, offsets=(begin, 0)), "small": small}
+        state = {"w": tenuto.shard(held, whole=whole.shape, offsets=(begin, 0)), "small": small}
         seen = Seen()
-        with holdfast.Checkpointer(
+        with tenuto.Checkpointer(
             tmp_path,
             state,
             save=every(steps=1),
@@ -83,7 +83,7 @@ def test_i9_each_rank_saves_a_share_beyond_its_budget_piece_by_piece(tmp_path: P
             assert any("goes out through 1.0 MiB" in message for message in seen.warned), seen.warned
             assert seen.committed == [1, 2] if total == 2 else [3]
     for step in (2, 3):
-        state = holdfast.load(tmp_path, step=step).state
+        state = tenuto.load(tmp_path, step=step).state
         assert np.array_equal(state["w"], sum([1] * step, whole))
         assert all(np.array_equal(value, np.full(int(name) + 1, float(name))) for name, value in state["small"].items())
     assert_whole(Repo.open(open_store(tmp_path)))
@@ -110,7 +110,7 @@ def train(
     barrier = threading.Barrier(2, decide, timeout=PATIENCE_S)
 
     def work(ranks: Any) -> None:
-        with holdfast.Checkpointer(
+        with tenuto.Checkpointer(
             place,
             {"w": np.ones(3)},
             save=save,
@@ -145,7 +145,7 @@ def train(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that agree on a step soon."""
     soon = Settings(beat_s=0.01, dead_after_s=PATIENCE_S / 2, answer_s=10)
-    monkeypatch.setattr(company, "settings", lambda timeout_s: soon)
+    monkeypatch.setattr(group, "session_settings", lambda timeout_s: soon)
 
 
 def test_a_metric_that_drops_on_the_first_rank_saves_on_all(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_metric_that_drops_on_the_first_rank_saves_on_all(tmp_path: Path) -> N
     assert logged.count(0.97) == 3
     metrics = []
     for step in seen.committed[:2]:
-        with holdfast.open(tmp_path, step=step) as opened:
+        with tenuto.open(tmp_path, step=step) as opened:
             metrics.append(dict(opened.metrics))
     assert metrics == [{"loss": 1.0}, {"loss": 0.9}]
 

@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every, keep
-from holdfast.engine import handle as handles
-from holdfast.engine.memory import MemoryTier
-from holdfast.errors import DeadlineExceeded, SaveFailed
-from holdfast.model.checkpoint import Receipt
-from holdfast.policy.saving import Moment
-from holdfast.store.contract import Content
-from holdfast.store.registry import open_store
+import tenuto
 from memory_training import shared_memory
+from tenuto import every, keep
+from tenuto.engine.memory_tier.tier import MemoryTier
+from tenuto.engine.save import handle as handles
+from tenuto.errors import DeadlineExceeded, SaveFailed
+from tenuto.model.records import Receipt
+from tenuto.policy.save import Moment
+from tenuto.store.contract import Content
+from tenuto.store.registry import open_store
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only"),
-    pytest.mark.filterwarnings("ignore:holdfast. the save of:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:tenuto. the save of:RuntimeWarning"),
 ]
 
 
@@ -62,18 +62,18 @@ def store(tmp_path: Path) -> Iterator[Trouble]:
         yield Trouble(tmp_path / "ckpts")
 
 
-def training(store: Any, state: dict[str, Any], **more: Any) -> holdfast.Checkpointer:
+def training(store: Any, state: dict[str, Any], **more: Any) -> tenuto.Checkpointer:
     options = {"save": every(steps=1), "memory": every(minutes=60), "keep": keep.all(), **more}
-    return holdfast.Checkpointer(store, state, **options)
+    return tenuto.Checkpointer(store, state, **options)
 
 
-def tier_of(ckpt: holdfast.Checkpointer) -> MemoryTier:
+def tier_of(ckpt: tenuto.Checkpointer) -> MemoryTier:
     memory = ckpt._armed(needed=True).saving.memory
     assert memory is not None
     return memory.tier
 
 
-def sealed(ckpt: holdfast.Checkpointer) -> int:
+def sealed(ckpt: tenuto.Checkpointer) -> int:
     """The newest step that is whole in memory, once what was taken last is sealed."""
     tier = tier_of(ckpt)
     assert tier._halves is not None

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import on
-from holdfast.guard import exitstatus
-from holdfast.guard.preempted import Preempted
-from holdfast.policy.saving import Moment, SaveHistory, SavePolicy
+import tenuto
+from tenuto import on
+from tenuto.policy.save import Moment, SaveHistory, SavePolicy
+from tenuto.training import exit_status
+from tenuto.training.preemption import Preempted
 from tiny_training import state, steps_of, train
 
 
 @pytest.fixture(autouse=True)
 def _leaving_does_not_end_the_test_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exitstatus._ending, "code", 0)
+    monkeypatch.setattr(exit_status._ending, "code", 0)
 
 
 def ask() -> None:
@@ -84,7 +84,7 @@ def epochs(
     """Two epochs, and what was trained on; `after` runs where an evaluation would."""
     one, seen = state(), Seen()
     try:
-        with holdfast.Checkpointer(place, one, data=data, save=save or on.signal()) as ckpt:
+        with tenuto.Checkpointer(place, one, data=data, save=save or on.signal()) as ckpt:
             for epoch in ckpt.epochs(2):
                 for batch in ckpt.batches:
                     train(one, batch)
@@ -113,13 +113,13 @@ def test_a_signal_while_a_batch_is_awaited_is_acted_upon_after_the_step_with_it(
 def test_a_signal_while_the_end_of_the_data_is_awaited_saves_the_last_step(place: Path) -> None:
     one, seen = epochs(place, Stream(asks=True))
     assert seen == everything(4)[:4]
-    assert steps_of(place) == [4] and holdfast.load(place).state["n"] == one["n"] == 4
+    assert steps_of(place) == [4] and tenuto.load(place).state["n"] == one["n"] == 4
 
 
 def test_a_signal_in_the_evaluation_after_data_without_a_length_saves_the_last_step(place: Path) -> None:
     _, seen = epochs(place, Stream(), after=ask)
     assert seen == everything(4)[:4]
-    assert steps_of(place) == [4] and holdfast.load(place).state["n"] == 4
+    assert steps_of(place) == [4] and tenuto.load(place).state["n"] == 4
 
 
 def draw() -> None:
@@ -166,7 +166,7 @@ def swap(one: dict[str, Any]) -> None:
 @pytest.mark.parametrize("swapped", [True, False])
 def test_a_signal_while_averaged_weights_are_swapped_in_does_not_save_them(place: Path, swapped: bool) -> None:
     one = model()
-    with pytest.raises(Preempted), holdfast.Checkpointer(place, one, data=[1, 2], save=on.signal()) as ckpt:
+    with pytest.raises(Preempted), tenuto.Checkpointer(place, one, data=[1, 2], save=on.signal()) as ckpt:
         for _ in ckpt.epochs(2):
             for _ in ckpt.batches:
                 grow(one)
@@ -181,7 +181,7 @@ def test_a_metric_that_comes_while_averaged_weights_are_swapped_in_does_not_save
     place: Path, swapped: bool
 ) -> None:
     one = model()
-    with holdfast.Checkpointer(place, one, save=on.improve("val_loss")) as ckpt:
+    with tenuto.Checkpointer(place, one, save=on.improve("val_loss")) as ckpt:
         ckpt.restore()
         grow(one)
         ckpt.step_done()
@@ -198,27 +198,27 @@ def test_a_metric_that_comes_while_averaged_weights_are_swapped_in_does_not_save
 
 def test_a_signal_in_an_epoch_that_takes_its_batches_elsewhere_saves_it_at_its_end(place: Path) -> None:
     one = state()
-    with pytest.raises(Preempted), holdfast.Checkpointer(place, one, save=on.signal()) as ckpt:
+    with pytest.raises(Preempted), tenuto.Checkpointer(place, one, save=on.signal()) as ckpt:
         for epoch in ckpt.epochs(5):
             one["w"] += 1
             if epoch == 2:
                 ask()
             one["n"] += 1
-    saved = holdfast.load(place)
+    saved = tenuto.load(place)
     assert saved.step == saved.state["n"] == saved.state["w"][0] == 3
 
 
 def test_a_training_that_is_over_does_not_leave_in_the_middle_of_anothers_step(place: Path, tmp_path: Path) -> None:
     one, save = state(), on.end() | on.signal()
-    with pytest.raises(Preempted), holdfast.Checkpointer(tmp_path / "outer", state(), save=save) as outer:
+    with pytest.raises(Preempted), tenuto.Checkpointer(tmp_path / "outer", state(), save=save) as outer:
         list(outer.steps(1))
-        with holdfast.Checkpointer(place, one, save=save) as inner:
+        with tenuto.Checkpointer(place, one, save=save) as inner:
             for step in inner.steps(5):
                 one["w"] += 1
                 if step == 2:
                     ask()
                 one["n"] += 1
-    saved = holdfast.load(place)
+    saved = tenuto.load(place)
     assert saved.step == saved.state["n"] == saved.state["w"][0] == 3
     assert steps_of(tmp_path / "outer") == [1]
 
@@ -227,24 +227,24 @@ def test_a_signal_that_comes_while_a_step_is_completed_awaits_no_other_batch(pla
     data = Batches(range(6))
     _, seen = epochs(place, data, save=Asking(3) | on.signal())
     assert seen == everything(6)[:3]
-    assert steps_of(place) == [3] and holdfast.load(place).state["n"] == 3
+    assert steps_of(place) == [3] and tenuto.load(place).state["n"] == 3
 
 
 def test_one_that_comes_while_a_counted_step_is_completed_saves_that_one(place: Path) -> None:
     one = state()
     with (
         pytest.raises(Preempted),
-        holdfast.Checkpointer(place, one, save=Asking(3) | on.signal()) as ckpt,
+        tenuto.Checkpointer(place, one, save=Asking(3) | on.signal()) as ckpt,
     ):
         for _ in ckpt.steps(9):
             train(one)
-    assert steps_of(place) == [3] and holdfast.load(place).state["n"] == 3
+    assert steps_of(place) == [3] and tenuto.load(place).state["n"] == 3
 
 
 def own_loop(place: Path, steps: int, at: int) -> dict[str, Any]:
     """A loop that somebody else owns. The signal comes in the body of its step `at`, between two changes."""
     one = state()
-    with holdfast.Checkpointer(place, one, save=on.signal()) as ckpt:
+    with tenuto.Checkpointer(place, one, save=on.signal()) as ckpt:
         ckpt.restore()
         for step in range(steps):
             one["w"] += 1
@@ -260,12 +260,12 @@ def own_loop(place: Path, steps: int, at: int) -> dict[str, Any]:
 def test_a_signal_in_a_loop_of_ones_own_finishes_the_step(place: Path) -> None:
     with pytest.raises(Preempted):
         own_loop(place, 5, 2)
-    saved = holdfast.load(place)
+    saved = tenuto.load(place)
     assert saved.step == saved.state["n"] == saved.state["w"][0] == 3
 
 
 def test_one_behind_the_last_step_of_a_loop_of_ones_own_saves_that_step(place: Path) -> None:
     with pytest.raises(Preempted):
         own_loop(place, 5, 5)
-    saved = holdfast.load(place)
+    saved = tenuto.load(place)
     assert saved.step == saved.state["n"] == 5

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-import holdfast
-from holdfast import every
-from holdfast.api.spent import RECENT, Spent
-from holdfast.engine.handle import Save
-from holdfast.model.names import CheckpointId
+import tenuto
+from tenuto import every
+from tenuto.engine.save.handle import Save
+from tenuto.model.ids import CheckpointId
+from tenuto.training.stats import RECENT, HoldUps
 
 
 def save(step: int, fence_s: float = 0.0) -> Save:
@@ -20,7 +20,7 @@ def save(step: int, fence_s: float = 0.0) -> Save:
 
 
 def test_all_saves_count_and_the_last_few_are_told_one_by_one() -> None:
-    spent = Spent()
+    spent = HoldUps()
     for step in range(1, 11):
         spent.add(save(step, fence_s=0.5), float(step))
     assert spent.stalls_s == [step + 0.5 for step in range(11 - RECENT, 11)]
@@ -28,14 +28,14 @@ def test_all_saves_count_and_the_last_few_are_told_one_by_one() -> None:
 
 
 def test_a_fence_that_is_waited_for_later_counts_all_the_same() -> None:
-    spent, handle = Spent(), save(1)
+    spent, handle = HoldUps(), save(1)
     spent.add(handle, 1.0)
     handle.fence_s = 0.25
     assert spent.stalled_s == 1.25
 
 
 def test_the_time_to_persist_is_that_of_the_last_save_that_committed() -> None:
-    spent, done = Spent(), save(1)
+    spent, done = HoldUps(), save(1)
     done.seconds = 3.0
     done.end()
     spent.add(done, 0.1)
@@ -47,8 +47,8 @@ def test_the_time_to_persist_is_that_of_the_last_save_that_committed() -> None:
 
 
 def test_a_training_that_is_told_a_share_saves_once_and_learns_from_it(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path, {"w": np.ones(1000)}, save=every(stall="0.001%")) as checkpointer:
+    with tenuto.Checkpointer(tmp_path, {"w": np.ones(1000)}, save=every(stall="0.001%")) as checkpointer:
         for _ in checkpointer.steps(20):
             checkpointer.wait()
-    steps = [one.step for one in holdfast.Repository(tmp_path).checkpoints()]
+    steps = [one.step for one in tenuto.Repository(tmp_path).checkpoints()]
     assert steps == [1], "whatever a save took, twenty steps of nothing do not bear another at this share"

@@ -11,19 +11,18 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every, keep, on
-from holdfast.api.snapshot import Snapshots
-from holdfast.api.stats import ROWS, Stats
-from holdfast.api.tally import RECENT, Tally, medians
-from holdfast.engine.handle import Save
-from holdfast.engine.memory import MemoryTier
-from holdfast.engine.save import Saver
-from holdfast.errors import SaveFailed, StoreError
-from holdfast.events import Committed, Event, SaveDelayed, SaveSkipped
-from holdfast.model.names import CheckpointId
-from holdfast.model.timing import Part, Timing
+import tenuto
 from memory_training import shared_memory
+from tenuto import every, keep, on
+from tenuto.engine.memory_tier.tier import MemoryTier
+from tenuto.engine.save.handle import Save
+from tenuto.engine.save.saver import Saver
+from tenuto.errors import SaveFailed, StoreError
+from tenuto.events import Committed, Event, SaveDelayed, SaveSkipped
+from tenuto.model.ids import CheckpointId
+from tenuto.model.timing import TimedPart, Timing
+from tenuto.training.snapshot import Snapshots
+from tenuto.training.stats import RECENT_SAVES, ROWS, SaveTotals, Stats, medians
 from tiny_training import Gate, state, train
 
 ALL = keep.latest(100)
@@ -55,7 +54,7 @@ def handle(step: int = 1, error: SaveFailed | None = None, **parts: float) -> Sa
 
 def test_a_training_that_saves_can_tell_what_it_cost(place: Path) -> None:
     sink, one = Recorded(), state()
-    with holdfast.Checkpointer(place, one, save=every(steps=1), keep=ALL, sinks=[sink]) as ckpt:
+    with tenuto.Checkpointer(place, one, save=every(steps=1), keep=ALL, sinks=[sink]) as ckpt:
         assert ckpt.stats == Stats(), "nothing has been claimed, nothing saved"
         for _ in ckpt.steps(3):
             train(one)
@@ -76,21 +75,21 @@ def test_a_training_that_saves_can_tell_what_it_cost(place: Path) -> None:
 
 
 def test_each_checkpoint_says_where_the_time_of_its_save_went(place: Path) -> None:
-    with holdfast.Checkpointer(place, state(), save=every(steps=1)) as ckpt:
+    with tenuto.Checkpointer(place, state(), save=every(steps=1)) as ckpt:
         for _ in ckpt.steps(1):
             pass
-    repository = holdfast.Repository(place)
+    repository = tenuto.Repository(place)
     (id,) = repository.checkpoints()
     told = repository.repo.manifest(id).environment["timing"]
     assert {"look_s", "capture_s", "write_s"} <= told.keys()
-    holdfast.save(state(), place, run="once")
+    tenuto.save(state(), place, run="once")
     (id,) = repository.checkpoints("once")
     assert "timing" not in repository.repo.manifest(id).environment
 
 
 def test_what_is_skipped_is_counted(gate: Gate, place: Path) -> None:
     one = state()
-    with holdfast.Checkpointer(gate, one, save=every(steps=1) | on.end(), on_busy="skip", keep=ALL) as ckpt:
+    with tenuto.Checkpointer(gate, one, save=every(steps=1) | on.end(), on_busy="skip", keep=ALL) as ckpt:
         gate.open_gate.clear()
         for step in ckpt.steps(4):
             train(one)
@@ -112,7 +111,7 @@ def test_what_has_to_wait_for_the_save_before_is_counted_and_told(
 
     monkeypatch.setattr(Saver, "await_free", let_go)
     sink, one = Recorded(), state()
-    with holdfast.Checkpointer(gate, one, save=every(steps=1), keep=ALL, sinks=[sink]) as ckpt:
+    with tenuto.Checkpointer(gate, one, save=every(steps=1), keep=ALL, sinks=[sink]) as ckpt:
         gate.open_gate.clear()
         for step in ckpt.steps(2):
             train(one)
@@ -128,7 +127,7 @@ def test_what_has_to_wait_for_the_save_before_is_counted_and_told(
 def test_what_fails_is_counted(gate: Gate, place: Path) -> None:
     gate.failure, gate.failures = StoreError("the disk is on fire"), 1
     with pytest.warns(RuntimeWarning, match="on fire"):
-        with holdfast.Checkpointer(gate, state(), save=every(steps=1), keep=ALL) as ckpt:
+        with tenuto.Checkpointer(gate, state(), save=every(steps=1), keep=ALL) as ckpt:
             for step in ckpt.steps(2):
                 if step == 1:
                     ckpt._armed(needed=True).saving.saver.join(60)
@@ -140,7 +139,7 @@ def test_what_fails_is_counted(gate: Gate, place: Path) -> None:
 def test_states_in_memory_are_counted_and_have_an_age(tmp_path: Path) -> None:
     one = {"w": np.zeros(50_000)}
     with shared_memory():
-        with holdfast.Checkpointer(tmp_path, one, save=every(steps=100), memory=every(steps=1)) as ckpt:
+        with tenuto.Checkpointer(tmp_path, one, save=every(steps=100), memory=every(steps=1)) as ckpt:
             for step in ckpt.steps(4):
                 if step == 3:
                     stats = ckpt.stats
@@ -174,14 +173,14 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> None:
         return now(self)
 
     monkeypatch.setattr(Snapshots, "now", look)
-    monkeypatch.setattr("holdfast.api.taking.time", watch)
-    monkeypatch.setattr("holdfast.api.remembering.time", watch)
+    monkeypatch.setattr("tenuto.training.training_session.time", watch)
+    monkeypatch.setattr("tenuto.engine.memory_tier.cadence.time", watch)
 
 
 def test_the_look_at_a_state_that_goes_into_memory_holds_training(tmp_path: Path, looks: None) -> None:
     one = {"w": np.zeros(50_000)}
     with shared_memory():
-        with holdfast.Checkpointer(tmp_path, one, save=every(steps=100), memory=every(steps=1)) as ckpt:
+        with tenuto.Checkpointer(tmp_path, one, save=every(steps=100), memory=every(steps=1)) as ckpt:
             for _ in ckpt.steps(3):
                 one["w"] += 1
             memory = ckpt._armed(needed=True).saving.memory
@@ -196,7 +195,7 @@ def test_a_state_that_is_skipped_is_not_even_looked_at(
     one, sink = {"w": np.zeros(50_000)}, Recorded()
     options: dict[str, Any] = {"save": every(steps=100), "memory": every(steps=1), "on_busy": "skip", "sinks": [sink]}
     with shared_memory():
-        with holdfast.Checkpointer(tmp_path, one, **options) as ckpt:
+        with tenuto.Checkpointer(tmp_path, one, **options) as ckpt:
             for _ in ckpt.steps(3):
                 one["w"] += 1
             memory = ckpt._armed(needed=True).saving.memory
@@ -206,10 +205,10 @@ def test_a_state_that_is_skipped_is_not_even_looked_at(
 
 
 def test_what_training_went_on_from_is_as_old_as_the_training(place: Path) -> None:
-    with holdfast.Checkpointer(place, state(), save=on.end()) as ckpt:
+    with tenuto.Checkpointer(place, state(), save=on.end()) as ckpt:
         for _ in ckpt.steps(1):
             pass
-    with holdfast.Checkpointer(place, state(), save=on.end()) as ckpt:
+    with tenuto.Checkpointer(place, state(), save=on.end()) as ckpt:
         for _ in ckpt.steps(2):
             resumed = ckpt.stats
     assert resumed.committed == 0
@@ -217,15 +216,15 @@ def test_what_training_went_on_from_is_as_old_as_the_training(place: Path) -> No
 
 
 def test_a_checkpointer_in_a_worker_has_nothing_to_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("holdfast.api.ownership.imported_by_worker", lambda: True)
-    assert holdfast.Checkpointer(tmp_path, state()).stats == Stats()
+    monkeypatch.setattr("tenuto.training.run_registry.imported_by_worker", lambda: True)
+    assert tenuto.Checkpointer(tmp_path, state()).stats == Stats()
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_state_on_disk_is_as_old_as_the_moment_at_which_its_save_was_due() -> None:
-    tally, now = Tally(), time.monotonic()
+    tally, now = SaveTotals(), time.monotonic()
     tally.take(handle(1), now - 5 * MINUTE)
     tally.take(handle(2), now - 3 * MINUTE)
     tally.take(handle(3, SaveFailed("no")), now - 2 * MINUTE)
@@ -236,19 +235,19 @@ def test_the_newest_state_on_disk_is_as_old_as_the_moment_at_which_its_save_was_
 
 
 def test_held_is_what_saves_held_and_what_skipping_did() -> None:
-    tally = Tally()
+    tally = SaveTotals()
     tally.skip(0.5)
     tally.skip(0.25)
     assert tally.stats(2.0, None).held_s == 2.75
 
 
 def test_medians_are_of_the_last_committed_saves_part_by_part() -> None:
-    tally = Tally()
-    for number in range(3 * RECENT):
+    tally = SaveTotals()
+    for number in range(3 * RECENT_SAVES):
         tally.take(handle(write_s=float(number), index_s=float(number % 2)), 0.0)
     found = tally.stats(0.0, None)
-    assert found.last == Timing(write_s=3 * RECENT - 1, index_s=1.0)
-    assert found.usual == Timing(write_s=2.5 * RECENT - 0.5, index_s=0.5)
+    assert found.last == Timing(write_s=3 * RECENT_SAVES - 1, index_s=1.0)
+    assert found.usual == Timing(write_s=2.5 * RECENT_SAVES - 0.5, index_s=0.5)
     assert medians([Timing(bytes=3), Timing(bytes=4)]).bytes == 4
 
 
@@ -303,7 +302,7 @@ written at            2.00 GiB/s  1.00 GiB/s"""
 def test_no_part_is_left_out_of_the_table() -> None:
     told = {field.name for field in fields(Timing)}
     assert {field for _, field in ROWS} == {"held_s", *told} - {"bytes"}
-    assert set(get_args(Part)) == told - {"fence_s", "seconds", "bytes"}, "those the handle knows"
+    assert set(get_args(TimedPart)) == told - {"fence_s", "seconds", "bytes"}, "those the handle knows"
 
 
 def test_what_memory_took_of_a_processor_is_said_also_where_nothing_could_be_kept() -> None:

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.api import tidying as tidying_module
-from holdfast.api.tidying import Tidying
-from holdfast.errors import StoreUnavailable
-from holdfast.events import Emitter
-from holdfast.policy import keep
-from holdfast.policy.keeping import CheckpointFacts, KeepPolicy, Opinion
-from holdfast.repo.attempts import Attempt, claim
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.memory import MemoryStore
+from tenuto.errors import StoreUnavailable
+from tenuto.events import Emitter
+from tenuto.policy import keep
+from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion
+from tenuto.repo.ownership.claim import Attempt, claim
+from tenuto.repo.repository import Repo
+from tenuto.store.memory import MemoryStore
+from tenuto.training import retention_worker as tidying_module
+from tenuto.training.retention_worker import RetentionWorker
 
 
 class Broken(KeepPolicy):
@@ -35,7 +35,7 @@ def attempt() -> Iterator[Attempt]:
     found.release()
 
 
-Make = Callable[..., Tidying]
+Make = Callable[..., RetentionWorker]
 
 
 @pytest.fixture
@@ -45,12 +45,12 @@ def told() -> list[str]:
 
 @pytest.fixture
 def make(attempt: Attempt, told: list[str]) -> Make:
-    def built(policy: KeepPolicy, *, then: Callable[[], None] = lambda: None) -> Tidying:
+    def built(policy: KeepPolicy, *, then: Callable[[], None] = lambda: None) -> RetentionWorker:
         def warn(message: str) -> None:
             told.append(message)
             then()
 
-        return Tidying(attempt.repo, policy, emitter=Emitter(), warn=warn)
+        return RetentionWorker(attempt.repo, policy, emitter=Emitter(), warn=warn)
 
     return built
 
@@ -90,11 +90,11 @@ def test_a_round_that_ends_its_thread_is_followed_by_another(
 ) -> None:
     rounds: list[threading.Thread] = []
 
-    def ended(self: Tidying, attempt: Attempt) -> int:
+    def ended(self: RetentionWorker, attempt: Attempt) -> int:
         rounds.append(threading.current_thread())
         raise SystemExit
 
-    monkeypatch.setattr(Tidying, "now", ended)
+    monkeypatch.setattr(RetentionWorker, "now", ended)
     tidying = make(keep.latest(1))
     for _ in range(2):
         tidying.after_commit(attempt, 1)

@@ -11,44 +11,44 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.api.company import settings
-from holdfast.errors import RankFailed, RanksError, RanksMissing, RankStoreLost, StateMismatch, UsageError
-from holdfast.model.names import CheckpointId
-from holdfast.ranks.memory import MemoryBoard, ThreadRanks
-from holdfast.ranks.topic import Topic
-from holdfast.repo.attempts import Attempt, claim
+import tenuto
+from tenuto.engine.group.group import session_settings
+from tenuto.errors import RankFailed, RanksError, RanksMissing, RankStoreLost, StateMismatch, UsageError
+from tenuto.model.ids import CheckpointId
+from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.ranks.round import Round
+from tenuto.repo.ownership.claim import Attempt, claim
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), True, "600"])
 def test_a_time_to_wait_that_makes_no_sense_is_refused(tmp_path: Path, timeout: Any) -> None:
     with pytest.raises(UsageError, match="ranks_timeout="):
-        holdfast.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks_timeout=timeout)
+        tenuto.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks_timeout=timeout)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_wait_no_longer_for_one_that_never_comes(tmp_path: Path, rank: int) -> None:
-    ranks = ThreadRanks(rank, 2, MemoryBoard())
+    ranks = ThreadRanks(rank, 2, InProcessKVStore())
     with pytest.raises(RanksMissing, match=f"rank {1 - rank}") as raised:
-        holdfast.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=ranks, ranks_timeout=0.2)
+        tenuto.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=ranks, ranks_timeout=0.2)
     assert raised.value.ranks == (1 - rank,) and raised.value.phase == "handshake"
 
 
 def test_who_is_dead_is_found_out_before_the_time_to_wait_is_over() -> None:
-    assert settings(600.0).dead_after_s == 60.0 and settings(600.0).beat_s == 1.0
+    assert session_settings(600.0).dead_after_s == 60.0 and session_settings(600.0).beat_s == 1.0
     for timeout_s in (1.0, 10.0, 100.0):
-        found = settings(timeout_s)
+        found = session_settings(timeout_s)
         assert found.dead_after_s <= timeout_s / 2 and found.beat_s <= found.dead_after_s / 10
 
 
 def test_what_is_raised_after_the_ranks_have_met_is_told_to_the_others(tmp_path: Path) -> None:
     """`resume_from` is judged after the meeting: the other rank must not wait for this one until its time is over."""
 
-    board, found = MemoryBoard(), {}
+    board, found = InProcessKVStore(), {}
 
     def build(rank: int) -> None:
         try:
-            with holdfast.Checkpointer(
+            with tenuto.Checkpointer(
                 tmp_path,
                 {"w": np.ones(3)},
                 ranks=ThreadRanks(rank, 2, board),
@@ -69,9 +69,9 @@ def test_what_is_raised_after_the_ranks_have_met_is_told_to_the_others(tmp_path:
 
 
 def test_a_claim_that_cannot_be_announced_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    board, found, announce = MemoryBoard(), {}, Topic.announce
+    board, found, announce = InProcessKVStore(), {}, Round.announce
 
-    def announcing(topic: Topic, data: bytes, each: Any = ()) -> None:
+    def announcing(topic: Round, data: bytes, each: Any = ()) -> None:
         if topic.kind == "claim":
             raise RankStoreLost("the board does not answer")
         announce(topic, data, each)
@@ -79,33 +79,33 @@ def test_a_claim_that_cannot_be_announced_is_given_back(tmp_path: Path, monkeypa
     def build(rank: int) -> None:
         try:
             ranks = ThreadRanks(rank, 2, board)
-            with holdfast.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=ranks, ranks_timeout=20.0) as ckpt:
+            with tenuto.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=ranks, ranks_timeout=20.0) as ckpt:
                 ckpt.save(wait=True)
         except BaseException as error:  # noqa: BLE001 - told to the test
             found[rank] = error
 
     with monkeypatch.context() as patched:
-        patched.setattr(Topic, "announce", announcing)
+        patched.setattr(Round, "announce", announcing)
         threads = [threading.Thread(target=build, args=(rank,)) for rank in (0, 1)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
     assert isinstance(found[0], RankStoreLost) and isinstance(found[1], RanksError)
-    with holdfast.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=holdfast.Solo()) as ckpt:
+    with tenuto.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=tenuto.Solo()) as ckpt:
         assert ckpt.save(wait=True).committed, "nobody has the run"
 
 
 def test_a_restore_that_all_ranks_have_refused_is_refused_again_when_it_is_tried_again(tmp_path: Path) -> None:
     """Nobody waits for what another has said before, nor hears it."""
-    holdfast.save({"model": {"a": np.ones(3), "b": np.ones(2)}}, tmp_path)
-    board, found = MemoryBoard(), {}
+    tenuto.save({"model": {"a": np.ones(3), "b": np.ones(2)}}, tmp_path)
+    board, found = InProcessKVStore(), {}
 
     def build(rank: int) -> None:
         state = {"model": {"a": np.zeros(3)}}
         found[rank] = said = []
         try:
-            with holdfast.Checkpointer(tmp_path, state, ranks=ThreadRanks(rank, 2, board), ranks_timeout=20.0) as ckpt:
+            with tenuto.Checkpointer(tmp_path, state, ranks=ThreadRanks(rank, 2, board), ranks_timeout=20.0) as ckpt:
                 for _ in range(3):
                     try:
                         ckpt.restore()
@@ -128,7 +128,7 @@ def test_i4_all_ranks_go_on_from_what_was_committed_while_one_claimed(
 ) -> None:
     place = tmp_path / "place"
     for step in (1, 2):
-        holdfast.save({"w": np.full(3, float(step))}, place, step=step)
+        tenuto.save({"w": np.full(3, float(step))}, place, step=step)
     last = place / "runs/main/a0001/step-00000002"
     shutil.move(last, tmp_path / "not yet committed")
 
@@ -140,13 +140,13 @@ def test_i4_all_ranks_go_on_from_what_was_committed_while_one_claimed(
 
         return claim(*words, look=committing, **options)
 
-    monkeypatch.setattr("holdfast.api.claiming.claim", meanwhile)
-    board, found = MemoryBoard(), {}
+    monkeypatch.setattr("tenuto.training.resume.claim", meanwhile)
+    board, found = InProcessKVStore(), {}
 
     def build(rank: int) -> None:
         state = {"w": np.zeros(3)}
         ranks = ThreadRanks(rank, 2, board)
-        with holdfast.Checkpointer(place, state, ranks=ranks, ranks_timeout=60.0) as ckpt:
+        with tenuto.Checkpointer(place, state, ranks=ranks, ranks_timeout=60.0) as ckpt:
             ckpt.restore()
             ckpt.save(wait=True)
         found[rank] = float(state["w"][0])
@@ -157,4 +157,4 @@ def test_i4_all_ranks_go_on_from_what_was_committed_while_one_claimed(
     for thread in threads:
         thread.join(120)
     assert found == {0: 2.0, 1: 2.0}
-    assert holdfast.Repository(place).repo.attempt("main", 3).parent == CheckpointId("main", 1, 2)
+    assert tenuto.Repository(place).repo.attempt("main", 3).parent == CheckpointId("main", 1, 2)

@@ -62,18 +62,18 @@ def test_the_table_follows_the_results(modules):
 @pytest.mark.parametrize(
     ("id", "own", "figures"),
     [
-        ("p1_stall", "holdfast save()", "median_s"),
-        ("p2_fenced", "holdfast save(), fenced", "median_s"),
-        ("p3_overhead", "lost to a holdfast save(), fenced", "median_s"),
-        ("p3_everyday", "holdfast, memory and disk", "share_lost"),
-        ("p8_memory", "holdfast.Checkpointer, memory tier: held", "median_bytes"),
+        ("p1_stall", "tenuto save()", "median_s"),
+        ("p2_fenced", "tenuto save(), fenced", "median_s"),
+        ("p3_overhead", "lost to a tenuto save(), fenced", "median_s"),
+        ("p3_everyday", "tenuto, memory and disk", "share_lost"),
+        ("p8_memory", "tenuto.Checkpointer, memory tier: held", "median_bytes"),
         ("p9_restart", "restore() from memory, one thread", "median_s"),
-        ("ranks_stall_2", "holdfast save()", "median_s"),
-        ("ranks_fenced_2", "holdfast save(), fenced", "median_s"),
-        ("ranks_compute_4", "lost to a holdfast save()", "median_s"),
-        ("ranks_durable_4", "holdfast save(wait=True)", "median_s"),
-        ("ranks_restore_hot_4", "holdfast restore()", "median_s"),
-        ("ranks_restore_cold_2", "holdfast restore()", "median_s"),
+        ("ranks_stall_2", "tenuto save()", "median_s"),
+        ("ranks_fenced_2", "tenuto save(), fenced", "median_s"),
+        ("ranks_compute_4", "lost to a tenuto save()", "median_s"),
+        ("ranks_durable_4", "tenuto save(wait=True)", "median_s"),
+        ("ranks_restore_hot_4", "tenuto restore()", "median_s"),
+        ("ranks_restore_cold_2", "tenuto restore()", "median_s"),
     ],
 )
 def test_every_size_of_what_is_measured_at_several_has_a_row(modules, id, own, figures, size):
@@ -90,7 +90,7 @@ def test_every_size_of_what_is_measured_at_several_has_a_row(modules, id, own, f
 def test_what_was_not_measured_beside_has_no_row(modules):
     table, _ = modules
     document = dict(next(iter(table.load().values())), id="p3_overhead_1gib", targets=[])
-    document["median_s"] = {"lost to a holdfast save()": 1.0}
+    document["median_s"] = {"lost to a tenuto save()": 1.0}
     made = table.block({"p3_overhead_1gib": document})
     assert made.count("results/p3_overhead_1gib.json") == 1
 

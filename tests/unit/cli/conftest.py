@@ -6,15 +6,15 @@ import shutil
 import numpy as np
 import pytest
 
-from holdfast.cli import main
-from holdfast.engine.job import About
-from holdfast.engine.save import Saver
-from holdfast.model.names import CheckpointId
-from holdfast.repo.attempts import claim
-from holdfast.repo.notes import add_note
-from holdfast.repo.repository import Repo
-from holdfast.state import flatten
-from holdfast.store.registry import open_store
+from tenuto.cli import main
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.notes import add_note
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import flatten
+from tenuto.store.registry import open_store
 
 STATE = {
     "model": {"layers.0.weight": np.arange(256 * 64, dtype=np.float32).reshape(256, 64), "layers.0.bias": np.ones(256)},
@@ -34,7 +34,7 @@ def save(repo, run, steps, state=STATE, parent=None):
     saver = Saver(repo, run)
     saver.attempt = attempt
     for step in steps:
-        about = About(
+        about = ManifestDetails(
             parent=parent,
             metrics={"loss": 1 / step, "val_loss": float("nan") if step == 6 else 0.5},
             progress={"step": step, "epoch": 0},

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from holdfast import errors
-from holdfast.cli import application, exitcodes, output
-from holdfast.cli.asking import agreed
-from holdfast.errors import UsageError
+from tenuto import errors
+from tenuto.cli import application
+from tenuto.cli.console import exitcodes, output
+from tenuto.cli.console.confirm import agreed
+from tenuto.errors import UsageError
 
-COMMAND = [sys.executable, "-c", "from holdfast.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from tenuto.cli import main; main()"]
 
 
 def tree(kind):
@@ -22,7 +23,7 @@ def tree(kind):
 
 
 def test_every_error_has_a_documented_exit_status():
-    assert {kind.exit_code for kind in tree(errors.HoldfastError)} <= exitcodes.EXIT_CODES.keys()
+    assert {kind.exit_code for kind in tree(errors.TenutoError)} <= exitcodes.EXIT_CODES.keys()
 
 
 def test_help_names_every_command_and_every_exit_status(cli):
@@ -40,26 +41,26 @@ def test_help_names_every_command_and_every_exit_status(cli):
 def test_every_command_has_examples_in_its_help(cli, name):
     status, out, _ = cli(name, "--help")
     assert status == 0
-    assert f"\n  Examples:\n    holdfast {name}" in out
+    assert f"\n  Examples:\n    tenuto {name}" in out
     assert "--json" in out
     assert max(len(row) for row in out.partition("Examples:")[0].splitlines()) <= 80
 
 
 def test_version(cli):
     status, out, _ = cli("--version")
-    assert (status, out.split()[0]) == (0, "holdfast")
+    assert (status, out.split()[0]) == (0, "tenuto")
 
 
 def test_errors_end_with_the_hint_and_json_has_them_too(cli, tmp_path, place):
     status, out, err = cli("ls", tmp_path)
     assert (status, out) == (10, "")
-    assert err == f"error: there is no Holdfast repository at {tmp_path}\nhint: there is one at /ckpts\n"
+    assert err == f"error: there is no Tenuto repository at {tmp_path}\nhint: there is one at /ckpts\n"
     status, out, err = cli("ls", tmp_path, "--json")
     assert err.endswith("hint: there is one at /ckpts\n")
     assert json.loads(out) == {
-        "schema": "holdfast.error/1",
+        "schema": "tenuto.error/1",
         "error": "NotARepository",
-        "message": f"there is no Holdfast repository at {tmp_path}",
+        "message": f"there is no Tenuto repository at {tmp_path}",
         "subject": str(tmp_path),
         "hint": "there is one at /ckpts",
         "exit_code": 10,
@@ -72,19 +73,19 @@ def test_a_traceback_only_with_debug(cli, tmp_path):
 
 
 def test_a_fault_of_ours_is_told_in_one_line(cli, made, monkeypatch):
-    from holdfast.repo.repository import Repo
+    from tenuto.repo.repository import Repo
 
     monkeypatch.setattr(Repo, "open", lambda store: 1 / 0)
     assert cli("ls", made) == (
         1,
         "",
-        "error: a fault in Holdfast itself: ZeroDivisionError: division by zero\n"
+        "error: a fault in Tenuto itself: ZeroDivisionError: division by zero\n"
         "hint: --debug shows where; please report it\n",
     )
 
 
 def test_an_interrupt_leaves_with_130(cli, made, monkeypatch):
-    from holdfast.repo.repository import Repo
+    from tenuto.repo.repository import Repo
 
     def interrupted(store):
         raise KeyboardInterrupt
@@ -100,7 +101,7 @@ def test_a_wrong_option_leaves_with_2(cli, made):
 
 def test_looking_loads_no_framework_and_no_rich(made):
     script = (
-        "import sys\nfrom holdfast.cli import main\n"
+        "import sys\nfrom tenuto.cli import main\n"
         f"for words in (['ls'], ['show', '--run', 'gpt'], ['verify'], ['--help']):\n"
         f"    try: main([*words[:1], {str(made)!r}, *words[1:]] if words[0] != '--help' else words)\n"
         "    except SystemExit as leaving: assert not leaving.code, leaving.code\n"
@@ -160,7 +161,7 @@ def test_a_reader_that_goes_away_is_no_fault(made):
 
 def test_an_ascii_terminal_gets_escapes(made):
     env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    script = "from holdfast.cli import main, output; import holdfast.cli.application as a; a._never_fail_to_encode(); "
+    script = "from tenuto.cli.console import output; import tenuto.cli.application as a; a._never_fail_to_encode(); "
     script += "output.line('caf\\u00e9 \\u2026')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=env, check=True, timeout=60)
     assert done.stdout == b"caf\\xe9 \\u2026\n"

@@ -5,10 +5,10 @@ import signal
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.api.bench import raw
-from holdfast.cli import bench
-from holdfast.errors import UsageError
+import tenuto
+from tenuto.bench import raw
+from tenuto.cli.commands import bench
+from tenuto.errors import UsageError
 
 SMALL = ("--size", "1MiB", "--leaves", "5", "--rounds", "1")
 
@@ -24,18 +24,18 @@ def test_bench_measures_and_leaves_nothing(cli, tmp_path):
     assert "\nwhat to expect\n" in out
     assert max(len(row) for row in out.splitlines()) <= 80
     assert err.splitlines()[0] == "making a state"
-    assert "saving with Holdfast, round 1 of 1" in err.splitlines()
+    assert "saving with Tenuto, round 1 of 1" in err.splitlines()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_bench_like_a_checkpoint_as_json(cli, tmp_path):
     state = {"a": np.arange(1000, dtype=np.float32), "b": np.arange(7, dtype=np.uint8), "empty": np.zeros((0, 3))}
-    holdfast.save(state, tmp_path / "like")
+    tenuto.save(state, tmp_path / "like")
     (tmp_path / "place").mkdir()
     status, out, err = cli("bench", tmp_path / "place", "--like", tmp_path / "like", "--rounds", "1", "--json")
     assert status == 0, err
     found = json.loads(out)
-    assert (found["schema"], found["leaves"], found["bytes"]) == ("holdfast.bench/1", 2, 4007)
+    assert (found["schema"], found["leaves"], found["bytes"]) == ("tenuto.bench/1", 2, 4007)
     assert {"save_stall", "restore_cold", "restore_hot", "save_durable"} <= found["median_s"].keys()
     assert all(len(rounds) == 1 for what, rounds in found["rounds_s"].items() if what != "flush")
     assert set(found["save_every_s"]) == {"0.05", "0.01", "0.001"}
@@ -55,13 +55,13 @@ def test_bench_cleans_up_when_it_is_ended(cli, tmp_path, monkeypatch, number, st
     before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)]
     assert cli("bench", tmp_path, *SMALL)[0] == status
     assert len(seen) == 1
-    assert seen[0].startswith(".holdfast-bench-")
+    assert seen[0].startswith(".tenuto-bench-")
     assert list(tmp_path.iterdir()) == []
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def test_bench_tells_when_what_comes_back_is_not_what_was_saved(cli, tmp_path, monkeypatch):
-    from holdfast.api.bench.sample import Sample
+    from tenuto.bench.sample import Sample
 
     counts = iter(range(100))
     monkeypatch.setattr(Sample, "fingerprint", lambda self: [next(counts)])

@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from holdfast.cli import options
-from holdfast.errors import UsageError
+from tenuto.cli.console import options
+from tenuto.errors import UsageError
 
 
 def removed(cli, place):
@@ -47,7 +47,7 @@ def test_gc_dry_run_does_nothing(cli, place):
     before = sorted(place.rglob("*"))
     status, out, _ = cli("gc", place, "--dry-run", "--json", "--grace", "0")
     found = json.loads(out)
-    assert (status, found["schema"], found["done"]) == (0, "holdfast.gc/1", None)
+    assert (status, found["schema"], found["done"]) == (0, "tenuto.gc/1", None)
     assert [garbage["checkpoint"]["step"] for garbage in found["garbage"]] == [2, 6]
     assert sorted(place.rglob("*")) == before
 
@@ -88,7 +88,7 @@ def test_undelete_keeps_away_from_gc_by_the_grace_that_gc_is_run_with(cli, place
     marked_hours_ago(cli, place, 48)
     assert "wait 120.0 h" in cli("gc", place, "--grace", "168", "--dry-run")[1]
     status, _, err = cli("undelete", place, "2", "--run", "gpt")
-    hint = "hint: where gc is run with a longer grace: holdfast undelete /ckpts gpt/a0001/2 --grace HOURS"
+    hint = "hint: where gc is run with a longer grace: tenuto undelete /ckpts gpt/a0001/2 --grace HOURS"
     assert (status, err.splitlines()[-1]) == (10, hint)
     status, out, _ = cli("undelete", place, "2", "--run", "gpt", "--grace", "168", "--dry-run")
     assert (status, out) == (0, "gpt/a0001/2 can come back, 198 KiB to be checked; gc may take it in 120.0 h\n")
@@ -98,7 +98,7 @@ def test_undelete_keeps_away_from_gc_by_the_grace_that_gc_is_run_with(cli, place
 def test_undelete_of_what_is_not_removed(cli, place):
     removed(cli, place)
     status, _, err = cli("undelete", place, "8", "--run", "gpt")
-    assert (status, err) == (11, "error: 8 of run 'gpt' is not removed\nhint: holdfast ls /ckpts\n")
+    assert (status, err) == (11, "error: 8 of run 'gpt' is not removed\nhint: tenuto ls /ckpts\n")
     status, _, err = cli("undelete", place, "99", "--run", "gpt")
     assert err.splitlines()[0] == (
         "error: no removed checkpoint 99 in run 'gpt'; in the trash: gpt/a0001/6, gpt/a0001/2"
@@ -108,5 +108,5 @@ def test_undelete_of_what_is_not_removed(cli, place):
 def test_undelete_json(cli, place):
     removed(cli, place)
     found = json.loads(cli("undelete", place, "gpt/a0001/2", "--json")[1])
-    assert found["schema"] == "holdfast.undelete/1"
+    assert found["schema"] == "tenuto.undelete/1"
     assert found["undeleted"] == [{"run": "gpt", "attempt": 1, "step": 2}]

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from holdfast.cli import main
+from tenuto.cli import main
 
-COMMAND = re.compile(r"^hint: (?:.*: )?(?:`)?((?:holdfast|mkdir|ls|rm) [^`\n]*)", re.M)
+COMMAND = re.compile(r"^hint: (?:.*: )?(?:`)?((?:tenuto|mkdir|ls|rm) [^`\n]*)", re.M)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_directory_with_a_space_is_one_word(words, my_run, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert cli("tag", my_run, "gold", "--run", "gpt", "--step", "a0001/2")[0] == 0
     typed = hint(*(my_run if word == "WHERE" else word for word in words))
-    assert typed[0] == "holdfast"
+    assert typed[0] == "tenuto"
     assert str(my_run) in typed
 
 

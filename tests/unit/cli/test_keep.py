@@ -1,11 +1,11 @@
 import json
 
-from holdfast.model.names import CheckpointId
-from holdfast.repo.attempts import claim
-from holdfast.repo.lineage import latest
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep.verify import assert_whole
+from tenuto.maintenance.verify import assert_whole
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.lineage import latest
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 
 def test_keep_shows_what_would_go_and_does_nothing(cli, made):

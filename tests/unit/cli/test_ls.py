@@ -1,7 +1,7 @@
 import json
 import shutil
 
-from holdfast.cli.columns import Columns
+from tenuto.cli.console.table import Columns
 
 
 def test_ls_whole(cli, made):
@@ -84,7 +84,7 @@ def test_ls_json(cli, made):
     status, out, err = cli("ls", made, "--json")
     found = json.loads(out)
     assert (status, err) == (0, "")
-    assert found["schema"] == "holdfast.ls/1"
+    assert found["schema"] == "tenuto.ls/1"
     assert [run["run"] for run in found["runs"]] == ["gpt", "small"]
     gpt = found["runs"][0]
     assert gpt["attempts"] == [1, 2]
@@ -110,13 +110,13 @@ def test_ls_json(cli, made):
 def test_ls_of_an_unknown_run_names_those_there_are(cli, made):
     status, out, err = cli("ls", made, "--run", "gtp")
     assert (status, out) == (11, "")
-    assert err == "error: no run 'gtp' at /ckpts; there are: gpt, small\nhint: holdfast ls /ckpts\n"
+    assert err == "error: no run 'gtp' at /ckpts; there are: gpt, small\nhint: tenuto ls /ckpts\n"
 
 
 def test_ls_of_an_empty_repository_and_of_a_claimed_run(cli, tmp_path):
-    from holdfast.repo.attempts import claim
-    from holdfast.repo.repository import Repo
-    from holdfast.store.registry import open_store
+    from tenuto.repo.ownership.claim import claim
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
 
     repo = Repo.create_or_open(open_store(tmp_path / "ckpts"))
     assert cli("ls", tmp_path / "ckpts") == (0, "", "/ckpts: no runs yet\n")

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep.verify import assert_whole
 from memory_ranks import Ends
 from memory_ranks import live as live_ranks
 from memory_training import live, shared_memory
+from tenuto.maintenance.verify import assert_whole
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -33,7 +33,7 @@ def images(cli, *words):
     status, out, _ = cli("ls", "--memory", *words, "--json")
     assert status == 0
     found = json.loads(out)
-    assert found["schema"] == "holdfast.memory/1"
+    assert found["schema"] == "tenuto.memory/1"
     return sorted(found["images"], key=lambda image: image["checkpoint"]["step"] if image["sealed"] else -1)
 
 
@@ -45,17 +45,17 @@ def me():
 
 
 def test_a_user_whom_nobody_knows_is_shown_by_number():
-    from holdfast.cli.images import user_name
+    from tenuto.cli.views.memory_images import user_name
 
     stranger = max(one.pw_uid for one in pwd.getpwall()) + 1
     assert (user_name(os.geteuid()), user_name(stranger)) == (me(), str(stranger))
 
 
 def test_a_directory_that_only_looks_like_a_users_is_told_of(cli, left, root):
-    (root / f"holdfast-{os.geteuid() + 1}").symlink_to(f"holdfast-{os.geteuid()}")
+    (root / f"tenuto-{os.geteuid() + 1}").symlink_to(f"tenuto-{os.geteuid()}")
     status, out, err = cli("ls", "--memory")
     assert (status, len(out.splitlines()), err.count("\n")) == (0, 3, 1)
-    assert f"/holdfast-{os.geteuid() + 1} is passed over: it is no directory" in err
+    assert f"/tenuto-{os.geteuid() + 1} is passed over: it is no directory" in err
     found = json.loads(cli("ls", "--memory", "--json")[1])
     assert (len(found["images"]), found["closed_users"], len(found["passed_over"])) == (2, 0, 1)
 
@@ -79,7 +79,7 @@ def test_ls_memory_shows_whose_they_are_and_their_age(cli, left):
 
 def test_ls_without_a_repository_wants_one_or_the_option(cli):
     status, _, err = cli("ls")
-    assert (status, "holdfast ls --memory" in err) == (2, True)
+    assert (status, "tenuto ls --memory" in err) == (2, True)
 
 
 def test_flush_writes_the_newest_and_takes_it_out_of_memory(cli, left):
@@ -107,10 +107,10 @@ def test_flush_says_why_it_writes_none(cli, left):
 
 
 def test_a_damaged_image_is_not_written(cli, left, root):
-    from holdfast.engine.listing import images as found
+    from tenuto.engine.memory_tier.listing import images as found
 
     newest = max(found(), key=lambda one: one.footer.sequence)
-    path = root / f"holdfast-{os.geteuid()}" / newest.name
+    path = root / f"tenuto-{os.geteuid()}" / newest.name
     data = bytearray(path.read_bytes())
     data[newest.footer.image // 2] ^= 1
     path.write_bytes(data)
@@ -134,11 +134,11 @@ def test_clear_asks_and_removes_what_is_dead(cli, left, root):
 def test_images_of_a_running_process_are_shown_and_stay(cli, tmp_path, root, monkeypatch):
     import numpy as np
 
-    import holdfast
-    from holdfast import every
+    import tenuto
+    from tenuto import every
 
     state = {"w": np.zeros(1000)}
-    with holdfast.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1)) as ckpt:
+    with tenuto.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1)) as ckpt:
         for _ in ckpt.steps(3):
             state["w"] += 1
         assert ckpt._training.saving.memory._saver.join(30)
@@ -186,7 +186,7 @@ def test_a_state_of_which_a_rank_is_missing_is_shown_and_not_flushed(cli, left_b
 
 def test_what_another_user_has_completes_nobodys_state(left_by_two):
     """One who cannot hold this user's image could lay a copy of it."""
-    from holdfast.cli.images import judged, words
+    from tenuto.cli.views.memory_images import judged, words
 
     rows = judged(None, None)
     first = next(row for row in rows if row[0].footer.rank == 0)
@@ -200,6 +200,6 @@ def test_what_another_user_has_completes_nobodys_state(left_by_two):
 
 
 def image_step(path):
-    from holdfast.engine.listing import images as found
+    from tenuto.engine.memory_tier.listing import images as found
 
     return next((one.footer.id.step for one in found() if one.name.endswith(path.name) and one.footer), None)

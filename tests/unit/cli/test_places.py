@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from tests.astray import damage
 
-import holdfast
+import tenuto
+from tests.astray import damage
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def mirrored(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     for number in range(2):
-        holdfast.save({"w": np.full(50_000, float(number))}, holdfast.Mirror(a, b))
+        tenuto.save({"w": np.full(50_000, float(number))}, tenuto.Mirror(a, b))
     return a, b
 
 
@@ -54,7 +54,7 @@ def test_replicate_goes_on_past_damage_and_tells_it(cli, mirrored):
     assert status == 12 and "w is damaged" in err
     assert pack(b, 0).exists() and not pack(b, 1).exists()
     found = json.loads(cli("replicate", a, "--json")[1])
-    assert (found["schema"], len(found["failed"]), found["bytes"]) == ("holdfast.replicate/1", 1, 0)
+    assert (found["schema"], len(found["failed"]), found["bytes"]) == ("tenuto.replicate/1", 1, 0)
 
 
 def test_a_mirror_that_is_not_there_is_in_the_exit_status(cli, mirrored):

@@ -41,7 +41,7 @@ def test_restore_passes_over_a_damaged_latest_aloud(cli, place, tmp_path):
     status, out, err = cli("restore", place, tmp_path / "a.safetensors", "--run", "gpt", "--json")
     found = json.loads(out)
     assert status == 0
-    assert (found["schema"], found["checkpoint"]["step"], found["leaves"]) == ("holdfast.restore/1", 5, 3)
+    assert (found["schema"], found["checkpoint"]["step"], found["leaves"]) == ("tenuto.restore/1", 5, 3)
     assert [skipped["checkpoint"]["step"] for skipped in found["skipped"]] == [7]
     assert err.startswith("warning: gpt/a0002/7 is damaged and was passed over: ")
     assert load_file(tmp_path / "a.safetensors").keys()
@@ -78,9 +78,9 @@ def test_restore_knows_two_kinds_of_files(cli, made, tmp_path):
 
 
 def test_restore_of_a_run_without_checkpoints(cli, tmp_path):
-    from holdfast.repo.attempts import claim
-    from holdfast.repo.repository import Repo
-    from holdfast.store.registry import open_store
+    from tenuto.repo.ownership.claim import claim
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
 
     claim(Repo.create_or_open(open_store(tmp_path / "ckpts")), "new", None).release()
     assert cli("restore", tmp_path / "ckpts", tmp_path / "a.safetensors")[0] == 11

@@ -37,7 +37,7 @@ def test_rm_refuses_what_latest_means_with_the_reason_and_removes_nothing(cli, p
 def test_rm_dry_run_and_json(cli, place):
     status, out, _ = cli("rm", place, "2", "7", "--run", "gpt", "--dry-run", "--json")
     found = json.loads(out)
-    assert (status, found["schema"], found["dry_run"], found["removed"]) == (0, "holdfast.rm/1", True, [])
+    assert (status, found["schema"], found["dry_run"], found["removed"]) == (0, "tenuto.rm/1", True, [])
     assert [(plan["checkpoint"]["step"], plan["remove"]) for plan in found["plan"]] == [(2, True), (7, False)]
     assert (place / "runs/gpt/a0001/step-00000002/manifest.json").exists()
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from tests.joint_saves import save_jointly, whole
 
-import holdfast
-from holdfast.errors import StateError
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
+import tenuto
+from tenuto.errors import StateError
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
+from tests.joint_saves import save_jointly, whole
 
 
 @pytest.fixture
@@ -71,6 +71,6 @@ def test_a_rank_goes_with_a_path(cli: Any, ranks: Path) -> None:
 
 
 def test_what_is_each_ranks_own_is_no_plain_value_of_the_whole(ranks: Path) -> None:
-    with holdfast.open(ranks) as opened, pytest.raises(StateError, match="seed"):
+    with tenuto.open(ranks) as opened, pytest.raises(StateError, match="seed"):
         assert opened.plain_paths() == ["lr"]
         opened.plain("seed")

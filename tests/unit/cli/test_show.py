@@ -3,10 +3,10 @@ import json
 import numpy as np
 import torch
 
-import holdfast
-from holdfast import every, keep
-from holdfast.cli.tree import lines, plain_text
-from holdfast.state import flatten
+import tenuto
+from tenuto import every, keep
+from tenuto.cli.views.state_tree import lines, plain_text
+from tenuto.state.encode.flattener import flatten
 
 from .conftest import flip
 
@@ -61,7 +61,7 @@ def test_show_json(cli, made):
     status, out, _ = cli("show", made, "--run", "gpt", "--step", "a0001/6", "--json")
     found = json.loads(out)
     assert status == 0
-    assert found["schema"] == "holdfast.show/1"
+    assert found["schema"] == "tenuto.show/1"
     assert (found["checkpoint"], found["latest"]) == ({"run": "gpt", "attempt": 1, "step": 6}, False)
     assert found["leaves"][0] == {
         "path": "model/layers.0.weight",
@@ -100,12 +100,12 @@ def test_show_of_a_damaged_one_says_so(cli, place):
     flip(place / "runs/gpt/a0002/step-00000007/rank-00000.index", 300)
     status, _, err = cli("show", place, "--run", "gpt")
     assert status == 12
-    assert err.endswith("hint: holdfast verify WHERE names all that is damaged\n")
+    assert err.endswith("hint: tenuto verify WHERE names all that is damaged\n")
 
 
 def test_show_gives_each_phrase_of_the_certificate_its_line(cli, tmp_path, monkeypatch):
     place = tmp_path / "ckpts"
-    with holdfast.Checkpointer(place, {"n": 1, "model": torch.nn.Linear(2, 2)}) as ckpt:
+    with tenuto.Checkpointer(place, {"n": 1, "model": torch.nn.Linear(2, 2)}) as ckpt:
         ckpt.step_done()
     for width in (80, 120):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -120,7 +120,7 @@ def test_show_gives_each_phrase_of_the_certificate_its_line(cli, tmp_path, monke
 def test_show_says_which_metric_that_a_policy_goes_by_is_not_logged(cli, tmp_path):
     place = tmp_path / "ckpts"
     kept = keep.latest(9) | keep.best(1, "val_loss")
-    with holdfast.Checkpointer(place, {"n": 1}, save=every(steps=1), keep=kept) as ckpt:
+    with tenuto.Checkpointer(place, {"n": 1}, save=every(steps=1), keep=kept) as ckpt:
         ckpt.step_done(loss=1.0)
         ckpt.step_done(val_loss=2.0)
     _, out, _ = cli("show", place, "--step", "1")
@@ -147,12 +147,12 @@ def test_plain_text_is_shortened():
 
 
 def test_show_says_where_the_time_of_real_saves_went(cli, tmp_path):
-    with holdfast.Checkpointer(tmp_path / "ckpts", {"w": np.zeros(1000)}, save=every(steps=1), keep=keep.all()) as ckpt:
+    with tenuto.Checkpointer(tmp_path / "ckpts", {"w": np.zeros(1000)}, save=every(steps=1), keep=keep.all()) as ckpt:
         for _ in ckpt.steps(2):
             pass
     status, out, _ = cli("show", tmp_path / "ckpts", "--timing", "--json")
     found = json.loads(out)
-    assert (status, found["schema"], found["run"]) == (0, "holdfast.timing/1", "main")
+    assert (status, found["schema"], found["run"]) == (0, "tenuto.timing/1", "main")
     assert [one["checkpoint"]["step"] for one in found["checkpoints"]] == [1, 2]
     for one in found["checkpoints"]:
         assert one["bytes"] > 8000 and one["bandwidth"] > 0

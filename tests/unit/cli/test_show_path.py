@@ -1,4 +1,4 @@
-"""`holdfast show WHERE PATH`: one leaf, one plain value, or what lies below."""
+"""`tenuto show WHERE PATH`: one leaf, one plain value, or what lies below."""
 
 import json
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.cli.leaf import first_values, statistics
+import tenuto
+from tenuto.cli.views.leaf_view import first_values, statistics
 
 from .conftest import flip
 
@@ -32,7 +32,7 @@ gpt/a0002/7
 def test_a_leaf_as_json(cli, made):
     status, out, _ = cli("show", made, "x", "--run", "small", "--json")
     found = json.loads(out)
-    assert (status, found["schema"], found["checkpoint"]["step"]) == (0, "holdfast.show/1", 1)
+    assert (status, found["schema"], found["checkpoint"]["step"]) == (0, "tenuto.show/1", 1)
     assert (found["path"], found["kind"], found["dtype"], found["shape"]) == ("x", "numpy", "int64", [5])
     assert (found["first"], found["bytes"], found["private"]) == ([0, 1, 2, 3, 4], 40, False)
     assert found["statistics"] == {"count": 5, "min": 0, "max": 4, "mean": 2.0, "zeros": 1}
@@ -50,7 +50,7 @@ def test_plain_values_and_what_lies_below(cli, made):
 def test_nothing_there(cli, made):
     status, out, err = cli("show", made, "nope", "--run", "gpt")
     assert (status, out) == (11, "") and "has nothing at 'nope'" in err
-    assert err.endswith("\nhint: holdfast show /ckpts --run gpt --step a0002/7 lists what there is\n")
+    assert err.endswith("\nhint: tenuto show /ckpts --run gpt --step a0002/7 lists what there is\n")
     assert cli("show", made, "--run", "gpt", "--step", "a0002/7")[0] == 0
 
 
@@ -82,17 +82,17 @@ def test_a_damaged_leaf_is_never_shown(cli, place):
     ],
 )
 def test_every_type_of_element(tmp_path, value, first, facts):
-    holdfast.save({"v": value}, tmp_path, step=1)
-    with holdfast.open(tmp_path) as opened:
+    tenuto.save({"v": value}, tmp_path, step=1)
+    with tenuto.open(tmp_path) as opened:
         assert statistics(opened["v"]) == facts
         assert first_values(opened["v"])[:1] == ([] if first is None else [first])
 
 
 def test_statistics_of_a_leaf_in_several_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.cli.leaf.BLOCK_BYTES", 100)
+    monkeypatch.setattr("tenuto.cli.views.leaf_view.BLOCK_BYTES", 100)
     values = np.random.default_rng(0).normal(size=(50, 7))
-    holdfast.save({"v": values}, tmp_path, step=1)
-    with holdfast.open(tmp_path) as opened:
+    tenuto.save({"v": values}, tmp_path, step=1)
+    with tenuto.open(tmp_path) as opened:
         found = statistics(opened["v"])
     assert (found["count"], found["min"], found["max"]) == (350, values.min(), values.max())
     assert found["mean"] == pytest.approx(values.mean())

@@ -1,6 +1,6 @@
 import json
 
-import holdfast
+import tenuto
 
 
 def test_a_tag_is_put_shown_moved_and_taken_off(cli, place):
@@ -33,7 +33,7 @@ def test_a_tag_is_the_repositorys_and_needs_no_run(cli, place, tmp_path):
 
 def test_a_tag_of_another_run_is_found_as_load_finds_it(cli, place):
     cli("tag", place, "baseline", "--run", "gpt", "--step", "4")
-    loaded = holdfast.load(place, run="small", step="baseline").checkpoint
+    loaded = tenuto.load(place, run="small", step="baseline").checkpoint
     assert str(loaded.id) == "gpt/a0001/4"
     assert cli("show", place, "--run", "small", "--step", "baseline")[1].splitlines()[0] == str(loaded.id)
 

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from holdfast.errors import StoreFull
-from holdfast.store.backends.local import LocalStore
+from tenuto.errors import StoreFull
+from tenuto.store.local.store import LocalStore
 
 from .conftest import flip
 
@@ -68,7 +68,7 @@ def test_verify_json(cli, place):
     flip(place / PACK, 4096 + 10)
     status, out, _ = cli("verify", place, "--json")
     found = json.loads(out)
-    assert (status, found["schema"], found["ok"]) == (12, "holdfast.verify/1", False)
+    assert (status, found["schema"], found["ok"]) == (12, "tenuto.verify/1", False)
     assert found["damaged"] == [{"run": "gpt", "attempt": 2, "step": 7}]
     (finding,) = [finding for finding in found["findings"] if finding["severity"] == "error"]
     assert (finding["leaf"], finding["object"], finding["offset"]) == ("model/layers.0.bias", PACK, 4096)

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.crashpoints import NAMES, crashpoint
-from holdfast.demo import tally
-from holdfast.demo.campaign import Shape
-from holdfast.demo.children import Life
-from holdfast.demo.comparison import Comparison
-from holdfast.demo.outcome import Account, Flushing
-from holdfast.demo.plan import PLACES, SMALL, draw_everywhere
-from holdfast.demo.trace import ALL, FUNCTIONS, POINTS, Death, Trace
+from campaigns import kill_totals
+from campaigns.kills import Shape
+from tenuto.crashpoints import NAMES, crashpoint
+from tenuto.demo.children import Life
+from tenuto.demo.comparison import Comparison
+from tenuto.demo.outcome import Account, Flushing
+from tenuto.demo.plan import PLACES, SMALL, draw_everywhere
+from tenuto.demo.trace import ALL, FUNCTIONS, POINTS, Death, Trace
 
 CAPTURED, SEALED = "memory image captured, not sealed", "memory image sealed"
 
@@ -110,9 +110,9 @@ LAST = Life(8, 30, 0, False, 1.0, restored=(8, "c8"), adopted=True, durable=30)
 
 def test_kills_are_counted_where_they_were_with_what_they_lost() -> None:
     flushes = (Flushing(0, -9, "save begun", True, False), Flushing(1, 0, None, False, True))
-    found = tally.counts([account(FIRST, SECOND, LAST, flushes=flushes)])
+    found = kill_totals.counts([account(FIRST, SECOND, LAST, flushes=flushes)])
     assert found["kills_by_place"] == {"adopt": 1, "flush": 1, "seal": 1}
-    late = tally.counts([account(FIRST, LAST, flushes=(Flushing(0, -9, None, False, True),))])
+    late = kill_totals.counts([account(FIRST, LAST, flushes=(Flushing(0, -9, None, False, True),))])
     assert late["kills_by_place"] == {"after a flush": 1, "seal": 1}
     assert found["kills_at_named_points"] == {"flush": {"save begun": 1}, "seal": {CAPTURED: 1}}
     assert found["flushes"]["killed"] == 1 and found["flushes"]["ended_and_written"] == 1
@@ -123,25 +123,25 @@ def test_kills_are_counted_where_they_were_with_what_they_lost() -> None:
 
 def test_a_restart_behind_what_was_sealed_is_found_out() -> None:
     behind = replace(SECOND, began=7, restored=(7, "c7"))
-    (first, second) = tally.killings(account(FIRST, behind, replace(LAST, began=7)))
+    (first, second) = kill_totals.killings(account(FIRST, behind, replace(LAST, began=7)))
     assert (first.behind, first.written, first.lost) == (1, False, 2) and second.behind == 0
-    found = tally.counts([account(FIRST, behind, LAST)])["not_from_the_newest_sealed_state"]
+    found = kill_totals.counts([account(FIRST, behind, LAST)])["not_from_the_newest_sealed_state"]
     assert [one["life"] for one in found["otherwise"]] == [0]
-    (first, _) = tally.killings(account(replace(FIRST, saved=7), behind, LAST))
+    (first, _) = kill_totals.killings(account(replace(FIRST, saved=7), behind, LAST))
     assert first.written
     nothing = Life(None, 0, -9, False, 1.0, durable=5)
-    (first, second) = tally.killings(account(FIRST, nothing, replace(LAST, began=7)))
+    (first, second) = kill_totals.killings(account(FIRST, nothing, replace(LAST, began=7)))
     assert first.behind == 1 and second.behind == 0
 
 
 def test_a_restart_from_another_content_is_found_out() -> None:
-    assert tally.restarts(account(FIRST, SECOND, LAST))["restarts_equal"] == 2
+    assert kill_totals.restarts(account(FIRST, SECOND, LAST))["restarts_equal"] == 2
     wrong = account(FIRST, replace(SECOND, restored=(8, "other")), LAST)
-    assert tally.restarts(wrong)["restarts_different"] == 1
-    assert tally.restarts(account(FIRST, replace(SECOND, restored=(99, "c8")), LAST))["restarts_different"] == 1
+    assert kill_totals.restarts(wrong)["restarts_different"] == 1
+    assert kill_totals.restarts(account(FIRST, replace(SECOND, restored=(99, "c8")), LAST))["restarts_different"] == 1
 
 
 def test_a_kill_without_a_place_is_told_by_what_the_process_had_done() -> None:
-    assert tally.place_of(Life(None, 0, -9, False, 1.0)) == "starting"
-    assert tally.place_of(Life(3, 8, -9, True, 1.0)) == "write"
-    assert tally.place_of(Life(3, 8, -9, False, 1.0)) == "between"
+    assert kill_totals.place_of(Life(None, 0, -9, False, 1.0)) == "starting"
+    assert kill_totals.place_of(Life(3, 8, -9, True, 1.0)) == "write"
+    assert kill_totals.place_of(Life(3, 8, -9, False, 1.0)) == "between"

@@ -16,20 +16,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import holdfast
-from holdfast.demo import account as accounts
-from holdfast.demo.children import Child, Life, ask, start
-from holdfast.demo.comparison import Comparison, compare, read
-from holdfast.demo.outcome import Account
-from holdfast.demo.plan import draw_plan
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
+import tenuto
+from tenuto.demo import account as accounts
+from tenuto.demo.children import Child, Life, ask, start
+from tenuto.demo.comparison import Comparison, compare, read
+from tenuto.demo.outcome import Account
+from tenuto.demo.plan import draw_plan
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_script_to_take_home_is_the_one_that_runs_and_is_short() -> None:
-    shipped = (ROOT / "src/holdfast/demo/train_gpt.py").read_text()
+    shipped = (ROOT / "src/tenuto/demo/train_gpt.py").read_text()
     assert (ROOT / "examples/train_gpt.py").read_text() == shipped
     assert len(shipped.splitlines()) < 100
 
@@ -44,7 +44,7 @@ def test_a_seed_tells_the_whole_plan() -> None:
 
 
 def saved(place: Path, run: str, state: dict[str, Any]) -> Any:
-    holdfast.save(state, place, step=5, run=run)
+    tenuto.save(state, place, step=5, run=run)
     return read(Repo.open(open_store(place)), run)
 
 
@@ -111,9 +111,9 @@ def test_a_child_that_fails_says_why(tmp_path: Path) -> None:
 def test_a_killed_child_tells_what_it_kept_and_why_not_more(tmp_path: Path) -> None:
     lines = [
         {"event": "Restored", "id": {"step": 4}, "content": "c4"},
-        {"event": "Adopted", "id": {"step": 4}},
+        {"event": "RestoredFromMemory", "id": {"step": 4}},
         {"event": "SaveStarted", "id": {"step": 5}, "bytes": 10},
-        {"event": "Remembered", "id": {"step": 6}, "content": "c6", "stall_s": 0.25},
+        {"event": "SavedToMemory", "id": {"step": 6}, "content": "c6", "stall_s": 0.25},
         {"event": "Warned", "message": "a metric was never logged"},
         {"event": "Warned", "message": "states are not kept in memory: there is no room"},
     ]
@@ -194,7 +194,9 @@ def test_the_account_says_equal_or_names_the_difference(unicode: bool) -> None:
 def test_importing_the_command_loads_no_framework() -> None:
     import subprocess
 
-    code = "import sys, holdfast.cli.demo, holdfast.demo.runner, holdfast.demo.plan; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, tenuto.cli.commands.demo, tenuto.demo.runner, tenuto.demo.plan; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -203,8 +205,8 @@ def test_the_exit_status_is_the_verdict(account: Account, status: int, monkeypat
     import typer
     from typer.testing import CliRunner
 
-    from holdfast.cli.demo import demo
-    from holdfast.demo import runner
+    from tenuto.cli.commands.demo import demo
+    from tenuto.demo import runner
 
     monkeypatch.setattr(runner, "load_framework", lambda: None)
     monkeypatch.setattr(runner.Runner, "untouched", lambda self, plan: account.untouched)

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine import restore
-from holdfast.errors import CheckpointNotFound, NothingRestorable, ObjectNotFound
-from holdfast.model.names import CheckpointId
-from holdfast.repo.lineage import walk
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.memory import MemoryReader, MemoryStore
-from holdfast.store.contract import Reader
+import tenuto
+from tenuto.engine.read import choose
+from tenuto.errors import CheckpointNotFound, NothingRestorable, ObjectNotFound
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.lineage import walk
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Reader
+from tenuto.store.memory import MemoryReader, MemoryStore
 
 
 def test_what_is_committed_just_after_the_walk_looked_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,13 +25,13 @@ def test_what_is_committed_just_after_the_walk_looked_is_found(tmp_path: Path, m
     def committed_behind_it(repo: Repo, run: str, **options: object) -> Iterator[CheckpointId]:
         walks.append(run)
         if len(walks) == 1:
-            holdfast.save({"w": np.full(3, 7.0)}, tmp_path)
+            tenuto.save({"w": np.full(3, 7.0)}, tmp_path)
             return iter(())
         return walk(repo, run)
 
-    monkeypatch.setattr(restore, "walk", committed_behind_it)
+    monkeypatch.setattr(choose, "walk", committed_behind_it)
     state = {"w": np.zeros(3)}
-    with holdfast.Checkpointer(tmp_path, state) as checkpointer:
+    with tenuto.Checkpointer(tmp_path, state) as checkpointer:
         assert checkpointer.restore() is not None
     assert state["w"].tolist() == [7.0, 7.0, 7.0]
     assert len(walks) == 2
@@ -41,17 +41,17 @@ def test_a_first_checkpoint_that_is_committed_while_one_is_looked_for_is_not_str
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[CheckpointId | None] = []
-    elsewhere = restore._elsewhere
+    elsewhere = choose._elsewhere
 
     def committed_before_it(repo: Repo, run: str) -> CheckpointId | None:
         if not looks:
-            holdfast.save({"w": np.full(3, 7.0)}, tmp_path)
+            tenuto.save({"w": np.full(3, 7.0)}, tmp_path)
         looks.append(elsewhere(repo, run))
         return looks[-1]
 
-    monkeypatch.setattr(restore, "_elsewhere", committed_before_it)
+    monkeypatch.setattr(choose, "_elsewhere", committed_before_it)
     state = {"w": np.zeros(3)}
-    with holdfast.Checkpointer(tmp_path, state) as checkpointer:
+    with tenuto.Checkpointer(tmp_path, state) as checkpointer:
         assert checkpointer.restore() is not None
     assert state["w"].tolist() == [7.0, 7.0, 7.0]
     assert looks[0] is not None
@@ -86,7 +86,7 @@ def removed_while_read(request: pytest.FixtureRequest) -> Forgetful:
     store = Forgetful()
     wide = np.ones(1 << 19) if request.param == "a long leaf" else np.ones(4)
     for step in (1, 2):
-        holdfast.save({"w": wide * step, "b": np.full(3, step)}, store, step=step)
+        tenuto.save({"w": wide * step, "b": np.full(3, step)}, store, step=step)
     reads: list[str] = []
 
     def removing(name: str) -> bool:
@@ -102,20 +102,20 @@ def removed_while_read(request: pytest.FixtureRequest) -> Forgetful:
 
 
 def test_what_is_removed_while_it_is_read_is_passed_over(removed_while_read: Forgetful) -> None:
-    loaded = holdfast.load(removed_while_read)
+    loaded = tenuto.load(removed_while_read)
     assert loaded.step == 1 and loaded.state["b"].tolist() == [1, 1, 1]
 
 
 def test_what_is_removed_while_it_is_read_is_said_to_be_gone(removed_while_read: Forgetful) -> None:
     with pytest.raises(CheckpointNotFound, match="removed while it was being read"):
-        holdfast.load(removed_while_read, step=2)
+        tenuto.load(removed_while_read, step=2)
 
 
 def vanishing(saved: int) -> Forgetful:
     """So many checkpoints, each of which is removed when its pack is about to be read."""
     store = Forgetful()
     for step in range(1, saved + 1):
-        holdfast.save({"w": np.full(3, float(step))}, store, step=step)
+        tenuto.save({"w": np.full(3, float(step))}, store, step=step)
 
     def removing(name: str) -> bool:
         store.delete([name.rpartition("/")[0] + "/manifest.json"])
@@ -127,7 +127,7 @@ def vanishing(saved: int) -> Forgetful:
 
 def test_choices_that_vanish_each_time_are_no_start_from_scratch() -> None:
     state = {"w": np.zeros(3)}
-    with holdfast.Checkpointer(vanishing(restore.CHOICES + 1), state) as checkpointer:
+    with tenuto.Checkpointer(vanishing(choose.CHOICES + 1), state) as checkpointer:
         with pytest.raises(NothingRestorable, match=r"newest is now main/a0001/1"):
             checkpointer.restore()
         assert state["w"].tolist() == [0, 0, 0]
@@ -135,4 +135,4 @@ def test_choices_that_vanish_each_time_are_no_start_from_scratch() -> None:
 
 def test_where_all_of_them_vanish_there_is_none() -> None:
     with pytest.raises(CheckpointNotFound):
-        holdfast.load(vanishing(restore.CHOICES))
+        tenuto.load(vanishing(choose.CHOICES))

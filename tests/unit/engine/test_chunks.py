@@ -7,9 +7,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.chunks import ChunkTable, Digester
-from holdfast.image.layout import plan_layout
-from holdfast.model.leaf import LeafSpec
+from tenuto.engine.staging.buffer_layout import plan_layout
+from tenuto.engine.staging.plan import ChunkTable, Digester
+from tenuto.model.leaf import LeafSpec
 
 CHUNK = 4096
 

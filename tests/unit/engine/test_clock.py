@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.engine import clock as clocks
-from holdfast.engine.clock import Clock
-from holdfast.model.timing import Timing
+from tenuto.engine.save import handle as clocks
+from tenuto.engine.save.handle import SaveClock
+from tenuto.model.timing import Timing
 
 
 class Moved:
@@ -28,12 +28,12 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Moved:
     return moved
 
 
-def told(clock: Clock) -> Timing:
+def told(clock: SaveClock) -> Timing:
     return clock.timing(fence_s=0.0, seconds=0.0, nbytes=0)
 
 
 def test_a_block_counts_for_its_part_each_time_and_where_it_fails(time: Moved) -> None:
-    clock = Clock()
+    clock = SaveClock()
     with clock.during("begin_s"):
         time.now += 2
     with pytest.raises(ValueError), clock.during("begin_s"):
@@ -46,7 +46,7 @@ def test_a_block_counts_for_its_part_each_time_and_where_it_fails(time: Moved) -
 
 
 def test_waiting_for_the_commit_counts_while_it_goes_on(time: Moved) -> None:
-    clock = Clock()
+    clock = SaveClock()
     with clock.joining():
         time.now += 4
         assert told(clock).join_s == 4.0
@@ -56,7 +56,7 @@ def test_waiting_for_the_commit_counts_while_it_goes_on(time: Moved) -> None:
 
 
 def test_processor_time_is_that_since_the_writing_began(time: Moved) -> None:
-    clock = Clock()
+    clock = SaveClock()
     time.now += 7
     clock.begin_cpu()
     time.now += 2
@@ -66,4 +66,4 @@ def test_processor_time_is_that_since_the_writing_began(time: Moved) -> None:
 
 
 def test_what_the_handle_knows_is_said_as_well() -> None:
-    assert Clock().timing(fence_s=1.0, seconds=2.0, nbytes=3) == Timing(fence_s=1.0, seconds=2.0, bytes=3)
+    assert SaveClock().timing(fence_s=1.0, seconds=2.0, nbytes=3) == Timing(fence_s=1.0, seconds=2.0, bytes=3)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.api.stats import slowest_lines
-from holdfast.engine import clock as clocks
-from holdfast.engine.clock import Clock
-from holdfast.model.spread import RankTimings
-from holdfast.model.timing import Timing
+from tenuto.engine.save import handle as clocks
+from tenuto.engine.save.handle import SaveClock
+from tenuto.model.timing import RankTimings, Timing
+from tenuto.training.stats import slowest_lines
 
 
 class OfEachThread:
@@ -35,12 +34,12 @@ def time(monkeypatch: pytest.MonkeyPatch) -> OfEachThread:
     return moved
 
 
-def told(clock: Clock) -> Timing:
+def told(clock: SaveClock) -> Timing:
     return clock.timing(fence_s=0.0, seconds=0.0, nbytes=0)
 
 
 def test_each_thread_counts_by_its_own_clock(time: OfEachThread) -> None:
-    clock = Clock()
+    clock = SaveClock()
 
     def beside() -> None:
         time.move(7)
@@ -61,7 +60,7 @@ def test_each_thread_counts_by_its_own_clock(time: OfEachThread) -> None:
 
 
 def test_what_failed_counts_too(time: OfEachThread) -> None:
-    clock = Clock()
+    clock = SaveClock()
     with pytest.raises(ValueError), clock.cpu_beside():
         time.move(3)
         raise ValueError

@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from holdfast.engine import content as engine_content
-from holdfast.engine.content import Filling, PackContent
-from holdfast.errors import SaveFailed
-from holdfast.image.layout import PackPlan
+from tenuto.engine.staging import pack_content as engine_content
+from tenuto.engine.staging.buffer_layout import PackPlan
+from tenuto.engine.staging.pack_content import Filling, PackContent
+from tenuto.errors import SaveFailed
 
 
 def test_pieces_follow_the_filling_and_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

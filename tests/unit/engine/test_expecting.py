@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.engine.job import About
-from holdfast.engine.save import Saver
-from holdfast.image import arena
-from holdfast.repo.attempts import claim
-from holdfast.repo.repository import Repo
-from holdfast.state import Flattener
-from holdfast.store.backends.memory import MemoryStore
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.engine.staging import arena
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import Flattener
+from tenuto.store.memory import MemoryStore
 
 NBYTES = 3 << 20
 
@@ -31,7 +31,7 @@ def saver(request: pytest.FixtureRequest) -> Any:
 
 def save(saver: Saver, step: int) -> None:
     flattened = Flattener({"weights": np.full(NBYTES, step, np.uint8)}).flatten()
-    saver.save(flattened, step, wait=True, about=About(progress={}, environment={}))
+    saver.save(flattened, step, wait=True, about=ManifestDetails(progress={}, environment={}))
 
 
 @pytest.mark.parametrize(("expected", "again"), [(NBYTES + (1 << 20), 0), (NBYTES // 2, 1)])

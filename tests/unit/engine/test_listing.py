@@ -4,11 +4,12 @@ import sys
 
 import pytest
 
-from holdfast.engine.listing import dead_images, kept_by_others
-from holdfast.image import arena, lasting, slots
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
 from memory_training import live, shared_memory
+from tenuto.engine.memory_tier import slot_file
+from tenuto.engine.memory_tier.listing import dead_images, kept_by_others
+from tenuto.engine.staging import arena, slots
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -21,8 +22,8 @@ def root():
 
 @pytest.fixture
 def asked(monkeypatch):
-    found, inner = [], lasting.holder
-    monkeypatch.setattr(lasting, "holder", lambda slot: found.append(slot) or inner(slot))
+    found, inner = [], slot_file.holder
+    monkeypatch.setattr(slot_file, "holder", lambda slot: found.append(slot) or inner(slot))
     return found
 
 
@@ -41,7 +42,7 @@ def test_a_start_asks_after_the_images_of_another_number_of_ranks_alone(tmp_path
 
 
 def test_what_is_not_sealed_is_nothing_to_go_on_from(tmp_path, root, asked):
-    slot = slots.Slot(str(root), lasting.parent("repo", "main"), slots.slot_name(0, 0))
+    slot = slots.Slot(str(root), slot_file.parent("repo", "main"), slots.slot_name(0, 0))
     held = arena.table()
     held.take(slot)
     try:

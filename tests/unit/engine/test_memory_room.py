@@ -6,19 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every
-from holdfast.engine.listing import images
-from holdfast.errors import UsageError
-from holdfast.image import headroom
-from holdfast.repo.lineage import latest
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
+import tenuto
 from memory_training import live, shared_memory
+from tenuto import every
+from tenuto.engine.memory_tier.listing import images
+from tenuto.engine.staging import arena
+from tenuto.errors import UsageError
+from tenuto.repo.lineage import latest
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only"),
-    pytest.mark.filterwarnings("ignore:holdfast. states are not kept:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:tenuto. states are not kept:RuntimeWarning"),
 ]
 
 MIB = 1 << 20
@@ -50,7 +50,7 @@ def files(root):
 
 def train(where, told, *, steps=4, elements=MIB // 4, **options):
     state = {"w": np.zeros(elements, np.float32)}
-    with holdfast.Checkpointer(where, state, memory=every(steps=1), sinks=[told], **options) as ckpt:
+    with tenuto.Checkpointer(where, state, memory=every(steps=1), sinks=[told], **options) as ckpt:
         for _ in ckpt.steps(steps):
             state["w"] += 1
         tier = ckpt._training.saving.memory.tier
@@ -65,8 +65,8 @@ def a_small_file_system(monkeypatch, root, nbytes):
         there = sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
         return max(nbytes - there - still_mapped(root), 0)
 
-    monkeypatch.setattr(headroom, "file_system_headroom", room)
-    monkeypatch.setattr("holdfast.engine.room.file_system_headroom", room)
+    monkeypatch.setattr(arena, "file_system_headroom", room)
+    monkeypatch.setattr("tenuto.engine.memory_tier.tier.file_system_headroom", room)
 
 
 def still_mapped(root):
@@ -87,15 +87,15 @@ def test_where_two_images_do_not_fit_the_tier_is_off_and_says_so_once(tmp_path, 
         off = train(tmp_path / "ckpts", told)
     assert "--shm-size" in off
     assert "MiB" in off
-    assert "holdfast memory clear" in off
+    assert "tenuto memory clear" in off
     assert len(told.off()) == 1
     assert latest(Repo.open(open_store(tmp_path / "ckpts")), "main").step == 4
-    assert not told.of("Remembered")
+    assert not told.of("SavedToMemory")
     assert files(root) == [], "the half that did fit is given back"
 
 
 def test_a_control_group_that_is_full_is_no_crash_either(tmp_path, root, monkeypatch):
-    monkeypatch.setattr(headroom, "memory_headroom", lambda: 65 * MIB)
+    monkeypatch.setattr(arena, "memory_headroom", lambda: 65 * MIB)
     told = Told()
     assert "MiB of memory are free" in train(tmp_path / "ckpts", told)
     assert latest(Repo.open(open_store(tmp_path / "ckpts")), "main").step == 4
@@ -122,7 +122,7 @@ def test_a_state_that_outgrows_the_budget_ends_the_tier_and_saves_have_what_it_t
     told = Told()
     state = {"w": np.zeros(MIB // 4 - 10_000, np.float32)}
     with pytest.warns(RuntimeWarning, match="not kept in memory"):
-        with holdfast.Checkpointer(
+        with tenuto.Checkpointer(
             tmp_path / "ckpts", state, memory=every(steps=1), memory_budget=budget, sinks=[told]
         ) as ckpt:
             for step in ckpt.steps(6):
@@ -133,17 +133,17 @@ def test_a_state_that_outgrows_the_budget_ends_the_tier_and_saves_have_what_it_t
                 assert tier.nbytes <= budget
                 assert step <= kept or (tier.off and tier.nbytes > 3 * MIB // 2 and files(root))
     assert why in told.off()[0]
-    assert [event.id.step for event in told.of("Remembered")] == list(range(1, kept + 1))
+    assert [event.id.step for event in told.of("SavedToMemory")] == list(range(1, kept + 1))
     assert not told.of("SaveFailedEvent")
     assert not [event.message for event in told.of("Warned") if "goes out through" in event.message]
-    assert set(holdfast.load(tmp_path / "ckpts").state["w"].tolist()) == {3.0}
+    assert set(tenuto.load(tmp_path / "ckpts").state["w"].tolist()) == {3.0}
     assert files(root) == []
 
 
 def test_a_state_that_grows_within_the_budget_is_kept(tmp_path, root):
     told = Told()
     state = {"w": np.zeros(MIB // 8, np.float32)}
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         tmp_path / "ckpts", state, memory=every(steps=1), memory_budget=4 * MIB, sinks=[told]
     ) as ckpt:
         for step in ckpt.steps(6):
@@ -151,7 +151,7 @@ def test_a_state_that_grows_within_the_budget_is_kept(tmp_path, root):
                 state["w"] = np.zeros(3 * MIB // 8, np.float32)
             state["w"] += 1
         assert ckpt._training.saving.memory.tier.off == ""
-    assert not told.off() and [event.id.step for event in told.of("Remembered")] == [1, 2, 3, 4, 5]
+    assert not told.off() and [event.id.step for event in told.of("SavedToMemory")] == [1, 2, 3, 4, 5]
 
 
 def test_a_state_that_grows_in_its_first_step_is_kept_in_twice_its_room_and_a_little(tmp_path, root, monkeypatch):
@@ -159,17 +159,17 @@ def test_a_state_that_grows_in_its_first_step_is_kept_in_twice_its_room_and_a_li
     a_small_file_system(monkeypatch, root, int(6.8 * MIB))
     told = Told()
     state = {"w": np.zeros(MIB // 4, np.float32)}
-    with holdfast.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1), sinks=[told]) as ckpt:
+    with tenuto.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1), sinks=[told]) as ckpt:
         for step in ckpt.steps(6):
             if step == 0:
                 state["w"] = np.zeros(3 * MIB // 4, np.float32)
             state["w"] += 1
         assert ckpt._training.saving.memory.tier.off == ""
-    assert not told.off() and [event.id.step for event in told.of("Remembered")] == [1, 2, 3, 4, 5]
+    assert not told.off() and [event.id.step for event in told.of("SavedToMemory")] == [1, 2, 3, 4, 5]
 
 
 def test_without_shared_memory_there_is_no_tier(tmp_path, root, monkeypatch):
-    monkeypatch.setattr("holdfast.image.slots.SHARED_MEMORY", str(root / "none"))
+    monkeypatch.setattr("tenuto.engine.staging.slots.SHARED_MEMORY", str(root / "none"))
     told = Told()
     assert "cannot be used" in train(tmp_path / "ckpts", told)
     assert latest(Repo.open(open_store(tmp_path / "ckpts")), "main").step == 4
@@ -179,14 +179,14 @@ def test_a_state_that_outgrows_the_room_ends_the_tier_and_not_training(tmp_path,
     a_small_file_system(monkeypatch, root, 4 * MIB)
     told = Told()
     state = {"w": np.zeros(MIB // 4, np.float32)}
-    with holdfast.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1), sinks=[told]) as ckpt:
+    with tenuto.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1), sinks=[told]) as ckpt:
         for step in ckpt.steps(6):
             if step == 3:
                 state["w"] = np.zeros(2 * MIB, np.float32)
             state["w"] += 1
-    assert told.of("Remembered")
+    assert told.of("SavedToMemory")
     assert len(told.off()) == 1
-    newest = holdfast.load(tmp_path / "ckpts")
+    newest = tenuto.load(tmp_path / "ckpts")
     assert newest.step == 6
     assert set(newest.state["w"].tolist()) == {3.0}
 
@@ -200,7 +200,7 @@ def test_what_dead_processes_of_other_runs_left_gives_way_oldest_first(tmp_path,
     a_small_file_system(monkeypatch, root, taken + 5 * MIB // 2)
     told = Told()
     assert train(tmp_path / "ckpts", told) == ""
-    assert told.of("Remembered")
+    assert told.of("SavedToMemory")
     assert len(list(images())) == 4, "there was room beside them"
     a_small_file_system(monkeypatch, root, taken + 3 * MIB // 2)
     told = Told()
@@ -216,7 +216,7 @@ def test_what_dead_processes_left_gives_way_to_a_state_that_has_grown(tmp_path, 
     a_small_file_system(monkeypatch, root, sum(found.bytes for found in images()) + 2 * MIB)
     told = Told()
     state = {"w": np.zeros(MIB // 16, np.float32)}
-    with holdfast.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1), sinks=[told]) as ckpt:
+    with tenuto.Checkpointer(tmp_path / "ckpts", state, memory=every(steps=1), sinks=[told]) as ckpt:
         assert len([found for found in images() if found.footer is not None]) == 2, "there is room beside them"
         for step in ckpt.steps(4):
             if step == 0:
@@ -224,20 +224,20 @@ def test_what_dead_processes_left_gives_way_to_a_state_that_has_grown(tmp_path, 
             state["w"] += 1
         assert ckpt._training.saving.memory.tier.off == ""
     assert len([event for event in told.of("Warned") if "its room was needed" in event.message]) == 1
-    assert [event.id.step for event in told.of("Remembered")] == [1, 2, 3]
+    assert [event.id.step for event in told.of("SavedToMemory")] == [1, 2, 3]
 
 
 def test_skipping_is_counted_and_told(tmp_path, root, monkeypatch):
     import threading
 
-    from holdfast.engine.memory import MemoryTier
+    from tenuto.engine.memory_tier.tier import MemoryTier
 
     gate = threading.Event()
     seal = MemoryTier.seal
     monkeypatch.setattr(MemoryTier, "seal", lambda self, *a, **k: gate.wait(30) and seal(self, *a, **k))
     told = Told()
     state = {"w": np.zeros(1000)}
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         tmp_path / "ckpts", state, save=every(steps=100), memory=every(steps=1), on_busy="skip", sinks=[told]
     ) as ckpt:
         for _ in ckpt.steps(3):
@@ -245,27 +245,27 @@ def test_skipping_is_counted_and_told(tmp_path, root, monkeypatch):
         assert ckpt._training.saving.memory.skipped == 2
         gate.set()
     assert [event.step for event in told.of("SaveSkipped")] == [2, 3]
-    assert [event.id.step for event in told.of("Remembered")] == [1]
+    assert [event.id.step for event in told.of("SavedToMemory")] == [1]
 
 
 @pytest.mark.parametrize(
-    "memory", [3, "every step", holdfast.on.improve("loss"), every(stall="1%"), every(steps=2, stall="1%")]
+    "memory", [3, "every step", tenuto.on.improve("loss"), every(stall="1%"), every(steps=2, stall="1%")]
 )
 def test_what_does_not_say_when_is_refused(tmp_path, memory):
     with pytest.raises(UsageError, match="memory="):
-        holdfast.Checkpointer(tmp_path / "ckpts", {"w": np.zeros(3)}, memory=memory)
+        tenuto.Checkpointer(tmp_path / "ckpts", {"w": np.zeros(3)}, memory=memory)
 
 
 def test_a_cadence_in_minutes_and_two_together(tmp_path, root):
     told = Told()
     state = {"w": np.zeros(1000)}
-    with holdfast.Checkpointer(
+    with tenuto.Checkpointer(
         tmp_path / "ckpts", state, save=every(steps=100), memory=every(minutes=60) | every(steps=2), sinks=[told]
     ) as ckpt:
         for _ in ckpt.steps(5):
             state["w"] += 1
-    assert [event.id.step for event in told.of("Remembered")] == [2, 4]
-    assert all(event.bytes > 8000 and event.stall_s < event.seconds for event in told.of("Remembered"))
+    assert [event.id.step for event in told.of("SavedToMemory")] == [2, 4]
+    assert all(event.bytes > 8000 and event.stall_s < event.seconds for event in told.of("SavedToMemory"))
 
 
 def few(told):
@@ -277,14 +277,14 @@ def test_with_less_room_fewer_saves_are_in_flight_and_it_is_said_once(tmp_path, 
     a_small_file_system(monkeypatch, root, int(images_ * MIB))
     told = Told()
     state = {"w": np.zeros(MIB // 4 - 40_000, np.float32)}
-    with holdfast.Checkpointer(tmp_path / "ckpts", state, in_flight=3, memory=every(steps=1), sinks=[told]) as ckpt:
+    with tenuto.Checkpointer(tmp_path / "ckpts", state, in_flight=3, memory=every(steps=1), sinks=[told]) as ckpt:
         for _ in ckpt.steps(4):
             state["w"] += 1
         tier = ckpt._training.saving.memory.tier
         assert (tier.off, tier.in_flight) == ("", most)
         assert len(files(root)) == most + 1
     assert [message.partition(" saves")[0] for message in few(told)] == ([f"{most} of 3"] if most < 3 else [])
-    assert set(holdfast.load(tmp_path / "ckpts").state["w"].tolist()) == {4.0}
+    assert set(tenuto.load(tmp_path / "ckpts").state["w"].tolist()) == {4.0}
     assert files(root) == []
 
 
@@ -299,7 +299,7 @@ def test_a_state_that_outgrows_the_room_is_kept_with_fewer_images_first(tmp_path
     a_small_file_system(monkeypatch, root, 10 * MIB)
     told = Told()
     state = {"w": np.zeros(MIB // 4, np.float32)}
-    with holdfast.Checkpointer(tmp_path / "ckpts", state, in_flight=3, memory=every(steps=1), sinks=[told]) as ckpt:
+    with tenuto.Checkpointer(tmp_path / "ckpts", state, in_flight=3, memory=every(steps=1), sinks=[told]) as ckpt:
         for step in ckpt.steps(8):
             if step == 3:
                 state["w"] = np.zeros(MIB, np.float32)
@@ -308,7 +308,7 @@ def test_a_state_that_outgrows_the_room_is_kept_with_fewer_images_first(tmp_path
         assert (tier.off, tier.in_flight) == ("", 1)
     assert [message.partition(" saves")[0] for message in few(told)] == ["2 of 3", "1 of 3"], "each as it is found out"
     assert not told.off()
-    assert set(holdfast.load(tmp_path / "ckpts").state["w"].tolist()) == {5.0}
+    assert set(tenuto.load(tmp_path / "ckpts").state["w"].tolist()) == {5.0}
 
 
 def test_more_saves_in_flight_take_no_image_of_another_run(tmp_path, root, monkeypatch):
@@ -327,7 +327,7 @@ def test_memory_that_is_turned_off_while_it_is_written_from_is_given_back_after_
     store, told = held(tmp_path / "ckpts", 1), Told()
     state = {"w": np.zeros(MIB // 4, np.float32)}
     with pytest.warns(RuntimeWarning, match="not kept in memory"):
-        with holdfast.Checkpointer(store, state, memory=every(steps=1), sinks=[told]) as ckpt:
+        with tenuto.Checkpointer(store, state, memory=every(steps=1), sinks=[told]) as ckpt:
             ckpt.step_done()
             save = ckpt.save()
             store.await_pack(1)

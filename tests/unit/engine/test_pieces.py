@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.pieces import halves, pieces
-from holdfast.image.layout import plan_layout
-from holdfast.model.checkpoint import Index, PackEntry
-from holdfast.model.leaf import LeafSpec
+from tenuto.engine.read.chunk_runs import chunk_runs, halves
+from tenuto.engine.staging.buffer_layout import plan_layout
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import Index, PackEntry
 
 
 @given(
@@ -27,7 +27,7 @@ def test_every_byte_is_in_one_piece(lengths, chunk_bytes, piece_bytes, max_leave
     index = Index(0, "", chunk_bytes, packs, specs, layout.pack, layout.offset, layout.length, starts, digests)
     seen = {number: pack.header_length for number, pack in enumerate(packs)}
     rows = []
-    for piece in pieces(index, piece_bytes):
+    for piece in chunk_runs(index, piece_bytes):
         assert piece.start == seen[piece.pack]
         seen[piece.pack] = piece.stop
         assert piece.begin[0] == piece.start

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import events, every
-from holdfast.engine import queue, remembering
-from holdfast.engine.politeness import NICE, stand_back
-from holdfast.state.parked import Parked
+import tenuto
 from memory_training import shared_memory
+from tenuto import events, every
+from tenuto.concurrency.background_priority import NICE, stand_back
+from tenuto.concurrency.worker_threads import WorkerThreads
+from tenuto.engine.memory_tier import memory_saver
+from tenuto.engine.save import in_flight
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
 
@@ -71,9 +72,9 @@ def test_the_thread_that_asks_stands_back_from_the_disk_too() -> None:
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread is there that has stood back in a test before."""
-    parked = Parked()
-    monkeypatch.setattr(remembering, "behind", parked)
-    monkeypatch.setattr(queue, "behind", parked)
+    parked = WorkerThreads()
+    monkeypatch.setattr(memory_saver, "behind", parked)
+    monkeypatch.setattr(in_flight, "behind", parked)
 
 
 class Priorities:
@@ -83,14 +84,14 @@ class Priorities:
         self.seen: list[int] = []
 
     def emit(self, event: events.Event) -> None:
-        if isinstance(event, events.PackWritten | events.Remembered):
+        if isinstance(event, events.PackWritten | events.SavedToMemory):
             self.seen.append(niceness())
 
 
 @pytest.mark.usefixtures("fresh")
 def test_a_save_beside_training_stands_back_and_one_that_is_waited_for_does_not(tmp_path: Path) -> None:
     sink = Priorities()
-    with holdfast.Checkpointer(tmp_path, {"w": np.ones(10)}, sinks=[sink]) as checkpointer:
+    with tenuto.Checkpointer(tmp_path, {"w": np.ones(10)}, sinks=[sink]) as checkpointer:
         before = niceness()
         checkpointer.step_done()
         checkpointer.save().wait()
@@ -109,7 +110,7 @@ def memory() -> Iterator[None]:
 def test_a_state_that_goes_into_memory_is_digested_and_sealed_behind_training(tmp_path: Path) -> None:
     sink, before = Priorities(), niceness()
     options: dict[str, Any] = {"save": every(steps=1000), "memory": every(steps=1), "sinks": [sink]}
-    with holdfast.Checkpointer(tmp_path, {"w": np.ones(10)}, **options) as checkpointer:
+    with tenuto.Checkpointer(tmp_path, {"w": np.ones(10)}, **options) as checkpointer:
         checkpointer.step_done()
         checkpointer.step_done()
     assert sink.seen == [max(NICE, before)] * 2

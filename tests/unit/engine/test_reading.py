@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.engine import read as reading
-from holdfast.engine.packs import open_pack
-from holdfast.engine.read import Staged, read_leaves
-from holdfast.engine.threads import hand_out
-from holdfast.errors import CorruptionError
-from holdfast.model.checkpoint import Index, Manifest
-from holdfast.repo.lineage import resolve
-from holdfast.repo.repository import Repo
-from holdfast.state.arrays import ArraySink
-from holdfast.state.contract import Buffer, Sink
-from holdfast.store.backends.memory import MemoryStore
+import tenuto
+from tenuto.concurrency.parallel_for import hand_out
+from tenuto.engine.read import leaf_reader as reading
+from tenuto.engine.read.leaf_reader import Staged, read_leaves
+from tenuto.engine.read.packs import open_pack
+from tenuto.errors import CorruptionError
+from tenuto.model.records import Index, Manifest
+from tenuto.repo.lineage import resolve
+from tenuto.repo.repository import Repo
+from tenuto.state.contract import Buffer, Sink
+from tenuto.state.numpy_arrays import ArraySink
+from tenuto.store.memory import MemoryStore
 
 
 class Filled:
@@ -52,7 +52,7 @@ class Spanned(ArraySink):
 
 def saved(arrays: list[np.ndarray[Any, Any]]) -> tuple[Repo, Manifest, Index]:
     store = MemoryStore("reading")
-    holdfast.save({f"{number:05}": array for number, array in enumerate(arrays)}, store)
+    tenuto.save({f"{number:05}": array for number, array in enumerate(arrays)}, store)
     repo = Repo.open(store)
     manifest = repo.manifest(resolve(repo, "main", "latest"))
     return repo, manifest, repo.index(manifest)
@@ -176,13 +176,13 @@ def test_tensors_of_every_arrangement_get_their_values() -> None:
     made = [torch.arange(12.0).reshape(3, 4) + number for number in range(40)]
     made[7] = torch.complex(made[7], -made[7])
     store = MemoryStore("arrangements")
-    holdfast.save({f"w{number}": one for number, one in enumerate(made)}, store)
+    tenuto.save({f"w{number}": one for number, one in enumerate(made)}, store)
     target = {f"w{number}": torch.zeros_like(one) for number, one in enumerate(made)}
     target["w3"] = torch.zeros(4, 3).t()
     target["w5"] = torch._neg_view(torch.zeros(3, 4))
     target["w7"] = torch.zeros(3, 4, dtype=torch.complex64).conj()
     target["w9"] = torch.zeros(3, 8)[:, ::2]
     held = dict(target)
-    holdfast.load(store, target)
+    tenuto.load(store, target)
     for number, one in enumerate(made):
         assert target[f"w{number}"] is held[f"w{number}"] and torch.equal(held[f"w{number}"], one), number

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from holdfast.engine import writing as engine_writing
-from holdfast.engine.job import About
-from holdfast.engine.save import Saver
-from holdfast.errors import SaveFailed, StoreError
-from holdfast.events import Committed, Emitter, Event, PackWritten
-from holdfast.model.timing import Timing
-from holdfast.repo.attempts import claim
-from holdfast.repo.repository import Repo
-from holdfast.state.flattener import flatten
-from holdfast.store.backends.memory import MemoryStore
+from tenuto.engine.save import save_writer as engine_writing
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.errors import SaveFailed, StoreError
+from tenuto.events import Committed, Emitter, Event, PackWritten
+from tenuto.model.timing import Timing
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import flatten
+from tenuto.store.memory import MemoryStore
 
 STATE = {"w": np.zeros(300_000)}
 
@@ -56,7 +56,7 @@ def untimed(sink: Recorded) -> Iterator[Saver]:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_every_part_of_a_save_is_told_and_no_other(saver: Saver, sink: Recorded, wait: bool) -> None:
-    handle = saver.save(flatten(STATE), 1, wait=wait, about=About())
+    handle = saver.save(flatten(STATE), 1, wait=wait, about=ManifestDetails())
     handle.wait(60)
     assert saver.join(60)
     timing = handle.timing
@@ -75,14 +75,14 @@ def test_every_part_of_a_save_is_told_and_no_other(saver: Saver, sink: Recorded,
 
 
 def test_digests_made_while_writing_are_not_the_writing(saver: Saver, sink: Recorded) -> None:
-    handle = saver.save(flatten(STATE), 1, wait=False, about=About())
+    handle = saver.save(flatten(STATE), 1, wait=False, about=ManifestDetails())
     handle.wait(60)
     puts = sum(event.seconds for event in sink.events if isinstance(event, PackWritten))
     assert handle.timing.write_s + handle.timing.digest_s <= puts
 
 
 def test_the_manifest_says_what_was_known_before_it_was_put(saver: Saver) -> None:
-    about = About(environment={"python": "3.11"})
+    about = ManifestDetails(environment={"python": "3.11"})
     handle = saver.save(flatten(STATE), 1, wait=True, about=about)
     found = saver.repo.manifest(handle.wait(60)).environment
     assert found["python"] == "3.11"
@@ -95,7 +95,7 @@ def test_the_manifest_says_what_was_known_before_it_was_put(saver: Saver) -> Non
 
 
 def test_nothing_is_said_unless_it_is_wanted(untimed: Saver) -> None:
-    handle = untimed.save(flatten(STATE), 1, wait=True, about=About())
+    handle = untimed.save(flatten(STATE), 1, wait=True, about=ManifestDetails())
     assert "timing" not in untimed.repo.manifest(handle.wait(60)).environment
 
 
@@ -104,7 +104,7 @@ def test_a_save_that_failed_tells_how_far_it_came(saver: Saver, monkeypatch: pyt
         raise StoreError("no index today")
 
     monkeypatch.setattr(engine_writing, "put_index", fails)
-    handle = saver.save(flatten(STATE), 1, wait=False, about=About())
+    handle = saver.save(flatten(STATE), 1, wait=False, about=ManifestDetails())
     with pytest.raises(SaveFailed):
         handle.wait(60)
     assert handle.timing.write_s > 0
@@ -124,7 +124,7 @@ def test_measuring_reads_the_clock_as_often_for_many_leaves_as_for_few(
     def readings_of(leaves: int, step: int) -> int:
         flattened = flatten({str(number): np.zeros(10) for number in range(leaves)})
         before = readings[0]
-        saver.save(flattened, step, wait=False, about=About()).wait(60)
+        saver.save(flattened, step, wait=False, about=ManifestDetails()).wait(60)
         assert saver.join(60)
         return readings[0] - before
 

@@ -9,20 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine import party as engine_party
-from holdfast.engine import writing as engine_writing
-from holdfast.engine.handle import Save
-from holdfast.engine.job import About
-from holdfast.engine.save import Saver
-from holdfast.errors import SaveFailed, StoreError, StoreFull
-from holdfast.image.capture import Capturer
-from holdfast.model.checkpoint import Manifest
-from holdfast.model.names import CheckpointId
-from holdfast.repo.attempts import claim
-from holdfast.repo.repository import Repo
-from holdfast.state.flattener import flatten
-from holdfast.store.backends.memory import MemoryStore
+import tenuto
+from tenuto.engine.save import commit_protocol as engine_party
+from tenuto.engine.save import save_writer as engine_writing
+from tenuto.engine.save.handle import Save
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.engine.staging.capture import Capturer
+from tenuto.errors import SaveFailed, StoreError, StoreFull
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Manifest
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import flatten
+from tenuto.store.memory import MemoryStore
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_i8_a_save_ends_even_when_its_failure_cannot_be_handled(saver: Saver, mo
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
     monkeypatch.setattr(engine_writing, "put_index", out_of_memory)
     monkeypatch.setattr(engine_writing, "abort", out_of_memory)
-    handle = saver.save(flatten({"w": np.zeros(4)}), 1, wait=True, about=About())
+    handle = saver.save(flatten({"w": np.zeros(4)}), 1, wait=True, about=ManifestDetails())
     assert handle.done
     with pytest.raises(SaveFailed, match="was cut off while"):
         handle.wait(0)
@@ -55,7 +55,7 @@ def test_a_commit_whose_answer_was_lost_is_found_to_have_arrived(saver: Saver, m
         raise StoreError("no answer")
 
     monkeypatch.setattr(engine_party, "commit", answered_by_an_error)
-    handle = saver.save(flatten({"w": np.zeros(4)}), 2, wait=True, about=About())
+    handle = saver.save(flatten({"w": np.zeros(4)}), 2, wait=True, about=ManifestDetails())
     assert handle.wait(0).step == 2
     assert saver.repo.exists(handle.id)
     saver.attempt.release()
@@ -77,7 +77,7 @@ def test_i7_room_is_not_made_by_the_manifest_of_the_very_save_that_needs_it(
         return committed
 
     monkeypatch.setattr(engine_party, "commit", full_once)
-    with holdfast.Checkpointer(tmp_path, {"w": np.zeros(4)}, keep=holdfast.keep.latest(1)) as checkpointer:
+    with tenuto.Checkpointer(tmp_path, {"w": np.zeros(4)}, keep=tenuto.keep.latest(1)) as checkpointer:
         for _ in range(2):
             checkpointer.step_done()
             checkpointer.save().join()
@@ -106,6 +106,6 @@ def test_a_save_that_is_waited_for_is_committed_when_its_writer_was_faster_than_
 
     monkeypatch.setattr(Capturer, "capture", slow_to_return)
     taken.append(saver.plan_save(1))
-    handle = saver.save(flatten({"w": np.zeros(4)}), 1, wait=True, about=About(), handle=taken[0])
+    handle = saver.save(flatten({"w": np.zeros(4)}), 1, wait=True, about=ManifestDetails(), handle=taken[0])
     assert handle.committed
     saver.attempt.release()

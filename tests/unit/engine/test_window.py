@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import every
-from holdfast.engine import arenas
-from holdfast.errors import SaveFailed, StoreFull
-from holdfast.events import Event, Warned
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.store.registry import open_store
-from holdfast.upkeep.verify import assert_whole
+import tenuto
+from tenuto import every
+from tenuto.engine.staging import budget
+from tenuto.errors import SaveFailed, StoreFull
+from tenuto.events import Event, Warned
+from tenuto.maintenance.verify import assert_whole
+from tenuto.repo.repository import Repo
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem
+from tenuto.store.registry import open_store
 
 MIB = 1 << 20
 
@@ -49,49 +49,49 @@ def test_i9_a_state_beyond_the_budget_goes_out_piece_by_piece(tmp_path: Path, wa
             if isinstance(event, Warned):
                 said.append(event.message)
 
-    with holdfast.Checkpointer(tmp_path, one, save=every(steps=1), memory_budget=MIB, sinks=[Listening()]) as ckpt:
+    with tenuto.Checkpointer(tmp_path, one, save=every(steps=1), memory_budget=MIB, sinks=[Listening()]) as ckpt:
         for _ in ckpt.steps(3):
             one["w"][:] += 1
             ckpt.save(wait=wait)
     assert any("through 1.0 MiB" in text for text in said), said
-    assert same(holdfast.load(tmp_path).state, one)
+    assert same(tenuto.load(tmp_path).state, one)
     assert_whole(Repo.open(open_store(tmp_path)))
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_a_single_save_takes_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     where = str(tmp_path) if kind == "local" else f"memory://{uuid.uuid4()}"
-    monkeypatch.setattr(arenas, "WINDOW_BYTES", MIB)
+    monkeypatch.setattr(budget, "WINDOW_BYTES", MIB)
     taken: list[int | None] = []
-    acquire = arenas.acquire_window
+    acquire = budget.acquire_window
 
     def watched(nbytes: int, window: int) -> Any:
         taken.append(window)
         return acquire(nbytes, window)
 
-    monkeypatch.setattr(arenas, "acquire_window", watched)
+    monkeypatch.setattr(budget, "acquire_window", watched)
     one = state()
-    holdfast.save(one, where)
+    tenuto.save(one, where)
     assert taken == [MIB]
-    assert same(holdfast.load(where).state, one)
+    assert same(tenuto.load(where).state, one)
 
 
 def test_a_leaf_that_cannot_be_cut_asks_for_a_larger_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "WINDOW_BYTES", MIB)
+    monkeypatch.setattr(budget, "WINDOW_BYTES", MIB)
     taken: list[int] = []
-    acquire = arenas.acquire_window
+    acquire = budget.acquire_window
 
     def watched(nbytes: int, window: int) -> Any:
         taken.append(window)
         return acquire(nbytes, window)
 
-    monkeypatch.setattr(arenas, "acquire_window", watched)
+    monkeypatch.setattr(budget, "acquire_window", watched)
     turned = np.arange(MIB // 8, dtype=np.float64).reshape(512, -1).T
     one = {"turned": turned, "w": np.ones(2 * MIB)}
-    holdfast.save(one, tmp_path)
-    assert np.array_equal(holdfast.load(tmp_path).state["turned"], turned)
+    tenuto.save(one, tmp_path)
+    assert np.array_equal(tenuto.load(tmp_path).state["turned"], turned)
     with pytest.raises(SaveFailed, match=re.compile(r"piece by piece.*budget is 1\.0 MiB", re.S)):
-        holdfast.Checkpointer(tmp_path, one, run="tight", memory_budget=MIB)
+        tenuto.Checkpointer(tmp_path, one, run="tight", memory_budget=MIB)
 
 
 class FullAt(OperatingSystem):
@@ -110,7 +110,7 @@ def test_a_disk_that_fills_up_behind_the_window_fails_the_save_and_not_the_next(
     disk = FullAt(2 * MIB)
     store = LocalStore(str(tmp_path), filesystem=disk)
     one = state()
-    with holdfast.Checkpointer(store, one, save=every(steps=1), memory_budget=MIB, on_error="warn") as ckpt:
+    with tenuto.Checkpointer(store, one, save=every(steps=1), memory_budget=MIB, on_error="warn") as ckpt:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for step in ckpt.steps(2):
@@ -120,13 +120,13 @@ def test_a_disk_that_fills_up_behind_the_window_fails_the_save_and_not_the_next(
                 handle = ckpt.save(wait=False)
         assert handle is not None
     assert_whole(Repo.open(open_store(tmp_path)))
-    loaded = holdfast.load(tmp_path)
+    loaded = tenuto.load(tmp_path)
     assert loaded.step == 2
     assert same(loaded.state, one)
 
 
 def test_a_single_save_on_a_disk_that_fills_up_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "WINDOW_BYTES", MIB)
+    monkeypatch.setattr(budget, "WINDOW_BYTES", MIB)
     with pytest.raises((SaveFailed, StoreFull), match=r"full|space"):
-        holdfast.save(state(), LocalStore(str(tmp_path), filesystem=FullAt(MIB + MIB // 2)))
+        tenuto.save(state(), LocalStore(str(tmp_path), filesystem=FullAt(MIB + MIB // 2)))
     assert list(tmp_path.rglob("*.safetensors")) == []

@@ -7,10 +7,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from holdfast.guard.certify.order import order_of
-from holdfast.guard.certify.script import Script
-from holdfast.guard.certify.telling import EnoughSteps, Teller
-from holdfast.model.trail import Row
+from tenuto.certify.probe import EnoughSteps, TrailWriter, order_of
+from tenuto.certify.runner import Script
+from tenuto.certify.trail import Row
 
 STEPS = 2
 LOOKS = 3
@@ -20,7 +19,7 @@ class FirstToLeave:
     """The process that was started: the first of two ranks, which has left. The other tells that it is done some looks
     later."""
 
-    def __init__(self, tellers: Sequence[Teller]) -> None:
+    def __init__(self, tellers: Sequence[TrailWriter]) -> None:
         ended = subprocess.Popen(["true"], start_new_session=True)
         self.returncode: int | None = ended.wait()
         self.pid = ended.pid
@@ -42,14 +41,14 @@ class FirstToLeave:
         return 0
 
 
-def done(teller: Teller) -> None:
+def done(teller: TrailWriter) -> None:
     with contextlib.suppress(EnoughSteps):
         teller.leave({}, (), ())
 
 
 def test_a_rank_that_the_first_one_does_not_wait_for_may_tell_a_little_later(tmp_path: Path) -> None:
     order = order_of("here", str(tmp_path / "scratch"), str(tmp_path / "trail"), last=STEPS, save_at=None)
-    process = FirstToLeave([Teller(order, rank, 2) for rank in range(2)])
+    process = FirstToLeave([TrailWriter(order, rank, 2) for rank in range(2)])
     log = tmp_path / "log"
     log.touch()
 

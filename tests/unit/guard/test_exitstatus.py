@@ -9,8 +9,8 @@ import pytest
 
 HEAD = """
 import atexit, os, sys, threading
-from holdfast.guard.exitstatus import ExitStatus, before_exit, leaving_with
-from holdfast.guard.preempted import Preempted
+from tenuto.training.exit_status import ExitStatus, before_exit, leaving_with
+from tenuto.training.preemption import Preempted
 """
 
 
@@ -29,7 +29,7 @@ def test_without_a_failure_nothing_changes():
 def test_a_standing_failure_is_told_by_the_status_and_on_stderr():
     status, _, err = run("ExitStatus('run gpt').fail('the save of step 500 failed: no space')")
     assert status == 1
-    assert err == "holdfast: leaving with status 1: run gpt: the save of step 500 failed: no space\n"
+    assert err == "tenuto: leaving with status 1: run gpt: the save of step 500 failed: no space\n"
 
 
 def test_a_later_commit_makes_it_good():
@@ -96,7 +96,7 @@ def test_a_closer_that_clears_leaves_zero_and_one_that_raises_does_not():
     status, out, err = run("before_exit(lambda: print('next')); before_exit(lambda: 1 / 0)")
     assert (status, out) == (1, ["next"])
     assert "ZeroDivisionError" in err.splitlines()[-2]
-    assert err.endswith("holdfast: leaving with status 1: at exit: ZeroDivisionError: division by zero\n")
+    assert err.endswith("tenuto: leaving with status 1: at exit: ZeroDivisionError: division by zero\n")
 
 
 def test_the_status_of_a_preemption_stays():

@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from holdfast.guard.preempted import Preempted
+from tenuto.training.preemption import Preempted
 
 
 def test_it_is_the_exit_that_schedulers_know():

@@ -9,9 +9,8 @@ import warnings
 
 import pytest
 
-from holdfast.guard import signals
-from holdfast.guard.preempted import Preempted
-from holdfast.guard.signals import SignalWatch, in_notebook, leaving_signals
+from tenuto.training import preemption
+from tenuto.training.preemption import Preempted, SignalWatch, in_notebook, leaving_signals
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
@@ -27,7 +26,7 @@ def handlers_as_before():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    assert not signals._installed
+    assert not preemption._installed
 
 
 def now():
@@ -216,8 +215,8 @@ def test_a_notebook_keeps_its_interrupts(monkeypatch):
 
 def script(body):
     """Starts a process that says when it is ready; signals are sent only then."""
-    head = "import os, signal, sys\nfrom holdfast.guard.signals import SignalWatch\n"
-    head += "from holdfast.guard.preempted import Preempted\n"
+    head = "import os, signal, sys\nfrom tenuto.training.preemption import SignalWatch\n"
+    head += "from tenuto.training.preemption import Preempted\n"
     head += "def ready(): print('ready', flush=True)\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + textwrap.dedent(body)],

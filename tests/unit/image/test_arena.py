@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import UsageError
-from holdfast.image import arena as arena_module
-from holdfast.image import headroom, slots
-from holdfast.image.arena import Arena, acquire
+from tenuto.engine.staging import arena, slots
+from tenuto.engine.staging import arena as arena_module
+from tenuto.engine.staging.arena import Arena, acquire
+from tenuto.errors import UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="arenas lie in shared memory on Linux only")
 
@@ -28,7 +28,7 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     import tempfile
 
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir=base))
+    path = Path(tempfile.mkdtemp(prefix="tenuto-test-", dir=base))
     monkeypatch.setattr(slots, "SHARED_MEMORY", str(path))
     yield path
     shutil.rmtree(path)
@@ -49,7 +49,7 @@ def take(root: Path) -> Iterator[Callable[..., Arena]]:
 
 
 def place(root: Path, run: str = "main") -> Path:
-    return root / f"holdfast-{os.geteuid()}" / "repo" / run
+    return root / f"tenuto-{os.geteuid()}" / "repo" / run
 
 
 def in_child(body: Callable[[], None]) -> int:
@@ -66,8 +66,8 @@ def in_child(body: Callable[[], None]) -> int:
 
 def elsewhere(root: Path, code: str, *more: str) -> subprocess.Popen[str]:
     """Another process, started afresh, whose shared memory is the same."""
-    start = f"import sys, holdfast.image.slots as s; s.SHARED_MEMORY = {str(root)!r}\n"
-    start += "from holdfast.image.arena import acquire\n"
+    start = f"import sys, tenuto.engine.staging.slots as s; s.SHARED_MEMORY = {str(root)!r}\n"
+    start += "from tenuto.engine.staging.arena import acquire\n"
     return subprocess.Popen(
         [sys.executable, "-c", start + code, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -89,7 +89,7 @@ def test_an_arena_is_a_private_file_in_shared_memory(take, root: Path) -> None:
     assert status.st_blocks * 512 >= found.nbytes, (
         "every page is reserved: a hole would be SIGBUS on a full file system"
     )
-    for directory in (root / f"holdfast-{os.geteuid()}", place(root).parent, place(root)):
+    for directory in (root / f"tenuto-{os.geteuid()}", place(root).parent, place(root)):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     found.buffer[-1] = 9
     assert (place(root) / "0-0").read_bytes()[-1] == 9, "the mapping is the file"
@@ -224,7 +224,7 @@ def test_a_forked_child_never_unmaps_what_lies_at_an_arenas_address_by_then(take
 
 
 def test_a_link_or_an_open_directory_in_its_place_is_refused(take, root: Path, tmp_path: Path) -> None:
-    own = root / f"holdfast-{os.geteuid()}"
+    own = root / f"tenuto-{os.geteuid()}"
     own.symlink_to(tmp_path)
     assert take().kind == "anonymous"
     assert not any(tmp_path.iterdir())
@@ -250,7 +250,7 @@ def test_a_link_in_place_of_the_file_is_replaced_not_followed(take, root: Path, 
 
 
 def test_someone_elses_directory_is_refused(take, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (root / "holdfast-4711").mkdir(mode=0o700)
+    (root / "tenuto-4711").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     found = take()
     assert found.kind == "anonymous"
@@ -258,7 +258,7 @@ def test_someone_elses_directory_is_refused(take, root: Path, monkeypatch: pytes
 
 
 def test_without_room_in_shared_memory_the_note_says_so(take, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headroom, "file_system_headroom", lambda descriptor: 64 << 20)
+    monkeypatch.setattr(arena, "file_system_headroom", lambda descriptor: 64 << 20)
     found = take(65 << 20, prewarm=False)
     assert found.kind == "anonymous"
     assert "64 MiB free" in found.note
@@ -267,7 +267,7 @@ def test_without_room_in_shared_memory_the_note_says_so(take, root: Path, monkey
 
 
 def test_without_room_in_the_control_group_the_note_says_so(take, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headroom, "memory_headroom", lambda: 64 << 20)
+    monkeypatch.setattr(arena, "memory_headroom", lambda: 64 << 20)
     found = take()
     assert found.kind == "anonymous"
     assert "64 MiB of memory are free" in found.note
@@ -328,7 +328,7 @@ def test_what_was_cleared_away_meanwhile_is_no_error_and_a_successors_file_stays
     import shutil
 
     first = take()
-    shutil.rmtree(root / f"holdfast-{os.geteuid()}")
+    shutil.rmtree(root / f"tenuto-{os.geteuid()}")
     first.buffer[:] = 1
     with elsewhere(root, HOLD) as other:
         assert other.stdout
@@ -427,19 +427,19 @@ def test_memory_that_is_not_shared_leaves_no_file_and_needs_no_excuse(take, root
 
 @pytest.mark.parametrize(("missing", "kind"), [(0, "shared memory"), (1, "anonymous")])
 def test_room_is_enough_to_the_byte(take, monkeypatch: pytest.MonkeyPatch, missing: int, kind: str) -> None:
-    monkeypatch.setattr(headroom, "file_system_headroom", lambda descriptor: MIB - missing)
+    monkeypatch.setattr(arena, "file_system_headroom", lambda descriptor: MIB - missing)
     assert take(rank=1).kind == kind
-    monkeypatch.setattr(headroom, "file_system_headroom", lambda descriptor: 1 << 40)
-    monkeypatch.setattr(headroom, "memory_headroom", lambda: MIB + (64 << 20) - missing)
+    monkeypatch.setattr(arena, "file_system_headroom", lambda descriptor: 1 << 40)
+    monkeypatch.setattr(arena, "memory_headroom", lambda: MIB + (64 << 20) - missing)
     assert take(rank=2).kind == kind
-    monkeypatch.setattr(headroom, "memory_headroom", lambda: None)
+    monkeypatch.setattr(arena, "memory_headroom", lambda: None)
     assert take(rank=4).kind == "shared memory", "where nobody knows, it is tried"
 
 
 def test_the_notes_say_what_is_missing(take, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headroom, "memory_headroom", lambda: (66 << 20) - 1)
+    monkeypatch.setattr(arena, "memory_headroom", lambda: (66 << 20) - 1)
     assert take(2 * MIB, prewarm=False).note == "65 MiB of memory are free, the image needs 2"
-    monkeypatch.setattr(headroom, "file_system_headroom", lambda descriptor: 3 << 20)
+    monkeypatch.setattr(arena, "file_system_headroom", lambda descriptor: 3 << 20)
     assert take(4 * MIB, prewarm=False).note == "shared memory has 3 MiB free, the image needs 4"
     monkeypatch.setattr(arena_module.sys, "platform", "darwin")
     assert take(prewarm=False).note == "this system keeps no files in memory"

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import UsageError
-from holdfast.image import capture
-from holdfast.image.arena import Arena, acquire
-from holdfast.image.capture import Capturer
-from holdfast.image.layout import plan_layout
-from holdfast.model.leaf import LeafSpec
-from holdfast.state.contract import Flattened
+from tenuto.engine.staging import capture
+from tenuto.engine.staging.arena import Arena, acquire
+from tenuto.engine.staging.buffer_layout import plan_layout
+from tenuto.engine.staging.capture import Capturer
+from tenuto.errors import UsageError
+from tenuto.model.leaf import LeafSpec
+from tenuto.state.contract import Flattened
 
 SAVE_ID = "5" * 32
 BATCH = 1 << 12
@@ -68,7 +68,7 @@ def flattened(
 
 @pytest.fixture
 def arenas(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Any:
-    monkeypatch.setattr("holdfast.image.slots.SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr("tenuto.engine.staging.slots.SHARED_MEMORY", str(tmp_path))
     monkeypatch.setattr(capture, "BATCH_BYTES", BATCH)
     taken: list[Arena] = []
 

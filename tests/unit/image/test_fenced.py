@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.image import fenced
-from holdfast.image.arena import Arena, acquire
-from holdfast.image.capture import Capturer
-from holdfast.image.fenced import Fence, Pace
-from holdfast.image.layout import plan_layout
-from holdfast.image.places import Places
-from holdfast.model.leaf import LeafSpec
-from holdfast.state import ownership
-from holdfast.state.contract import Flattened
-from holdfast.state.ownership import Choice, Span, Told
+from tenuto.engine.fence import fence as fences
+from tenuto.engine.fence.fence import CaptureTargets, CopyPace, Fence
+from tenuto.engine.staging.arena import Arena, acquire
+from tenuto.engine.staging.buffer_layout import plan_layout
+from tenuto.engine.staging.capture import Capturer
+from tenuto.model.leaf import LeafSpec
+from tenuto.state import update_barrier
+from tenuto.state.contract import Flattened
+from tenuto.state.update_barrier import CaptureChoice, LateLeaf, Span
 
 SAVE_ID = "7" * 32
 
@@ -63,16 +62,16 @@ class Bound:
     def version(self, held: Source) -> int:
         return held.changes
 
-    def late(self, parts: Sequence[Told], watched: Sequence[Told] = ()) -> Copies:
+    def late(self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = ()) -> Copies:
         return Copies(self, parts, watched)
 
-    def compare(self, parts: Sequence[Told]) -> Callable[[], Sequence[bool]]:
+    def compare(self, parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
         found = [bool((held.data[a:b] == self.views[leaf][a:b]).all()) for held, leaf, a, b in parts]
         return lambda: found
 
 
 class Copies:
-    def __init__(self, bound: Bound, parts: Sequence[Told], watched: Sequence[Told]) -> None:
+    def __init__(self, bound: Bound, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf]) -> None:
         self.bound, self.parts, self.watched = bound, parts, watched
 
     def copy(self, number: int) -> None:
@@ -133,14 +132,14 @@ class Scene:
         self.layout = plan_layout(specs)
         self.arena: Arena = acquire(self.layout.nbytes, repository="r", run="main", shared=False)
         self.capturer = Capturer(self.flattened, self.layout, self.arena)
-        self.places = Places(self.capturer)
+        self.places = CaptureTargets(self.capturer)
         self.observer = Observer()
 
-    def fence(self, choice: Choice | None = None, pace: Pace | None = None) -> Fence:
-        choice = choice or Choice(
+    def fence(self, choice: CaptureChoice | None = None, pace: CopyPace | None = None) -> Fence:
+        choice = choice or CaptureChoice(
             late=[Span(1, 0, 250), Span(2, 0, 100), Span(2, 150, 250)], watched=[Span(2, 100, 150)]
         )
-        fence = Fence(self.flattened, choice, self.places, self.observer, pace=pace or Pace(), name="fence-test")
+        fence = Fence(self.flattened, choice, self.places, self.observer, pace=pace or CopyPace(), name="fence-test")
         self.places.capture_now(self.capturer, self.flattened, SAVE_ID, choice)
         return fence
 
@@ -170,18 +169,18 @@ def test_what_is_late_is_copied_in_order_and_the_last_of_it_told_when_all_is_jud
     fence.before_update()
     assert scene.observer.told[1:] == [("compared",), ("passed",)], "once"
     scene.sources[1].write(9)  # the update
-    assert fence.at_rest(0) and not ownership._standing
+    assert fence.at_rest(0) and not update_barrier._standing
 
 
 def test_an_update_waits_for_the_copy(scene: Scene) -> None:
     go = threading.Event()
     scene.device.before_copy = lambda number: go.wait(60)
-    fence = scene.fence(pace=Pace(spare_s=3600.0))  # in no hurry at all, until somebody waits
+    fence = scene.fence(pace=CopyPace(spare_s=3600.0))  # in no hurry at all, until somebody waits
     fence.begin()
     updated = threading.Event()
 
     def update() -> None:
-        ownership.let_updates_pass()
+        update_barrier.let_updates_pass()
         for source in scene.sources:
             source.write(9)
         updated.set()
@@ -236,7 +235,7 @@ def test_a_change_that_is_counted_when_its_leaf_was_judged_already_tears_it(
 
 
 def test_a_leaf_on_probation_beside_late_ones_is_compared_and_never_torn(scene: Scene) -> None:
-    choice = Choice(late=[Span(1, 0, 250)], watched=[Span(2, 0, 250)], probation=["c"])
+    choice = CaptureChoice(late=[Span(1, 0, 250)], watched=[Span(2, 0, 250)], probation=["c"])
     scene.device.before_copy = lambda number: scene.sources[2].write(9, counted=False) if number == 1 else None
     fence = scene.fence(choice)
     fence.begin()
@@ -268,7 +267,7 @@ def test_a_change_after_the_copy_is_only_told(scene: Scene, counted: bool) -> No
 
 
 def test_in_the_probation_the_image_is_complete_at_once_and_slices_are_compared_on_the_way(scene: Scene) -> None:
-    fence = scene.fence(Choice(watched=[Span(1, 0, 250), Span(2, 0, 250)], probation=["b", "c"]))
+    fence = scene.fence(CaptureChoice(watched=[Span(1, 0, 250), Span(2, 0, 250)], probation=["b", "c"]))
     assert scene.image() == [{1}, {2}, {3}]
     scene.sources[1].write(9, counted=False)
     fence.begin()
@@ -295,16 +294,16 @@ def test_a_comparison_that_fails_lets_the_update_pass(scene: Scene, monkeypatch:
     fence.begin()
     assert fence.at_rest(60)
 
-    def fail(self: Bound, parts: Sequence[Told]) -> Callable[[], Sequence[bool]]:
+    def fail(self: Bound, parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
         raise OSError("gone")
 
     monkeypatch.setattr(Bound, "compare", fail)
     fence.before_update()
-    assert scene.observer.told[-2:] == [("ended", OSError), ("passed",)] and not ownership._standing
+    assert scene.observer.told[-2:] == [("ended", OSError), ("passed",)] and not update_barrier._standing
 
 
 def test_a_copy_that_hangs_is_given_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fenced, "DEADLINE_S", 0.02)
+    monkeypatch.setattr(fences, "DEADLINE_S", 0.02)
     go = threading.Event()
     scene.device.before_copy = lambda number: go.wait(60)
     fence = scene.fence()
@@ -397,9 +396,9 @@ def test_memory_is_let_go_of_once_the_update_may_come(scene: Scene) -> None:
 
 
 def test_the_pace_is_learned_from_how_long_the_save_before_had() -> None:
-    pace = Pace(share=0.5)
+    pace = CopyPace(share=0.5)
     assert pace.delay(begun_s=0.0, done=0.5) < 0, "nothing known: as fast as it goes"
     pace.learn(10.0)
     assert pace.spare_s == 5.0
     pace.learn(7200.0)
-    assert pace.spare_s == fenced.MOST_SPARE_S, "not an hour, after an evaluation of two"
+    assert pace.spare_s == fences.MOST_SPARE_S, "not an hour, after an evaluation of two"

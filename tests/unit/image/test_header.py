@@ -8,8 +8,8 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptionError
-from holdfast.image.header import MAX_HEADER, SIZES, HeaderEntry, build_header, header_length, parse_header
+from tenuto.errors import CorruptionError
+from tenuto.repo.format.safetensors import MAX_HEADER, SIZES, HeaderEntry, build_header, header_length, parse_header
 
 
 def file_of(header: object, data: bytes = b"") -> bytes:
@@ -226,7 +226,7 @@ def test_a_lie_is_pointed_at_by_the_byte(text: str, character: int) -> None:
         parse_header(file_of(text), name="x")
     assert caught.value.message.startswith("x: the ")
     assert caught.value.message.endswith(f"(at byte {8 + len(text[:character].encode())})")
-    assert caught.value.hint == "holdfast verify finds the checkpoints that are whole"
+    assert caught.value.hint == "tenuto verify finds the checkpoints that are whole"
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_an_entry_may_be_as_long_as_it_may_be() -> None:
 
 
 def test_the_largest_shape_that_a_file_can_have_is_known() -> None:
-    from holdfast.image.header import _product
+    from tenuto.repo.format.safetensors import _product
 
     assert _product([]) == 1
     assert _product([2, 3, 4]) == 24

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.image import arena, headroom, lasting, seals, slots
-from holdfast.image.arena import acquire, free_shared_memory
-from holdfast.model import canonical
+from tenuto.engine.memory_tier import slot_file
+from tenuto.engine.staging import arena, slots
+from tenuto.engine.staging.arena import acquire, free_shared_memory
+from tenuto.model import canonical_json
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="arenas lie in shared memory on Linux only")
 
@@ -21,7 +22,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def root(monkeypatch):
-    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    path = Path(tempfile.mkdtemp(prefix="tenuto-test-", dir="/dev/shm"))
     monkeypatch.setattr(slots, "SHARED_MEMORY", str(path))
     yield path
     shutil.rmtree(path)
@@ -32,7 +33,7 @@ def take(root):
     held = []
 
     def one(number=0, run="main"):
-        held.append(lasting.take("repo", run, 0, number))
+        held.append(slot_file.take("repo", run, 0, number))
         return held[-1]
 
     yield one
@@ -41,15 +42,15 @@ def take(root):
 
 
 def path(root, number=0, run="main"):
-    return root / f"holdfast-{os.geteuid()}" / "repo" / run / f"0-{number}"
+    return root / f"tenuto-{os.geteuid()}" / "repo" / run / f"0-{number}"
 
 
 def payload(text):
-    return canonical.seal({"path": "p", "text": text})
+    return canonical_json.seal({"path": "p", "text": text})
 
 
 def texts(slot):
-    return [canonical.open_seal(data, name="p")["text"] for _, data in slot.seals()]
+    return [canonical_json.open_seal(data, name="p")["text"] for _, data in slot.seals()]
 
 
 def in_child(body):
@@ -65,7 +66,7 @@ def in_child(body):
 
 def test_what_is_sealed_stays_and_is_found_by_the_next(take, root):
     def first():
-        slot = lasting.take("repo", "main", 0, 0)
+        slot = slot_file.take("repo", "main", 0, 0)
         memory = slot.make(MIB, 5000)
         memory.buffer[:] = 7
         slot.describe([b"index", b"manifest"])
@@ -76,7 +77,7 @@ def test_what_is_sealed_stays_and_is_found_by_the_next(take, root):
     slot = take()
     assert texts(slot) == ["one"]
     data = path(root).read_bytes()
-    assert len(data) == MIB + 8192 + seals.ROOM
+    assert len(data) == MIB + 8192 + slots.ROOM
     assert set(data[:MIB]) == {7}
     assert data[MIB : MIB + 13] == b"indexmanifest"
 
@@ -101,7 +102,7 @@ def test_a_second_seal_beside_the_first_loses_nothing(take, root):
     slot.seal(payload("two"), beside=0)
     assert texts(slot) == ["one", "two"]
     with path(root).open("r+b") as file:
-        file.seek(-seals.BLOCK + 30, os.SEEK_END)
+        file.seek(-slots.BLOCK + 30, os.SEEK_END)
         file.write(b"torn")
     assert texts(slot) == ["one"]
 
@@ -119,15 +120,15 @@ def test_a_description_that_is_longer_than_planned_makes_the_file_grow(take, roo
 
 def test_pages_of_a_dead_owner_are_used_again_where_they_are_enough(take, root, monkeypatch):
     def dead():
-        slot = lasting.take("repo", "main", 0, 0)
+        slot = slot_file.take("repo", "main", 0, 0)
         slot.make(MIB, 0).buffer[:] = 3
         slot.seal(payload("dead"))
         os.kill(os.getpid(), signal.SIGKILL)
 
     in_child(dead)
     inode = path(root).stat().st_ino
-    monkeypatch.setattr(headroom, "file_system_headroom", lambda descriptor: 0)
-    monkeypatch.setattr(headroom, "memory_headroom", lambda: 0)
+    monkeypatch.setattr(arena, "file_system_headroom", lambda descriptor: 0)
+    monkeypatch.setattr(arena, "memory_headroom", lambda: 0)
     slot = take()
     memory = slot.reuse(MIB - 5000, 0)
     assert memory is not None
@@ -153,7 +154,7 @@ def test_sealed_images_are_kept_by_whoever_starts_and_unsealed_ones_freed(take, 
     for number, sealed in ((0, True), (1, False)):
 
         def dead(number=number, sealed=sealed):
-            slot = lasting.take("repo", "gone", 0, number)
+            slot = slot_file.take("repo", "gone", 0, number)
             slot.make(MIB, 0)
             if sealed:
                 slot.seal(payload("x"))
@@ -173,11 +174,11 @@ def test_sealed_images_are_kept_by_whoever_starts_and_unsealed_ones_freed(take, 
 def test_a_slot_that_is_held_is_nobody_elses(take, root):
     take()
     with pytest.raises(BlockingIOError):
-        lasting.take("repo", "main", 0, 0)
+        slot_file.take("repo", "main", 0, 0)
 
     def child():
         with pytest.raises(BlockingIOError):
-            lasting.take("repo", "main", 0, 0)
+            slot_file.take("repo", "main", 0, 0)
 
     assert in_child(child) == 0
 
@@ -219,18 +220,18 @@ def test_a_forked_child_leaves_the_slot_to_its_parent(take, root):
 
     assert in_child(child) == 0
     with pytest.raises(BlockingIOError):
-        lasting.take("repo", "main", 0, 0)
+        slot_file.take("repo", "main", 0, 0)
     assert slot.arena is not None
     assert np.all(slot.arena.buffer == 1)
 
 
-@pytest.mark.parametrize("length", [0, 100, seals.ROOM - 1, seals.ROOM, 3 * seals.ROOM])
+@pytest.mark.parametrize("length", [0, 100, slots.ROOM - 1, slots.ROOM, 3 * slots.ROOM])
 def test_what_is_no_seal_is_read_as_none(tmp_path, length):
     file = tmp_path / "x"
-    file.write_bytes(b"holdfast memory\n\xff\xff\xff\xff" * (length // 20) + bytes(length % 20))
+    file.write_bytes(b"tenuto memory 1\n\xff\xff\xff\xff" * (length // 20) + bytes(length % 20))
     with file.open("rb") as opened:
-        assert seals.read_seals(opened.fileno()) == []
-        assert not seals.is_sealed(opened.fileno())
+        assert slots.read_seals(opened.fileno()) == []
+        assert not slots.is_sealed(opened.fileno())
 
 
 def test_touching_pages_keeps_what_they_hold_where_the_kernel_has_no_call_for_it(take, monkeypatch):

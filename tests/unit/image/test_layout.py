@@ -6,12 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.codec.digest import digest
-from holdfast.errors import DuplicatePath, UsageError
-from holdfast.image.header import parse_header
-from holdfast.image.layout import SAVE_ID_KEY, Layout, plan_layout
-from holdfast.model.dtypes import DTYPES, dtype
-from holdfast.model.leaf import LeafSpec
+from tenuto.codec.digest import digest
+from tenuto.engine.staging.buffer_layout import SAVE_ID_KEY, BufferLayout, plan_layout
+from tenuto.errors import DuplicatePath, UsageError
+from tenuto.model.leaf import DTYPES, LeafSpec, dtype
+from tenuto.repo.format.safetensors import parse_header
 
 SAVE_ID = "0123456789abcdef" * 2
 DTYPE_NAMES = [*sorted(DTYPES), "numpy:<U3", "numpy:|V5", "numpy:>f8", "numpy:<M8[ns]", "numpy:<f16"]
@@ -29,7 +28,7 @@ SPECS = st.lists(
 )
 
 
-def fill(layout: Layout, specs: list[LeafSpec], seed: int = 0) -> np.ndarray:
+def fill(layout: BufferLayout, specs: list[LeafSpec], seed: int = 0) -> np.ndarray:
     """An image that was full of rubbish, stamped, with random leaves."""
     generator = np.random.default_rng(seed)
     image = np.full(layout.nbytes, 0xEE, np.uint8)

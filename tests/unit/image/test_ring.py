@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.content import Filling, PackContent, WriterGone
-from holdfast.image.arena import acquire_window
-from holdfast.image.capture import Capturer
-from holdfast.image.layout import plan_layout
-from holdfast.image.ring import map_ring
-from holdfast.state.flattener import flatten
+from tenuto.engine.staging.arena import acquire_window, map_ring
+from tenuto.engine.staging.buffer_layout import plan_layout
+from tenuto.engine.staging.capture import Capturer
+from tenuto.engine.staging.pack_content import Filling, PackContent, WriterGone
+from tenuto.state.encode.flattener import flatten
 
 SAVE_ID = "7" * 32
 WINDOW = 64 << 10
@@ -152,7 +151,7 @@ def test_a_ring_that_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPat
     if moment == "reserve":
         monkeypatch.setattr(os, "posix_fallocate", refuse)
     else:
-        monkeypatch.setattr("holdfast.image.ring._map_over", refuse)
+        monkeypatch.setattr("tenuto.engine.staging.arena._map_over", refuse)
     closed: list[Any] = []
 
     class Noted(mmap.mmap):

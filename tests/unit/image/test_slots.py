@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.image import slots
-from holdfast.image.slots import Neighbours, Slot, SlotTable, parse_name, slot_name
 from memory_places import A_THIRD_USER, ANOTHER_USER, as_user, open_place
 from memory_training import fork_off
+from tenuto.engine.staging import slots
+from tenuto.engine.staging.slots import OtherUsers, Slot, SlotTable, parse_name, slot_name
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="slots lie in shared memory on Linux only")
 
@@ -34,7 +34,7 @@ def slot(tmp_path: Path, table: SlotTable) -> Iterator[Slot]:
 
 
 def own(root: Path) -> Path:
-    return root / f"holdfast-{os.geteuid()}"
+    return root / f"tenuto-{os.geteuid()}"
 
 
 def test_a_file_is_new_private_and_empty(tmp_path: Path, table: SlotTable, slot: Slot) -> None:
@@ -181,21 +181,21 @@ def test_what_only_looks_like_a_users_directory_is_passed_over_and_told(tmp_path
     place, stranger = tmp_path / "shm", os.geteuid() + 1000
     place.mkdir()
     (place / "elsewhere").mkdir(mode=0o700)
-    (place / f"holdfast-{stranger}").mkdir(mode=0o700)
-    (place / f"holdfast-{stranger + 1}").symlink_to("elsewhere")
-    (place / f"holdfast-{stranger + 2}").write_bytes(b"")
-    os.mkfifo(place / f"holdfast-{stranger + 3}")
+    (place / f"tenuto-{stranger}").mkdir(mode=0o700)
+    (place / f"tenuto-{stranger + 1}").symlink_to("elsewhere")
+    (place / f"tenuto-{stranger + 2}").write_bytes(b"")
+    os.mkfifo(place / f"tenuto-{stranger + 3}")
     own(place).mkdir()
     own(place).chmod(0o755)
-    for name in ("holdfast-test-x", "holdfast-", "holdfast-01", "holdfast-99999999999", "other"):
+    for name in ("tenuto-test-x", "tenuto-", "tenuto-01", "tenuto-99999999999", "other"):
         (place / name).mkdir(mode=0o700)
-    found = slots.neighbours(str(place))
+    found = slots.other_users(str(place))
     assert (found.users, found.closed) == ((), 0)
-    names = [f"holdfast-{user}" for user in (os.geteuid(), *range(stranger, stranger + 4))]
+    names = [f"tenuto-{user}" for user in (os.geteuid(), *range(stranger, stranger + 4))]
     assert [text.split(" is passed over: ")[0] for text in found.refused] == [f"{place}/{name}" for name in names]
     own(place).chmod(0o700)
-    assert len(slots.neighbours(str(place)).refused) == 4
-    assert slots.neighbours(str(place / "none")) == Neighbours()
+    assert len(slots.other_users(str(place)).refused) == 4
+    assert slots.other_users(str(place / "none")) == OtherUsers()
 
 
 def test_other_users_directories_are_looked_into_where_that_is_allowed() -> None:
@@ -204,20 +204,20 @@ def test_other_users_directories_are_looked_into_where_that_is_allowed() -> None
     with open_place() as place:
         place.chmod(0o1777)
         for user in (ANOTHER_USER, A_THIRD_USER):
-            theirs = place / f"holdfast-{user}" / "repo" / "main"
+            theirs = place / f"tenuto-{user}" / "repo" / "main"
             theirs.mkdir(parents=True)
             (theirs / "0-0").write_bytes(b"x")
             for path in (theirs, theirs.parent, theirs.parent.parent):
                 path.chmod(0o700)
                 os.chown(path, user, user)
-        assert slots.neighbours(str(place)) == Neighbours((ANOTHER_USER, A_THIRD_USER))
+        assert slots.other_users(str(place)) == OtherUsers((ANOTHER_USER, A_THIRD_USER))
         assert list(slots.occupied(str(place))) == []
         assert list(slots.occupied(str(place), ANOTHER_USER)) == [Slot(str(place), "repo/main", "0-0", ANOTHER_USER)]
-        (place / f"holdfast-{A_THIRD_USER}" / "repo").chmod(0o750)
+        (place / f"tenuto-{A_THIRD_USER}" / "repo").chmod(0o750)
         assert list(slots.occupied(str(place), A_THIRD_USER)) == [], "each step is checked"
 
         def other() -> None:
-            assert slots.neighbours(str(place)) == Neighbours(closed=1)
+            assert slots.other_users(str(place)) == OtherUsers(closed=1)
             assert list(slots.occupied(str(place), A_THIRD_USER)) == []
 
         assert as_user(ANOTHER_USER, other) == 0

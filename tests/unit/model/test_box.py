@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import UsageError
-from holdfast.model.box import Box
+from tenuto.errors import UsageError
+from tenuto.model.box import Box
 
 many = settings(derandomize=True, deadline=None, max_examples=200)
 lengths = st.integers(0, 4)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.model.spread import FULL, SLOWEST, RankTimings
-from holdfast.model.timing import Timing
+from tenuto.model.timing import FULL, SLOWEST, RankTimings, Timing
 
 DURATIONS = st.floats(0, 1000, allow_nan=False)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.model.timing import Timing
+from tenuto.model.timing import Timing
 
 SECONDS = [field.name for field in fields(Timing) if field.name != "bytes"]
 

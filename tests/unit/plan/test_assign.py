@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import ShardMismatch, UsageError
-from holdfast.model.box import Box
-from holdfast.plan import cells as cells_module
-from holdfast.plan.assign import CHUNK_BYTES, SMALL_CHUNKS, Assignment, assign, layers, written
-from holdfast.plan.coverage import check_coverage
-from holdfast.plan.holdings import Holdings, gather, shards
-from holdfast.plan.shares import poured, rounds
+from tenuto.errors import ShardMismatch, UsageError
+from tenuto.model.box import Box
+from tenuto.sharding import distinct_boxes as cells_module
+from tenuto.sharding.coverage import check_coverage
+from tenuto.sharding.holdings import Holdings, gather, shards
+from tenuto.sharding.write_plan import CHUNK_BYTES, SMALL_CHUNKS, Assignment, assign, layers, poured, rounds, written
 
 F32 = ("float32", 4)
 Held = Sequence[tuple[tuple[int, ...], Sequence[tuple[Box, Sequence[int]]]]]

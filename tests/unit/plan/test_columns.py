@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.plan.columns import renumbered, rising
+from tenuto.sharding.holdings import renumbered, rising
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import ShardMismatch
-from holdfast.model.box import Box
-from holdfast.plan.holdings import Shards, check, gather, shards
-from holdfast.plan.naming import item_name, rank_names
+from tenuto.errors import ShardMismatch
+from tenuto.model.box import Box
+from tenuto.sharding.holdings import Shards, check, gather, item_name, rank_names, shards
 
 F32 = ("float32", 4)
 

@@ -6,15 +6,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.plan.joint_reads import PAGE, SECTIONS, Asked, Dealt, deal
+from tenuto.engine.read.node_share import PAGE, SECTIONS, RequestedReads, SharedBlocks, share_blocks
 
 BLOCK, SECTION = 3 * PAGE, 12 * PAGE
 ranges = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 400), st.integers(0, 120)), max_size=12)
 
 
-def asked(found: list[tuple[int, int, int]]) -> Asked:
+def asked(found: list[tuple[int, int, int]]) -> RequestedReads:
     columns = np.array(found, np.int64).reshape(-1, 3) * np.array([7, 500, 500])
-    return Asked.of(columns[:, 0], columns[:, 1], columns[:, 1] + columns[:, 2], gap=0)
+    return RequestedReads.of(columns[:, 0], columns[:, 1], columns[:, 1] + columns[:, 2], gap=0)
 
 
 def covered(pack: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -28,7 +28,7 @@ def covered(pack: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 @given(st.lists(ranges, min_size=2, max_size=5))
 def test_what_is_wanted_twice_is_in_one_block_of_one_who_wants_it(found: list[list[tuple[int, int, int]]]) -> None:
     said = [asked(one) for one in found]
-    dealt = deal(said, block_bytes=BLOCK, section_bytes=SECTION)
+    dealt = share_blocks(said, block_bytes=BLOCK, section_bytes=SECTION)
     wants = [covered(one.pack, one.low, one.high) for one in said]
     assert all(want.max(initial=0) <= 1 for want in wants)
     blocks = covered(dealt.pack, dealt.low, dealt.high)
@@ -38,7 +38,7 @@ def test_what_is_wanted_twice_is_in_one_block_of_one_who_wants_it(found: list[li
     in_windows(dealt, len(said))
 
 
-def in_windows(dealt: Dealt, ranks: int) -> None:
+def in_windows(dealt: SharedBlocks, ranks: int) -> None:
     assert (np.diff(dealt.group) >= 0).all()
     for owner in range(ranks):
         lines = np.flatnonzero(dealt.owner == owner)
@@ -52,8 +52,8 @@ def in_windows(dealt: Dealt, ranks: int) -> None:
 
 
 def test_blocks_are_dealt_out_evenly() -> None:
-    everything = Asked.of(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([4000 * PAGE]))
-    dealt = deal([everything] * 4, block_bytes=BLOCK, section_bytes=SECTION)
+    everything = RequestedReads.of(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([4000 * PAGE]))
+    dealt = share_blocks([everything] * 4, block_bytes=BLOCK, section_bytes=SECTION)
     nbytes = [int((dealt.high - dealt.low)[dealt.owner == owner].sum()) for owner in range(4)]
     assert max(nbytes) - min(nbytes) <= BLOCK and sum(nbytes) == 4000 * PAGE
     assert dealt.groups >= 4000 // (4 * 12)
@@ -61,8 +61,8 @@ def test_blocks_are_dealt_out_evenly() -> None:
 
 def test_the_step_of_a_range_is_the_group_of_the_last_block_before_its_end() -> None:
     pack, ends = np.array([0, 1]), np.array([40 * PAGE, 40 * PAGE])
-    both = Asked.of(pack, np.zeros(2, np.int64), ends)
-    dealt = deal([both, both], block_bytes=BLOCK, section_bytes=SECTION)
+    both = RequestedReads.of(pack, np.zeros(2, np.int64), ends)
+    dealt = share_blocks([both, both], block_bytes=BLOCK, section_bytes=SECTION)
     asked_of = np.array([0, 0, 0, 1, 2], np.int64)
     places = np.array([1, 9 * PAGE, 40 * PAGE, 1, 5], np.int64)
     step = dealt.step(asked_of, places).tolist()
@@ -75,5 +75,5 @@ def test_the_step_of_a_range_is_the_group_of_the_last_block_before_its_end() -> 
 
 
 def test_ranges_are_joined_within_a_pack_alone() -> None:
-    found = Asked.of(np.array([1, 0, 0, 0]), np.array([0, 20, 0, 8]), np.array([9, 30, 10, 12]), gap=0)
+    found = RequestedReads.of(np.array([1, 0, 0, 0]), np.array([0, 20, 0, 8]), np.array([9, 30, 10, 12]), gap=0)
     assert (found.pack.tolist(), found.low.tolist(), found.high.tolist()) == ([0, 0, 1], [0, 20, 0], [12, 30, 9])

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.plan import reads
-from holdfast.plan.reads import ReadPlan, coalesce, cut
+from tenuto.sharding import coalesce as coalescing
+from tenuto.sharding.coalesce import ReadPlan, coalesce, cut
 
 CHUNK = 64
 
@@ -81,8 +81,8 @@ def test_a_run_is_one_leaf_or_several_small_ones_without_a_hole(leaves: list[tup
         position, size = plan.position[first:last], plan.size[first:last]
         assert (position[1:] == (position + size)[:-1]).all()
         inside = {int(want) for want in plan.want[first:last]}
-        assert len(inside) == 1 or all(lengths[wanted[want]] < reads.SMALL_BYTES for want in inside)
-        assert int(size.sum()) <= reads.RUN_BYTES + max(reads.SMALL_BYTES, CHUNK)
+        assert len(inside) == 1 or all(lengths[wanted[want]] < coalescing.SMALL_BYTES for want in inside)
+        assert int(size.sum()) <= coalescing.RUN_BYTES + max(coalescing.SMALL_BYTES, CHUNK)
 
 
 def test_small_leaves_in_a_row_are_one_run() -> None:

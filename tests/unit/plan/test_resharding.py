@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import ShardMismatch
-from holdfast.model.box import Box
-from holdfast.plan import tiling
-from holdfast.plan.coverage import check_coverage
-from holdfast.plan.holdings import Holdings, gather, shards
-from holdfast.plan.pieces import chunk_ranges, pieces, regions, runs
-from holdfast.plan.reshard import reshard
+from tenuto.errors import ShardMismatch
+from tenuto.model.box import Box
+from tenuto.sharding import coverage
+from tenuto.sharding.coverage import check_coverage
+from tenuto.sharding.holdings import Holdings, gather, shards
+from tenuto.sharding.reshard import chunk_ranges, pieces, regions, reshard, runs
 
 F32 = ("float32", 4)
 
@@ -116,8 +115,8 @@ def test_many_boxes_of_large_leaves() -> None:
 def test_leaves_are_counted_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     held = grid(9, 3, 2, (6, 4))
     check_coverage(held)
-    monkeypatch.setattr(tiling, "LIMIT", 4 * 80)
-    assert len(list(tiling._batches(held.whole + 1))) > 3
+    monkeypatch.setattr(coverage, "LIMIT", 4 * 80)
+    assert len(list(coverage._batches(held.whole + 1))) > 3
     check_coverage(held)
     kept = np.arange(len(held)) != 5 * 6 + 3
     columns: dict[str, Any] = {
@@ -125,13 +124,13 @@ def test_leaves_are_counted_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     with pytest.raises(ShardMismatch, match=r"leaf 5: item \[2, 2\] .* is missing"):
         check_coverage(replace(held, **columns))
-    monkeypatch.setattr(tiling, "LIMIT", 40)
+    monkeypatch.setattr(coverage, "LIMIT", 40)
     with pytest.raises(ShardMismatch, match="too large"):
         check_coverage(held)
 
 
 def test_more_axes_than_corners_can_be_counted() -> None:
-    axes = tiling.MOST_SPLIT_AXES + 1
+    axes = coverage.MOST_SPLIT_AXES + 1
     boxes = [Box((0,) * axes, (1,) * axes)]
     with pytest.raises(ShardMismatch, match="divided along 13 axes"):
         check_coverage(one((2,) * axes, *boxes))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import BadIndex, UsageError
-from holdfast.plan.slices import Region, blocks, region
+from tenuto.errors import BadIndex, UsageError
+from tenuto.sharding.slices import Region, blocks, region
 
 GAP = 64
 

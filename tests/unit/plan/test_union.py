@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptionError, ShardMismatch
-from holdfast.model import canonical
-from holdfast.plan import union as union_module
-from holdfast.plan.union import Union, unite
-from holdfast.state.flattener import flatten
-from holdfast.state.nodes import leaf_paths
+from tenuto.errors import CorruptionError, ShardMismatch
+from tenuto.model import canonical_json
+from tenuto.sharding import merge_trees as union_module
+from tenuto.sharding.merge_trees import Union, unite
+from tenuto.state.encode.flattener import flatten
+from tenuto.state.tree import leaf_paths
 
 
 def of(number: int, **about: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def test_equal_trees_stay_as_they_are_and_are_not_walked(monkeypatch: pytest.Mon
     tree = mapping(("b", of(1)), ("a", of(0)))
     monkeypatch.setattr(union_module, "_Merger", None)
     walked: list[Any] = []
-    monkeypatch.setattr(canonical, "dumps", lambda tree: walked.append(tree) or b"")
+    monkeypatch.setattr(canonical_json, "dumps", lambda tree: walked.append(tree) or b"")
     found = unite([tree] * 1000)
     assert found.tree is tree and len(walked) == 1
     assert found.numbers[999].tolist() == [0, 1] and found.paths == ["a", "b"]
@@ -161,7 +161,7 @@ def test_the_ranks_that_differ_are_named() -> None:
     same, other = mapping(("epoch", 3)), mapping(("epoch", 4))
     with pytest.raises(ShardMismatch, match="3 on ranks 0-1 and 3, 4 on rank 2") as caught:
         unite([same, same, other, same])
-    assert caught.value.subject == "epoch" and "holdfast.per_rank" in str(caught.value)
+    assert caught.value.subject == "epoch" and "tenuto.per_rank" in str(caught.value)
 
 
 def test_a_long_value_is_shown_in_part() -> None:

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.model.trail import Row, Trail
-from holdfast.policy.exactness.differences import compare, first_difference
-from holdfast.policy.exactness.verdict import Trails, judge
+from tenuto.certify.trail import Row, Trail
+from tenuto.certify.verdict import Trails, compare, first_difference, judge
 
 SAVED, LAST = 3, 6
 PYTHON, NUMPY = "#private/random/python/keys", "#private/random/numpy/state/key"

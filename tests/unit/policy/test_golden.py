@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.model.names import CheckpointId
-from holdfast.policy import every, keep, on  # noqa: F401 - named by the tables
-from holdfast.policy.keeping import CheckpointFacts
-from holdfast.policy.saving import Moment, SaveHistory
+from tenuto.model.ids import CheckpointId
+from tenuto.policy import every, keep, on  # noqa: F401 - named by the tables
+from tenuto.policy.keep import CheckpointFacts
+from tenuto.policy.save import Moment, SaveHistory
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "policy"
 

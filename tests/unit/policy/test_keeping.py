@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import UsageError
-from holdfast.model.names import CheckpointId
-from holdfast.policy import every, keep
-from holdfast.policy.keeping import CheckpointFacts, KeepPolicy, Opinion, protections
+from tenuto.errors import UsageError
+from tenuto.model.ids import CheckpointId
+from tenuto.policy import every, keep
+from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion, protections
 
 NAN, INF = math.nan, math.inf
 

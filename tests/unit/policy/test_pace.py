@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import every
-from holdfast.errors import UsageError
-from holdfast.policy.saving import Moment, SaveHistory
+from tenuto import every
+from tenuto.errors import UsageError
+from tenuto.policy.save import Moment, SaveHistory
 
 
 class Machine:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import UsageError
-from holdfast.policy import every, keep, on
-from holdfast.policy.saving import Decision, Moment, SaveHistory, SavePolicy
+from tenuto.errors import UsageError
+from tenuto.policy import every, keep, on
+from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy
 
 FRESH = SaveHistory(started_s=100.0)
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import RankFailed, RanksDisagree, RanksError, RanksMissing, RankStoreLost, UsageError
-from holdfast.ranks.agreement import Agreement
-from holdfast.ranks.bounded import Line
-from holdfast.ranks.memory import MemoryBoard, ThreadRanks
-from holdfast.ranks.shared_files import FilesBoard, SharedFiles
-from holdfast.ranks.solo import Solo
-from holdfast.ranks.timing import Clock, Deadline, Settings
-from holdfast.ranks.watch import Watch, beat
+from tenuto.concurrency.deadlines import DeadlineWorker
+from tenuto.errors import RankFailed, RanksDisagree, RanksError, RanksMissing, RankStoreLost, UsageError
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.detection import Solo
+from tenuto.ranks.heartbeats import RankWatch, beat
+from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.ranks.kv.shared_files import SharedFiles, SharedFilesKVStore
+from tenuto.ranks.timeouts import Clock, Deadline, Settings
 
 QUICK = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=5.0, probe_s=0.05)
 PATIENT_S = 30.0
@@ -55,7 +55,7 @@ def test_alone_everything_is_agreed_at_once_and_nothing_is_left() -> None:
 
 
 def test_the_board_holds_no_more_keys_after_many_topics() -> None:
-    board = MemoryBoard()
+    board = InProcessKVStore()
 
     def take_part(agreement):
         for _ in range(200):
@@ -89,7 +89,7 @@ def test_an_error_in_a_topic_fails_it_for_all_and_is_raised_unchanged() -> None:
                 topic.gather(b"", PATIENT_S)
         return caught.value.ranks
 
-    assert job(MemoryBoard(), 3, take_part) == [(1,), None, (1,)]
+    assert job(InProcessKVStore(), 3, take_part) == [(1,), None, (1,)]
 
 
 def test_who_is_missing_is_named_with_what_it_last_reported() -> None:
@@ -111,7 +111,7 @@ def test_who_is_missing_is_named_with_what_it_last_reported() -> None:
         assert (caught.value.ranks, caught.value.phase) == ((2,), "receipts of step 7")
         return caught.value.message
 
-    messages = job(MemoryBoard(), 3, take_part)[:2]
+    messages = job(InProcessKVStore(), 3, take_part)[:2]
     for message in messages:
         assert "rank 2 (last reported 'writing the pack'" in message and "receipts of step 7" in message
 
@@ -130,7 +130,7 @@ def test_an_announcement_cannot_follow_a_failure() -> None:
                 topic.announce(b"all is well")
         return True
 
-    assert job(MemoryBoard(), 2, take_part) == [True, True]
+    assert job(InProcessKVStore(), 2, take_part) == [True, True]
 
 
 def test_only_the_coordinator_announces() -> None:
@@ -141,11 +141,11 @@ def test_only_the_coordinator_announces() -> None:
                     topic.announce(b"")
             return topic.gather(b"", PATIENT_S)
 
-    assert job(MemoryBoard(), 2, take_part) == [[b"", b""]] * 2
+    assert job(InProcessKVStore(), 2, take_part) == [[b"", b""]] * 2
 
 
 def test_what_is_no_message_of_the_topic_is_refused() -> None:
-    board = MemoryBoard()
+    board = InProcessKVStore()
 
     def take_part(agreement):
         topic = agreement.topic("save")
@@ -162,7 +162,7 @@ def test_what_is_no_message_of_the_topic_is_refused() -> None:
 
 
 def test_a_call_that_never_returns_is_given_up() -> None:
-    forever, line = threading.Event(), Line("a place", RankStoreLost)
+    forever, line = threading.Event(), DeadlineWorker("a place", RankStoreLost)
     for _ in range(2):
         with pytest.raises(RankStoreLost, match="a place, where the ranks meet, has not answered"):
             line.call(lambda: forever.wait(PATIENT_S), 0.05)
@@ -180,8 +180,8 @@ class Told:
 
 
 def test_silence_counts_only_while_it_is_watched() -> None:
-    told, board = Told(), MemoryBoard()
-    watch = Watch(board, lambda rank: f"beat/{rank}", Settings(1.0, 10.0, 1.0, 1.0, told.clock))
+    told, board = Told(), InProcessKVStore()
+    watch = RankWatch(board, lambda rank: f"beat/{rank}", Settings(1.0, 10.0, 1.0, 1.0, told.clock))
     board.put("beat/1", beat(1, "writing", None, {}), timeout=1)
 
     def look(at: float) -> list[int]:
@@ -209,7 +209,7 @@ def test_a_deadline_is_shared() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_failures_and_restarts_never_mix_sessions_or_topics(seed: int) -> None:
     """Incarnations of 2 to 5 ranks on one board; ranks fail or leave anywhere. What is heard names who wrote it."""
-    source, board = random.Random(seed), MemoryBoard()
+    source, board = random.Random(seed), InProcessKVStore()
     settings = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=5.0, probe_s=0.05)
     complete = 0
     for _ in range(4):
@@ -256,9 +256,9 @@ def incarnation(board, seeds, settings, rank):
 def test_posts_of_ranks_that_gave_up_unheard_are_not_believed_after_a_gap() -> None:
     """What a coordinator finds that was itself stopped, with the board: all have posted, and none waits any more."""
     settings = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=0.2, probe_s=0.05)
-    board, asleep, gave_up, judged = MemoryBoard(), threading.Event(), threading.Event(), threading.Event()
+    board, asleep, gave_up, judged = InProcessKVStore(), threading.Event(), threading.Event(), threading.Event()
 
-    class Frozen(MemoryBoard):
+    class Frozen(InProcessKVStore):
         """The other rank's way to the board, which does not answer while the coordinator sleeps."""
 
         def __getattribute__(self, name):
@@ -299,7 +299,7 @@ def test_posts_of_ranks_that_gave_up_unheard_are_not_believed_after_a_gap() -> N
 
 def test_ranks_that_meet_again_and_again_leave_no_thread_behind(tmp_path) -> None:
     def working():
-        return [thread for thread in threading.enumerate() if thread.name == "holdfast-ranks-board"]
+        return [thread for thread in threading.enumerate() if thread.name == "tenuto-ranks-board"]
 
     def run(rank):
         with Agreement.open(SharedFiles(tmp_path, rank, 2), {"run": "main"}, PATIENT_S, QUICK) as agreement:
@@ -318,7 +318,7 @@ def test_ranks_that_meet_again_and_again_leave_no_thread_behind(tmp_path) -> Non
 
 
 def test_a_line_that_was_closed_takes_another_thread() -> None:
-    line, last = Line("a place", RankStoreLost), []
+    line, last = DeadlineWorker("a place", RankStoreLost), []
     assert line.call(threading.get_ident, PATIENT_S) == line.call(threading.get_ident, PATIENT_S)
     thread = line._thread
     line.close(lambda: last.append(threading.current_thread()))
@@ -330,7 +330,7 @@ def test_a_line_that_was_closed_takes_another_thread() -> None:
 
 @pytest.mark.parametrize("call", ["write_bytes", "replace"])
 def test_a_directory_that_takes_no_more_is_not_filled_with_names(tmp_path, monkeypatch, call) -> None:
-    board = FilesBoard(tmp_path)
+    board = SharedFilesKVStore(tmp_path)
     original = getattr(Path, call)
 
     def full(path, *words):

@@ -5,17 +5,16 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from tenuto.engine.group.group import RankGroup
+from tenuto.events import Emitter, RanksBehind
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.session import Session
+from tenuto.telemetry.progress import ProgressBar
 from tests.joint_ranks import on_ranks
-
-from holdfast.api.company import Company
-from holdfast.events import Emitter, RanksBehind
-from holdfast.ranks.agreement import Agreement
-from holdfast.ranks.session import Session
-from holdfast.report.progress import ProgressBar
 
 
 def test_the_coordinator_tells_whom_it_waits_for_and_what_they_do(monkeypatch: Any) -> None:
-    monkeypatch.setattr("holdfast.ranks.session._BEHIND_S", 0.05)
+    monkeypatch.setattr("tenuto.ranks.session._BEHIND_S", 0.05)
     told: list[RanksBehind] = []
     go_on = threading.Event()
 
@@ -27,7 +26,7 @@ def test_the_coordinator_tells_whom_it_waits_for_and_what_they_do(monkeypatch: A
 
     def work(agreement: Agreement) -> None:
         session: Session = agreement.session
-        session.behind = Company(agreement, "gpt", Emitter.of([Seen()]))._behind
+        session.behind = RankGroup(agreement, "gpt", Emitter.of([Seen()]))._behind
         with agreement.topic("put") as topic:
             if agreement.rank == 2:
                 agreement.report("writing its part of step 7")
@@ -44,8 +43,8 @@ def test_the_coordinator_tells_whom_it_waits_for_and_what_they_do(monkeypatch: A
 def test_the_bar_on_a_terminal_names_the_ranks_until_the_save_has_ended() -> None:
     import io
 
-    from holdfast.events import Committed
-    from holdfast.model.names import CheckpointId
+    from tenuto.events import Committed
+    from tenuto.model.ids import CheckpointId
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -9,12 +9,11 @@ from typing import cast
 
 import pytest
 
-import holdfast
-from holdfast.errors import RanksNotSupported, UsageError
-from holdfast.ranks.contract import Ranks
-from holdfast.ranks.detection import find_ranks
-from holdfast.ranks.solo import Solo
-from holdfast.ranks.torch_store import TorchRanks
+import tenuto
+from tenuto.errors import RanksNotSupported, UsageError
+from tenuto.ranks.contract import Ranks
+from tenuto.ranks.detection import Solo, find_ranks
+from tenuto.ranks.kv.torch_store import TorchRanks
 
 
 def torch(size: int, rank: int = 0, initialized: bool = True) -> dict[str, ModuleType]:
@@ -28,7 +27,7 @@ def torch(size: int, rank: int = 0, initialized: bool = True) -> dict[str, Modul
 
 
 def test_what_is_passed_comes_first() -> None:
-    given = holdfast.SharedFiles("/nowhere", rank=1, world_size=3)
+    given = tenuto.SharedFiles("/nowhere", rank=1, world_size=3)
     assert isinstance(given, Ranks)
     assert find_ranks(given, {"WORLD_SIZE": "4"}, torch(2)) is given
     assert (given.rank, given.world_size, given.is_coordinator) == (1, 3, False)
@@ -44,7 +43,7 @@ def test_several_processes_that_cannot_meet_are_told_how() -> None:
     with pytest.raises(RanksNotSupported, match=r"8 processes .*WORLD_SIZE=8") as caught:
         find_ranks(None, {"WORLD_SIZE": "8"}, torch(2, initialized=False))
     assert caught.value.hint is not None
-    assert "init_process_group" in caught.value.hint and "holdfast.SharedFiles(" in caught.value.hint
+    assert "init_process_group" in caught.value.hint and "tenuto.SharedFiles(" in caught.value.hint
 
 
 @pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, {"WORLD_SIZE": "x"}], ids=str)
@@ -55,9 +54,9 @@ def test_else_this_process_alone(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
 def test_ranks_that_make_no_sense_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(UsageError, match="makes no sense"):
-        holdfast.SharedFiles("/nowhere", rank=rank, world_size=world_size)
+        tenuto.SharedFiles("/nowhere", rank=rank, world_size=world_size)
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, holdfast.ranks.detection as d; d.find_ranks(None, {}); assert 'torch' not in sys.modules"
+    code = "import sys, tenuto.ranks.detection as d; d.find_ranks(None, {}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.joint_ranks import on_ranks
 
-from holdfast.errors import DeadlineExceeded
-from holdfast.ranks.agreement import Agreement
-from holdfast.ranks.kept import NONE, Kept
+from tenuto.errors import DeadlineExceeded
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.common_step import NONE, CommonStep
+from tests.joint_ranks import on_ranks
 
 
 def _soon(condition: Callable[[], bool]) -> bool:
@@ -23,7 +23,7 @@ def _soon(condition: Callable[[], bool]) -> bool:
 
 def test_every_step_becomes_the_common_one() -> None:
     def work(agreement: Agreement) -> list[int]:
-        kept, found = Kept(agreement.session), []
+        kept, found = CommonStep(agreement.session), []
         try:
             for step in range(1, 30):
                 found.append(kept.settle(30))
@@ -43,7 +43,7 @@ def test_who_waits_for_a_rank_that_does_not_tell_gives_up_once_and_goes_on_when_
     late, given_up = threading.Event(), threading.Event()
 
     def work(agreement: Agreement) -> int:
-        kept = Kept(agreement.session, 4)
+        kept = CommonStep(agreement.session, 4)
         try:
             if agreement.rank == 1:
                 given_up.wait(30)
@@ -70,7 +70,7 @@ def test_who_waits_for_a_rank_that_does_not_tell_gives_up_once_and_goes_on_when_
 
 def test_a_step_that_another_rank_has_missed_may_go_before_the_common_one() -> None:
     def work(agreement: Agreement) -> int:
-        kept = Kept(agreement.session, 4)
+        kept = CommonStep(agreement.session, 4)
         try:
             if agreement.rank == 2:
                 kept.missed(5)
@@ -88,7 +88,7 @@ def test_a_step_that_another_rank_has_missed_may_go_before_the_common_one() -> N
 @pytest.mark.parametrize("off", [0, 1])
 def test_all_hear_of_one_that_keeps_none_any_more(off: int) -> None:
     def work(agreement: Agreement) -> str:
-        kept = Kept(agreement.session)
+        kept = CommonStep(agreement.session)
         try:
             if agreement.rank == off:
                 kept.turn_off("no room")

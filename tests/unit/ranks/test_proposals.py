@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.ranks.proposals import Proposal, Proposals
+from tenuto.ranks.proposals import Proposal, Proposals
 
 
 def test_who_has_passed_the_step_refuses_and_who_has_not_waits_there() -> None:

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import RankStoreLost
-from holdfast.ranks.agreement import Agreement
-from holdfast.ranks.memory import MemoryBoard, ThreadRanks
-from holdfast.ranks.proposals import Proposal
-from holdfast.ranks.timing import Settings
+from tenuto.errors import RankStoreLost
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.ranks.proposals import Proposal
+from tenuto.ranks.timeouts import Settings
 
 QUICK = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=5.0, probe_s=0.05)
 PATIENT_S = 30.0
 
 
-class Failing(MemoryBoard):
+class Failing(InProcessKVStore):
     """Fails once, where a key is put that `which` chooses; `late`: it is put all the same."""
 
     def __init__(self, which: Callable[[str], bool], *, late: bool = False) -> None:
@@ -38,10 +38,10 @@ class Failing(MemoryBoard):
         raise lost
 
     def put(self, key: str, value: bytes, *, timeout: float) -> None:
-        self._meddle(lambda: MemoryBoard.put(self, key, value, timeout=timeout), key)
+        self._meddle(lambda: InProcessKVStore.put(self, key, value, timeout=timeout), key)
 
     def put_if_absent(self, key: str, value: bytes, *, timeout: float) -> bytes:
-        found: bytes = self._meddle(lambda: MemoryBoard.put_if_absent(self, key, value, timeout=timeout), key)
+        found: bytes = self._meddle(lambda: InProcessKVStore.put_if_absent(self, key, value, timeout=timeout), key)
         return found
 
 
@@ -89,14 +89,14 @@ def test_a_proposal_that_came_to_nothing_at_its_very_step_is_no_save() -> None:
             agreement._proposals.answer(Proposal(1, 3, "the clock", 0))
             return agreement.at(3, PATIENT_S)
 
-    board = MemoryBoard()
+    board = InProcessKVStore()
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, (0, 1))) == [None, None]
 
 
 def test_of_two_saves_at_one_step_both_are_heard_and_the_newest_counts() -> None:
     """The second is asked for when all have agreed to the first, and none of them is there yet."""
-    board, together, second = MemoryBoard(), threading.Barrier(2), [False, False]
+    board, together, second = InProcessKVStore(), threading.Barrier(2), [False, False]
 
     def run(rank: int) -> tuple[Proposal | None, Proposal | None, dict[str, list[int]]]:
         with Agreement.open(ThreadRanks(rank, 2, board), {"run": "main"}, PATIENT_S, QUICK) as agreement:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from holdfast.ranks.contract import Ranks
-from holdfast.ranks.solo import Solo
+from tenuto.ranks.contract import Ranks
+from tenuto.ranks.detection import Solo
 
 
 def test_one_process_is_the_coordinator() -> None:
@@ -16,5 +16,5 @@ def test_one_process_is_the_coordinator() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, holdfast; holdfast.Solo(); assert 'torch' not in sys.modules"
+    code = "import sys, tenuto; tenuto.Solo(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

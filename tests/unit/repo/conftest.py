@@ -12,20 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.codec.digest import digest_rows
-from holdfast.image.layout import plan_layout
-from holdfast.model.checkpoint import AttemptRecord, Index, Manifest, Owner, PackEntry, Receipt
-from holdfast.model.leaf import LeafSpec
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout, objects
-from holdfast.repo.commit import commit
-from holdfast.repo.content import content_digest
-from holdfast.repo.packs import put_index
-from holdfast.repo.records import Begin, encode_attempt, encode_begin
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes, Store
+from tenuto.codec.digest import digest_rows
+from tenuto.engine.staging.buffer_layout import plan_layout
+from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import AttemptRecord, Index, Manifest, Owner, PackEntry, Receipt
+from tenuto.repo.commit import commit, put_index
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.content_digest import content_digest
+from tenuto.repo.format.small_records import Begin, encode_attempt, encode_begin
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes, Store
+from tenuto.store.local.store import LocalStore
+from tenuto.store.memory import MemoryStore
 
 NOBODY = Owner(host="elsewhere", boot="b", pid_namespace="n", pid=1, started="1", user="someone")
 SPECS = (
@@ -49,7 +48,7 @@ class Maker:
         self, number: int, parent: CheckpointId | None = None, *, run: str = "gpt", owner: Owner = NOBODY
     ) -> AttemptRecord:
         record = AttemptRecord(run, number, secrets.token_hex(16), parent, owner)
-        name = layout.attempt_name(run, number)
+        name = object_names.attempt_name(run, number)
         self.repo.store.put_if_absent(name, Bytes(encode_attempt(record)), token=record.id)
         return record
 
@@ -60,7 +59,7 @@ class Maker:
         plan = plan_layout(SPECS)
         names = (*(pack.name for pack in plan.packs), "rank-00000.index")
         data = encode_begin(Begin(id, save_id, names, parent))
-        self.repo.store.put_if_absent(layout.begin_name(id), Bytes(data), token=save_id)
+        self.repo.store.put_if_absent(object_names.begin_name(id), Bytes(data), token=save_id)
         return id, save_id
 
     def data(self, id: CheckpointId, save_id: str, *, seed: int = 0) -> tuple[Manifest, list[Receipt]]:

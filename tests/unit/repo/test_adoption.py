@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.errors import CorruptionError, FormatTooNew
-from holdfast.image.seals import MAX_PAYLOAD
-from holdfast.model import canonical
-from holdfast.model.names import CheckpointId
-from holdfast.repo import objects
-from holdfast.repo.adoption import Adoptable, judge
-from holdfast.repo.footer import KIND, Holder, Part, decode_footer, encode_footer, new_footer, newest
-from holdfast.repo.repository import Repo
-from holdfast.store.registry import open_store
-from holdfast.upkeep import remove
+from tenuto.engine.memory_tier.eligibility import Adoptable, judge
+from tenuto.engine.memory_tier.seal import KIND, SealedObject, SealHolder, decode_seal, encode_seal, new_seal, newest
+from tenuto.engine.staging.slots import MAX_PAYLOAD
+from tenuto.errors import CorruptionError, FormatTooNew
+from tenuto.maintenance import remove
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.format import objects
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 NAME = "ab/gpt/0-1"
 
@@ -28,16 +28,16 @@ def attempt_with(make, steps, parent=None):
 
 
 def sealed(repo, attempt, step, *, id=None, save_id="ef" * 16):
-    return new_footer(
+    return new_seal(
         repo,
         id or CheckpointId("gpt", attempt.number, step),
         save_id,
-        Holder(attempt.number, attempt.id),
+        SealHolder(attempt.number, attempt.id),
         rank=0,
         sequence=3,
         image=4096,
-        index=Part(100, b"i" * 16),
-        manifest=Part(200, b"m" * 16),
+        index=SealedObject(100, b"i" * 16),
+        manifest=SealedObject(200, b"m" * 16),
         saved_s=12.5,
     )
 
@@ -47,7 +47,7 @@ def at(attempt, step):
 
 
 def rm(repo, id):
-    """As `holdfast rm --force` does where the run's process is known to be gone."""
+    """As `tenuto rm --force` does where the run's process is known to be gone."""
     finished = {"gpt": max(repo.attempts("gpt"))}
     remove.execute(repo, remove.plan_remove(repo, [id], force=True, finished=finished))
 
@@ -136,9 +136,9 @@ def test_foreign_ones(repo, make, tmp_path, monkeypatch):
     assert "before this machine was started" in judge(repo, "gpt", replace(footer, boot="b"))
     assert "before this machine was started" in judge(repo, "gpt", replace(footer, boot=""))
     assert judge(repo, "gpt", replace(footer, uid=os.geteuid() + 1)) == f"user {os.geteuid() + 1} sealed it"
-    stranger = replace(footer, holder=Holder(1, "00" * 16))
+    stranger = replace(footer, holder=SealHolder(1, "00" * 16))
     assert "no longer the one that sealed it" in judge(repo, "gpt", stranger)
-    assert "no longer the one that sealed it" in judge(repo, "gpt", replace(footer, holder=Holder(9, first.id)))
+    assert "no longer the one that sealed it" in judge(repo, "gpt", replace(footer, holder=SealHolder(9, first.id)))
 
 
 def test_damage_of_what_tells_is_no_reason_to_go_on(repo, make):
@@ -151,14 +151,14 @@ def test_damage_of_what_tells_is_no_reason_to_go_on(repo, make):
 def test_a_footer_is_read_as_it_was_written_and_under_its_own_name_alone(repo, make):
     first = attempt_with(make, [])
     footer = sealed(repo, first, 12)
-    data = encode_footer(footer, NAME)
+    data = encode_seal(footer, NAME)
     assert len(data) <= MAX_PAYLOAD
-    assert decode_footer(data, NAME) == footer
+    assert decode_seal(data, NAME) == footer
     with pytest.raises(CorruptionError, match="copy"):
-        decode_footer(data, "ab/gpt/0-0")
-    again = footer.held_by(Holder(2, "11" * 16))
+        decode_seal(data, "ab/gpt/0-0")
+    again = footer.held_by(SealHolder(2, "11" * 16))
     assert (again.sequence, again.id) == (4, footer.id)
-    assert newest([(0, data), (1, encode_footer(again, NAME))], NAME) == (1, again)
+    assert newest([(0, data), (1, encode_seal(again, NAME))], NAME) == (1, again)
     assert newest([(0, data), (1, data[:-1])], NAME) == (0, footer)
     assert newest([(0, data)], "ab/gpt/0-0") is None
 
@@ -180,33 +180,33 @@ def test_a_footer_is_read_as_it_was_written_and_under_its_own_name_alone(repo, m
 )
 def test_a_footer_that_lies_is_refused(repo, make, change):
     first = attempt_with(make, [])
-    body = canonical.loads(encode_footer(sealed(repo, first, 12), NAME))
+    body = canonical_json.loads(encode_seal(sealed(repo, first, 12), NAME))
     for key in ("digest", "format", "kind", "path"):
         del body[key]
     with pytest.raises(CorruptionError):
-        decode_footer(objects.encode(KIND, NAME, {**body, **change}), NAME)
+        decode_seal(objects.encode(KIND, NAME, {**body, **change}), NAME)
 
 
 def test_a_newer_format_is_none_of_ours(repo, make):
     first = attempt_with(make, [])
-    body = canonical.loads(encode_footer(sealed(repo, first, 12), NAME))
+    body = canonical_json.loads(encode_seal(sealed(repo, first, 12), NAME))
     del body["digest"]
-    data = canonical.seal({**body, "format": 2})
+    data = canonical_json.seal({**body, "format": 2})
     with pytest.raises(FormatTooNew):
-        decode_footer(data, NAME)
+        decode_seal(data, NAME)
     assert newest([(0, data)], NAME) is None
 
 
 def test_one_of_several_ranks_says_of_how_many_and_one_process_says_nothing(repo, make):
     alone = sealed(repo, attempt_with(make, []), 5)
-    assert b'"ranks"' not in encode_footer(alone, NAME)
-    assert decode_footer(encode_footer(alone, NAME), NAME).ranks == 1
+    assert b'"ranks"' not in encode_seal(alone, NAME)
+    assert decode_seal(encode_seal(alone, NAME), NAME).ranks == 1
     second = replace(alone, rank=1, ranks=2)
-    assert decode_footer(encode_footer(second, NAME), NAME) == second
+    assert decode_seal(encode_seal(second, NAME), NAME) == second
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(1, 1), (2, 2), (7, 3)])
 def test_a_rank_beyond_their_number_seals_nothing(repo, make, rank, ranks):
     footer = replace(sealed(repo, attempt_with(make, []), 5), rank=rank, ranks=ranks)
     with pytest.raises(CorruptionError, match="rank"):
-        decode_footer(encode_footer(footer, NAME), NAME)
+        decode_seal(encode_seal(footer, NAME), NAME)

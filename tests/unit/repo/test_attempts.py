@@ -11,21 +11,22 @@ from typing import Any
 
 import pytest
 
-from holdfast.crashpoints import armed
-from holdfast.errors import CheckpointNotFound, RunInUse, StoreUnavailable, Superseded
-from holdfast.model.checkpoint import AttemptRecord, Owner
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout, objects
-from holdfast.repo.attempts import Attempt, Watch, claim
-from holdfast.repo.commit import begin, commit
-from holdfast.repo.lease import Lease, read_last
-from holdfast.repo.lineage import latest
-from holdfast.repo.liveness import Clock, judge, this_process
-from holdfast.repo.manifest import Aborted
-from holdfast.repo.records import LeaseRecord, encode_lease
-from holdfast.repo.repository import Repo
-from holdfast.repo.tombstones import is_tombstoned, put_tombstone
-from holdfast.store.contract import Bytes
+from tenuto.crashpoints import armed
+from tenuto.errors import CheckpointNotFound, RunInUse, StoreUnavailable, Superseded
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import AttemptRecord, Owner
+from tenuto.repo.commit import begin, commit
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.manifest import Aborted
+from tenuto.repo.format.small_records import LeaseRecord, encode_lease
+from tenuto.repo.lineage import latest
+from tenuto.repo.ownership.claim import Attempt, claim
+from tenuto.repo.ownership.lease import Lease, read_last
+from tenuto.repo.ownership.owner_watch import OwnerWatch
+from tenuto.repo.process import MonotonicClock, judge, this_process
+from tenuto.repo.repository import Repo
+from tenuto.repo.tombstones import is_tombstoned, put_tombstone
+from tenuto.store.contract import Bytes
 
 SLOW = 3600.0
 """Beats that do not come during a test."""
@@ -37,7 +38,7 @@ class Time:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.each: Callable[[], None] = lambda: None
-        self.clock = Clock(lambda: self.seconds, self.sleep)
+        self.clock = MonotonicClock(lambda: self.seconds, self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds
@@ -58,7 +59,7 @@ def take(repo: Repo, time: Time) -> Iterator[Claim]:
     made: list[Attempt] = []
 
     def act(parent: CheckpointId | None = None, *, run: str = "gpt", **options: Any) -> Attempt:
-        observe = options.pop("observe", None) or Watch(repo, run, clock=time.clock)
+        observe = options.pop("observe", None) or OwnerWatch(repo, run, clock=time.clock)
         attempt = claim(repo, run, parent, observe=observe, beat_s=SLOW, **options)
         made.append(attempt)
         return attempt
@@ -76,9 +77,9 @@ def ended_process() -> Owner:
         os.close(write)
         os.read(read, 1)
         os._exit(0)
-    from holdfast.repo import liveness
+    from tenuto.repo import process
 
-    found = liveness._look(pid)
+    found = process._look(pid)
     os.close(write)
     os.waitpid(pid, 0)
     os.close(read)
@@ -88,7 +89,7 @@ def ended_process() -> Owner:
 
 def beat(repo: Repo, record: AttemptRecord, number: int, *, closed: bool = False, released: bool = False) -> None:
     data = encode_lease(LeaseRecord(number, record.id, record.parent, closed, released), record.run, record.number)
-    name = layout.numbered(layout.lease_directory(record.run, record.number), number)
+    name = object_names.numbered(object_names.lease_directory(record.run, record.number), number)
     repo.store.put_if_absent(name, Bytes(data), token="x")
 
 
@@ -108,9 +109,9 @@ def test_a_zombie_is_dead() -> None:
     pid = os.fork()
     if pid == 0:
         signal.pause()
-    from holdfast.repo import liveness
+    from tenuto.repo import process
 
-    found = liveness._look(pid)
+    found = process._look(pid)
     assert found is not None
     owner = replace(this_process(), pid=pid, started=found.started)
     assert judge(owner) == "alive"
@@ -128,10 +129,10 @@ def test_a_process_elsewhere_is_unknown(elsewhere: dict[str, str]) -> None:
 
 
 def test_a_process_that_proc_hides_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.repo import liveness
+    from tenuto.repo import process
 
     me = this_process()
-    monkeypatch.setattr(liveness, "_look", lambda pid: None)
+    monkeypatch.setattr(process, "_look", lambda pid: None)
     assert judge(me) == "unknown"
     assert judge(replace(me, pid=2**31 - 1)) == "dead"
     assert judge(replace(me, pid=2**60)) == "dead"
@@ -192,9 +193,9 @@ def test_a_live_process_is_waited_for_and_then_named(make: Any, time: Time, take
 
 
 def _started(pid: int) -> str:
-    from holdfast.repo import liveness
+    from tenuto.repo import process
 
-    found = liveness._look(pid)
+    found = process._look(pid)
     assert found is not None
     return found.started
 
@@ -231,7 +232,7 @@ def test_an_owner_elsewhere_whose_lease_moves_is_alive(repo: Repo, make: Any, ti
 
 def test_a_watch_begun_before_the_restore_has_decided_after_it(repo: Repo, make: Any, time: Time, take: Claim) -> None:
     beat(repo, make.attempt(1), 7)
-    watch = Watch(repo, "gpt", clock=time.clock)
+    watch = OwnerWatch(repo, "gpt", clock=time.clock)
     assert watch.look().verdict == "unknown"
     time.seconds += 20
     assert take(observe=watch).number == 2
@@ -247,7 +248,7 @@ def test_a_store_too_slow_to_tell_is_not_asked_for_ever(
         time.seconds += 7
         return read_last(*words)
 
-    monkeypatch.setattr("holdfast.repo.watch.read_last", slow)
+    monkeypatch.setattr("tenuto.repo.ownership.owner_watch.read_last", slow)
     with pytest.raises(RunInUse, match="its lease is being watched"):
         take()
     assert 120 <= time.seconds < 135
@@ -261,7 +262,7 @@ def test_no_waiting_at_all_still_needs_a_verdict(repo: Repo, make: Any, time: Ti
 
 def test_a_damaged_record_counts_as_an_owner_to_be_watched(make: Any, time: Time, take: Claim) -> None:
     make.attempt(4)
-    make.damage(layout.attempt_name("gpt", 4))
+    make.damage(object_names.attempt_name("gpt", 4))
     assert take().number == 5
     assert time.seconds >= 15
 
@@ -426,7 +427,7 @@ def test_a_checkpoint_in_the_trash_is_not_taken_for_an_unfinished_save(repo: Rep
     make.attempt(1, owner=ended_process())
     id = make.checkpoint(1, 10)
     data = repo.manifest_bytes(id)
-    repo.store.put_if_absent(f"{layout.trash_directory(id)}/manifest.json", Bytes(data), token="x")
+    repo.store.put_if_absent(f"{object_names.trash_directory(id)}/manifest.json", Bytes(data), token="x")
     repo.store.delete([id.manifest])
     before = make.names(id.directory)
     take()
@@ -439,7 +440,7 @@ def test_a_damaged_begin_is_reported_and_its_save_marked(repo: Repo, make: Any, 
     make.attempt(1, owner=ended_process())
     id, save_id = make.begin(1, 20)
     make.data(id, save_id)
-    make.damage(layout.begin_name(id))
+    make.damage(object_names.begin_name(id))
     told: list[str] = []
     take(report=told.append)
     assert any("begin.json" in text for text in told)
@@ -451,7 +452,7 @@ def test_leases_of_the_dead_go_once_everything_below_is_closed(repo: Repo, make:
     for number in (1, 2, 3):
         beat(repo, make.attempt(number, owner=ended_process()), 5)
     take()
-    assert [make.names(layout.lease_directory("gpt", number)) for number in (1, 2, 3)] == [[], [], []]
+    assert [make.names(object_names.lease_directory("gpt", number)) for number in (1, 2, 3)] == [[], [], []]
     newest = read_last(repo, "gpt", 4)[1]
     assert newest is not None
     assert newest.closed
@@ -488,7 +489,7 @@ def test_a_dead_removers_tombstone_is_taken_back(
 ) -> None:
     make.attempt(1, owner=ended_process())
     ids = [make.checkpoint(1, step) for step in (10, 20, 30, 40)]
-    from holdfast.repo import tombstones
+    from tenuto.repo import tombstones
 
     owners = [
         ended_process(),
@@ -508,8 +509,8 @@ def test_a_dead_removers_tombstone_is_taken_back(
 def test_a_removal_cut_short_after_the_manifest_is_finished(
     repo: Repo, make: Any, take: Claim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.repo import tombstones
-    from holdfast.repo.notes import add_note
+    from tenuto.repo import tombstones
+    from tenuto.repo.notes import add_note
 
     make.attempt(1, owner=ended_process())
     id, kept = make.checkpoint(1, 10), make.checkpoint(1, 20)
@@ -534,7 +535,7 @@ def test_a_lease_keeps_two_beats_and_says_when_it_is_released(repo: Repo, make: 
     lease.start()
     for _ in range(4):
         lease.beat()
-    directory = layout.lease_directory("gpt", 1)
+    directory = object_names.lease_directory("gpt", 1)
     assert make.names(directory) == ["4.json", "5.json"]
     lease.release()
     lease.release()

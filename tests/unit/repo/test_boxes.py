@@ -13,17 +13,17 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.codec.digest import chunk_starts
-from holdfast.errors import CorruptionError, DuplicatePath
-from holdfast.image.header import build_header, parse_header
-from holdfast.image.layout import plan_layout, stored_name
-from holdfast.model.checkpoint import Index, PackEntry
-from holdfast.model.leaf import LeafSpec
-from holdfast.model.names import CheckpointId
-from holdfast.repo import columns
-from holdfast.repo import index as index_module
-from holdfast.repo.boxes import COLUMNS, BoxTable, decode_boxes, encode_boxes
-from holdfast.repo.index import decode_index, decode_table, encode_index
+from tenuto.codec.digest import chunk_starts
+from tenuto.engine.staging.buffer_layout import plan_layout, stored_name
+from tenuto.errors import CorruptionError, DuplicatePath
+from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import Index, PackEntry
+from tenuto.repo.format import columns
+from tenuto.repo.format import index as index_module
+from tenuto.repo.format.index import decode_index, decode_table, encode_index
+from tenuto.repo.format.safetensors import build_header, parse_header
+from tenuto.repo.format.shard_table import COLUMNS, BoxTable, decode_boxes, encode_boxes
 
 ID = CheckpointId("gpt", 3, 500)
 SAVE = "0123456789abcdef" * 2

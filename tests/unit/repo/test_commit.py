@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import (
+from tenuto.errors import (
     AlreadyExists,
     CheckpointNotFound,
     CorruptionError,
@@ -18,18 +18,19 @@ from holdfast.errors import (
     Superseded,
     UsageError,
 )
-from holdfast.model import canonical
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout
-from holdfast.repo.attempts import Attempt, claim
-from holdfast.repo.commit import abort, begin, commit, free
-from holdfast.repo.content import content_digest, leaf_table
-from holdfast.repo.manifest import Aborted
-from holdfast.repo.notes import add_note, notes
-from holdfast.repo.refs import clear_ref, list_refs, put_ref, read_ref
-from holdfast.repo.repository import Repo
-from holdfast.repo.tombstones import put_tombstone, stands, take_back
-from holdfast.store.contract import Bytes
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.commit import begin, commit
+from tenuto.repo.format import object_names
+from tenuto.repo.format.content_digest import content_digest, leaf_table
+from tenuto.repo.format.manifest import Aborted
+from tenuto.repo.notes import add_note, notes
+from tenuto.repo.ownership.claim import Attempt, claim
+from tenuto.repo.refs import clear_ref, list_refs, put_ref, read_ref
+from tenuto.repo.repository import Repo
+from tenuto.repo.tombstones import put_tombstone, stands, take_back
+from tenuto.repo.unfinished import abort, free
+from tenuto.store.contract import Bytes
 
 SAVE = "ab" * 16
 NAMES = ["rank-00000.safetensors", "rank-00000.index"]
@@ -185,7 +186,7 @@ def test_an_index_is_put_once(repo: Repo, make: Any, attempt: Attempt) -> None:
 def test_the_content_digest_tells_equal_from_unequal(make: Any) -> None:
     import numpy as np
 
-    from holdfast.model.leaf import LeafSpec
+    from tenuto.model.leaf import LeafSpec
 
     specs = (LeafSpec("x", "float32", (2,)), LeafSpec("y", "float32", (2,)))
     digests = np.arange(32, dtype=np.uint8).reshape(2, 16)
@@ -200,9 +201,9 @@ def test_the_content_digest_tells_equal_from_unequal(make: Any) -> None:
         content_digest({"a": 1}, (specs[0], replace(specs[1], shape=(1, 2))), digests, chunk_bytes=64),
     ]
     assert len({base, *others}) == 7
-    spelled = b'["holdfast content 1",64,{"a":1},[],["float32 2","float32 2"]]' + bytes(range(32))
+    spelled = b'["tenuto content 1",64,{"a":1},[],["float32 2","float32 2"]]' + bytes(range(32))
     assert base == hashlib.sha256(spelled).hexdigest()
-    assert base == content_digest(canonical.spell({"a": 1}), leaf_table(specs), digests, chunk_bytes=64)
+    assert base == content_digest(canonical_json.spell({"a": 1}), leaf_table(specs), digests, chunk_bytes=64)
 
 
 # -- notes and refs ---------------------------------------------------------------------------------------------------
@@ -222,12 +223,12 @@ def test_notes_are_appended_and_read_in_order(repo: Repo, make: Any) -> None:
 
 
 def test_notes_that_race_are_all_kept(repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.repo import numbered
+    from tenuto.repo import refs
 
     make.attempt(1)
     id = make.checkpoint(1, 10)
     add_note(repo, id, "metric", {"loss": 1})
-    monkeypatch.setattr(numbered, "numbers", lambda repo, directory: [])
+    monkeypatch.setattr(refs, "numbers", lambda repo, directory: [])
     assert add_note(repo, id, "metric", {"loss": 1}).number == 2
 
 
@@ -307,6 +308,6 @@ def test_every_name_that_leads_out_is_refused() -> None:
         5,
         None,
     ):
-        assert not layout.is_file(name)
+        assert not object_names.is_file(name)
     for name in ("rank-00000.safetensors", "rank-00000.01.safetensors", "rank-00000.index", "rank-00000.pack"):
-        assert layout.is_file(name)
+        assert object_names.is_file(name)

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from holdfast.errors import DeadlineExceeded, StoreError
-from holdfast.repo import deadline
-from holdfast.repo.deadline import within
-from holdfast.state.parked import Parked, Work
+from tenuto.concurrency import deadlines
+from tenuto.concurrency.deadlines import within
+from tenuto.concurrency.worker_threads import BackgroundWork, WorkerThreads
+from tenuto.errors import DeadlineExceeded, StoreError
 
 
 def test_what_the_work_returns_and_raises_comes_out() -> None:
@@ -33,7 +33,7 @@ def test_where_no_thread_can_be_started_the_work_is_done_here(monkeypatch: pytes
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(deadline, "beside", Parked())  # no thread is kept from before
+    monkeypatch.setattr(deadlines, "beside", WorkerThreads())  # no thread is kept from before
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert within(0, "counting", threading.current_thread, subject="s") is threading.current_thread()
 
@@ -42,12 +42,12 @@ def test_the_work_has_a_thread_of_its_own_that_keeps_no_interpreter_alive() -> N
     def look() -> tuple[str, bool]:
         return threading.current_thread().name, threading.current_thread().daemon
 
-    assert within(60, "counting", look, subject="s") == ("holdfast-counting", True)
+    assert within(60, "counting", look, subject="s") == ("tenuto-counting", True)
 
 
 def test_a_deadline_that_has_passed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float | None] = []
-    monkeypatch.setattr(Work, "join", lambda work, timeout=None: waited.append(timeout))
+    monkeypatch.setattr(BackgroundWork, "join", lambda work, timeout=None: waited.append(timeout))
     come_back = threading.Event()
     try:
         for seconds in (-5.0, 0.0, 0.5, 3.0):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast.model.leaf import LeafSpec
-from holdfast.repo.specs import Specs
-from holdfast.state.contract import Rows
+from tenuto.model.leaf import LeafSpec
+from tenuto.repo.format.leaf_table import LeafSpecs
+from tenuto.state.contract import Rows
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from holdfast.state.contract import Rows
 )
 def test_forms_are_those_of_the_leaves(shapes: list[tuple[int, ...]]) -> None:
     code = np.arange(len(shapes)) % 2
-    specs = Specs(
+    specs = LeafSpecs(
         [f"leaf{number}" for number in range(len(shapes))],
         names=["float32", "int8"],
         code=code,

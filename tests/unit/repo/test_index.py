@@ -11,18 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.codec.digest import chunk_starts, digest
-from holdfast.errors import CorruptionError, FormatTooNew
-from holdfast.image.header import build_header
-from holdfast.image.layout import plan_layout
-from holdfast.model import canonical
-from holdfast.model.checkpoint import Index, IndexEntry, Manifest, PackEntry
-from holdfast.model.leaf import LeafSpec
-from holdfast.model.names import CheckpointId
-from holdfast.repo.index import COLUMNS, decode_index, decode_packs, encode_index
-from holdfast.repo.manifest import Aborted, decode_manifest, encode_aborted, encode_manifest
-from holdfast.repo.rows import Rows
-from holdfast.state import flatten
+from tenuto.codec.digest import chunk_starts, digest
+from tenuto.engine.staging.buffer_layout import plan_layout
+from tenuto.errors import CorruptionError, FormatTooNew
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import Index, IndexEntry, Manifest, PackEntry
+from tenuto.repo.format.index import COLUMNS, ShapeRows, decode_index, decode_packs, encode_index
+from tenuto.repo.format.manifest import Aborted, decode_manifest, encode_aborted, encode_manifest
+from tenuto.repo.format.safetensors import build_header
+from tenuto.state.encode.flattener import flatten
 
 ID = CheckpointId("gpt", 3, 500)
 SAVE = "0123456789abcdef" * 2
@@ -72,7 +71,7 @@ def test_an_index_comes_back_as_it_was(index: Index) -> None:
         assert getattr(back, name).dtype == (np.uint8 if name == "digests" else np.int64)
     assert decode_packs(data, id=ID, rank=0) == (SAVE, index.packs)
     assert encode_index(back, ID) == data
-    assert encode_index(index, ID, Rows.of(index.specs)) == data
+    assert encode_index(index, ID, ShapeRows.of(index.specs)) == data
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -114,7 +113,7 @@ def rebuilt(index: Index, **changes: Any) -> bytes:
     data = encode_index(index, ID)
     columns = {}
     at = 8 + int.from_bytes(data[:8], "little")
-    from holdfast.image.header import parse_header
+    from tenuto.repo.format.safetensors import parse_header
 
     header = parse_header(data, name="x")
     for name, _, kind in COLUMNS:
@@ -131,10 +130,10 @@ def rebuilt(index: Index, **changes: Any) -> bytes:
 
 def with_head(**changes: Any) -> Callable[[Any], Any]:
     def change(column: Any) -> Any:
-        head = canonical.loads(column.tobytes())
+        head = canonical_json.loads(column.tobytes())
         for key, value in changes.items():
             head[key] = value(head[key]) if callable(value) else value
-        return np.frombuffer(canonical.dumps(head), dtype=np.uint8)
+        return np.frombuffer(canonical_json.dumps(head), dtype=np.uint8)
 
     return change
 
@@ -191,7 +190,7 @@ LIES: dict[str, dict[str, Any]] = {
     "no head": {"head": np.zeros(0, dtype=np.uint8)},
     "a head that is no object": {"head": np.frombuffer(b"[]", dtype=np.uint8)},
     "a private leaf under a shared one's path": {
-        "private": np.frombuffer(canonical.dumps(tree_of((LeafSpec("x", "int64", ()),))), dtype=np.uint8)
+        "private": np.frombuffer(canonical_json.dumps(tree_of((LeafSpec("x", "int64", ()),))), dtype=np.uint8)
     },
     "a private tree without kinds": {"private": np.frombuffer(b'{"x":1}', dtype=np.uint8)},
     "a private tree whose kind is a list": {"private": np.frombuffer(b'{"!":[]}', dtype=np.uint8)},
@@ -213,7 +212,7 @@ def test_a_newer_format_says_what_reads_it() -> None:
     specs = (LeafSpec("x", "float32", (3, 5)),)
     with pytest.raises(FormatTooNew) as caught:
         decode_index(rebuilt(index_of(specs), head=with_head(format=2)), id=ID, rank=0, tree=tree_of(specs))
-    assert "the Holdfast that wrote it, or a newer one" in str(caught.value)
+    assert "the Tenuto that wrote it, or a newer one" in str(caught.value)
 
 
 MANIFEST = Manifest(
@@ -236,7 +235,7 @@ MANIFEST = Manifest(
 
 def test_a_manifest_comes_back_as_it_was() -> None:
     assert decode_manifest(encode_manifest(MANIFEST), ID) == MANIFEST
-    assert encode_manifest(MANIFEST, canonical.spell(MANIFEST.tree)) == encode_manifest(MANIFEST)
+    assert encode_manifest(MANIFEST, canonical_json.spell(MANIFEST.tree)) == encode_manifest(MANIFEST)
     nan = replace(MANIFEST, metrics={"loss": float("nan")})
     assert encode_manifest(decode_manifest(encode_manifest(nan), ID)) == encode_manifest(nan)  # type: ignore[arg-type]
 
@@ -259,9 +258,11 @@ def test_every_flipped_bit_and_every_cut_of_a_manifest_is_noticed(data: bytes) -
 
 
 def sealed(**changes: Any) -> bytes:
-    body = {k: v for k, v in canonical.unseal(encode_manifest(MANIFEST), name=ID.manifest).items() if k != "digest"}
+    body = {
+        k: v for k, v in canonical_json.unseal(encode_manifest(MANIFEST), name=ID.manifest).items() if k != "digest"
+    }
     body.update(changes)
-    return canonical.seal({k: v for k, v in body.items() if v is not ...})
+    return canonical_json.seal({k: v for k, v in body.items() if v is not ...})
 
 
 ENTRY = {"digest": "00" * 16, "length": 100, "name": "rank-00000.index"}
@@ -392,13 +393,13 @@ def test_an_index_is_spelled_as_the_format_says() -> None:
     specs = (LeafSpec("x", "float32", (3, 5)), LeafSpec("y", "int64", (), True))
     index = index_of(specs)
     data = encode_index(index, ID)
-    from holdfast.image.header import parse_header
+    from tenuto.repo.format.safetensors import parse_header
 
     header = parse_header(data, name="x")
-    assert header.metadata == {"holdfast.save_id": SAVE}
+    assert header.metadata == {"tenuto.save_id": SAVE}
     assert header.length % 64 == 0
     assert [(name, header[name].code) for name in header] == [(name, code) for name, code, _ in COLUMNS]
-    head = canonical.loads(data[header["head"].start : header["head"].stop])
+    head = canonical_json.loads(data[header["head"].start : header["head"].stop])
     (pack,) = index.packs
     assert head == {
         "chunk_bytes": CHUNK,
@@ -416,7 +417,7 @@ def test_an_index_is_spelled_as_the_format_says() -> None:
 
 
 def test_a_table_says_what_each_row_is() -> None:
-    from holdfast.repo.index import decode_table
+    from tenuto.repo.format.index import decode_table
 
     specs = (LeafSpec("x", "float32", (3, 5)), LeafSpec("y", "int64", ()), LeafSpec("z", "int64", (4,), True))
     table = decode_table(encode_index(index_of(specs), ID), id=ID, rank=0)

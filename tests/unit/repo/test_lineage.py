@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CheckpointNotFound, CorruptionError, RunNotFound, UsageError
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout
-from holdfast.repo.commit import abort
-from holdfast.repo.lineage import latest, resolve, walk
-from holdfast.repo.repository import Repo
-from holdfast.store.contract import Bytes
+from tenuto.errors import CheckpointNotFound, CorruptionError, RunNotFound, UsageError
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.format import object_names
+from tenuto.repo.lineage import latest, resolve, walk
+from tenuto.repo.repository import Repo
+from tenuto.repo.unfinished import abort
+from tenuto.store.contract import Bytes
 
 History = dict[tuple[str, int], tuple[CheckpointId | None, set[int]]]
 
@@ -134,7 +134,7 @@ def test_i3_a_lost_attempt_record_does_not_hide_what_is_older(repo: Repo, make: 
     make.checkpoint(1, 20)
     make.attempt(2, at(1, 10))
     make.checkpoint(2, 15)
-    name = layout.attempt_name("gpt", 2)
+    name = object_names.attempt_name("gpt", 2)
     repo.store.delete([f"{at(2, 15).directory}/begin.json"])
     make.damage(name) if loss == "damaged" else repo.store.delete([name])
     told: list[str] = []
@@ -150,7 +150,7 @@ def test_i3_the_parent_is_told_by_a_save_where_the_record_is_damaged(repo: Repo,
     make.checkpoint(1, 20)
     make.attempt(2, at(1, 10))
     make.begin(2, 15, parent=at(1, 10))
-    make.damage(layout.attempt_name("gpt", 2))
+    make.damage(object_names.attempt_name("gpt", 2))
     told: list[str] = []
     assert list(walk(repo, "gpt", report=told.append)) == [at(1, 10)]
     assert "its other objects" in told[0]
@@ -225,7 +225,7 @@ def test_resolve_says_what_there_is(repo: Repo, make: Any) -> None:
 
 def test_a_store_that_fails_is_no_damage(repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A passing fault must not look like a lost record: the walk would then go elsewhere."""
-    from holdfast.errors import StoreUnavailable
+    from tenuto.errors import StoreUnavailable
 
     make.attempt(1)
     make.checkpoint(1, 10)
@@ -241,11 +241,11 @@ def test_a_store_that_fails_is_no_damage(repo: Repo, make: Any, monkeypatch: pyt
 
 
 def test_a_record_of_a_newer_format_is_no_damage_either(repo: Repo, make: Any) -> None:
-    from holdfast.errors import FormatTooNew
-    from holdfast.model import canonical
+    from tenuto.errors import FormatTooNew
+    from tenuto.model import canonical_json
 
-    name = layout.attempt_name("gpt", 1)
-    repo.store.put_if_absent(name, Bytes(canonical.seal({"format": 2, "path": name})), token="x")
+    name = object_names.attempt_name("gpt", 1)
+    repo.store.put_if_absent(name, Bytes(canonical_json.seal({"format": 2, "path": name})), token="x")
     with pytest.raises(FormatTooNew):
         latest(repo, "gpt")
 
@@ -253,7 +253,7 @@ def test_a_record_of_a_newer_format_is_no_damage_either(repo: Repo, make: Any) -
 def test_i4_damage_to_every_bit_of_a_record_is_noticed(new_maker: Callable[[], Any]) -> None:
     make = new_maker()
     make.attempt(1)
-    name = layout.attempt_name("gpt", 1)
+    name = object_names.attempt_name("gpt", 1)
     good = make.repo.store.get(name, limit=10_000)
     for at_bit in range(0, len(good) * 8, 7):
         make.damage(name)

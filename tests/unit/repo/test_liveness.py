@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.repo import liveness
-from holdfast.repo.liveness import judge, this_process
+from tenuto.repo import process
+from tenuto.repo.process import judge, this_process
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -43,9 +43,9 @@ def test_a_program_may_have_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, state: str, zombie: bool
 ) -> None:
     (tmp_path / "77").write_bytes(stat_line(name, state).encode("utf-8", "surrogateescape"))
-    monkeypatch.setattr(liveness, "_STAT", f"{tmp_path}/{{pid}}")
-    assert liveness._look(77) == liveness._Process(started="123456", zombie=zombie)
-    assert liveness._look(78) is None
+    monkeypatch.setattr(process, "_STAT", f"{tmp_path}/{{pid}}")
+    assert process._look(77) == process._Process(started="123456", zombie=zombie)
+    assert process._look(78) is None
 
 
 @linux
@@ -57,14 +57,14 @@ def test_a_process_that_ends_or_hides_while_it_is_looked_at_is_not_seen(
         raise error
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    assert liveness._look(os.getpid()) is None
+    assert process._look(os.getpid()) is None
 
 
 @pytest.mark.parametrize("pid", [0, -1, -os.getpid()], ids=["zero", "minus one", "minus our own"])
 def test_no_process_has_a_number_below_one(pid: int) -> None:
     """Signals to such numbers go to whole groups, so they must not even be asked."""
-    assert liveness._look(pid) is None
-    assert not liveness._answers(pid)
+    assert process._look(pid) is None
+    assert not process._answers(pid)
     assert judge(replace(this_process(), pid=pid)) == "dead"
 
 
@@ -79,9 +79,9 @@ def test_signal_zero_tells_whether_a_pid_is_taken(monkeypatch: pytest.MonkeyPatc
             raise ProcessLookupError
 
     monkeypatch.setattr(os, "kill", kill)
-    assert [liveness._answers(pid) for pid in (1, 2, 3, 2**31 - 1)] == [True, False, True, True]
+    assert [process._answers(pid) for pid in (1, 2, 3, 2**31 - 1)] == [True, False, True, True]
     assert asked == [(1, 0), (2, 0), (3, 0), (2**31 - 1, 0)]
-    assert not liveness._answers(2**31)
+    assert not process._answers(2**31)
     assert len(asked) == 4
 
 
@@ -93,12 +93,12 @@ def test_where_the_system_does_not_say_who_somebody_is_nobody_is_judged(monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", refuse)
-        assert liveness._boot() == ""
+        assert process._boot() == ""
     with monkeypatch.context() as patch:
         patch.setattr(os, "readlink", refuse)
-        assert liveness._pid_namespace() == ""
+        assert process._pid_namespace() == ""
         assert judge(this_process()) == "unknown"
-    monkeypatch.setattr(liveness, "_look", lambda pid: None)
+    monkeypatch.setattr(process, "_look", lambda pid: None)
     assert this_process().started == ""
     assert judge(replace(me, pid_namespace="")) == "unknown"
 
@@ -112,7 +112,7 @@ def test_a_user_without_a_name_goes_by_number(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_proc_a_process_is_told_by_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_LINUX", False)
+    monkeypatch.setattr(process, "_LINUX", False)
     me = this_process()
     assert me.boot == repr(psutil.boot_time())
     assert me.pid_namespace == "host"
@@ -136,18 +136,18 @@ def test_without_proc_a_process_is_told_by_psutil(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("error", "found"),
     [
-        (psutil.ZombieProcess(5), liveness._Process("", zombie=True)),
+        (psutil.ZombieProcess(5), process._Process("", zombie=True)),
         (psutil.NoSuchProcess(5), None),
         (psutil.AccessDenied(5), None),
     ],
     ids=["zombie", "gone", "hidden"],
 )
 def test_what_psutil_will_not_say(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, found: liveness._Process | None
+    monkeypatch: pytest.MonkeyPatch, error: Exception, found: process._Process | None
 ) -> None:
     def refuse(pid: int) -> psutil.Process:
         raise error
 
-    monkeypatch.setattr(liveness, "_LINUX", False)
+    monkeypatch.setattr(process, "_LINUX", False)
     monkeypatch.setattr(psutil, "Process", refuse)
-    assert liveness._look(5) == found
+    assert process._look(5) == found

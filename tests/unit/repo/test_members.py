@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import CorruptionError, RepositoryError, StoreDenied, StoreError
-from holdfast.repo import layout, objects
-from holdfast.repo.copies import away
-from holdfast.repo.members import Member, join, member_in
-from holdfast.repo.places import Places
-from holdfast.repo.repository import Repo
-from holdfast.repo.spread import Mirror, PerNode
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Store
-from holdfast.testing.broken_stores import StoreLayer
-from holdfast.upkeep.verify import assert_whole
+from campaigns.broken_stores import StoreLayer
+from tenuto.errors import CorruptionError, RepositoryError, StoreDenied, StoreError
+from tenuto.maintenance.verify import assert_whole
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.replicated.access import away
+from tenuto.repo.replicated.config import Mirror, PerNode
+from tenuto.repo.replicated.members import Member, join, member_in
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Store
+from tenuto.store.local.store import LocalStore
+from tenuto.store.memory import MemoryStore
 
 
 def fresh() -> MemoryStore:
@@ -56,7 +56,7 @@ def flip(store: MemoryStore, name: str) -> None:
 def beside(store: Store) -> list[str]:
     """The further places that whoever opens the repository there finds."""
     found = Repo.open(store).store
-    return sorted(one.url for one in found.beside) if isinstance(found, Places) else []
+    return sorted(one.url for one in found.beside) if isinstance(found, ReplicatedStore) else []
 
 
 class Unreachable(StoreLayer):
@@ -79,14 +79,14 @@ def test_joining_marks_the_place_and_lists_it_in_the_home(home: MemoryStore, pla
     (name,) = listed(home)
     found = objects.decode("place", name, data_of(home, name))
     assert (found.text("url"), found.text("member"), found.text("repository")) == (place.url, member.id, repo.id)
-    assert data_of(place, layout.REPOSITORY) == data_of(home, layout.REPOSITORY)
+    assert data_of(place, object_names.REPOSITORY) == data_of(home, object_names.REPOSITORY)
     assert member_in(home) is None
 
 
 def test_a_repository_in_one_place_lists_none(home: MemoryStore) -> None:
     repo = Repo.create_or_open(home)
     assert join(home, repo.id) == ()
-    assert set(home.place.objects) == {layout.REPOSITORY}
+    assert set(home.place.objects) == {object_names.REPOSITORY}
 
 
 def test_a_place_of_a_node_says_whose_it_is(home: MemoryStore, place: MemoryStore) -> None:
@@ -226,7 +226,7 @@ def test_nobody_trains_in_a_place_that_is_not_the_home(home: MemoryStore, place:
     before = dict(place.place.objects)
     with pytest.raises(RepositoryError, match=home.url) as caught:
         Repo.create_or_open(place if open_it == "alone" else Mirror(place, fresh()))
-    assert caught.value.hint is not None and home.url in caught.value.hint and layout.MEMBER in caught.value.hint
+    assert caught.value.hint is not None and home.url in caught.value.hint and object_names.MEMBER in caught.value.hint
     assert place.place.objects == before
 
 
@@ -246,7 +246,7 @@ def test_a_place_is_read_by_whoever_opens_it(
 def test_what_is_no_member_any_more_is_a_home(home: MemoryStore, place: MemoryStore) -> None:
     """As the hint says, where the home is lost for good."""
     id = Repo.create_or_open(Mirror(home, place)).id
-    del place.place.objects[layout.MEMBER]
+    del place.place.objects[object_names.MEMBER]
     assert Repo.create_or_open(place).id == id
 
 
@@ -279,7 +279,7 @@ def test_a_place_whose_member_is_another_is_not_found(home: MemoryStore, place: 
     Repo.create_or_open(Mirror(home, place))
     other = fresh()
     Repo.create_or_open(Mirror(home, other))
-    place.place.objects[layout.MEMBER] = other.place.objects[layout.MEMBER]
+    place.place.objects[object_names.MEMBER] = other.place.objects[object_names.MEMBER]
     assert beside(home) == [other.url]
 
 
@@ -295,7 +295,7 @@ def test_a_member_that_says_it_is_another_repositorys_is_not_found(home: MemoryS
     member = member_in(place)
     assert member is not None
     body: dict[str, Any] = {"home": member.home, "id": member.id, "node": "", "repository": "0" * 32}
-    place.place.objects[layout.MEMBER] = objects.encode("member", layout.MEMBER, body), 1
+    place.place.objects[object_names.MEMBER] = objects.encode("member", object_names.MEMBER, body), 1
     assert beside(home) == []
 
 
@@ -334,7 +334,7 @@ def test_a_place_whose_listing_is_damaged_can_still_be_given(home: MemoryStore, 
     Repo.create_or_open(Mirror(home, place))
     flip(home, listed(home)[0])
     repo = Repo.create_or_open(Mirror(home, place))
-    assert isinstance(repo.store, Places) and [one.url for one in repo.store.members] == [place.url]
+    assert isinstance(repo.store, ReplicatedStore) and [one.url for one in repo.store.members] == [place.url]
 
 
 @pytest.mark.parametrize("file", ["README", "0123-x.json", f"{'0' * 12}-{'1' * 32}.json"])
@@ -357,12 +357,12 @@ def test_a_place_whose_own_mark_is_damaged_is_not_found_and_cannot_be_given(
     home: MemoryStore, place: MemoryStore
 ) -> None:
     Repo.create_or_open(Mirror(home, place))
-    flip(place, layout.MEMBER)
+    flip(place, object_names.MEMBER)
     assert beside(home) == []
     for act in (lambda: Repo.create_or_open(Mirror(home, place)), lambda: Repo.open(place)):
         with pytest.raises(CorruptionError) as caught:
             act()
-        assert caught.value.subject == layout.MEMBER
+        assert caught.value.subject == object_names.MEMBER
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_a_place_whose_own_mark_is_damaged_is_not_found_and_cannot_be_given(
 )
 def test_a_mark_that_says_something_else_than_it_may_is_damaged(place: MemoryStore, field: str, value: Any) -> None:
     body: dict[str, Any] = {"id": "1" * 32, "repository": "2" * 32, "home": "/h", "node": ""}
-    name = layout.MEMBER
+    name = object_names.MEMBER
     place.place.objects[name] = objects.encode("member", name, body), 1
     assert member_in(place) == Member("1" * 32, "2" * 32, "/h", "")
     place.place.objects[name] = objects.encode("member", name, {**body, field: value}), 1
@@ -432,7 +432,7 @@ def test_the_list_of_places_is_read_once_however_many_packs_are_missed() -> None
     for node in range(5):
         place = fresh()
         Repo.create_or_open(PerNode(place, home=home, node=f"n{node}"))
-        del place.place.objects[layout.MEMBER]
+        del place.place.objects[object_names.MEMBER]
 
     class Counting(StoreLayer):
         read = 0

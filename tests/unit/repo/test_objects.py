@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import AlreadyExists, CorruptionError, FormatTooNew, ObjectNotFound, StoreUnavailable, UsageError
-from holdfast.model import canonical
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout, objects
-from holdfast.repo.numbered import append, numbers
-from holdfast.repo.objects import Fields
-from holdfast.repo.repository import Repo
-from holdfast.store.contract import Bytes, Store
+from tenuto.errors import AlreadyExists, CorruptionError, FormatTooNew, ObjectNotFound, StoreUnavailable, UsageError
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.objects import Fields
+from tenuto.repo.refs import append, numbers
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes, Store
 
 NAME = "runs/gpt/a0001/x.json"
 
@@ -54,15 +54,15 @@ def test_a_kind_that_is_long_is_told_in_part() -> None:
 
 
 def test_a_newer_format_says_how_to_read_it() -> None:
-    data = canonical.seal({"format": 2, "kind": "note", "path": NAME})
+    data = canonical_json.seal({"format": 2, "kind": "note", "path": NAME})
     with pytest.raises(FormatTooNew) as caught:
         objects.decode("note", NAME, data)
     assert caught.value.message == f"{NAME} has format 2; this version reads formats up to 1"
     assert (caught.value.subject, caught.value.hint) == (
         NAME,
-        "read it with the Holdfast that wrote it, or a newer one",
+        "read it with the Tenuto that wrote it, or a newer one",
     )
-    older = canonical.seal({"format": 0, "kind": "note", "path": NAME})
+    older = canonical_json.seal({"format": 0, "kind": "note", "path": NAME})
     assert objects.decode("note", NAME, older).whole("format") == 0
 
 
@@ -109,8 +109,8 @@ def test_texts_and_numbers_have_bounds() -> None:
     for n in (1, 5):
         refused(lambda n=n: fields(i=n).whole("i", minimum=2, maximum=4), f"'i' is {n}, which is not within 2 and 4")
     assert fields(i=0).whole("i") == 0
-    assert fields(i=canonical.MAX_INTEGER).whole("i") == canonical.MAX_INTEGER
-    refused(lambda: fields(i=-1).whole("i"), f"'i' is -1, which is not within 0 and {canonical.MAX_INTEGER}")
+    assert fields(i=canonical_json.MAX_INTEGER).whole("i") == canonical_json.MAX_INTEGER
+    refused(lambda: fields(i=-1).whole("i"), f"'i' is -1, which is not within 0 and {canonical_json.MAX_INTEGER}")
 
 
 @pytest.mark.parametrize("value", ["", "abc", "abcde", "abcg", "ABCD", "0x12", " abc"])
@@ -136,7 +136,7 @@ def test_a_checkpoints_identity_is_read_back_or_refused() -> None:
     refused(lambda: fields().checkpoint("parent"), "'parent' is no object")
     refused(
         lambda: fields(parent={"attempt": 0, "run": "gpt", "step": 0}).checkpoint("parent"),
-        f"'attempt' is 0, which is not within 1 and {canonical.MAX_INTEGER}",
+        f"'attempt' is 0, which is not within 1 and {canonical_json.MAX_INTEGER}",
     )
     with pytest.raises(CorruptionError, match="'parent' is no checkpoint: ") as caught:
         fields(parent={"attempt": 1, "run": "../x", "step": 0}).checkpoint("parent")
@@ -191,11 +191,11 @@ def test_rows_go_on_from_the_highest_number(repo: Repo) -> None:
 
 
 def test_rows_that_others_put_meanwhile_are_stepped_over(repo: Repo, monkeypatch: Any) -> None:
-    from holdfast.repo import numbered
+    from tenuto.repo import refs
 
     for number in range(1, 100):
         repo.store.put_if_absent(f"row/{number}.json", Bytes(b"x"), token="t")
-    monkeypatch.setattr(numbered, "numbers", lambda repo, directory: [])
+    monkeypatch.setattr(refs, "numbers", lambda repo, directory: [])
     assert append(repo, "row", "note", {}) == 100
     with pytest.raises(StoreUnavailable, match="no free number below row in 100 tries") as caught:
         append(repo, "row", "note", {})
@@ -203,9 +203,13 @@ def test_rows_that_others_put_meanwhile_are_stepped_over(repo: Repo, monkeypatch
 
 
 def test_a_row_number_has_one_spelling() -> None:
-    assert [layout.parse_numbered(text) for text in ("1.json", "10.json", "9" * 18 + ".json")] == [1, 10, 10**18 - 1]
+    assert [object_names.parse_numbered(text) for text in ("1.json", "10.json", "9" * 18 + ".json")] == [
+        1,
+        10,
+        10**18 - 1,
+    ]
     for text in ("0.json", "01.json", "-1.json", "1", "1.jsonx", "x1.json", "1_json", "", "9" * 19 + ".json", "١.json"):
-        assert layout.parse_numbered(text) is None, text
+        assert object_names.parse_numbered(text) is None, text
 
 
 # -- where things lie -------------------------------------------------------------------------------------------------
@@ -213,26 +217,26 @@ def test_a_row_number_has_one_spelling() -> None:
 
 def test_where_everything_lies() -> None:
     id = CheckpointId("gpt", 7, 500)
-    assert layout.run_directory("GPT") == "runs/gpt"
-    assert layout.attempt_directory("gpt", 7) == "runs/gpt/a0007"
-    assert layout.attempt_name("gpt", 7) == "runs/gpt/a0007/attempt.json"
-    assert layout.lease_directory("gpt", 7) == "runs/gpt/a0007/lease"
-    assert layout.begin_name(id) == "runs/gpt/a0007/step-00000500/begin.json"
-    assert layout.notes_directory(id) == "runs/gpt/a0007/step-00000500/notes"
-    assert layout.trash_directory(id) == "trash/gpt/a0007/step-00000500"
-    assert layout.tombstone_directory(id) == "tombstones/gpt/a0007/step-00000500"
-    assert [layout.index_file(rank) for rank in (0, 12, 123456)] == [
+    assert object_names.run_directory("GPT") == "runs/gpt"
+    assert object_names.attempt_directory("gpt", 7) == "runs/gpt/a0007"
+    assert object_names.attempt_name("gpt", 7) == "runs/gpt/a0007/attempt.json"
+    assert object_names.lease_directory("gpt", 7) == "runs/gpt/a0007/lease"
+    assert object_names.begin_name(id) == "runs/gpt/a0007/step-00000500/begin.json"
+    assert object_names.notes_directory(id) == "runs/gpt/a0007/step-00000500/notes"
+    assert object_names.trash_directory(id) == "trash/gpt/a0007/step-00000500"
+    assert object_names.tombstone_directory(id) == "tombstones/gpt/a0007/step-00000500"
+    assert [object_names.index_file(rank) for rank in (0, 12, 123456)] == [
         "rank-00000.index",
         "rank-00012.index",
         "rank-123456.index",
     ]
-    assert layout.numbered("refs/tag/x", 3) == "refs/tag/x/3.json"
+    assert object_names.numbered("refs/tag/x", 3) == "refs/tag/x/3.json"
 
 
 def test_an_objects_step_is_told_from_its_name() -> None:
     attempt = "runs/gpt/a0007"
-    assert layout.step_in(attempt, f"{attempt}/step-00000500/notes/1.json") == (500, "notes/1.json")
-    assert layout.step_in(attempt, f"{attempt}/step-00000500/") == (500, "")
+    assert object_names.step_in(attempt, f"{attempt}/step-00000500/notes/1.json") == (500, "notes/1.json")
+    assert object_names.step_in(attempt, f"{attempt}/step-00000500/") == (500, "")
     for name in (
         f"{attempt}/attempt.json",
         f"{attempt}/step-00000500",
@@ -241,20 +245,20 @@ def test_an_objects_step_is_told_from_its_name() -> None:
         "runs/gpt/a0008/step-00000500/x",
         f"{attempt}/lease/1.json",
     ):
-        assert layout.step_in(attempt, name) is None, name
+        assert object_names.step_in(attempt, name) is None, name
 
 
 def test_a_file_that_leads_out_is_named_in_part() -> None:
-    assert layout.check_file("rank-00000.index", subject="m") == "rank-00000.index"
+    assert object_names.check_file("rank-00000.index", subject="m") == "rank-00000.index"
     for name, shown in (("../x", "'../x'"), ("x" * 200, repr("x" * 120)), (5, "'5'")):
         with pytest.raises(CorruptionError) as caught:
-            layout.check_file(name, subject="m")
+            object_names.check_file(name, subject="m")
         assert caught.value.message == f"m names {shown}, which no object of a checkpoint can be called"
         assert caught.value.subject == "m"
 
 
 def test_an_unusable_kind_of_note_is_a_wrong_use(repo: Repo, make: Any) -> None:
-    from holdfast.repo.notes import add_note
+    from tenuto.repo.notes import add_note
 
     make.attempt(1)
     with pytest.raises(UsageError) as caught:

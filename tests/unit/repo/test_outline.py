@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.errors import CheckpointNotFound, CorruptionError
-from holdfast.model import canonical
-from holdfast.model.checkpoint import IndexEntry, Manifest
-from holdfast.model.names import CheckpointId
-from holdfast.repo.manifest import Aborted, decode_manifest, decode_outline, encode_aborted, encode_manifest
-from holdfast.repo.outline import read_outline
-from holdfast.repo.repository import Repo
-from holdfast.repo.treetext import TreeText
-from holdfast.state import flatten
-from holdfast.state.nodes import leaf_nodes
-from holdfast.store.registry import open_store
+import tenuto
+from tenuto.engine.read.outline import read_outline
+from tenuto.errors import CheckpointNotFound, CorruptionError
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import IndexEntry, Manifest
+from tenuto.repo.format.manifest import Aborted, decode_manifest, decode_outline, encode_aborted, encode_manifest
+from tenuto.repo.format.tree_scan import TreeText
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import flatten
+from tenuto.state.tree import leaf_nodes
+from tenuto.store.registry import open_store
 
 ID = CheckpointId("gpt", 3, 500)
 
@@ -39,13 +39,13 @@ states = st.recursive(
 @given(states, st.sampled_from([1, 7, 1 << 16]))
 def test_a_leaf_found_in_the_text_is_the_one_in_the_tree(state: Any, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast.repo.treetext._BLOCK", block)
+        patch.setattr("tenuto.repo.format.tree_scan._BLOCK", block)
         assert_found_as_in(flatten(state).tree)
 
 
 def assert_found_as_in(tree: Any) -> None:
     """Looking a path up in the tree's text finds what the tree has there, or says that it cannot tell."""
-    quick = TreeText(canonical.dumps(tree))
+    quick = TreeText(canonical_json.dumps(tree))
     known = dict(leaf_nodes(tree))
     for path, node in known.items():
         assert quick.find(path) in (node, None)
@@ -61,7 +61,7 @@ def test_usual_leaves_are_found_without_the_tree() -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     tree = flatten({"model": model, "optimizer": optimizer, "odd [{": {3: torch.ones(1), "é": torch.ones(1)}}).tree
-    quick = TreeText(canonical.dumps(tree))
+    quick = TreeText(canonical_json.dumps(tree))
     assert {path: quick.find(path) for path, _ in leaf_nodes(tree)} == dict(leaf_nodes(tree))
 
 
@@ -71,16 +71,19 @@ def leaf(number: int) -> Any:
 
 def test_two_at_one_path_are_left_to_the_strict_way() -> None:
     twice = {"!": "dict", "i": [["a", leaf(0)], ["b", leaf(1)], ["a", leaf(2)]]}
-    quick = TreeText(canonical.dumps(twice))
+    quick = TreeText(canonical_json.dumps(twice))
     assert (quick.find("a"), quick.find("b")) == (None, leaf(1))
-    text = canonical.dumps({"!": "dict", "i": [["a", leaf(0)]]})[:-1] + b',"i":[["a",{"!":"leaf","as":"numpy","n":1}]]}'
+    text = (
+        canonical_json.dumps({"!": "dict", "i": [["a", leaf(0)]]})[:-1]
+        + b',"i":[["a",{"!":"leaf","as":"numpy","n":1}]]}'
+    )
     assert TreeText(text).find("a") is None
 
 
 def test_what_a_subclass_says_of_itself_is_no_leaf() -> None:
     node = {"!": "subclass", "context": [["x", leaf(7)]], "i": [["y", leaf(0)]], "type": "T"}
-    assert TreeText(canonical.dumps({"!": "dict", "i": [["s", node]]})).find("s/x") is None
-    assert TreeText(canonical.dumps({"!": "dict", "i": [["s", node]]})).find("s/y") == leaf(0)
+    assert TreeText(canonical_json.dumps({"!": "dict", "i": [["s", node]]})).find("s/x") is None
+    assert TreeText(canonical_json.dumps({"!": "dict", "i": [["s", node]]})).find("s/y") == leaf(0)
 
 
 @pytest.mark.parametrize("text", [b"", b"5", b'"a"', b"[],5", b"[]]", b"[[]", b'{"a":1},{"b":2}', b'["]"', b'{}"'])
@@ -107,7 +110,7 @@ def test_the_outline_says_what_the_manifest_says(tree: Any) -> None:
     data = encode_manifest(whole)
     found = decode_outline(data, ID)
     assert found is not None
-    assert data[found[1] : found[2]] == canonical.dumps(tree)
+    assert data[found[1] : found[2]] == canonical_json.dumps(tree)
     assert repr(replace(found[0], tree=tree)) == repr(decode_manifest(data, ID))
 
 
@@ -123,7 +126,7 @@ def test_the_outline_of_what_is_no_plain_manifest() -> None:
 
 
 def _newer(data: bytes) -> dict[str, Any]:
-    body = {key: value for key, value in canonical.loads(data).items() if key != "digest"}
+    body = {key: value for key, value in canonical_json.loads(data).items() if key != "digest"}
     return {**body, "writer": "newer"}
 
 
@@ -131,7 +134,7 @@ def test_a_newer_writers_further_keys_are_passed_over(tmp_path: Any) -> None:
     """The text behind the tree's key is no single value then: the whole manifest is read."""
     repo, id = _made(tmp_path)
     name = tmp_path / id.manifest
-    name.write_bytes(canonical.seal(_newer(name.read_bytes())))
+    name.write_bytes(canonical_json.seal(_newer(name.read_bytes())))
     outline = read_outline(repo, id)
     found = outline.find("model/w")
     assert found is not None and found[0] == 0 and list(outline.leaves()) == ["model/w", "b"]
@@ -143,7 +146,7 @@ def test_a_tree_that_does_not_fit_the_rows_is_refused_when_it_is_read(tmp_path: 
     body = _newer(name.read_bytes())
     del body["writer"]
     body["tree"] = {"!": "dict", "i": [["a", leaf(0)], ["b", leaf(5)]]}
-    name.write_bytes(canonical.seal(body))
+    name.write_bytes(canonical_json.seal(body))
     outline = read_outline(repo, id)
     assert outline.find("a") is not None
     with pytest.raises(CorruptionError, match="names leaf 5 of 2"):
@@ -162,5 +165,5 @@ def test_no_manifest_and_no_index(tmp_path: Any) -> None:
 
 
 def _made(place: Any) -> tuple[Repo, CheckpointId]:
-    saved = holdfast.save({"model": {"w": np.ones(3)}, "b": np.zeros(2)}, place, step=5)
+    saved = tenuto.save({"model": {"w": np.ones(3)}, "b": np.zeros(2)}, place, step=5)
     return Repo.open(open_store(place)), saved.id

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import (
+from campaigns.broken_stores import StoreLayer
+from tenuto.errors import (
     AlreadyExists,
     CorruptionError,
     ObjectNotFound,
@@ -19,26 +20,25 @@ from holdfast.errors import (
     StoreUnreliable,
     UsageError,
 )
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout, objects
-from holdfast.repo.copies import copies_of, elsewhere, turn_away
-from holdfast.repo.follower import holds
-from holdfast.repo.notes import add_note, notes
-from holdfast.repo.places import Places
-from holdfast.repo.refs import put_ref, read_ref
-from holdfast.repo.repository import Repo
-from holdfast.repo.spread import Mirror, PerNode
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes, Content, Entry, Listing, Reader, Stat, Store
-from holdfast.testing.broken_stores import StoreLayer
-from holdfast.testing.store_suite.base import Failing, Interrupted, Refilled, patterned
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.notes import add_note, notes
+from tenuto.repo.refs import put_ref, read_ref
+from tenuto.repo.replicated.access import copies_of, elsewhere, turn_away
+from tenuto.repo.replicated.config import Mirror, PerNode
+from tenuto.repo.replicated.replica import holds
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes, Content, Entry, Listing, Reader, Stat, Store
+from tenuto.store.memory import MemoryStore
+from tenuto.testing.store_suite.base import Failing, Interrupted, Refilled, patterned
 
 ID = CheckpointId("gpt", 1, 1)
 PACK = f"{ID.directory}/rank-00000.safetensors"
 INDEX = f"{ID.directory}/rank-00000.index"
-BEGIN = layout.begin_name(ID)
-ATTEMPT = layout.attempt_name("gpt", 1)
-NOTE = layout.numbered(layout.notes_directory(ID), 1)
+BEGIN = object_names.begin_name(ID)
+ATTEMPT = object_names.attempt_name("gpt", 1)
+NOTE = object_names.numbered(object_names.notes_directory(ID), 1)
 REF = "refs/tag/best/1.json"
 OTHERS = ("runs/gpt/a0001/lease/1.json", "trash/gpt/a0001/step-00000001/x.json", ATTEMPT, BEGIN, "places/x.json")
 """Records that lie in the home alone, put there one by one."""
@@ -138,7 +138,7 @@ class Some:
         self.all = [Place() for _ in range(count + beside)]
         self.home = self.all[0]
         self.told: list[str] = []
-        self.places = Places(
+        self.places = ReplicatedStore(
             self.home, self.all[1:count] if apart else self.all[:count], copies, beside=self.all[count:]
         )
         self.places.tell = self.told.append
@@ -200,7 +200,7 @@ def test_enough_copies_are_enough_and_the_place_that_lacks_one_is_told(number: i
     some.all[number].fail(StoreFull("no space"), "put")
     some.put(PACK)
     assert some.holding(PACK) == [one != number for one in range(3)]
-    (message,) = [one for one in some.told if "holdfast" not in one]
+    (message,) = [one for one in some.told if "tenuto" not in one]
     assert some.all[number].url in message and PACK in message and "no space" in message
 
 
@@ -348,28 +348,28 @@ def test_a_place_that_lacks_much_of_a_save_is_told_of_once_and_once_more_for_the
 @pytest.mark.parametrize("first", [PACK, INDEX, ID.manifest])
 def test_a_place_has_what_a_save_lies_under_before_anything_of_the_save(first: str) -> None:
     some = Some(2, copies=2)
-    for name in (layout.REPOSITORY, ATTEMPT, BEGIN):
+    for name in (object_names.REPOSITORY, ATTEMPT, BEGIN):
         some.put(name, name.encode())
     some.put(first)
-    assert some.all[1].asked("put") == [layout.REPOSITORY, ATTEMPT, BEGIN, first]
+    assert some.all[1].asked("put") == [object_names.REPOSITORY, ATTEMPT, BEGIN, first]
     assert some.all[1].objects == some.home.objects
 
 
 def test_a_save_is_escorted_once_and_the_next_one_anew() -> None:
     some, later = Some(2, copies=2), CheckpointId("gpt", 1, 2)
-    for name in (layout.REPOSITORY, ATTEMPT, BEGIN, layout.begin_name(later)):
+    for name in (object_names.REPOSITORY, ATTEMPT, BEGIN, object_names.begin_name(later)):
         some.put(name)
     some.put(PACK)
     before = len(some.all[1].asked("stat"))
     some.put(INDEX)
     assert len(some.all[1].asked("stat")) == before
     some.put(f"{later.directory}/rank-00000.safetensors")
-    assert layout.begin_name(later) in some.all[1].objects
+    assert object_names.begin_name(later) in some.all[1].objects
 
 
 def test_a_place_that_could_not_be_given_it_is_told_and_given_it_with_the_next_object() -> None:
     some = Some(2, copies=1)
-    for name in (layout.REPOSITORY, ATTEMPT, BEGIN):
+    for name in (object_names.REPOSITORY, ATTEMPT, BEGIN):
         some.put(name)
     some.all[1].fail(StoreFull("no space"), "put", only="begin.json")
     some.put(PACK)
@@ -872,7 +872,7 @@ def test_closing_closes_every_place_once() -> None:
 def test_a_place_that_is_not_the_home_is_read_and_neither_put_into_nor_deleted_from() -> None:
     place = Place()
     place.have(PACK, b"data")
-    alone = Places(place, [place], 1, of="/the/home")
+    alone = ReplicatedStore(place, [place], 1, of="/the/home")
     for name in (PACK, ATTEMPT, ID.manifest):
         for act in (
             lambda name=name: alone.put_if_absent(name, Bytes(b"1"), token="t0"),

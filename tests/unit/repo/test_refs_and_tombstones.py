@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import CheckpointNotFound, CorruptionError, UsageError
-from holdfast.model.checkpoint import Owner
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout, objects, tombstones
-from holdfast.repo.liveness import this_process
-from holdfast.repo.refs import (
+from tenuto.errors import CheckpointNotFound, CorruptionError, UsageError
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Owner
+from tenuto.repo import tombstones
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.process import this_process
+from tenuto.repo.refs import (
     Ref,
     check_tag,
     clear_ref,
@@ -25,9 +26,9 @@ from holdfast.repo.refs import (
     put_ref,
     read_ref,
 )
-from holdfast.repo.repository import Repo
-from holdfast.repo.tombstones import STALE_S, Tombstone, dead_tombstones, is_tombstoned, put_tombstone, take_back
-from holdfast.store.contract import Bytes
+from tenuto.repo.repository import Repo
+from tenuto.repo.tombstones import STALE_S, Tombstone, dead_tombstones, is_tombstoned, put_tombstone, take_back
+from tenuto.store.contract import Bytes
 
 ELSEWHERE = Owner(host="elsewhere", boot="b", pid_namespace="n", pid=1, started="1", user="someone")
 
@@ -106,7 +107,7 @@ def test_a_ref_is_a_row_of_versions_of_which_the_highest_counts(repo: Repo, make
 def test_a_version_that_vanishes_while_it_is_read_is_passed_over(
     repo: Repo, make: Any, id: CheckpointId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.repo import refs
+    from tenuto.repo import refs
 
     put_ref(repo, "tag", "best", id)
     monkeypatch.setattr(refs, "numbers", lambda repo, directory: [1, 2])
@@ -183,7 +184,7 @@ def test_a_tombstone_says_who_and_why(repo: Repo, make: Any, id: CheckpointId) -
 
 def test_a_remover_elsewhere_is_dead_when_its_attempt_is(repo: Repo, make: Any, id: CheckpointId, put: Any) -> None:
     stones = {attempt: put(ELSEWHERE, id, attempt) for attempt in (0, 1, 2, 3)}
-    now = layout.attempt_name("gpt", make.attempt(4).number)
+    now = object_names.attempt_name("gpt", make.attempt(4).number)
 
     def dead(below: int) -> set[int]:
         return {stone.attempt for stone in dead_tombstones(repo, "gpt", now_name=now, dead_below=below)}
@@ -211,7 +212,7 @@ def test_a_remover_elsewhere_is_dead_after_a_quarter_of_an_hour_by_the_stores_cl
     monkeypatch.setattr(tombstones, "this_process", lambda: ELSEWHERE)
     put_tombstone(aged.repo, id, reason="rm")
     aged.repo.store.advance(seconds)
-    now = layout.attempt_name("gpt", aged.attempt(2).number)
+    now = object_names.attempt_name("gpt", aged.attempt(2).number)
     assert bool(dead_tombstones(aged.repo, "gpt", now_name=now, dead_below=0)) is stale
 
 
@@ -219,7 +220,7 @@ def test_a_live_remover_is_never_dead(aged: Any) -> None:
     aged.attempt(1)
     put_tombstone(aged.repo, aged.checkpoint(1, 10), reason="retention", attempt=1)
     aged.repo.store.advance(10 * STALE_S)
-    now = layout.attempt_name("gpt", aged.attempt(2).number)
+    now = object_names.attempt_name("gpt", aged.attempt(2).number)
     assert dead_tombstones(aged.repo, "gpt", now_name=now, dead_below=2) == []
 
 
@@ -237,7 +238,7 @@ def test_tombstones_that_cannot_be_read_stay(repo: Repo, make: Any, id: Checkpoi
         "tombstones/gpt/a0001/step-00000010/deeper/x.json",
     ):
         repo.store.put_if_absent(name, Bytes(data), token="x")
-    now = layout.attempt_name("gpt", make.attempt(2).number)
+    now = object_names.attempt_name("gpt", make.attempt(2).number)
     assert dead_tombstones(repo, "gpt", now_name=now, dead_below=2) == [good]
     assert is_tombstoned(repo, damaged.id), "one that cannot be read counts"
 

@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import (
+from tenuto.errors import (
     CheckpointNotFound,
     CorruptionError,
     FormatTooNew,
-    HoldfastError,
     NotARepository,
     RepositoryError,
     StoreError,
+    TenutoError,
 )
-from holdfast.model import canonical
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout
-from holdfast.repo.lineage import walk
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes, Capabilities, Store
-from holdfast.upkeep.census import take_census
+from tenuto.maintenance.census import take_census
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.format import object_names
+from tenuto.repo.lineage import walk
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes, Capabilities, Store
+from tenuto.store.local.store import LocalStore
+from tenuto.store.memory import MemoryStore
 
 
 def test_it_is_created_once_and_opened_again(store: Store) -> None:
@@ -44,7 +44,7 @@ def test_what_lies_there_already_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "runs" / "tensorboard" / "events").write_text("e")
     before = sorted(p for p in tmp_path.rglob("*"))
     repo = Repo.create_or_open(LocalStore(tmp_path))
-    assert sorted(p for p in tmp_path.rglob("*") if p.name != "holdfast.json") == before
+    assert sorted(p for p in tmp_path.rglob("*") if p.name != "tenuto.json") == before
     assert repo.runs() == []
 
 
@@ -101,7 +101,7 @@ def test_the_nearest_repository_is_named(tmp_path: Path) -> None:
 def test_a_file_in_its_place_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for act in (Repo.open, Repo.create_or_open):
-        with pytest.raises(HoldfastError) as caught:
+        with pytest.raises(TenutoError) as caught:
             act(LocalStore(tmp_path / "file"))
         assert str(tmp_path / "file") in str(caught.value)
 
@@ -114,18 +114,18 @@ def test_a_read_only_place_is_a_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b'{"name":"someone else\'s"}', b"\x00" * 100])
-def test_a_foreign_or_damaged_holdfast_json_is_an_error_that_names_it(store: Store, data: bytes) -> None:
-    store.put_if_absent(layout.REPOSITORY, Bytes(data), token="x")
+def test_a_foreign_or_damaged_tenuto_json_is_an_error_that_names_it(store: Store, data: bytes) -> None:
+    store.put_if_absent(object_names.REPOSITORY, Bytes(data), token="x")
     for act in (Repo.open, Repo.create_or_open):
         with pytest.raises(CorruptionError) as caught:
             act(store)
-        assert caught.value.subject == layout.REPOSITORY
-    assert store.get(layout.REPOSITORY, limit=1000) == data
+        assert caught.value.subject == object_names.REPOSITORY
+    assert store.get(object_names.REPOSITORY, limit=1000) == data
 
 
 def test_a_newer_repository_says_to_upgrade(store: Store) -> None:
-    data = canonical.seal({"format": 2, "path": "holdfast.json", "anything": "else"})
-    store.put_if_absent(layout.REPOSITORY, Bytes(data), token="x")
+    data = canonical_json.seal({"format": 2, "path": "tenuto.json", "anything": "else"})
+    store.put_if_absent(object_names.REPOSITORY, Bytes(data), token="x")
     for act in (Repo.open, Repo.create_or_open):
         with pytest.raises(FormatTooNew, match="format 2"):
             act(store)
@@ -137,9 +137,9 @@ def test_a_newer_repository_says_to_upgrade(store: Store) -> None:
 )
 def test_a_repository_that_lies_is_refused(store: Store, changes: dict[str, Any]) -> None:
     Repo.create_or_open(store)
-    body = {k: v for k, v in canonical.loads(store.get("holdfast.json", limit=10_000)).items() if k != "digest"}
-    store.delete(["holdfast.json"])
-    store.put_if_absent("holdfast.json", Bytes(canonical.seal({**body, **changes})), token="x")
+    body = {k: v for k, v in canonical_json.loads(store.get("tenuto.json", limit=10_000)).items() if k != "digest"}
+    store.delete(["tenuto.json"])
+    store.put_if_absent("tenuto.json", Bytes(canonical_json.seal({**body, **changes})), token="x")
     with pytest.raises(CorruptionError):
         Repo.open(store)
 
@@ -186,7 +186,7 @@ def test_a_manifest_and_index_are_read_back(repo: Repo, make: Any) -> None:
     id = make.checkpoint(1, 5)
     manifest = repo.manifest(id)
     assert manifest == make.written[id]
-    assert canonical.loads(repo.manifest_bytes(id))["path"] == id.manifest
+    assert canonical_json.loads(repo.manifest_bytes(id))["path"] == id.manifest
     index = repo.index(manifest)
     assert [spec.path for spec in index.specs] == ["a", "b", "c", "d", "e"]
     assert repo.exists(id)
@@ -281,8 +281,8 @@ def test_an_index_that_is_not_the_manifests_is_refused(repo: Repo, make: Any, tr
 
 def test_an_attempt_record_that_lies_is_refused(repo: Repo, make: Any) -> None:
     make.attempt(1)
-    name = layout.attempt_name("gpt", 1)
-    body = {k: v for k, v in canonical.loads(repo.store.get(name, limit=10_000)).items() if k != "digest"}
+    name = object_names.attempt_name("gpt", 1)
+    body = {k: v for k, v in canonical_json.loads(repo.store.get(name, limit=10_000)).items() if k != "digest"}
     lies: list[dict[str, Any]] = [
         {"parent": {"run": "gpt", "attempt": 1, "step": 5}},
         {"parent": {"run": "GPT", "attempt": 9, "step": 5}},
@@ -297,7 +297,7 @@ def test_an_attempt_record_that_lies_is_refused(repo: Repo, make: Any) -> None:
     ]
     for lie in lies:
         repo.store.delete([name])
-        repo.store.put_if_absent(name, Bytes(canonical.seal({**body, **lie})), token="x")
+        repo.store.put_if_absent(name, Bytes(canonical_json.seal({**body, **lie})), token="x")
         with pytest.raises(CorruptionError) as caught:
             repo.attempt("gpt", 1)
         assert caught.value.subject == name

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.model.leaf import LeafSpec
-from holdfast.repo.specs import Specs
+from tenuto.model.leaf import LeafSpec
+from tenuto.repo.format.leaf_table import LeafSpecs
 
 LEAVES = (
     LeafSpec("a", "float32", (2, 3)),
@@ -19,8 +19,8 @@ LEAVES = (
 
 
 @pytest.fixture
-def specs() -> Specs:
-    return Specs(
+def specs() -> LeafSpecs:
+    return LeafSpecs(
         ["a", "b", "c", "d"],
         names=["float32", "int64"],
         code=np.array([0, 1, 0, 1]),
@@ -30,7 +30,7 @@ def specs() -> Specs:
     )
 
 
-def test_each_row_is_its_leaf_from_either_end(specs: Specs) -> None:
+def test_each_row_is_its_leaf_from_either_end(specs: LeafSpecs) -> None:
     assert len(specs) == 4
     for row in range(-4, 4):
         assert specs[row] == LEAVES[row]
@@ -40,12 +40,12 @@ def test_each_row_is_its_leaf_from_either_end(specs: Specs) -> None:
             specs[row]
 
 
-def test_slices_are_tuples(specs: Specs) -> None:
+def test_slices_are_tuples(specs: LeafSpecs) -> None:
     for cut in (slice(None), slice(1, 3), slice(None, None, -1), slice(-2, None), slice(9, 2)):
         assert specs[cut] == LEAVES[cut]
 
 
-def test_all_rows_come_in_order_however_many_were_made_before(specs: Specs) -> None:
+def test_all_rows_come_in_order_however_many_were_made_before(specs: LeafSpecs) -> None:
     first = specs[2]
     assert list(specs) == list(LEAVES)
     assert list(specs) == list(LEAVES)
@@ -53,7 +53,7 @@ def test_all_rows_come_in_order_however_many_were_made_before(specs: Specs) -> N
     assert [spec.private for spec in specs] == [False, False, False, True]
 
 
-def test_it_equals_what_holds_equal_leaves(specs: Specs) -> None:
+def test_it_equals_what_holds_equal_leaves(specs: LeafSpecs) -> None:
     assert specs == LEAVES and specs == list(LEAVES) and hash(specs) == hash(LEAVES)
     assert specs != LEAVES[:3] and specs != LEAVES[::-1]
     others: list[Any] = [4, None, {*LEAVES}]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import CorruptionError
-from holdfast.model import canonical
-from holdfast.repo.treetext import TreeText
-from holdfast.state.nodes import leaf_nodes
+from tenuto.errors import CorruptionError
+from tenuto.model import canonical_json
+from tenuto.repo.format.tree_scan import TreeText
+from tenuto.state.tree import leaf_nodes
 
 MANY = 200
 
@@ -19,7 +19,7 @@ def leaf(number: int) -> Any:
 
 
 def quick(tree: Any) -> TreeText:
-    return TreeText(canonical.dumps(tree))
+    return TreeText(canonical_json.dumps(tree))
 
 
 def dictionary(pairs: list[list[Any]]) -> Any:
@@ -70,7 +70,7 @@ def test_few_and_many_pairs_are_searched_to_the_same_end(count: int) -> None:
 
 
 def test_a_text_is_found_in_a_larger_one() -> None:
-    text = canonical.dumps(dictionary([["a", leaf(3)]]))
+    text = canonical_json.dumps(dictionary([["a", leaf(3)]]))
     inside = TreeText(b'{"before":[1],' + text + b"]}", 14, 14 + len(text))
     assert inside.find("a") == leaf(3)
     assert inside.text == text
@@ -80,7 +80,7 @@ def test_a_text_is_found_in_a_larger_one() -> None:
 
 
 def test_a_text_may_be_as_deep_as_a_tree_may_be() -> None:
-    depth = canonical.MAX_DEPTH
+    depth = canonical_json.MAX_DEPTH
     assert TreeText(b"[" * depth + b"]" * depth).find("a") is None
     with pytest.raises(CorruptionError) as caught:
         TreeText(b"[" * (depth + 1) + b"]" * (depth + 1))

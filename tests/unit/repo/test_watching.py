@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import DeadlineExceeded, StoreError, StoreUnavailable
-from holdfast.model.checkpoint import AttemptRecord
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout, objects
-from holdfast.repo import lease as lease_module
-from holdfast.repo import watch as watch_module
-from holdfast.repo.lease import BEAT_S, TTL_S, Lease, read_last
-from holdfast.repo.liveness import Clock, this_process
-from holdfast.repo.records import LeaseRecord, decode_lease, encode_lease
-from holdfast.repo.repository import Repo
-from holdfast.repo.watch import Found, Watch, held_here, let_go, take_hold
-from holdfast.store.contract import Bytes
+from tenuto.errors import DeadlineExceeded, StoreError, StoreUnavailable
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import AttemptRecord
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.small_records import LeaseRecord, decode_lease, encode_lease
+from tenuto.repo.ownership import lease as lease_module
+from tenuto.repo.ownership import owner_watch as watch_module
+from tenuto.repo.ownership.lease import BEAT_S, TTL_S, Lease, read_last
+from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, held_here, let_go, take_hold
+from tenuto.repo.process import MonotonicClock, this_process
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes
 
 SLOW = 3600.0
 
@@ -29,35 +29,35 @@ def beat(repo: Repo, record: AttemptRecord, number: int, **fields: Any) -> None:
     lease = LeaseRecord(number, record.id, record.parent, False, False)
     data = encode_lease(replace(lease, **fields), record.run, record.number)
     repo.store.put_if_absent(
-        layout.numbered(layout.lease_directory(record.run, record.number), number), Bytes(data), token="x"
+        object_names.numbered(object_names.lease_directory(record.run, record.number), number), Bytes(data), token="x"
     )
 
 
 class Time:
     now = 100.0
 
-    def clock(self) -> Clock:
-        return Clock(lambda: self.now, lambda seconds: None)
+    def clock(self) -> MonotonicClock:
+        return MonotonicClock(lambda: self.now, lambda seconds: None)
 
 
 def test_a_run_that_nobody_claimed_is_free(repo: Repo) -> None:
-    assert Watch(repo, "gpt").look() == Found("free", 0, None, "")
+    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("free", 0, None, "")
 
 
 def test_a_lease_is_watched_on_the_watchers_own_clock(repo: Repo, make: Any) -> None:
     record = make.attempt(3)
     beat(repo, record, 5)
     time = Time()
-    watch = Watch(repo, "GPT", clock=time.clock(), ttl_s=10)
-    assert watch.look() == Found("unknown", 3, record, "its lease is being watched")
+    watch = OwnerWatch(repo, "GPT", clock=time.clock(), ttl_s=10)
+    assert watch.look() == OwnerFinding("unknown", 3, record, "its lease is being watched")
     time.now += 9
     assert watch.look().verdict == "unknown"
     beat(repo, record, 6)
-    assert watch.look() == Found("alive", 3, record, "its lease moves")
+    assert watch.look() == OwnerFinding("alive", 3, record, "its lease moves")
     time.now += 9.9
     assert watch.look().verdict == "alive"
     time.now += 0.1
-    assert watch.look() == Found("dead", 3, record, "its lease has not moved for 10 s")
+    assert watch.look() == OwnerFinding("dead", 3, record, "its lease has not moved for 10 s")
 
 
 def test_time_in_which_the_store_answers_nobody_tells_nothing_of_an_owner(
@@ -66,9 +66,9 @@ def test_time_in_which_the_store_answers_nobody_tells_nothing_of_an_owner(
     record = make.attempt(1)
     beat(repo, record, 5)
     time = Time()
-    watch = Watch(repo, "gpt", clock=time.clock(), ttl_s=10)
+    watch = OwnerWatch(repo, "gpt", clock=time.clock(), ttl_s=10)
 
-    def look(taking: float) -> Found:
+    def look(taking: float) -> OwnerFinding:
         def slow(*words: Any) -> Any:
             time.now += taking
             return read_last(*words)
@@ -81,18 +81,18 @@ def test_time_in_which_the_store_answers_nobody_tells_nothing_of_an_owner(
     assert look(60.0).verdict == "unknown"
     time.now += 9.5
     assert look(1.0).verdict == "unknown", "what it has read may be as old as its beginning"
-    assert look(0.0) == Found("dead", 1, record, "its lease has not moved for 10 s")
+    assert look(0.0) == OwnerFinding("dead", 1, record, "its lease has not moved for 10 s")
 
 
 def test_a_newer_owner_is_watched_anew(repo: Repo, make: Any) -> None:
     make.attempt(1)
     time = Time()
-    watch = Watch(repo, "gpt", clock=time.clock(), ttl_s=10)
+    watch = OwnerWatch(repo, "gpt", clock=time.clock(), ttl_s=10)
     watch.look()
     time.now += 10
     assert watch.look().verdict == "dead"
     second = make.attempt(2)
-    assert watch.look() == Found("unknown", 2, second, "its lease is being watched")
+    assert watch.look() == OwnerFinding("unknown", 2, second, "its lease is being watched")
     time.now += 9
     assert watch.look().verdict == "unknown"
     time.now += 1
@@ -106,25 +106,25 @@ def test_the_usual_patience_is_five_beats() -> None:
 def test_a_released_lease_ends_its_own_attempt_only(repo: Repo, make: Any) -> None:
     record = make.attempt(1)
     beat(repo, record, 1, released=True, id="ab" * 16)
-    assert Watch(repo, "gpt").look().verdict == "unknown", "it is another attempt's"
+    assert OwnerWatch(repo, "gpt").look().verdict == "unknown", "it is another attempt's"
     beat(repo, record, 2, released=True)
-    assert Watch(repo, "gpt").look() == Found("dead", 1, record, "it has released its lease")
+    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("dead", 1, record, "it has released its lease")
 
 
 def test_a_damaged_record_with_a_released_lease_is_dead(repo: Repo, make: Any) -> None:
     record = make.attempt(1)
     beat(repo, record, 1, released=True)
-    make.damage(layout.attempt_name("gpt", 1))
-    assert Watch(repo, "gpt").look() == Found("dead", 1, None, "it has released its lease")
+    make.damage(object_names.attempt_name("gpt", 1))
+    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("dead", 1, None, "it has released its lease")
 
 
 def test_what_this_very_process_holds_is_known(repo: Repo, make: Any) -> None:
     record = make.attempt(1, owner=this_process())
-    assert Watch(repo, "gpt").look() == Found("dead", 1, record, "this process has closed it")
+    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("dead", 1, record, "this process has closed it")
     take_hold(repo, "gpt", 1)
     assert held_here(repo, "gpt", 1)
     assert not held_here(repo, "gpt", 2) and not held_here(repo, "other", 1)
-    assert Watch(repo, "gpt").look() == Found("here", 1, record, "which has not closed it")
+    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("here", 1, record, "which has not closed it")
     let_go(repo, "gpt", 1)
     let_go(repo, "gpt", 1)
     assert not held_here(repo, "gpt", 1)
@@ -132,23 +132,23 @@ def test_what_this_very_process_holds_is_known(repo: Repo, make: Any) -> None:
 
 def test_a_process_of_this_host_is_judged_by_itself(repo: Repo, make: Any) -> None:
     ended = make.attempt(1, owner=replace(this_process(), started="1"))
-    assert Watch(repo, "gpt").look() == Found("dead", 1, ended, "its process has ended")
-    from holdfast.repo import liveness
+    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("dead", 1, ended, "its process has ended")
+    from tenuto.repo import process
 
-    parent = liveness._look(os.getppid())
+    parent = process._look(os.getppid())
     assert parent is not None
     running = make.attempt(2, owner=replace(this_process(), pid=os.getppid(), started=parent.started))
-    assert Watch(repo, "gpt").look() == Found("alive", 2, running, "its process is running")
+    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("alive", 2, running, "its process is running")
 
 
 def test_an_attempt_without_a_record_counts_if_it_committed(repo: Repo, make: Any) -> None:
     first = make.attempt(1)
     make.attempt(2)
     make.checkpoint(2, 10)
-    repo.store.delete([layout.attempt_name("gpt", 2)])
-    assert Watch(repo, "gpt").look() == Found("unknown", 2, None, "its lease is being watched")
+    repo.store.delete([object_names.attempt_name("gpt", 2)])
+    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("unknown", 2, None, "its lease is being watched")
     repo.store.delete([CheckpointId("gpt", 2, 10).manifest])
-    assert Watch(repo, "gpt").look().record == first
+    assert OwnerWatch(repo, "gpt").look().record == first
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -160,10 +160,10 @@ def test_the_newest_beat_that_can_be_read_is_told_beside_the_counter(repo: Repo,
     for number in (9, 10, 11):
         beat(repo, record, number, closed=number == 10)
     assert read_last(repo, "gpt", 1) == (11, LeaseRecord(11, record.id, None, False, False))
-    make.damage(layout.numbered(layout.lease_directory("gpt", 1), 11))
+    make.damage(object_names.numbered(object_names.lease_directory("gpt", 1), 11))
     assert read_last(repo, "gpt", 1) == (11, LeaseRecord(10, record.id, None, True, False))
     for number in (9, 10):
-        make.damage(layout.numbered(layout.lease_directory("gpt", 1), number))
+        make.damage(object_names.numbered(object_names.lease_directory("gpt", 1), number))
     assert read_last(repo, "gpt", 1) == (11, None)
 
 
@@ -185,7 +185,7 @@ def test_the_beating_thread_is_named_and_ends_with_the_release(repo: Repo, make:
     lease = Lease(repo, make.attempt(1), interval_s=SLOW)
     lease.start()
     thread = lease._thread
-    assert thread is not None and thread.name == "holdfast-lease-gpt-1" and thread.daemon
+    assert thread is not None and thread.name == "tenuto-lease-gpt-1" and thread.daemon
     lease.release()
     assert not thread.is_alive()
 
@@ -295,7 +295,7 @@ def test_an_earlier_attempt_of_this_process_has_ended_once_it_is_closed(
 ) -> None:
     """Of a save that was never finished everything goes then; before, its process may put more, and somebody has to
     come back for it."""
-    from holdfast.repo.attempts import claim
+    from tenuto.repo.ownership.claim import claim
 
     make.attempt(1, owner=this_process())
     if held:

@@ -8,35 +8,34 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import (
+from tenuto.errors import (
     CheckpointNotFound,
     CorruptionError,
-    HoldfastError,
     NotARepository,
     RepositoryError,
     RunInUse,
     RunNotFound,
     SaveFailed,
     Superseded,
+    TenutoError,
     UsageError,
 )
-from holdfast.model import canonical
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout
-from holdfast.repo.attempts import claim
-from holdfast.repo.commit import begin, commit
-from holdfast.repo.lineage import resolve, walk
-from holdfast.repo.nearby import nearby
-from holdfast.repo.notes import add_note
-from holdfast.repo.repository import Repo, known_runs, now_text
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes, Capabilities
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.commit import begin, commit
+from tenuto.repo.format import object_names
+from tenuto.repo.lineage import resolve, walk
+from tenuto.repo.notes import add_note
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo, known_runs, nearby, now_text
+from tenuto.store.contract import Bytes, Capabilities
+from tenuto.store.local.store import LocalStore
+from tenuto.store.memory import MemoryStore
 
 SLOW = 3600.0
 
 
-def said(kind: type[HoldfastError], act: Any) -> tuple[str, str | None, str | None]:
+def said(kind: type[TenutoError], act: Any) -> tuple[str, str | None, str | None]:
     with pytest.raises(kind) as caught:
         act()
     assert type(caught.value) is kind
@@ -49,9 +48,9 @@ def said(kind: type[HoldfastError], act: Any) -> tuple[str, str | None, str | No
 def test_no_repository(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "here")
     assert said(NotARepository, lambda: Repo.open(store)) == (
-        f"there is no Holdfast repository at {store.url}",
+        f"there is no Tenuto repository at {store.url}",
         store.url,
-        "holdfast.Checkpointer and holdfast.save create one by writing to it",
+        "tenuto.Checkpointer and tenuto.save create one by writing to it",
     )
     Repo.create_or_open(LocalStore(tmp_path / "here" / "inner"))
     assert said(NotARepository, lambda: Repo.open(store))[2] == f"there is one at {store.url}/inner"
@@ -83,21 +82,21 @@ def test_chunks_of_the_smallest_and_the_largest_size(size: int) -> None:
     assert Repo.open(store).chunk_bytes == size
 
 
-def test_a_foreign_holdfast_json_is_named_with_its_place(tmp_path: Path) -> None:
+def test_a_foreign_tenuto_json_is_named_with_its_place(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    (tmp_path / "holdfast.json").write_bytes(b"{}")
+    (tmp_path / "tenuto.json").write_bytes(b"{}")
     message, subject, _ = said(CorruptionError, lambda: Repo.open(store))
-    assert message.startswith(f"holdfast.json at {store.url} is not Holdfast's, or damaged: ")
-    assert subject == "holdfast.json"
+    assert message.startswith(f"tenuto.json at {store.url} is not Tenuto's, or damaged: ")
+    assert subject == "tenuto.json"
 
 
 def test_what_a_new_repository_says_of_itself(tmp_path: Path) -> None:
     repo = Repo.create_or_open(LocalStore(tmp_path))
-    body = canonical.loads((tmp_path / "holdfast.json").read_bytes())
+    body = canonical_json.loads((tmp_path / "tenuto.json").read_bytes())
     assert isinstance(body, dict)
     assert body["digests"] == {"chunk": "xxh3-128", "content": "sha-256", "object": "xxh3-128"}
     assert body["id"] == repo.id and len(repo.id) == 32
-    from holdfast.version import __version__
+    from tenuto.version import __version__
 
     assert body["version"] == __version__
     assert str(body["created"]).endswith("Z")
@@ -122,14 +121,14 @@ def test_runs_are_named_for_a_message() -> None:
 def test_what_is_not_there_is_named(repo: Repo, make: Any) -> None:
     make.attempt(1)
     begun, _ = make.begin(1, 5)
-    hint = f"holdfast ls {repo.url} shows those that exist"
+    hint = f"tenuto ls {repo.url} shows those that exist"
     none = CheckpointId("gpt", 1, 6)
     assert said(CheckpointNotFound, lambda: repo.manifest(none)) == (
         f"no checkpoint {none} at {repo.url}: there is none",
         str(none),
         hint,
     )
-    from holdfast.repo.commit import abort
+    from tenuto.repo.unfinished import abort
 
     abort(repo, begun, "ab" * 16)
     assert said(CheckpointNotFound, lambda: repo.manifest(begun)) == (
@@ -219,7 +218,7 @@ def test_a_superseded_owner_is_told_by_whom(repo: Repo, make: Any, release: list
         "gpt",
         hint,
     )
-    make.damage(layout.attempt_name("gpt", 2))
+    make.damage(object_names.attempt_name("gpt", 2))
     assert said(Superseded, attempt.check)[0] == (
         "run 'gpt' has been claimed as attempt 2 by a process whose record is damaged; attempt 1 saves no more"
     )
@@ -236,7 +235,7 @@ def test_a_parent_that_is_no_parent(repo: Repo, make: Any) -> None:
     assert said(CheckpointNotFound, lambda: claim(repo, "gpt", lost, beat_s=SLOW)) == (
         f"there is no checkpoint {lost} to go on from",
         str(lost),
-        f"holdfast ls {repo.url} shows what is left",
+        f"tenuto ls {repo.url} shows what is left",
     )
 
 
@@ -259,7 +258,7 @@ def test_a_step_that_was_used_and_a_save_that_was_closed(repo: Repo, make: Any, 
     message, subject, _ = said(CorruptionError, lambda: commit(repo, replace(manifest, save_id="cd" * 16), receipts))
     assert message.startswith(f"{index} belongs to another save")
     assert subject is not None and subject.endswith("rank-00000.index")
-    from holdfast.repo.commit import abort
+    from tenuto.repo.unfinished import abort
 
     abort(repo, id, "ab" * 16)
     assert said(Superseded, lambda: commit(repo, manifest, receipts)) == (
@@ -290,17 +289,17 @@ def test_a_note_on_what_is_removed_meanwhile_goes_with_it(
         f"checkpoint {id} was removed while a note was added to it",
         str(id),
     )
-    assert make.names(layout.notes_directory(id)) == ["1.json"]
+    assert make.names(object_names.notes_directory(id)) == ["1.json"]
 
 
 def test_notes_behind_a_copy_or_a_vanished_one_are_read(repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.repo import notes
+    from tenuto.repo import notes
 
     make.attempt(1)
     id = make.checkpoint(1, 6)
     for loss in (1, 2, 3):
         add_note(repo, id, "metric", {"loss": loss})
-    directory = layout.notes_directory(id)
+    directory = object_names.notes_directory(id)
     repo.store.delete([f"{directory}/2.json"])
     make.copy(f"{directory}/1.json", f"{directory}/2.json")
     assert [note.body["loss"] for note in notes.notes(repo, id)] == [1, 3]
@@ -312,7 +311,7 @@ def test_notes_behind_a_copy_or_a_vanished_one_are_read(repo: Repo, make: Any, m
 
 
 def test_what_a_person_means_is_not_there(repo: Repo, make: Any) -> None:
-    shows = f"holdfast ls {repo.url} shows "
+    shows = f"tenuto ls {repo.url} shows "
     assert said(RunNotFound, lambda: resolve(repo, "gpt")) == (
         f"no run 'gpt' at {repo.url}; there are no runs yet",
         "gpt",
@@ -346,7 +345,7 @@ def test_what_a_person_means_is_not_there(repo: Repo, make: Any) -> None:
         "No Name",
         hint,
     )
-    from holdfast.repo.refs import put_ref
+    from tenuto.repo.refs import put_ref
 
     newest = CheckpointId("gpt", 1, 120)
     assert said(CheckpointNotFound, lambda: resolve(repo, "gpt", "best")) == (
@@ -366,7 +365,7 @@ def test_a_lost_parent_is_told_of(repo: Repo, make: Any, how: str) -> None:
     base = make.checkpoint(1, 10)
     record = make.attempt(2, base)
     if how == "lease":
-        from holdfast.repo.lease import Lease
+        from tenuto.repo.ownership.lease import Lease
 
         lease = Lease(repo, record, interval_s=SLOW)
         lease.beat()
@@ -376,7 +375,7 @@ def test_a_lost_parent_is_told_of(repo: Repo, make: Any, how: str) -> None:
         make.begin(2, 15, parent=base)
         repo.store.put_if_absent("runs/gpt/a0002/step-00000020/begin.json", Bytes(b"damaged"), token="x")
         repo.store.put_if_absent("runs/gpt/a0002/step-00000030/other", Bytes(b"foreign"), token="x")
-    repo.store.delete([layout.attempt_name("gpt", 2)])
+    repo.store.delete([object_names.attempt_name("gpt", 2)])
     make.attempt(3, CheckpointId("gpt", 2, 99))
     told: list[str] = []
     assert list(walk(repo, "gpt", report=told.append)) == [base]
@@ -391,16 +390,16 @@ def test_a_lost_parent_is_told_of(repo: Repo, make: Any, how: str) -> None:
 def test_the_nearest_repository(tmp_path: Path) -> None:
     deep = tmp_path / "1/2/3/4/5/6/7/8/9"
     deep.mkdir(parents=True)
-    (tmp_path / "1" / "holdfast.json").write_text("x")
+    (tmp_path / "1" / "tenuto.json").write_text("x")
     assert nearby(LocalStore(deep)) == str(tmp_path / "1"), "eight levels above"
     (deep / "10").mkdir()
     assert nearby(LocalStore(deep / "10")) is None, "nine are not looked at"
     assert nearby(LocalStore(tmp_path)) == str(tmp_path / "1")
-    (tmp_path / "1" / "holdfast.json").unlink()
-    (tmp_path / "1" / "holdfast.json").mkdir()
+    (tmp_path / "1" / "tenuto.json").unlink()
+    (tmp_path / "1" / "tenuto.json").mkdir()
     assert nearby(LocalStore(tmp_path)) is None, "a directory of that name is none"
     memory = MemoryStore("nearby")
     memory.put_if_absent("a/x", Bytes(b""), token="t")
     assert nearby(memory) is None
-    memory.put_if_absent("b/holdfast.json", Bytes(b""), token="t")
+    memory.put_if_absent("b/tenuto.json", Bytes(b""), token="t")
     assert nearby(memory) == "memory://nearby/b"

@@ -1,6 +1,6 @@
 """Lines of a file that is still being written."""
 
-from holdfast.report.growing import GrowingLines
+from tenuto.certify.runner import GrowingLines
 
 
 def test_whole_lines_come_once_and_a_cut_one_waits_for_its_end(tmp_path):

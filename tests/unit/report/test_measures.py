@@ -1,6 +1,6 @@
 import pytest
 
-from holdfast.report.measures import count, seconds, size
+from tenuto.units import count, seconds, size
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ import warnings
 
 import pytest
 
-from holdfast import events
-from holdfast.model.names import CheckpointId
-from holdfast.model.spread import RankTimings
-from holdfast.model.timing import Timing
-from holdfast.report import JsonLines, LogSink, ProgressBar
-from holdfast.report.jsonlines import SCHEMA
-from holdfast.report.story import sentence
+from tenuto import events
+from tenuto.model.ids import CheckpointId
+from tenuto.model.timing import RankTimings, Timing
+from tenuto.telemetry import JsonLines, LogSink, ProgressBar
+from tenuto.telemetry.jsonlines import SCHEMA
+from tenuto.telemetry.sentences import sentence
 
 ID = CheckpointId("gpt", 7, 500)
 EVENTS = [
@@ -33,8 +32,8 @@ EVENTS = [
     events.LeafDemoted("model/embed.weight", "it was changed in place"),
     events.Warned("shared memory does not fit", "/dev/shm"),
     events.RanksBehind("gpt", "put 3", (1, 4), 2.0, "ranks 1 and 4", "rank 1 (last reported 'writing', 3.0 s ago)"),
-    events.Remembered(ID, 3 << 30, 0.12, 0.25),
-    events.Adopted(ID, 4.0, ID),
+    events.SavedToMemory(ID, 3 << 30, 0.12, 0.25),
+    events.RestoredFromMemory(ID, 4.0, ID),
     events.SaveDelayed("gpt", 520, 0.25),
 ]
 
@@ -159,7 +158,7 @@ def test_json_lines_to_a_stream_leaves_it_open():
 
 
 def test_log_levels(caplog):
-    caplog.set_level(logging.INFO, logger="holdfast")
+    caplog.set_level(logging.INFO, logger="tenuto")
     for event in EVENTS:
         LogSink().emit(event)
     told = [(record.levelname, record.getMessage().split()[0]) for record in caplog.records]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast import every
-from holdfast.errors import UsageError
-from holdfast.state.data import attach
+import tenuto
+from tenuto import every
+from tenuto.errors import UsageError
+from tenuto.state.position.positions import attach
 
 
 class Stateful:
@@ -152,7 +152,7 @@ def test_a_source_that_was_saved_on_its_last_batch_goes_on_with_the_next_epoch(
 ) -> None:
     seen: list[int] = []
     for end in (5, 10):
-        with holdfast.Checkpointer(tmp_path / "place", {"n": 0}, data=make(), save=every(steps=1)) as ckpt:
+        with tenuto.Checkpointer(tmp_path / "place", {"n": 0}, data=make(), save=every(steps=1)) as ckpt:
             if loop == "steps":
                 seen += [next(ckpt.batches) for _ in ckpt.steps(end)]
                 continue

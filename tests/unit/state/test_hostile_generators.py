@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import CorruptionError
-from holdfast.state import flatten
-from holdfast.state.prepare import prepare
+from tenuto.errors import CorruptionError
+from tenuto.state.encode.flattener import flatten
+from tenuto.state.restore.match import match_state
 
 
 def restored(value: Any, name: str, wrong: Any) -> Any:
@@ -19,7 +19,7 @@ def restored(value: Any, name: str, wrong: Any) -> Any:
     inside = [pair for key, node in fields if key == "state" for pair in node["i"]]
     (field,) = [pair for pair in [*fields, *inside] if pair[0] == name]
     field[1] = wrong
-    prepared = prepare(found.tree, None, list(found.specs), None)
+    prepared = match_state(found.tree, None, list(found.specs), None)
     for number, sink in prepared.wants:
         data = np.ascontiguousarray(found.sources[number]).view(np.uint8).reshape(-1)
         if sink.buffer is None:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.errors import UsageError
-from holdfast.state.layouts import Layout, crossed, joined, taken
+import tenuto
+from tenuto.errors import UsageError
+from tenuto.state.declarations import ShardLayout, crossed, joined, taken
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
 
-def laid(layout: Layout, local: Any, into: Any) -> Any:
+def laid(layout: ShardLayout, local: Any, into: Any) -> Any:
     """`into` with the local array's parts in it."""
     assert local.shape == layout.local
     for part in layout.parts:
@@ -39,7 +39,7 @@ def test_a_flat_range_is_the_same_elements_in_boxes(whole: tuple[int, ...], data
     begin = data.draw(st.integers(0, total))
     length = data.draw(st.integers(0, total - begin))
     full = numbered(whole)
-    shard = holdfast.flat(full.reshape(-1)[begin : begin + length], whole=whole, begin=begin)
+    shard = tenuto.flat(full.reshape(-1)[begin : begin + length], whole=whole, begin=begin)
     expected = np.where((full > begin) & (full <= begin + length), full, 0)
     assert np.array_equal(laid(shard.layout, shard.value, np.zeros_like(full)), expected)
     assert len(shard.layout.parts) <= 2 * len(whole) - 1
@@ -58,7 +58,7 @@ def test_fused_parameters_are_cut_each_by_itself(
     found = np.zeros_like(full)
     for rank in range(of):
         pieces = [np.split(one, of, dim)[rank] for one in np.split(full, np.cumsum(sizes)[:-1], dim)]
-        shard = holdfast.fused(np.concatenate(pieces, dim), sizes=sizes, rank=rank, of=of, dim=dim)
+        shard = tenuto.fused(np.concatenate(pieces, dim), sizes=sizes, rank=rank, of=of, dim=dim)
         assert shard.layout.whole == full.shape and len(shard.layout.parts) <= len(sizes)
         before = int((found != 0).sum())
         laid(shard.layout, shard.value, found)
@@ -90,37 +90,37 @@ def test_spans_that_touch_are_one() -> None:
 
 def test_the_three_ways_of_a_shard() -> None:
     full = numbered((4, 6))
-    one = holdfast.shard(full[2:], whole=(4, 6), offsets=(2, 0))
-    assert one.layout == holdfast.shard(full[2:], dim=0, rank=1, of=2).layout
-    two = holdfast.shard(
+    one = tenuto.shard(full[2:], whole=(4, 6), offsets=(2, 0))
+    assert one.layout == tenuto.shard(full[2:], dim=0, rank=1, of=2).layout
+    two = tenuto.shard(
         full[:, [0, 1, 4, 5]],
         whole=(4, 6),
         boxes=[((slice(None), slice(2)), (0, 0)), ((slice(4), slice(2, 4)), (0, 4))],
     )
     assert np.array_equal(laid(two.layout, two.value, np.zeros_like(full)), np.where((full - 1) % 6 // 2 == 1, 0, full))
-    stacked = holdfast.shard(full, whole=(3, 4, 6), offsets=(1, 0, 0))
+    stacked = tenuto.shard(full, whole=(3, 4, 6), offsets=(1, 0, 0))
     assert stacked.layout.parts[0].shape == (1, 4, 6)
-    assert holdfast.shard(full[4:], whole=(4, 6), offsets=(4, 0)).layout.parts == ()
+    assert tenuto.shard(full[4:], whole=(4, 6), offsets=(4, 0)).layout.parts == ()
 
 
 WRONG = {
-    "nothing said": lambda x: holdfast.shard(x),
-    "two ways": lambda x: holdfast.shard(x, whole=(8, 3), offsets=(0, 0), dim=0, rank=0, of=2),
-    "beyond the end": lambda x: holdfast.shard(x, whole=(5, 3), offsets=(2, 0)),
-    "before the start": lambda x: holdfast.shard(x, whole=(5, 3), offsets=(-1, 0)),
-    "too few offsets": lambda x: holdfast.shard(x, whole=(5, 3), offsets=(0,)),
-    "fewer dimensions": lambda x: holdfast.shard(x, whole=(12,), offsets=(0,)),
-    "half of the tensor": lambda x: holdfast.shard(x, whole=(9, 3), boxes=[(slice(2), (0, 0))]),
-    "an element twice": lambda x: holdfast.shard(x, whole=(9, 3), boxes=[(slice(2), (0, 0)), (slice(1, 3), (4, 0))]),
-    "one place twice": lambda x: holdfast.shard(x, whole=(9, 3), boxes=[(slice(2), (0, 0)), (slice(2, 4), (1, 0))]),
-    "with a step": lambda x: holdfast.shard(x, whole=(9, 3), boxes=[(slice(0, 4, 2), (0, 0))]),
-    "sizes that do not fit": lambda x: holdfast.fused(x, sizes=(4, 2), rank=0, of=2),
-    "sizes that do not divide": lambda x: holdfast.fused(x, sizes=(5, 3), rank=0, of=2),
-    "no such rank": lambda x: holdfast.shard(x, dim=0, rank=2, of=2),
-    "no such dimension": lambda x: holdfast.shard(x, dim=2, rank=0, of=2),
-    "not flat": lambda x: holdfast.flat(x, whole=(4, 3), begin=0),
-    "flat beyond the end": lambda x: holdfast.flat(x.reshape(-1), whole=(4, 3), begin=1),
-    "no tensor": lambda x: holdfast.shard(5, whole=(1,), offsets=(0,)),
+    "nothing said": lambda x: tenuto.shard(x),
+    "two ways": lambda x: tenuto.shard(x, whole=(8, 3), offsets=(0, 0), dim=0, rank=0, of=2),
+    "beyond the end": lambda x: tenuto.shard(x, whole=(5, 3), offsets=(2, 0)),
+    "before the start": lambda x: tenuto.shard(x, whole=(5, 3), offsets=(-1, 0)),
+    "too few offsets": lambda x: tenuto.shard(x, whole=(5, 3), offsets=(0,)),
+    "fewer dimensions": lambda x: tenuto.shard(x, whole=(12,), offsets=(0,)),
+    "half of the tensor": lambda x: tenuto.shard(x, whole=(9, 3), boxes=[(slice(2), (0, 0))]),
+    "an element twice": lambda x: tenuto.shard(x, whole=(9, 3), boxes=[(slice(2), (0, 0)), (slice(1, 3), (4, 0))]),
+    "one place twice": lambda x: tenuto.shard(x, whole=(9, 3), boxes=[(slice(2), (0, 0)), (slice(2, 4), (1, 0))]),
+    "with a step": lambda x: tenuto.shard(x, whole=(9, 3), boxes=[(slice(0, 4, 2), (0, 0))]),
+    "sizes that do not fit": lambda x: tenuto.fused(x, sizes=(4, 2), rank=0, of=2),
+    "sizes that do not divide": lambda x: tenuto.fused(x, sizes=(5, 3), rank=0, of=2),
+    "no such rank": lambda x: tenuto.shard(x, dim=0, rank=2, of=2),
+    "no such dimension": lambda x: tenuto.shard(x, dim=2, rank=0, of=2),
+    "not flat": lambda x: tenuto.flat(x, whole=(4, 3), begin=0),
+    "flat beyond the end": lambda x: tenuto.flat(x.reshape(-1), whole=(4, 3), begin=1),
+    "no tensor": lambda x: tenuto.shard(5, whole=(1,), offsets=(0,)),
 }
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptionError, HoldfastError
-from holdfast.state import flatten, leaf_paths
-from holdfast.state.nodes import _slow_leaf_nodes, _usual, leaf_nodes
+from tenuto.errors import CorruptionError, TenutoError
+from tenuto.state.encode.flattener import flatten
+from tenuto.state.tree import _slow_leaf_nodes, _usual, leaf_nodes, leaf_paths
 
 keys = st.sampled_from(
     ["a", "b", "w0", "a/b", "", "#x", "~", "é", "@", "\ud800", 3, None, True, 1.5, ["t"], {"!": "tuple"}]
@@ -54,9 +54,9 @@ def test_the_usual_way_finds_what_the_strict_way_finds(tree: Any) -> None:
     usual = _usual(tree)
     try:
         strict = _slow_leaf_nodes(tree)
-    except HoldfastError:
+    except TenutoError:
         assert usual is None
-        with pytest.raises(HoldfastError):
+        with pytest.raises(TenutoError):
             leaf_nodes(tree)
     else:
         assert usual is None or usual == strict

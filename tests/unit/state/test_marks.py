@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import CorruptionError, StateError, StateMismatch, Unserialisable
-from holdfast.model import canonical
-from holdfast.state import Flattener, flatten, prepare
-from holdfast.state.wholes import Wholes, forms_of, told_forms
+import tenuto
+from tenuto.errors import CorruptionError, StateError, StateMismatch, Unserialisable
+from tenuto.model import canonical_json
+from tenuto.repo.format.leaf_table import LeafTable, forms_of, leaf_forms
+from tenuto.state.encode.flattener import Flattener, flatten
+from tenuto.state.restore.match import match_state
 
 
 def saved(state: Any, private: Any = None) -> dict[str, Any]:
     found = flatten(state, private=private)
-    tree, own = (canonical.loads(canonical.dumps(one)) for one in (found.tree, found.private))
+    tree, own = (canonical_json.loads(canonical_json.dumps(one)) for one in (found.tree, found.private))
     arrays: dict[int, Any] = {}
     numbers = range(len(found.specs)) if found.leaf is None else found.leaf
     forms = forms_of(found)
@@ -28,8 +29,8 @@ def saved(state: Any, private: Any = None) -> dict[str, Any]:
 
 
 def load(about: dict[str, Any], into: Any, **how: Any) -> Any:
-    prepared = prepare(
-        about["tree"], about["private"], Wholes(about["tree"], about["private"], about["forms"]), into, **how
+    prepared = match_state(
+        about["tree"], about["private"], LeafTable(about["tree"], about["private"], about["forms"]), into, **how
     )
     for place, (number, sink) in enumerate(prepared.wants):
         box = prepared.boxes[place] if prepared.boxes else None
@@ -39,7 +40,7 @@ def load(about: dict[str, Any], into: Any, **how: Any) -> Any:
 
 
 def parts(value: Any) -> Any:
-    return holdfast.shard(
+    return tenuto.shard(
         value, whole=(4, 6), boxes=[((slice(None), slice(2)), (0, 0)), ((slice(None), slice(2, 4)), (0, 4))]
     )
 
@@ -53,7 +54,7 @@ def test_a_shard_has_a_row_for_each_of_its_boxes() -> None:
     assert (one.offsets, one.shape, one.whole, one.placement) == ((0, 0), (4, 2), (4, 6), "box")
     assert (two.offsets, two.shape, two.leaf_shape) == ((0, 4), (4, 2), (4, 6))
     assert np.shares_memory(found.sources[2], array)
-    assert told_forms(found.tree) == {1: ("float64", (4, 6))}
+    assert leaf_forms(found.tree) == {1: ("float64", (4, 6))}
     assert forms_of(found) == [("float64", (2,)), ("float64", (4, 6)), ("float64", (1,))]
 
 
@@ -64,19 +65,19 @@ def test_a_state_without_marks_is_what_it_was() -> None:
         (spec.offsets, spec.whole, spec.placement, spec.leaf_shape) == (None, None, "whole", spec.shape)
         for spec in found.specs
     )
-    assert told_forms(found.tree) == {}
+    assert leaf_forms(found.tree) == {}
 
 
 def test_the_fingerprint_covers_where_rows_lie() -> None:
     array = np.arange(12.0).reshape(4, 3)
     states = [
         {"x": array},
-        {"x": holdfast.replicated(array)},
-        *({"x": holdfast.shard(array, whole=(8, 3), offsets=(at, 0))} for at in (0, 4)),
-        {"x": holdfast.shard(array, whole=(9, 3), offsets=(0, 0))},
-        {"x": holdfast.shard(array[:0], whole=(8, 3), offsets=(8, 0))},
-        {"x": holdfast.shard(array[:0], whole=(9, 3), offsets=(9, 0))},
-        {"x": holdfast.per_rank(array)},
+        {"x": tenuto.replicated(array)},
+        *({"x": tenuto.shard(array, whole=(8, 3), offsets=(at, 0))} for at in (0, 4)),
+        {"x": tenuto.shard(array, whole=(9, 3), offsets=(0, 0))},
+        {"x": tenuto.shard(array[:0], whole=(8, 3), offsets=(8, 0))},
+        {"x": tenuto.shard(array[:0], whole=(9, 3), offsets=(9, 0))},
+        {"x": tenuto.per_rank(array)},
         {},
     ]
     prints = [flatten(state).fingerprint for state in states]
@@ -85,18 +86,18 @@ def test_the_fingerprint_covers_where_rows_lie() -> None:
 
 def test_what_changes_is_seen_again_and_nothing_else() -> None:
     array = np.arange(16.0).reshape(4, 4)
-    state: dict[str, Any] = {"x": parts(array), "own": holdfast.per_rank(1), "same": holdfast.replicated({"n": 1})}
+    state: dict[str, Any] = {"x": parts(array), "own": tenuto.per_rank(1), "same": tenuto.replicated({"n": 1})}
     flattener = Flattener(state)
     first = flattener.flatten()
-    state["x"], state["own"], state["same"].value["n"] = parts(array + 1), holdfast.per_rank(2), 3
+    state["x"], state["own"], state["same"].value["n"] = parts(array + 1), tenuto.per_rank(2), 3
     again = flattener.flatten()
     assert flattener.full_looks == 1 and again.fingerprint == first.fingerprint and again.leaf == first.leaf
     assert again.sources[0][0, 0] == 1 and again.tree != first.tree and again.private != first.private
     for change in (
         {"x": array},
-        {"x": holdfast.shard(array, whole=(8, 4), offsets=(0, 0))},
+        {"x": tenuto.shard(array, whole=(8, 4), offsets=(0, 0))},
         {"own": 2},
-        {"own": holdfast.replicated(2)},
+        {"own": tenuto.replicated(2)},
         {"same": {"n": 3}},
     ):
         before, looks = dict(state), flattener.full_looks
@@ -128,17 +129,17 @@ def test_a_shard_takes_its_part_and_a_plain_target_the_whole() -> None:
 def test_shapes_that_differ_are_named() -> None:
     about = saved({"x": parts(np.zeros((4, 4)))})
     with pytest.raises(StateMismatch, match=r"\[4, 6\] in the checkpoint.*\[8, 4\] in the target"):
-        load(about, {"x": holdfast.shard(np.zeros((4, 4)), whole=(8, 4), offsets=(0, 0))})
+        load(about, {"x": tenuto.shard(np.zeros((4, 4)), whole=(8, 4), offsets=(0, 0))})
     with pytest.raises(StateMismatch, match=r"\[4, 6\] in the checkpoint.*\[4, 4\] in the target"):
         load(about, {"x": np.zeros((4, 4))})
 
 
 def test_a_rank_that_holds_nothing_names_the_leaf() -> None:
-    nothing = holdfast.shard(np.zeros((0, 3)), whole=(4, 3), offsets=(4, 0))
+    nothing = tenuto.shard(np.zeros((0, 3)), whole=(4, 3), offsets=(4, 0))
     found = flatten({"x": nothing, "again": nothing.value, "y": np.ones(2)})
     assert [spec.path for spec in found.specs] == ["again", "y"] and found.leaf == (1, 2)
     assert found.tree["i"][0] == ["x", {"!": "leaf", "n": 0, "as": "numpy", "dtype": "float64", "shape": [4, 3]}]
-    about = saved({"x": holdfast.shard(np.ones((4, 3)), whole=(4, 3), offsets=(0, 0))})
+    about = saved({"x": tenuto.shard(np.ones((4, 3)), whole=(4, 3), offsets=(0, 0))})
     _, report = load(about, {"x": nothing})
     assert report.restored == ("x",)
 
@@ -146,7 +147,7 @@ def test_a_rank_that_holds_nothing_names_the_leaf() -> None:
 def test_own_values_go_into_the_private_tree_and_back() -> None:
     def state(at: int) -> dict[str, Any]:
         inner = {"a": np.full(2, float(at)), "n": at}
-        return {"own": holdfast.per_rank(inner), "list": [holdfast.per_rank(at), 7], "plain": at}
+        return {"own": tenuto.per_rank(inner), "list": [tenuto.per_rank(at), 7], "plain": at}
 
     about = saved(state(1), private={"random": {"seed": 3}})
     assert about["tree"]["i"][0] == ["own", {"!": "per_rank", "at": "own"}]
@@ -164,9 +165,9 @@ def test_own_values_go_into_the_private_tree_and_back() -> None:
 
 
 def test_without_a_private_tree_own_values_stay_what_they_are() -> None:
-    about = saved({"own": holdfast.per_rank({"n": 1}), "list": [holdfast.per_rank(1)], "plain": 1})
+    about = saved({"own": tenuto.per_rank({"n": 1}), "list": [tenuto.per_rank(1)], "plain": 1})
     about["private"] = None
-    target = {"own": holdfast.per_rank({"n": 5}), "list": [5], "plain": 5}
+    target = {"own": tenuto.per_rank({"n": 5}), "list": [5], "plain": 5}
     _, report = load(about, target)
     assert target["own"].value == {"n": 5} and target["list"] == [5] and target["plain"] == 1
     assert "own" in report.skipped and any("own" in note for note in report.notes)
@@ -175,14 +176,14 @@ def test_without_a_private_tree_own_values_stay_what_they_are() -> None:
 
 
 def test_own_values_of_another_place_are_told_as_left_over() -> None:
-    about = saved({"own": holdfast.per_rank(np.ones(2)), "x": 1})
+    about = saved({"own": tenuto.per_rank(np.ones(2)), "x": 1})
     _, report = load(about, {"x": 0})
     assert "own" in report.skipped and "#private/per_rank/own" in report.skipped
 
 
 def test_aliases_under_a_mark_are_aliases() -> None:
     array = np.arange(16.0).reshape(4, 4)
-    found = flatten({"x": parts(array), "y": parts(array), "z": holdfast.replicated(array)})
+    found = flatten({"x": parts(array), "y": parts(array), "z": tenuto.replicated(array)})
     assert [spec.path for spec in found.specs] == ["x", "x", "z"] and found.leaf == (0, 0, 1)
     assert found.tree["i"][1][1]["!"] == "alias" and found.tree["i"][1][1]["n"] == 0
     assert found.reports  # z is the same memory in another form
@@ -191,20 +192,20 @@ def test_aliases_under_a_mark_are_aliases() -> None:
 
 def test_marks_that_mean_nothing_are_refused() -> None:
     with pytest.raises(StateError, match="x: "):
-        flatten({"x": holdfast.shard(np.zeros(3), whole=(6,), offsets=(0,)).__class__("text", None)})
-    shard = holdfast.shard(np.zeros(3), whole=(6,), offsets=(0,))
+        flatten({"x": tenuto.shard(np.zeros(3), whole=(6,), offsets=(0,)).__class__("text", None)})
+    shard = tenuto.shard(np.zeros(3), whole=(6,), offsets=(0,))
     shard.value = np.zeros(4)
     with pytest.raises(Unserialisable, match="x: not the array of shape"):
         flatten({"x": shard})
     with pytest.raises(StateError, match="per_rank"):
-        flatten({"x": holdfast.per_rank(1)}, private={"per_rank": 1})
+        flatten({"x": tenuto.per_rank(1)}, private={"per_rank": 1})
 
 
 def test_a_private_shard_is_this_ranks_own_tensor() -> None:
-    state = {"x": holdfast.per_rank({"y": parts(np.ones((4, 4)))})}
+    state = {"x": tenuto.per_rank({"y": parts(np.ones((4, 4)))})}
     found = flatten(state)
     assert [(spec.shape, spec.whole, spec.placement) for spec in found.specs] == [((4, 4), None, "per_rank")]
-    target = {"x": holdfast.per_rank({"y": parts(np.zeros((4, 4)))})}
+    target = {"x": tenuto.per_rank({"y": parts(np.zeros((4, 4)))})}
     load(saved(state), target)
     assert target["x"].value["y"].value.tolist() == np.ones((4, 4)).tolist()
 
@@ -212,4 +213,4 @@ def test_a_private_shard_is_this_ranks_own_tensor() -> None:
 @pytest.mark.parametrize("shape", [None, [-1], [2.0], [True], "x"])
 def test_nodes_that_say_no_shape_are_damage(shape: Any) -> None:
     with pytest.raises(CorruptionError):
-        told_forms({"!": "leaf", "n": 0, "as": "numpy", "dtype": "float64", "shape": shape})
+        leaf_forms({"!": "leaf", "n": 0, "as": "numpy", "dtype": "float64", "shape": shape})

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.state.flattener import Flattener
-from holdfast.state.memory import Arrangement, Geometry, first_of_each, overlaps
+from tenuto.state.encode.aliasing import Arrangement, Geometry, first_of_each, overlaps
+from tenuto.state.encode.flattener import Flattener
 
 GEOMETRIES = [
     Geometry(space, extent, (space, extent, kind))

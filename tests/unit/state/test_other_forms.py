@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from holdfast.errors import StateMismatch
-from holdfast.state import Tagged
+from tenuto.errors import StateMismatch
+from tenuto.state.frameworks import Tagged
 
 
 @dataclass

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.state import ownership
-from holdfast.state.ownership import PROBATION, Choice, Record, Span
+from tenuto.state import update_barrier
+from tenuto.state.update_barrier import PROBATION, CaptureChoice, LeafHistory, Span
 
 KIB = 1 << 10
 sizes = st.lists(st.integers(1, 400).map(lambda count: count * KIB), min_size=1, max_size=12)
@@ -21,15 +21,15 @@ def leaves(found: list[int]) -> list[tuple[int, str, int]]:
     return [(number, f"model/{number}", size) for number, size in enumerate(found)]
 
 
-def trusted(found: list[int]) -> Record:
-    record = Record()
+def trusted(found: list[int]) -> LeafHistory:
+    record = LeafHistory()
     for _ in range(PROBATION):
         record.passed(record.choose("f", leaves(found)))
     return record
 
 
 def test_the_first_saves_of_a_structure_copy_everything_at_once_and_watch_it() -> None:
-    record = Record()
+    record = LeafHistory()
     for _ in range(PROBATION):
         choice = record.choose("f", leaves([64 * KIB, 128 * KIB]))
         assert choice.probation and not choice.late
@@ -39,7 +39,7 @@ def test_the_first_saves_of_a_structure_copy_everything_at_once_and_watch_it() -
 
 
 def test_a_save_that_was_not_compared_is_no_part_of_the_probation() -> None:
-    record = Record()
+    record = LeafHistory()
     for _ in range(10):
         assert record.choose("f", leaves([64 * KIB])).probation
     record.passed(record.choose("f", []))  # nothing was owned: nothing was learned
@@ -58,7 +58,7 @@ def test_another_structure_begins_anew() -> None:
 
 
 def test_a_leaf_that_becomes_another_in_size_is_looked_at_anew_with_its_structure() -> None:
-    record, same = Record(), leaves([64 * KIB])
+    record, same = LeafHistory(), leaves([64 * KIB])
     for _ in range(PROBATION):
         record.passed(record.choose("f", same))
     assert record.choose("f", same).late
@@ -85,7 +85,7 @@ def test_after_the_probation_every_byte_is_late_or_watched_and_none_is_both(foun
         choice = record.choose("f", leaves(found))
         for leaf, path, size in leaves(found):
             own = sorted((span.start, span.stop) for span in (*choice.late, *choice.watched) if span.leaf == leaf)
-            if size < ownership.LEAST_BYTES:
+            if size < update_barrier.LEAST_BYTES:
                 assert not own, f"{path} is cheaper copied at once"
             else:
                 assert own[0][0] == 0 and own[-1][1] == size
@@ -96,7 +96,7 @@ def test_after_the_probation_every_byte_is_late_or_watched_and_none_is_both(foun
 @given(sizes)
 def test_every_byte_gets_its_turn_in_the_sample(found: list[int]) -> None:
     record = trusted(found)
-    fit = [(leaf, size) for leaf, _, size in leaves(found) if size >= ownership.LEAST_BYTES]
+    fit = [(leaf, size) for leaf, _, size in leaves(found) if size >= update_barrier.LEAST_BYTES]
     total = sum(size for _, size in fit)
     seen: Counter[tuple[int, int]] = Counter()
     for _ in range(total // 4096 + 2):
@@ -122,7 +122,7 @@ def test_what_is_demoted_stays_eager_also_in_another_structure() -> None:
 
 
 def test_where_nothing_is_owned_nothing_is_late() -> None:
-    assert trusted([64 * KIB]).choose("f", []) == Choice()
+    assert trusted([64 * KIB]).choose("f", []) == CaptureChoice()
 
 
 class Waiting:
@@ -131,28 +131,28 @@ class Waiting:
 
     def before_update(self) -> None:
         self.asked += 1
-        ownership.fall(self)
+        update_barrier.fall(self)
 
 
 def test_an_update_asks_every_barrier_that_stands() -> None:
     one, other = Waiting(), Waiting()
-    ownership.stand(one)
-    ownership.stand(other)
-    ownership.let_updates_pass()
-    ownership.let_updates_pass()
+    update_barrier.stand(one)
+    update_barrier.stand(other)
+    update_barrier.let_updates_pass()
+    update_barrier.let_updates_pass()
     assert (one.asked, other.asked) == (1, 1)
-    ownership.fall(one)  # twice is no error
+    update_barrier.fall(one)  # twice is no error
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_waits_for_nothing() -> None:
     one = Waiting()
-    ownership.stand(one)
+    update_barrier.stand(one)
     try:
         child = os.fork()
         if child == 0:
-            ownership.let_updates_pass()
+            update_barrier.let_updates_pass()
             os._exit(one.asked)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
-        ownership.fall(one)
+        update_barrier.fall(one)

@@ -6,10 +6,10 @@ import os
 import threading
 import weakref
 
-from holdfast.state.parked import KEPT, Parked, Work
+from tenuto.concurrency.worker_threads import KEPT, BackgroundWork, WorkerThreads
 
 
-def ended(work: Work) -> bool:
+def ended(work: BackgroundWork) -> bool:
     work.join(60)
     return not work.is_alive()
 
@@ -22,13 +22,13 @@ def test_work_is_done_in_a_thread_that_has_its_name_and_keeps_no_interpreter_ali
         found.append(threading.current_thread())
         names.append(found[-1].name)
 
-    assert ended(Parked().hand(look, "holdfast-looking"))
-    assert names == ["holdfast-looking"]
+    assert ended(WorkerThreads().hand(look, "tenuto-looking"))
+    assert names == ["tenuto-looking"]
     assert found[0].daemon
     assert found[0] is not threading.current_thread()
 
 
-def one_after_the_other(parked: Parked, count: int) -> set[int]:
+def one_after_the_other(parked: WorkerThreads, count: int) -> set[int]:
     """The threads that do so much work, each begun when the one before has been parked again."""
     found: set[int] = set()
     for _ in range(count):
@@ -40,11 +40,11 @@ def one_after_the_other(parked: Parked, count: int) -> set[int]:
 
 
 def test_a_thread_is_used_again() -> None:
-    assert len(one_after_the_other(Parked(), 20)) == 1
+    assert len(one_after_the_other(WorkerThreads(), 20)) == 1
 
 
 def test_work_does_not_wait_for_other_work_and_no_more_threads_are_kept_than_a_few() -> None:
-    parked, all_here = Parked(), threading.Barrier(KEPT + 3)
+    parked, all_here = WorkerThreads(), threading.Barrier(KEPT + 3)
     works = [parked.hand(lambda: all_here.wait(60) and None, "work") for _ in range(KEPT + 2)]
     all_here.wait(60)
     assert all(ended(work) for work in works)
@@ -55,7 +55,7 @@ def test_work_does_not_wait_for_other_work_and_no_more_threads_are_kept_than_a_f
 
 
 def test_a_forked_child_begins_with_threads_of_its_own() -> None:
-    parked = Parked()
+    parked = WorkerThreads()
     one_after_the_other(parked, 1)
     child = os.fork()
     if not child:
@@ -73,7 +73,7 @@ def test_what_was_worked_on_is_let_go_of_with_the_work() -> None:
     def work(held: Held = held) -> None:
         assert held is not None
 
-    parked = Parked()
+    parked = WorkerThreads()
     given = parked.hand(work, "work")
     del held, work
     assert ended(given)

@@ -20,9 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptionError, StateError, Unserialisable
-from holdfast.model import canonical
-from holdfast.state import Tagged, flatten, prepare, register
+from tenuto.errors import CorruptionError, StateError, Unserialisable
+from tenuto.model import canonical_json
+from tenuto.state.encode.flattener import flatten
+from tenuto.state.frameworks import Tagged, register
+from tenuto.state.restore.match import match_state
 
 
 def same(one: Any, other: Any) -> bool:
@@ -54,8 +56,8 @@ def same(one: Any, other: Any) -> bool:
 def through_json(state: Any) -> Any:
     flattened = flatten({"it": state})
     assert not flattened.specs or flattened.specs[0].dtype == "uint8"
-    tree = canonical.loads(canonical.dumps(flattened.tree))
-    prepared = prepare(tree, None, flattened.specs)
+    tree = canonical_json.loads(canonical_json.dumps(flattened.tree))
+    prepared = match_state(tree, None, flattened.specs)
     for number, sink in prepared.wants:
         source = flattened.sources[number]
         sink.buffer[:] = (
@@ -122,7 +124,7 @@ def test_a_plain_value_comes_back_into_any_other(elements: frozenset[Any], befor
     state = {"it": [set(elements), elements, before]}
     flattened = flatten(state)
     target = {"it": before if isinstance(before, list) else [before]}
-    prepared = prepare(canonical.loads(canonical.dumps(flattened.tree)), None, flattened.specs, target)
+    prepared = match_state(canonical_json.loads(canonical_json.dumps(flattened.tree)), None, flattened.specs, target)
     found = prepared.apply()["it"]
     assert type(found[0]) is set and found[0] == elements and found[1] == elements
 
@@ -345,6 +347,6 @@ def test_a_tree_with_an_unknown_or_malformed_kind_is_corruption() -> None:
     ]:
         tree = {"!": "dict", "i": [["a", node]]}
         with pytest.raises((CorruptionError, StateError)):
-            prepare(tree, None, ()).apply()
+            match_state(tree, None, ()).apply()
         with pytest.raises((CorruptionError, StateError)):
-            prepare(tree, None, (), {"a": None}).apply()
+            match_state(tree, None, (), {"a": None}).apply()

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import CorruptionError, DuplicatePath, StateError, StateMismatch
-from holdfast.model.leaf import LeafSpec
-from holdfast.state import flatten, leaf_paths, prepare
+from tenuto.errors import CorruptionError, DuplicatePath, StateError, StateMismatch
+from tenuto.model.leaf import LeafSpec
+from tenuto.state.encode.flattener import flatten
+from tenuto.state.restore.match import match_state
+from tenuto.state.tree import leaf_paths
 
 
 class Counter:
@@ -208,7 +210,7 @@ def test_leaf_paths_refuses_trees_that_nobody_made() -> None:
     with pytest.raises(CorruptionError, match="deep"):
         leaf_paths(deep)
     with pytest.raises(CorruptionError, match="index"):
-        prepare({"!": "dict", "i": [["a", leaf(0)]]}, None, [LeafSpec("b", "uint8", (1,))])
+        match_state({"!": "dict", "i": [["a", leaf(0)]]}, None, [LeafSpec("b", "uint8", (1,))])
 
 
 def test_a_read_only_mapping_takes_no_plain_value(carrier: Any) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import StateMismatch
-from holdfast.state import rng
+from tenuto.errors import StateMismatch
+from tenuto.state.position import rng
 
 
 def draws() -> list[float]:

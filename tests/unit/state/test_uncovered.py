@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from holdfast.state.uncovered import uncovered
+from tenuto.certify.probe import uncovered
 
 
 class Stateful:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.store.backends.operating_system import OperatingSystem
+from tenuto.store.local.syscalls import OperatingSystem
 
 
 class Faulty(OperatingSystem):
@@ -58,7 +58,7 @@ def tmp_path(tmp_path_factory):
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path_factory.mktemp("store")
         return
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-") as place:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tenuto-test-") as place:
         yield Path(place)
 
 

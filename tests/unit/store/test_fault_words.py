@@ -8,10 +8,10 @@ import os
 
 import pytest
 
-from holdfast.errors import AlreadyExists, ObjectNotFound, StoreDenied, StoreError, StoreFull, StoreUnreliable
-from holdfast.store.backends import faults
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.contract import Bytes
+from tenuto.errors import AlreadyExists, ObjectNotFound, StoreDenied, StoreError, StoreFull, StoreUnreliable
+from tenuto.store.contract import Bytes
+from tenuto.store.local import os_errors
+from tenuto.store.local.store import LocalStore
 
 NAME = "runs/a/x"
 LARGE = 2**20
@@ -70,7 +70,7 @@ def test_a_put_says_where_it_failed(store, faulty, method, data, words, subject)
     act = lambda: put(store, data)  # noqa: E731
     refused(store, faulty, method, act, words, subject, errno.EIO, StoreError, "{} failed: {}")
     error = refused(store, faulty, method, act, words, subject, errno.ENOSPC, StoreFull, "no space while {}: {}")
-    assert "make room there" in error.hint and "holdfast rm" in error.hint
+    assert "make room there" in error.hint and "tenuto rm" in error.hint
 
 
 @pytest.mark.parametrize(("method", "act", "words", "subject"), READS, ids=lambda value: str(value)[:12])
@@ -140,18 +140,18 @@ def test_exactly_what_is_free_may_be_used(store, faulty, monkeypatch):
     assert put(store, bytes(LARGE)).length == LARGE
 
 
-@pytest.mark.parametrize("number", sorted(faults.PASSING))
+@pytest.mark.parametrize("number", sorted(os_errors.PASSING))
 def test_a_passing_fault_is_called_so(number):
-    error = faults.meaning(OSError(number, "gone for now"), "reading", "/p", "s")
+    error = os_errors.meaning(OSError(number, "gone for now"), "reading", "/p", "s")
     assert error.message == "passing fault while reading /p: gone for now"
     assert (error.subject, error.errno, error.hint) == ("s", number, None)
 
 
 def test_an_error_without_words_is_told_by_its_text():
-    error = faults.meaning(OSError("odd"), "reading", "/p", "s")
+    error = os_errors.meaning(OSError("odd"), "reading", "/p", "s")
     assert error.message == "reading /p failed: odd"
     assert error.errno is None
-    assert "failed: odd" in faults.unflushed(OSError("odd"), "/p", "s").message
+    assert "failed: odd" in os_errors.unflushed(OSError("odd"), "/p", "s").message
 
 
 def test_absent_and_taken_names_are_told_with_their_paths(store):

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from holdfast.errors import AlreadyExists, StoreError
-from holdfast.store.backends import local
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.contract import Bytes, Capabilities
+from tenuto.errors import AlreadyExists, StoreError
+from tenuto.store.contract import Bytes, Capabilities
+from tenuto.store.local import store as local_store
+from tenuto.store.local.store import LocalStore
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_probe_puts_twice_and_leaves_nothing(store, faulty):
     assert os.listdir(store.root) == []
     targets = [os.path.basename(path) for _, path in faulty.named("create")]
     assert len(targets) == 2
-    assert all(name.startswith("holdfast-probe-") and name.endswith(".tmp-probe") for name in targets)
+    assert all(name.startswith("tenuto-probe-") and name.endswith(".tmp-probe") for name in targets)
     store.probe()
     assert len({os.path.basename(path) for _, path in faulty.named("create")}) == 2 * len(set(targets)), "random names"
 
@@ -144,7 +144,7 @@ def test_puts_of_one_name_and_token_at_once_have_files_of_their_own(store, fault
             thread.join(60)
     assert names == ["x.tmp-t0", "x.tmp-t0-2", "x.tmp-t0-3"]
     assert sum(isinstance(outcome, AlreadyExists) for outcome in outcomes) == 2
-    assert not local._in_flight, "each is free again"
+    assert not local_store._in_flight, "each is free again"
     assert os.listdir(f"{store.root}/runs") == ["x"]
 
 

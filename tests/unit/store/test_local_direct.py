@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import StoreError
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.store.backends.writing import BLOCK
-from holdfast.store.contract import Bytes
+from tenuto.errors import StoreError
+from tenuto.store.contract import Bytes
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem
+from tenuto.store.local.writer import BLOCK
 
 MEBI = 2**20
 NAME = "runs/a/pack"
@@ -124,7 +124,7 @@ def test_an_aligned_image_goes_directly_to_its_last_byte(store, system, length):
 
 
 def test_pieces_are_written_in_large_strides(store, system, monkeypatch):
-    monkeypatch.setattr("holdfast.store.backends.writing._STRIDE", MEBI)
+    monkeypatch.setattr("tenuto.store.local.writer._STRIDE", MEBI)
     data = content_of(3 * MEBI + 5)
     store.put_if_absent(NAME, Bytes(data), token="t0")
     assert [length for _, _, length in system.log] == [MEBI, MEBI, MEBI, BLOCK]
@@ -146,8 +146,8 @@ def test_a_piece_that_is_not_aligned_turns_direct_off_for_the_rest(store, system
 
 
 def test_buffered_writes_are_flushed_as_they_go(store, system, monkeypatch):
-    monkeypatch.setattr("holdfast.store.backends.writing._FLUSH_EVERY", MEBI)
-    monkeypatch.setattr("holdfast.store.backends.writing._STRIDE", MEBI // 2)
+    monkeypatch.setattr("tenuto.store.local.writer._FLUSH_EVERY", MEBI)
+    monkeypatch.setattr("tenuto.store.local.writer._STRIDE", MEBI // 2)
     store.put_if_absent(NAME, Bytes(content_of(4 * MEBI + 1)[1:]), token="t0")
     assert set(ways(system)) == {"buffered"}
     assert [at for at in system.flushes if at][:4] == [2, 4, 6, 8], "the earlier ones are of directories"

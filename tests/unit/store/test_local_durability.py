@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import AlreadyExists, StoreError
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.contract import Bytes
+from tenuto.errors import AlreadyExists, StoreError
+from tenuto.store.contract import Bytes
+from tenuto.store.local.store import LocalStore
 
 
 @pytest.fixture

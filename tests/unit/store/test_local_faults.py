@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from holdfast.errors import (
+from tenuto.errors import (
     AlreadyExists,
     CorruptionError,
     StoreDenied,
@@ -16,9 +16,9 @@ from holdfast.errors import (
     StoreUnavailable,
     StoreUnreliable,
 )
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.contract import Bytes
-from holdfast.store.wrappers.retry import Patience, RetryingStore
+from tenuto.store.contract import Bytes
+from tenuto.store.local.store import LocalStore
+from tenuto.store.wrappers.retry import Patience, RetryingStore
 
 LARGE = 2 * 2**20
 NAME = "runs/a/x"
@@ -106,8 +106,8 @@ def test_a_failed_flush_of_the_directory_is_final(store, faulty, number, at):
 
 
 def test_a_flush_that_fails_in_the_middle_of_a_buffered_write(store, faulty, monkeypatch):
-    monkeypatch.setattr("holdfast.store.backends.writing._FLUSH_EVERY", 2**20)
-    monkeypatch.setattr("holdfast.store.backends.writing._STRIDE", 2**18)
+    monkeypatch.setattr("tenuto.store.local.writer._FLUSH_EVERY", 2**20)
+    monkeypatch.setattr("tenuto.store.local.writer._STRIDE", 2**18)
     faulty.fail("fsync", errno.EIO)
     faulty.fail("set_direct", errno.EINVAL)
     with pytest.raises(StoreUnreliable):

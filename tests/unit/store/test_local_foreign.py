@@ -1,4 +1,4 @@
-"""What Holdfast did not put there: symbolic links, devices, odd names. It is neither followed nor touched."""
+"""What Tenuto did not put there: symbolic links, devices, odd names. It is neither followed nor touched."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import os
 
 import pytest
 
-from holdfast.errors import AlreadyExists, ObjectNotFound, StoreError
-from holdfast.store.backends.filesystem import Status
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.store.contract import Bytes, Listing
+from tenuto.errors import AlreadyExists, ObjectNotFound, StoreError
+from tenuto.store.contract import Bytes, Listing
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem, Status
 
 
 @pytest.fixture

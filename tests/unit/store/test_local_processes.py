@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.contract import Bytes
+from tenuto.store.contract import Bytes
+from tenuto.store.local.store import LocalStore
 
 RACER = """
 import sys
-from holdfast.errors import AlreadyExists
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.contract import Bytes
+from tenuto.errors import AlreadyExists
+from tenuto.store.local.store import LocalStore
+from tenuto.store.contract import Bytes
 
 where, me, names = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = LocalStore(where)
@@ -34,7 +34,7 @@ for number in range(names):
 
 KILLED = """
 import os, signal, sys
-from holdfast.store.backends.local import LocalStore
+from tenuto.store.local.store import LocalStore
 
 class Deadly:
     length = 3 * 2**20

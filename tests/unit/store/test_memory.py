@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.errors import ObjectNotFound, StoreError
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes
+from tenuto.errors import ObjectNotFound, StoreError
+from tenuto.store.contract import Bytes
+from tenuto.store.memory import MemoryStore
 
 
 def test_times_are_a_counter_that_can_be_moved(request):

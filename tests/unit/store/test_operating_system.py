@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from holdfast.store.backends.filesystem import Forgetful
-from holdfast.store.backends.operating_system import OperatingSystem
+from tenuto.store.local.syscalls import Forgetful, OperatingSystem
 
 system = OperatingSystem()
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -171,7 +170,7 @@ def test_direct_can_be_turned_on_and_off_and_changes_no_other_flag(path, monkeyp
         return 0
 
     direct = 0o40000
-    monkeypatch.setattr("holdfast.store.backends.operating_system._DIRECT", direct)
+    monkeypatch.setattr("tenuto.store.local.syscalls._DIRECT", direct)
     monkeypatch.setattr(fcntl, "fcntl", control)
     for _ in range(2):
         system.set_direct(7, True)
@@ -184,8 +183,8 @@ def test_direct_can_be_turned_on_and_off_and_changes_no_other_flag(path, monkeyp
 def test_where_there_is_no_direct_io_or_probing_it_is_said_by_number(path, monkeypatch):
     with open(path, "wb") as file:
         file.write(b"1")
-    monkeypatch.setattr("holdfast.store.backends.operating_system._DIRECT", 0)
-    monkeypatch.setattr("holdfast.store.backends.operating_system._NOWAIT", 0)
+    monkeypatch.setattr("tenuto.store.local.syscalls._DIRECT", 0)
+    monkeypatch.setattr("tenuto.store.local.syscalls._NOWAIT", 0)
     with pytest.raises(OSError) as caught:
         system.open(path, direct=True)
     assert (caught.value.errno, caught.value.filename) == (errno.EINVAL, path)
@@ -233,7 +232,7 @@ class Library:
 )
 def test_reserving_is_tried_again_only_when_a_signal_came(monkeypatch, numbers, said):
     library = Library(*numbers)
-    monkeypatch.setattr("holdfast.store.backends.operating_system._libc", lambda: library)
+    monkeypatch.setattr("tenuto.store.local.syscalls._libc", lambda: library)
     if said is None:
         system.reserve(7, 4096)
     else:
@@ -260,7 +259,7 @@ def test_on_macos_a_flush_goes_through_to_the_drive(monkeypatch):
         if refusal:
             raise OSError(refusal[0], os.strerror(refusal[0]))
 
-    monkeypatch.setattr("holdfast.store.backends.operating_system._FULL_FSYNC", 51)
+    monkeypatch.setattr("tenuto.store.local.syscalls._FULL_FSYNC", 51)
     monkeypatch.setattr(fcntl, "fcntl", control)
     monkeypatch.setattr(os, "fsync", flushed.append)
     system.fsync(7)
@@ -279,7 +278,7 @@ def test_on_macos_a_flush_goes_through_to_the_drive(monkeypatch):
 def test_on_macos_a_rename_that_refuses_has_another_name(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     library = Library(errno.EEXIST)
-    monkeypatch.setattr("holdfast.store.backends.operating_system._libc", lambda: library)
+    monkeypatch.setattr("tenuto.store.local.syscalls._libc", lambda: library)
     with pytest.raises(FileExistsError) as caught:
         system.rename_noreplace("/a", "/é")
     assert caught.value.filename == "/é"
@@ -288,7 +287,7 @@ def test_on_macos_a_rename_that_refuses_has_another_name(monkeypatch):
 
 
 def test_a_c_library_without_such_a_rename(monkeypatch):
-    monkeypatch.setattr("holdfast.store.backends.operating_system._libc", object)
+    monkeypatch.setattr("tenuto.store.local.syscalls._libc", object)
     with pytest.raises(OSError) as caught:
         system.rename_noreplace("/a", "/b")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSYS, "/b")

@@ -7,12 +7,12 @@ import os
 
 import pytest
 
-from holdfast.errors import CorruptionError, StoreError
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.backends.operating_system import OperatingSystem
-from holdfast.store.backends.writing import BLOCK, WORTH_DIRECT
-from holdfast.store.contract import Bytes
+from tenuto.errors import CorruptionError, StoreError
+from tenuto.store.contract import Bytes
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem
+from tenuto.store.local.writer import BLOCK, WORTH_DIRECT
+from tenuto.store.memory import MemoryStore
 
 NAME = "runs/a/pack"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import UsageError
-from holdfast.store import registry
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes, Store
-from holdfast.store.registry import open_store
-from holdfast.store.wrappers.retry import RetryingStore
+from tenuto.errors import UsageError
+from tenuto.store import registry
+from tenuto.store.contract import Bytes, Store
+from tenuto.store.memory import MemoryStore
+from tenuto.store.registry import open_store
+from tenuto.store.wrappers.retry import RetryingStore
 
 
 def test_a_path_is_a_local_directory_and_nothing_is_made_by_opening_it(tmp_path):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from holdfast.errors import (
+from tenuto.errors import (
     AlreadyExists,
     CorruptionError,
     ObjectNotFound,
@@ -14,9 +14,9 @@ from holdfast.errors import (
     StoreUnavailable,
     StoreUnreliable,
 )
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes, Store
-from holdfast.store.wrappers.retry import Patience, RetryingStore
+from tenuto.store.contract import Bytes, Store
+from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.retry import Patience, RetryingStore
 
 QUICK = Patience(attempts=4, wait_s=0)
 

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import AlreadyExists, CorruptionError, StoreDenied, StoreError, StoreFull, StoreUnavailable
-from holdfast.model.checkpoint import Receipt
-from holdfast.store.backends.local import LocalStore
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes, Content, Store
-from holdfast.store.wrappers.retry import Patience, RetryingStore
-from holdfast.store.wrappers.tee import put_into_all
-from holdfast.testing.broken_stores import StoreLayer
-from holdfast.testing.store_suite.base import LARGE, Failing, Interrupted, Pieces, Refilled, patterned
+from campaigns.broken_stores import StoreLayer
+from tenuto.errors import AlreadyExists, CorruptionError, StoreDenied, StoreError, StoreFull, StoreUnavailable
+from tenuto.model.records import Receipt
+from tenuto.store.contract import Bytes, Content, Store
+from tenuto.store.local.store import LocalStore
+from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.fan_out import put_into_all
+from tenuto.store.wrappers.retry import Patience, RetryingStore
+from tenuto.testing.store_suite.base import LARGE, Failing, Interrupted, Pieces, Refilled, patterned
 
 NAME = "runs/main/pack"
 QUICK = Patience(attempts=4, wait_s=0)
@@ -359,7 +359,7 @@ def test_a_store_alone_puts_in_the_thread_that_asks(memory: Callable[[int], list
 def test_no_thread_stays_behind(memory: Callable[[int], list[MemoryStore]]) -> None:
     good, bad = memory(2)
     put_into_all([good, Breaking(bad, StoreFull("no space"))], NAME, Bytes(b"data"), token="t0")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-copies")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tenuto-copies")]
 
 
 def test_where_no_more_threads_can_be_started_all_places_get_it_and_nobody_waits(
@@ -370,7 +370,7 @@ def test_where_no_more_threads_can_be_started_all_places_get_it_and_nobody_waits
     start, begun = threading.Thread.start, []
 
     def few(self: threading.Thread) -> None:
-        if self.name == "holdfast-copies":
+        if self.name == "tenuto-copies":
             begun.append(self)
             if len(begun) > 1:
                 raise RuntimeError("can't start new thread")

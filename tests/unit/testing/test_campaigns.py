@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing import campaigns
-from holdfast.testing.campaigns import Progress, Sitting, code, deliver, machine, options, versions
-from holdfast.version import __version__
+from campaigns import result_file
+from campaigns.result_file import Progress, Sitting, code, deliver, machine, options, versions
+from tenuto.version import __version__
 
 
 def test_a_result_begins_with_what_it_was_obtained_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaigns, "code", lambda: {"commit": "4dc1f00", "dirty": False})
-    found = Sitting("holdfast.testing.one", ["--seed", "7"], seed=7, packages=["numpy"]).result({"cases": 3})
+    monkeypatch.setattr(result_file, "code", lambda: {"commit": "4dc1f00", "dirty": False})
+    found = Sitting("tenuto.testing.one", ["--seed", "7"], seed=7, packages=["numpy"]).result({"cases": 3})
     assert list(found) == ["command", "seed", "seconds", "commit", "dirty", "versions", "machine", "cases"]
-    assert found["command"] == "python -m holdfast.testing.one --seed 7"
+    assert found["command"] == "python -m tenuto.testing.one --seed 7"
     assert (found["seed"], found["cases"]) == (7, 3)
-    assert found["versions"].keys() == {"python", "holdfast", "numpy"}
-    assert found["versions"]["holdfast"] == __version__
+    assert found["versions"].keys() == {"python", "tenuto", "numpy"}
+    assert found["versions"]["tenuto"] == __version__
     assert found["seconds"] >= 0
 
 
@@ -34,9 +34,9 @@ def test_the_command_is_the_process_s_own_where_no_arguments_are_given(monkeypat
 def test_a_result_names_the_commit_that_it_ran_from_and_whether_the_code_was_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "src" / "holdfast"
+    package = tmp_path / "src" / "tenuto"
     here, results = package / "testing" / "campaigns.py", tmp_path / "results"
-    monkeypatch.setattr(campaigns, "__file__", str(here))
+    monkeypatch.setattr(result_file, "__file__", str(here))
     for place in (here.parent, results):
         place.mkdir(parents=True)
     here.write_text("pass\n")
@@ -70,7 +70,7 @@ def test_a_result_names_the_commit_that_it_ran_from_and_whether_the_code_was_ano
 
 def test_what_is_not_installed_or_not_told_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions("no-such-package-at-all")["no-such-package-at-all"] == "absent"
-    monkeypatch.setattr(campaigns.os.path, "exists", lambda path: False)
+    monkeypatch.setattr(result_file.os.path, "exists", lambda path: False)
     assert (machine()["cpu"], machine()["memory_gib"]) == ("unknown", "unknown")
 
 
@@ -93,7 +93,7 @@ def test_into_a_file_progress_is_told_at_once_and_then_seldom(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(campaigns.time, "monotonic", lambda: now)
+    monkeypatch.setattr(result_file.time, "monotonic", lambda: now)
     say = Progress()
     for line, now in (("first", 100.0), ("too soon", 109.0), ("later", 110.0)):  # noqa: B007 - the lambda above tells it
         say(line)

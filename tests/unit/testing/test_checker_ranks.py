@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.joint_saves import save_jointly, whole
 
-from holdfast.model.names import CheckpointId
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.testing.checker import check_checkpoint
-from holdfast.testing.expectations import Saved
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.repository import Repo
+from tenuto.store.memory import MemoryStore
+from tenuto.testing.checker import check_checkpoint
+from tenuto.testing.expectations import Saved
+from tests.joint_saves import save_jointly, whole
 
 
 @pytest.fixture

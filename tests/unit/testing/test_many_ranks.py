@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.testing.many_ranks.campaign import LEAVES, RANKS, campaign, growth, measure, mesh_of, meshes
-from holdfast.testing.many_ranks.states import ALIKE
+from campaigns.many_ranks.campaign import LEAVES, RANKS, campaign, growth, measure, mesh_of, meshes
+from campaigns.many_ranks.states import ALIKE
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.testing import seeded_bugs
-from holdfast.testing.corruption import bugs as corruption
-from holdfast.testing.faulty_disk import bugs as faulty_disk
-from holdfast.testing.layouts import bugs as layouts
-from holdfast.testing.rank_crashes import bugs as rank_crashes
-from holdfast.testing.retention_histories import bugs as retention
+from campaigns import seeded_bugs
+from campaigns.corruption import bugs as corruption
+from campaigns.faulty_disk import bugs as faulty_disk
+from campaigns.layouts import bugs as layouts
+from campaigns.rank_crashes import bugs as rank_crashes
+from campaigns.retention_histories import bugs as retention
 
 ALL = [
     (module.__name__, bug)

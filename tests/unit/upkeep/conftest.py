@@ -10,24 +10,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from holdfast.codec.digest import digest_rows
-from holdfast.errors import ObjectNotFound
-from holdfast.image.layout import plan_layout
-from holdfast.model.checkpoint import AttemptRecord, Index, Manifest, PackEntry
-from holdfast.model.leaf import LeafSpec
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout, objects
-from holdfast.repo.attempts import Attempt
-from holdfast.repo.commit import begin, commit
-from holdfast.repo.content import content_digest
-from holdfast.repo.lease import Lease
-from holdfast.repo.liveness import this_process
-from holdfast.repo.packs import put_index
-from holdfast.repo.records import encode_attempt
-from holdfast.repo.repository import Repo
-from holdfast.repo.watch import let_go, take_hold
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes
+from tenuto.codec.digest import digest_rows
+from tenuto.engine.staging.buffer_layout import plan_layout
+from tenuto.errors import ObjectNotFound
+from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import AttemptRecord, Index, Manifest, PackEntry
+from tenuto.repo.commit import begin, commit, put_index
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.content_digest import content_digest
+from tenuto.repo.format.small_records import encode_attempt
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.ownership.lease import Lease
+from tenuto.repo.ownership.owner_watch import let_go, take_hold
+from tenuto.repo.process import this_process
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes
+from tenuto.store.memory import MemoryStore
 
 _names = itertools.count()
 
@@ -66,7 +65,7 @@ class World:
         if not alive:
             owner = replace(owner, pid=2**22 + 7)
         record = AttemptRecord(run, number, secrets.token_hex(16), parent, owner)
-        name = layout.attempt_name(run, number)
+        name = object_names.attempt_name(run, number)
         objects.put(self.store, name, encode_attempt(record), token=record.id)
         if alive:
             take_hold(self.repo, run, number)
@@ -108,7 +107,7 @@ class World:
             PackEntry(pack.name, pack.length, pack.header_length, plan.header_digest(number, save_id))
             for number, pack in enumerate(plan.packs)
         )
-        begin(attempt, step, save_id, [*(pack.name for pack in packs), layout.index_file(0)])
+        begin(attempt, step, save_id, [*(pack.name for pack in packs), object_names.index_file(0)])
         if until == "begin":
             return id
         receipts = []

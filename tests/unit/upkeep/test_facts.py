@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import CheckpointNotFound
-from holdfast.policy import keep
-from holdfast.repo.notes import add_note
-from holdfast.repo.repository import Repo
-from holdfast.upkeep.facts import gather_facts
+from tenuto.errors import CheckpointNotFound
+from tenuto.maintenance.facts import gather_facts
+from tenuto.policy import keep
+from tenuto.repo.notes import add_note
+from tenuto.repo.repository import Repo
 
 
 class Busy:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.crashpoints import armed
-from holdfast.errors import CheckpointNotFound, Superseded
-from holdfast.model.checkpoint import Manifest
-from holdfast.policy import keep
-from holdfast.repo import layout, objects, tombstones
-from holdfast.repo.attempts import claim
-from holdfast.repo.commit import abort, commit
-from holdfast.repo.manifest import Aborted
-from holdfast.repo.notes import add_note
-from holdfast.repo.objects import checkpoint_json
-from holdfast.repo.refs import put_ref
-from holdfast.upkeep import remove, retention, undelete
-from holdfast.upkeep.gc import execute, plan_gc
-from holdfast.upkeep.verify import assert_whole
+from tenuto.crashpoints import armed
+from tenuto.errors import CheckpointNotFound, Superseded
+from tenuto.maintenance import remove, retention, undelete
+from tenuto.maintenance.gc import execute, plan_gc
+from tenuto.maintenance.verify import assert_whole
+from tenuto.model.records import Manifest
+from tenuto.policy import keep
+from tenuto.repo import tombstones
+from tenuto.repo.commit import commit
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.manifest import Aborted
+from tenuto.repo.format.objects import checkpoint_json
+from tenuto.repo.notes import add_note
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.refs import put_ref
+from tenuto.repo.unfinished import abort
 
 HOUR = 3600.0
 
@@ -63,7 +65,7 @@ def test_what_an_aborted_save_left_without_its_begin_json_is_freed_by_its_form(w
     saved = world.save(attempt, 1, until="index")
     world.die(attempt)
     abort(world.repo, saved, "0" * 32)
-    world.store.delete([layout.begin_name(saved)])
+    world.store.delete([object_names.begin_name(saved)])
     for file in ("boxes.index", "rank-00001.01.safetensors", "my-notes.txt", "rank-1.index"):
         world.put(f"{saved.directory}/{file}")
     visit(world)
@@ -167,7 +169,7 @@ def test_i6_foreign_copied_and_damaged_things_stay(world):
     open_save = world.save(attempt, 2, until="pack")
     damaged_begin = world.save(attempt, 3, until="pack")
     damaged_manifest = world.save(attempt, 4)
-    world.flip(layout.begin_name(damaged_begin), 30)
+    world.flip(object_names.begin_name(damaged_begin), 30)
     world.flip(damaged_manifest.manifest, 30)
     world.die(attempt)
     for foreign in ("README", "runs/notes.txt", "runs/main/plot.png", f"{open_save.directory}/mine.bin", "trash/x.json",
@@ -185,7 +187,7 @@ def test_i6_foreign_copied_and_damaged_things_stay(world):
     report = visit(world, finished={"main": 1})
     assert report.deleted == (open_save,)
     gone = set(before) - set(world.names())
-    assert gone == {layout.begin_name(open_save), f"{open_save.directory}/rank-00000.safetensors"}
+    assert gone == {object_names.begin_name(open_save), f"{open_save.directory}/rank-00000.safetensors"}
 
 
 def test_temporaries_that_outlived_their_puts_go(world):
@@ -217,7 +219,7 @@ def test_an_aborted_save_of_a_process_that_may_still_put_is_visited_again(world)
     visit(world)
     world.store.advance(25 * HOUR)
     assert visit(world).deleted == (open_save,)
-    assert world.names(open_save.directory) == [layout.begin_name(open_save), open_save.manifest]
+    assert world.names(open_save.directory) == [object_names.begin_name(open_save), open_save.manifest]
     world.put(f"{open_save.directory}/rank-00000.index", b"late")
     world.die(attempt)
     visit(world)
@@ -263,7 +265,7 @@ def test_a_pinned_checkpoint_in_the_trash_is_kept(world):
     old, _ = world.save(attempt, 1), world.save(attempt, 2)
     put_ref(world.repo, "pin", "keep", old)
     data = world.store.place.objects.pop(old.manifest)[0]
-    world.put(f"{layout.trash_directory(old)}/{'0' * 32}.json", data)
+    world.put(f"{object_names.trash_directory(old)}/{'0' * 32}.json", data)
     visit(world, grace_s=0.0)
     assert visit(world, grace_s=0.0).deleted == ()
     assert undelete.execute(world.repo, undelete.plan_undelete(world.repo, old)).id == old

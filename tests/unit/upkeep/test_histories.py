@@ -14,20 +14,21 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from holdfast.crashpoints import armed
-from holdfast.errors import CheckpointNotFound, RemovalRefused, RepositoryError
-from holdfast.model.names import CheckpointId
-from holdfast.policy import keep
-from holdfast.repo import attempts as claims
-from holdfast.repo import layout, tombstones
-from holdfast.repo.attempts import Attempt
-from holdfast.repo.commit import abort, free
-from holdfast.repo.lineage import walk
-from holdfast.repo.notes import add_note
-from holdfast.repo.refs import clear_ref, put_ref
-from holdfast.repo.watch import let_go
-from holdfast.upkeep import gc, remove, retention, undelete
-from holdfast.upkeep.verify import assert_whole
+from tenuto.crashpoints import armed
+from tenuto.errors import CheckpointNotFound, RemovalRefused, RepositoryError
+from tenuto.maintenance import gc, remove, retention, undelete
+from tenuto.maintenance.verify import assert_whole
+from tenuto.model.ids import CheckpointId
+from tenuto.policy import keep
+from tenuto.repo import tombstones
+from tenuto.repo.format import object_names
+from tenuto.repo.lineage import walk
+from tenuto.repo.notes import add_note
+from tenuto.repo.ownership import claim as claims
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.ownership.owner_watch import let_go
+from tenuto.repo.refs import clear_ref, put_ref
+from tenuto.repo.unfinished import abort, free
 
 RUNS = ("main", "fork")
 GRACE_S = 10 * 3600.0
@@ -238,7 +239,7 @@ class Histories(RuleBasedStateMachine):
         try:
             put_ref(self.world.repo, "pin", name, id)
         except CheckpointNotFound:
-            assert self.world.names(layout.tombstone_directory(id)), "only one that is being removed is refused"
+            assert self.world.names(object_names.tombstone_directory(id)), "only one that is being removed is refused"
         else:
             self.model.pins[name] = id
 
@@ -256,7 +257,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def copy(self, data: st.DataObject) -> None:
-        """A person copies a directory to a place that looks like Holdfast's own."""
+        """A person copies a directory to a place that looks like Tenuto's own."""
         sources = sorted({name.rpartition("/")[0] for name in self.world.names("runs") if name.endswith("begin.json")})
         if not sources or len(self.foreign) > 60:
             return

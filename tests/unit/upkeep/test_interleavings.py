@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import CheckpointNotFound, HoldfastError
-from holdfast.policy import keep
-from holdfast.repo import attempts as claims
-from holdfast.repo import layout, tombstones
-from holdfast.repo.attempts import Attempt
-from holdfast.repo.lineage import walk
-from holdfast.repo.refs import put_ref, read_ref
-from holdfast.repo.repository import Repo
-from holdfast.repo.tombstones import is_tombstoned
-from holdfast.upkeep import gc, remove, retention, undelete
-from holdfast.upkeep.verify import assert_whole
+from tenuto.errors import CheckpointNotFound, TenutoError
+from tenuto.maintenance import gc, remove, retention, undelete
+from tenuto.maintenance.verify import assert_whole
+from tenuto.policy import keep
+from tenuto.repo import tombstones
+from tenuto.repo.format import object_names
+from tenuto.repo.lineage import walk
+from tenuto.repo.ownership import claim as claims
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.refs import put_ref, read_ref
+from tenuto.repo.repository import Repo
+from tenuto.repo.tombstones import is_tombstoned
 
 
 class Interrupted:
@@ -99,14 +100,14 @@ class Scene:
     def try_bring_back(self) -> None:
         try:
             self.bring_back(self.world.repo)
-        except HoldfastError:
+        except TenutoError:
             return
         self.won = True
 
     def try_rm(self) -> None:
         try:
             self.rm(self.world.repo)
-        except HoldfastError:
+        except TenutoError:
             return
 
     def try_collect(self) -> None:
@@ -128,7 +129,7 @@ def interleave(
         repo = Repo.open(store)
         try:
             getattr(scene, actor)(repo)
-        except HoldfastError:
+        except TenutoError:
             pass
         if store.count < at:
             return at - 1
@@ -170,7 +171,7 @@ def test_i6_undelete_and_who_comes_in_between(make_world, intruder):
         if not exists:
             packs = scene.world.names(f"{scene.old.directory}/rank")
             closed = scene.world.names(scene.old.manifest)
-            trash = scene.world.names(layout.trash_directory(scene.old))
+            trash = scene.world.names(object_names.trash_directory(scene.old))
             assert closed or (len(packs) == 2 and trash), "it can neither be restored nor brought back"
 
     assert interleave(make_world, "removed", "bring_back", intruder, check) > 20

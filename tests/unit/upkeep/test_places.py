@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import HoldfastError, StoreDenied
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout
-from holdfast.repo.manifest import Aborted, encode_aborted
-from holdfast.repo.notes import add_note
-from holdfast.repo.places import Places
-from holdfast.repo.repository import Repo
-from holdfast.repo.spread import Mirror, PerNode
-from holdfast.repo.unfinished import abort, free
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.testing.broken_stores import StoreLayer
-from holdfast.upkeep.findings import Finding
-from holdfast.upkeep.places import tidy_places
-from holdfast.upkeep.verify import assert_whole, execute, plan_verify
+import tenuto
+from campaigns.broken_stores import StoreLayer
+from tenuto.errors import StoreDenied, TenutoError
+from tenuto.maintenance.inspect import Finding
+from tenuto.maintenance.replica_tidy import tidy_replicas
+from tenuto.maintenance.verify import assert_whole, execute, plan_verify
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.format import object_names
+from tenuto.repo.format.manifest import Aborted, encode_aborted
+from tenuto.repo.notes import add_note
+from tenuto.repo.replicated.config import Mirror, PerNode
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.repository import Repo
+from tenuto.repo.unfinished import abort, free
+from tenuto.store.memory import MemoryStore
 
 FILE = "rank-00000.safetensors"
 
@@ -89,15 +89,15 @@ def test_what_the_home_has_forgotten_is_freed_and_counted(spread: Spread) -> Non
     old, newest = spread.save(1), spread.save(3)
     spread.forget(old)
     assert FILE in spread.in_place(old)
-    assert tidy_places(spread.repo, newest) == 1
+    assert tidy_replicas(spread.repo, newest) == 1
     assert spread.in_place(old) == []
-    assert tidy_places(spread.repo, newest) == 0
+    assert tidy_replicas(spread.repo, newest) == 0
 
 
 def test_no_checkpoint_is_touched(spread: Spread) -> None:
     ids = [spread.save(step) for step in (1, 2, 3)]
     before = dict(spread.home.place.objects), dict(spread.place.place.objects)
-    assert tidy_places(spread.repo, ids[-1]) == 0
+    assert tidy_replicas(spread.repo, ids[-1]) == 0
     assert (spread.home.place.objects, spread.place.place.objects) == before
 
 
@@ -107,7 +107,7 @@ def test_a_save_that_is_under_way_is_not_touched(spread: Spread, until: str) -> 
     for step in (1, 3):
         id = spread.save(step, until=until)
         before = spread.in_place(id)
-        assert tidy_places(spread.repo, committed) == 0
+        assert tidy_replicas(spread.repo, committed) == 0
         assert spread.in_place(id) == before
 
 
@@ -115,7 +115,7 @@ def test_a_step_behind_the_newest_is_not_looked_at_whatever_the_home_says(spread
     committed, later = spread.save(2), spread.save(3, until="index")
     spread.forget(later)
     before = spread.in_place(later)
-    assert tidy_places(spread.repo, committed) == 0
+    assert tidy_replicas(spread.repo, committed) == 0
     assert spread.in_place(later) == before != []
 
 
@@ -124,7 +124,7 @@ def test_what_an_older_attempt_never_committed_is_freed_whatever_its_step(spread
     spread.attempt = spread.world.claim()
     newest = spread.save(1)
     spread.forget(old)
-    assert tidy_places(spread.repo, newest) == 1
+    assert tidy_replicas(spread.repo, newest) == 1
     assert spread.in_place(old) == [] and FILE in spread.in_place(newest)
 
 
@@ -132,7 +132,7 @@ def test_another_runs_saves_are_its_own(spread: Spread, make_world: type[Any]) -
     other = spread.world.save(spread.world.claim("other"), 1)
     newest = spread.save(5)
     spread.forget(other)
-    assert tidy_places(spread.repo, newest) == 0
+    assert tidy_replicas(spread.repo, newest) == 0
     assert FILE in spread.in_place(other)
 
 
@@ -141,15 +141,15 @@ def test_a_checkpoint_is_one_with_either_of_what_tells_it(spread: Spread, lacks:
     """The one that is lacking may have been lost, and its packs not."""
     old, newest = spread.save(1), spread.save(2)
     del spread.home.place.objects[f"{old.directory}/{lacks}"]
-    assert tidy_places(spread.repo, newest) == 0
+    assert tidy_replicas(spread.repo, newest) == 0
     assert FILE in spread.in_place(old)
 
 
 def test_a_damaged_manifest_frees_nothing(spread: Spread) -> None:
     old, newest = spread.save(1), spread.save(2)
     flip(spread.home, old.manifest, 40)
-    del spread.home.place.objects[layout.begin_name(old)]
-    assert tidy_places(spread.repo, newest) == 0
+    del spread.home.place.objects[object_names.begin_name(old)]
+    assert tidy_replicas(spread.repo, newest) == 0
     assert FILE in spread.in_place(old)
 
 
@@ -157,7 +157,7 @@ def test_what_an_aborted_save_put_is_freed_though_its_begin_stays_in_the_home(sp
     id = spread.save(1, until="index")
     newest = spread.save(2)
     spread.home.place.objects[id.manifest] = encode_aborted(Aborted(id, "", "a test")), 1
-    assert tidy_places(spread.repo, newest) == 1
+    assert tidy_replicas(spread.repo, newest) == 1
     assert spread.in_place(id) == []
 
 
@@ -173,7 +173,7 @@ def test_a_manifest_that_the_place_lacks_is_brought(spread: Spread) -> None:
     old, newest = spread.save(1), spread.save(2)
     del spread.place.place.objects[old.manifest]
     del spread.place.place.objects[newest.manifest]
-    tidy_places(spread.repo, newest)
+    tidy_replicas(spread.repo, newest)
     for id in (old, newest):
         assert spread.place.place.objects[id.manifest][0] == spread.home.place.objects[id.manifest][0]
 
@@ -182,7 +182,7 @@ def test_the_copy_of_a_manifest_that_the_home_has_removed_goes_and_its_packs_sta
     """As `rm` does, until gc or `undelete`."""
     old, newest = spread.save(1), spread.save(2)
     del spread.home.place.objects[old.manifest]
-    assert tidy_places(spread.repo, newest) == 0
+    assert tidy_replicas(spread.repo, newest) == 0
     assert "manifest.json" not in spread.in_place(old)
     assert FILE in spread.in_place(old)
     assert Repo.open(spread.place).committed("main", 1) == [2]
@@ -193,7 +193,7 @@ def test_notes_of_what_is_freed_go_too(spread: Spread) -> None:
     add_note(spread.repo, old, "metric", {"loss": 1.0})
     assert "notes/1.json" in spread.in_place(old)
     spread.forget(old)
-    tidy_places(spread.repo, newest)
+    tidy_replicas(spread.repo, newest)
     assert spread.in_place(old) == []
 
 
@@ -202,7 +202,7 @@ def test_what_unfinished_puts_have_left_goes_too(spread: Spread) -> None:
     for file in (FILE, "begin.json", "manifest.json", "rank-00000.index"):
         spread.place.place.objects[f"{old.directory}/{file}.tmp-{'0' * 32}"] = b"", 1
     spread.forget(old)
-    tidy_places(spread.repo, newest)
+    tidy_replicas(spread.repo, newest)
     assert spread.in_place(old) == []
 
 
@@ -212,7 +212,7 @@ def test_foreign_files_stay(spread: Spread, file: str) -> None:
     spread.place.place.objects[f"{old.directory}/{file}"] = b"mine", 1
     spread.place.place.objects[f"{old.directory}/{file}.tmp-1"] = b"mine", 1
     spread.forget(old)
-    assert tidy_places(spread.repo, newest) == 1
+    assert tidy_replicas(spread.repo, newest) == 1
     assert spread.in_place(old) == sorted([file, f"{file}.tmp-1"])
 
 
@@ -220,7 +220,7 @@ def test_foreign_files_stay(spread: Spread, file: str) -> None:
 def test_directories_that_are_no_saves_are_passed_over(spread: Spread, name: str) -> None:
     newest = spread.save(2)
     spread.place.place.objects[name + FILE] = b"mine", 1
-    assert tidy_places(spread.repo, newest) == 0
+    assert tidy_replicas(spread.repo, newest) == 0
     assert name + FILE in spread.place.place.objects
 
 
@@ -228,7 +228,7 @@ def test_indexes_alone_are_freed_and_not_counted(spread: Spread) -> None:
     old, newest = spread.save(1), spread.save(2)
     del spread.place.place.objects[f"{old.directory}/{FILE}"]
     spread.forget(old)
-    assert tidy_places(spread.repo, newest) == 0
+    assert tidy_replicas(spread.repo, newest) == 0
     assert spread.in_place(old) == []
 
 
@@ -236,14 +236,14 @@ def test_places_that_are_only_found_belong_to_another_node(make_world: type[Any]
     spread, other = Spread(make_world, "node"), fresh()
     old = spread.save(1)
     repo = Repo.create_or_open(PerNode(other, home=spread.home, node="n2"))
-    assert isinstance(repo.store, Places)
+    assert isinstance(repo.store, ReplicatedStore)
     spread.forget(old)
-    assert tidy_places(repo, CheckpointId("main", 1, 9)) == 0
+    assert tidy_replicas(repo, CheckpointId("main", 1, 9)) == 0
     assert FILE in spread.in_place(old)
 
 
 def test_a_repository_in_one_place_has_nothing_to_tidy(world: Any) -> None:
-    assert tidy_places(world.repo, world.save(world.claim(), 1)) == 0
+    assert tidy_replicas(world.repo, world.save(world.claim(), 1)) == 0
 
 
 class StaleHome(StoreLayer):
@@ -255,9 +255,9 @@ class StaleHome(StoreLayer):
 
 def test_a_listing_that_is_older_than_a_save_frees_nothing(spread: Spread) -> None:
     old, newest = spread.save(1), spread.save(2)
-    assert isinstance(spread.repo.store, Places)
+    assert isinstance(spread.repo.store, ReplicatedStore)
     spread.repo.store.home = StaleHome(spread.home)
-    assert tidy_places(spread.repo, newest) == 0
+    assert tidy_replicas(spread.repo, newest) == 0
     assert FILE in spread.in_place(old) and FILE in spread.in_place(newest)
 
 
@@ -289,15 +289,15 @@ def test_a_freeing_that_is_cut_short_is_ended_by_the_next_and_never_looks_like_a
     ending = Ending(spread.place)
     ending.left = left
     places = spread.repo.store
-    assert isinstance(places, Places)
+    assert isinstance(places, ReplicatedStore)
     whole, places.packs_in = places.packs_in, (spread.home, ending)
     try:
-        tidy_places(spread.repo, newest)
+        tidy_replicas(spread.repo, newest)
     except Interrupted:
         if left:
             assert Repo.open(spread.place).committed("main", 1) == [2]
     places.packs_in = whole
-    tidy_places(spread.repo, newest)
+    tidy_replicas(spread.repo, newest)
     assert spread.in_place(old) == []
 
 
@@ -315,14 +315,14 @@ def test_a_store_that_cannot_be_asked_frees_nothing_and_says_so(make_world: type
             raise StoreDenied("not yours")
 
     places = spread.repo.store
-    assert isinstance(places, Places)
+    assert isinstance(places, ReplicatedStore)
     if what == "home":
         places.home = Denied(spread.home)
     else:
         places.packs_in = (places.home, Denied(spread.place))
     told: list[str] = []
     places.tell = told.append
-    assert tidy_places(spread.repo, newest) == 0
+    assert tidy_replicas(spread.repo, newest) == 0
     assert told and all("not yours" in one for one in told)
     assert FILE in spread.in_place(old)
 
@@ -332,14 +332,14 @@ def test_what_goes_wrong_with_one_save_keeps_no_other_from_being_freed(spread: S
     first = spread.save(1)
     spread.attempt = spread.world.claim(parent=first)
     old, newest = spread.save(2), spread.save(3)
-    flip(spread.place, layout.attempt_name(first.run, first.attempt), 20)
+    flip(spread.place, object_names.attempt_name(first.run, first.attempt), 20)
     del spread.place.place.objects[first.manifest]
     spread.forget(old)
     told: list[str] = []
     repo = Repo.open(Mirror(spread.home, spread.place))  # which has not yet seen that the claims are equal
-    assert isinstance(repo.store, Places)
+    assert isinstance(repo.store, ReplicatedStore)
     repo.store.tell = told.append
-    assert tidy_places(repo, newest) == 1
+    assert tidy_replicas(repo, newest) == 1
     assert FILE not in spread.in_place(old)
     assert len(told) == 1 and "damaged" in told[0]
 
@@ -357,7 +357,7 @@ class Copies:
         self.home, self.place = fresh(), fresh()
         self.where = Mirror(self.home, self.place)
         self.where.tell = [].append
-        self.id = holdfast.save(STATE, self.where).id
+        self.id = tenuto.save(STATE, self.where).id
         (self.pack,) = (name for name in below(self.home, self.id.directory) if name.endswith(".safetensors"))
 
     @property
@@ -375,8 +375,8 @@ class Copies:
 
     def restores(self) -> bool:
         try:
-            found = holdfast.load(self.mirror()).state
-        except HoldfastError:
+            found = tenuto.load(self.mirror()).state
+        except TenutoError:
             return False
         assert all(np.array_equal(found[name], STATE[name]) for name in STATE)
         return True
@@ -495,6 +495,6 @@ def test_all_places_copied_into_one_directory_are_the_repository(make_world: typ
     merged = fresh()
     for store in (spread.home, spread.place, other):
         for name, (data, when) in store.place.objects.items():
-            if name != layout.MEMBER:
+            if name != object_names.MEMBER:
                 assert merged.place.objects.setdefault(name, (data, when))[0] == data
     assert len(assert_whole(Repo.create_or_open(merged)).checked) == 2

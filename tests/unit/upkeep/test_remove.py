@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.crashpoints import armed
-from holdfast.errors import CheckpointNotFound, CorruptionError, RemovalRefused, RepositoryError
-from holdfast.repo import attempts, tombstones
-from holdfast.repo.adoption import Adoptable, went_on
-from holdfast.repo.footer import Holder
-from holdfast.repo.lineage import latest
-from holdfast.repo.notes import add_note
-from holdfast.repo.refs import clear_ref, put_ref
-from holdfast.upkeep import gc, remove, undelete
-from holdfast.upkeep.census import look_at
-from holdfast.upkeep.verify import assert_whole
+from tenuto.crashpoints import armed
+from tenuto.engine.memory_tier.eligibility import Adoptable, went_on
+from tenuto.engine.memory_tier.seal import SealHolder
+from tenuto.errors import CheckpointNotFound, CorruptionError, RemovalRefused, RepositoryError
+from tenuto.maintenance import gc, remove, undelete
+from tenuto.maintenance.census import look_at
+from tenuto.maintenance.verify import assert_whole
+from tenuto.repo import tombstones
+from tenuto.repo.lineage import latest
+from tenuto.repo.notes import add_note
+from tenuto.repo.ownership import claim
+from tenuto.repo.refs import clear_ref, put_ref
 
 
 def rm(world, *ids, force=False):
@@ -108,7 +109,7 @@ def test_training_goes_on_from_memory_behind_what_was_removed_only_once_it_is_ba
     world.die(attempt)
 
     def later():
-        return went_on(world.repo, "main", replace(new, step=9), "ef" * 16, Holder(attempt.number, attempt.id))
+        return went_on(world.repo, "main", replace(new, step=9), "ef" * 16, SealHolder(attempt.number, attempt.id))
 
     assert later() == Adoptable(new, durable=False)
     for _ in range(2):
@@ -192,7 +193,7 @@ def test_a_removal_whose_tombstone_was_taken_back_stops(world):
         pytest.raises(RemovalRefused, match="taken back") as refused,
     ):
         rm(world, old)
-    assert refused.value.hint == f"holdfast rm {world.repo.url} {old}"
+    assert refused.value.hint == f"tenuto rm {world.repo.url} {old}"
     assert world.repo.exists(old)
 
 
@@ -313,7 +314,7 @@ def test_i2_a_removal_that_dies_anywhere_leaves_a_whole_repository(world, crash,
     if stage == STAGES[2]:
         assert not world.repo.exists(old)
         bring_back(world, old)
-    attempts.claim(world.repo, "main", new).release()
+    claim.claim(world.repo, "main", new).release()
     assert world.repo.exists(old)
     assert not world.names("tombstones")
     world.store.advance(25 * 3600)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.crashpoints import armed
-from holdfast.errors import StoreFull, StoreUnavailable
-from holdfast.events import Emitter, Event, Removed
-from holdfast.policy import keep
-from holdfast.policy.keeping import KeepPolicy, Opinion
-from holdfast.repo import attempts, layout, onward, tombstones
-from holdfast.repo.lineage import latest, walk
-from holdfast.repo.notes import add_note
-from holdfast.repo.refs import put_ref
-from holdfast.upkeep import retention
-from holdfast.upkeep.retention import execute, plan_retention
-from holdfast.upkeep.verify import assert_whole
+from tenuto.crashpoints import armed
+from tenuto.errors import StoreFull, StoreUnavailable
+from tenuto.events import Emitter, Event, Removed
+from tenuto.maintenance import retention
+from tenuto.maintenance.retention import execute, plan_retention
+from tenuto.maintenance.verify import assert_whole
+from tenuto.policy import keep
+from tenuto.policy.keep import KeepPolicy, Opinion
+from tenuto.repo import tombstones
+from tenuto.repo.format import object_names
+from tenuto.repo.lineage import latest, walk
+from tenuto.repo.notes import add_note
+from tenuto.repo.ownership import claim
+from tenuto.repo.refs import put_ref
 
 
 class Nothing(KeepPolicy):
@@ -35,7 +37,7 @@ def there(world, run="main"):
 
 def test_what_goes_goes_without_a_trace(world):
     attempt = world.claim()
-    attempt_name = layout.attempt_name("main", 1)
+    attempt_name = object_names.attempt_name("main", 1)
     for step in range(1, 6):
         id = world.save(attempt, step)
         add_note(world.repo, id, "metric", {"loss": float(step)})
@@ -233,7 +235,7 @@ def test_a_tombstone_taken_back_spares_the_checkpoint(world):
 def test_a_checkpoint_without_begin_is_freed_by_its_index(world):
     attempt = world.claim()
     ids = [world.save(attempt, step) for step in (1, 2)]
-    world.lose(layout.begin_name(ids[0]))
+    world.lose(object_names.begin_name(ids[0]))
     retain(world, attempt)
     assert world.names(ids[0].directory) == []
 
@@ -253,7 +255,7 @@ def test_i2_i7_a_retention_that_dies_anywhere_is_finished_by_the_next_claim(worl
     assert latest(world.repo, "main") == ids[2]
     world.die(attempt)
     monkeypatch.setattr(tombstones, "judge", lambda owner: "dead")
-    claimed = attempts.claim(world.repo, "main", ids[2])
+    claimed = claim.claim(world.repo, "main", ids[2])
     try:
         assert world.names("tombstones") == []
         retain(world, claimed, keep.latest(1))
@@ -286,9 +288,9 @@ def test_i7_one_verified_before_its_manifest_was_damaged_is_not_the_last_verifie
 
 
 def test_retain_by_somebody_who_does_not_train(world):
-    from holdfast.errors import RunInUse
-    from holdfast.upkeep.retention import preview
-    from holdfast.upkeep.retention import retain as apply
+    from tenuto.errors import RunInUse
+    from tenuto.maintenance.retention import preview
+    from tenuto.maintenance.retention import retain as apply
 
     attempt = world.claim()
     ids = [world.save(attempt, step) for step in (1, 2, 3)]
@@ -311,6 +313,8 @@ def test_i4_retain_goes_on_from_what_was_committed_while_it_claimed(world, monke
     manifest = world.store.place.objects.pop(ids[2].manifest)
     world.die(attempt)
 
+    put_claim = claim.claim
+
     def meanwhile(repo, run, parent, *, look, **options):
         def committing():
             if when == "after it":
@@ -319,9 +323,9 @@ def test_i4_retain_goes_on_from_what_was_committed_while_it_claimed(world, monke
             if when != "after it":
                 look()
 
-        return attempts.claim(repo, run, parent, look=committing, **options)
+        return put_claim(repo, run, parent, look=committing, **options)
 
-    monkeypatch.setattr(onward, "claim", meanwhile)
+    monkeypatch.setattr(claim, "claim", meanwhile)
     plan, removed = retention.retain(world.repo, "main", keep.latest(1))
     assert removed == tuple(ids[:2]) and there(world) == [(1, 3)]
     assert plan.attempt == (2 if when == "before the claim is put" else 3)
@@ -358,7 +362,7 @@ def test_a_removal_that_a_full_disk_breaks_off_is_no_damage_and_the_next_claim_e
     assert_whole(world.repo)
     world.die(attempt)
     monkeypatch.setattr(tombstones, "judge", lambda owner: "dead")
-    attempts.claim(world.repo, "main", ids[2]).release()
+    claim.claim(world.repo, "main", ids[2]).release()
     assert world.names("tombstones") == []
     assert world.names(ids[0].directory) in ([], [ids[0].manifest])
     assert_whole(world.repo)

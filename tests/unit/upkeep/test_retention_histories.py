@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.testing.retention_histories.bugs import BUGS, run_bugs
-from holdfast.testing.retention_histories.campaign import run_histories
+from campaigns.retention_histories.bugs import BUGS, run_bugs
+from campaigns.retention_histories.campaign import run_histories
 
 QUICK = ("latest not protected", "tombstones stay", "foreign files go", "superseded attempts retain", "copies count")
 

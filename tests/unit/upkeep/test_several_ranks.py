@@ -7,26 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.joint_saves import save_jointly, whole
 
-import holdfast
-from holdfast.codec.digest import digest
-from holdfast.errors import CorruptionError, SaveFailed
-from holdfast.model.checkpoint import IndexEntry, Receipt
-from holdfast.model.names import CheckpointId
-from holdfast.repo import layout
-from holdfast.repo.boxes import BoxTable, encode_boxes
-from holdfast.repo.commit import commit
-from holdfast.repo.manifest import encode_manifest
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.store.contract import Bytes
-from holdfast.upkeep import gc, undelete
-from holdfast.upkeep.census import look_at, take_census
-from holdfast.upkeep.remove import execute as execute_removal
-from holdfast.upkeep.remove import plan_remove
-from holdfast.upkeep.sweeping import listed
-from holdfast.upkeep.verify import assert_whole, execute, plan_verify
+import tenuto
+from tenuto.codec.digest import digest
+from tenuto.errors import CorruptionError, SaveFailed
+from tenuto.maintenance import gc, undelete
+from tenuto.maintenance.census import look_at, take_census
+from tenuto.maintenance.gc import listed
+from tenuto.maintenance.remove import execute as execute_removal
+from tenuto.maintenance.remove import plan_remove
+from tenuto.maintenance.verify import assert_whole, execute, plan_verify
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import IndexEntry, Receipt
+from tenuto.repo.commit import commit
+from tenuto.repo.format import object_names
+from tenuto.repo.format.manifest import encode_manifest
+from tenuto.repo.format.shard_table import BoxTable, encode_boxes
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes
+from tenuto.store.memory import MemoryStore
+from tests.joint_saves import save_jointly, whole
 
 BOXES = "boxes.index"
 
@@ -125,9 +125,9 @@ def test_without_its_table_of_parts_a_checkpoint_is_damaged_and_a_restore_goes_o
     if how == "damaged":
         replace_object(store, name, bytes(changed))
     assert execute(repo, plan_verify(repo)).damaged() == (second,)
-    restored = holdfast.load(repo.url)
+    restored = tenuto.load(repo.url)
     assert np.array_equal(restored.state["model"]["rows"], whole(1)["model"]["rows"])
-    with holdfast.open(repo.url) as opened:
+    with tenuto.open(repo.url) as opened:
         assert opened.id == first and opened.skipped[0][0] == second
 
 
@@ -197,7 +197,7 @@ def test_a_table_of_parts_that_contradicts_itself_or_the_indexes_is_damage(
 
 
 def read_all(repo: Repo, id: CheckpointId) -> None:
-    with holdfast.open(repo.url, step=id) as opened:
+    with tenuto.open(repo.url, step=id) as opened:
         for leaf in opened.values():
             leaf.numpy()
 
@@ -242,8 +242,8 @@ def test_what_lists_its_objects_lists_its_table_of_parts_also_without_begin_json
     repo: Repo, store: MemoryStore
 ) -> None:
     first, _ = save_jointly(repo, 2)
-    every = set(objects_of(store, first)) - {layout.BEGIN, layout.MANIFEST}
-    store.delete([layout.begin_name(first)])
+    every = set(objects_of(store, first)) - {object_names.BEGIN, object_names.MANIFEST}
+    store.delete([object_names.begin_name(first)])
     save = look_at(repo, first)
     assert set(listed(repo, save)) == every
     assert {entry.name.rpartition("/")[2] for entry in save.own()} >= {BOXES}
@@ -264,10 +264,10 @@ def test_a_table_of_parts_with_holes_is_passed_over_for_the_checkpoint_before(
 ) -> None:
     first, second = save_jointly(repo)
     with_table(repo, store, second, change)
-    restored = holdfast.load(repo.url)
+    restored = tenuto.load(repo.url)
     assert restored.step == first.step
     assert np.array_equal(restored.state["model"]["rows"], whole(1)["model"]["rows"])
     ((skipped, why),) = restored.skipped
     assert skipped == second and f"{second.directory}/{BOXES}" in why
     with pytest.raises(CorruptionError, match=r"every element of every leaf once|do not agree"):
-        holdfast.load(repo.url, step=2)
+        tenuto.load(repo.url, step=2)

@@ -7,27 +7,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import CheckpointNotFound, CorruptionError, StoreDenied, StoreError
-from holdfast.events import Emitter, Event, Progress
-from holdfast.model.names import CheckpointId
-from holdfast.policy import keep
-from holdfast.repo import layout
-from holdfast.repo.manifest import encode_manifest
-from holdfast.repo.notes import add_note, notes
-from holdfast.repo.refs import put_ref
-from holdfast.repo.repository import Repo
-from holdfast.repo.tombstones import put_tombstone
-from holdfast.store.backends.memory import MemoryReader
-from holdfast.store.registry import open_store
-from holdfast.upkeep import verify
-from holdfast.upkeep.census import take_census
-from holdfast.upkeep.gc import plan_gc
-from holdfast.upkeep.remove import execute as execute_removal
-from holdfast.upkeep.remove import plan_remove
-from holdfast.upkeep.retention import execute as execute_retention
-from holdfast.upkeep.retention import plan_retention
-from holdfast.upkeep.verify import assert_whole, execute, plan_verify
+import tenuto
+from tenuto.errors import CheckpointNotFound, CorruptionError, StoreDenied, StoreError
+from tenuto.events import Emitter, Event, Progress
+from tenuto.maintenance import verify
+from tenuto.maintenance.census import take_census
+from tenuto.maintenance.gc import plan_gc
+from tenuto.maintenance.remove import execute as execute_removal
+from tenuto.maintenance.remove import plan_remove
+from tenuto.maintenance.retention import execute as execute_retention
+from tenuto.maintenance.retention import plan_retention
+from tenuto.maintenance.verify import assert_whole, execute, plan_verify
+from tenuto.model.ids import CheckpointId
+from tenuto.policy import keep
+from tenuto.repo.format import object_names
+from tenuto.repo.format.manifest import encode_manifest
+from tenuto.repo.notes import add_note, notes
+from tenuto.repo.refs import put_ref
+from tenuto.repo.repository import Repo
+from tenuto.repo.tombstones import put_tombstone
+from tenuto.store.memory import MemoryReader
+from tenuto.store.registry import open_store
 
 
 def test_a_whole_repository_has_no_error(world):
@@ -67,7 +67,12 @@ def flips(world, id):
     length = len(world.store.place.objects[index][0])
     yield from [(pack, 0), (pack, 60), (pack, 4000), (pack, 4096), (pack, 4296), (pack, size - 1)]
     yield from [(index, offset) for offset in range(0, length, 97)]
-    for name in (id.manifest, layout.begin_name(id), layout.attempt_name(id.run, id.attempt), layout.REPOSITORY):
+    for name in (
+        id.manifest,
+        object_names.begin_name(id),
+        object_names.attempt_name(id.run, id.attempt),
+        object_names.REPOSITORY,
+    ):
         yield from [(name, 1), (name, len(world.store.place.objects[name][0]) // 2), (name, -1)]
     yield f"{id.directory}/notes/1.json", 30
     yield "refs/pin/keep/1.json", 30
@@ -121,7 +126,7 @@ def test_a_truncated_pack_is_found(world, keep):
 )
 def test_a_missing_object_is_found(world, file):
     id = world.save(world.claim(), 1)
-    name = f"{id.directory}/{file}" if not file.startswith("..") else layout.attempt_name("main", 1)
+    name = f"{id.directory}/{file}" if not file.startswith("..") else object_names.attempt_name("main", 1)
     world.lose(name)
     errors = execute(world.repo, plan_verify(world.repo)).errors
     assert {finding.object for finding in errors} == {name}
@@ -170,8 +175,8 @@ def test_unusual_things_are_shown_and_are_no_error(world):
     said = {finding.object: finding.message for finding in report.findings}
     assert all(finding.severity == "info" for finding in report.findings)
     assert "unfinished" in said[open_save.directory]
-    assert "not written by Holdfast" in said["README.txt"]
-    assert "not written by Holdfast" in said[f"{id.directory}/mine.txt"]
+    assert "not written by Tenuto" in said["README.txt"]
+    assert "not written by Tenuto" in said[f"{id.directory}/mine.txt"]
     assert "left over" in said[f"{id.directory}/rank-00000.safetensors.tmp-abc"]
     assert "copied" in said["runs/main/a0001/step-00000009"]
     assert "copied" in said["runs/main/a0007/attempt.json"]
@@ -227,7 +232,7 @@ def test_bytes_that_cannot_be_read_are_named_and_the_others_checked(world, monke
 
 def test_i5_every_leaf_is_read_through_a_local_store(tmp_path):
     leaves = {f"leaf {number}": np.full(70_001 * number, number, np.uint8) for number in range(1, 9)}
-    holdfast.save({**leaves, "large": np.arange(3_000_000, dtype=np.float32)}, tmp_path, step=1)
+    tenuto.save({**leaves, "large": np.arange(3_000_000, dtype=np.float32)}, tmp_path, step=1)
     repo = Repo.open(open_store(tmp_path))
     assert assert_whole(repo).bytes_read > 12_000_000
     (pack,) = tmp_path.rglob("*.safetensors")
@@ -278,7 +283,7 @@ def test_an_object_of_another_repository_under_the_right_name_is_found(world, ma
         id = one.save(one.claim(), 1)
         put_ref(one.repo, "pin", "keep", id)
         add_note(one.repo, id, "metric", {"loss": 1.0})
-    for name in ("holdfast.json", "refs/pin/keep/1.json", f"{id.directory}/notes/1.json"):
+    for name in ("tenuto.json", "refs/pin/keep/1.json", f"{id.directory}/notes/1.json"):
         was = world.store.place.objects[name]
         world.store.place.objects[name] = other.store.place.objects[name]
         assert errors_of(world.reopened())
@@ -311,7 +316,7 @@ def test_a_replaced_manifest_is_damage_and_is_skipped_loudly(world):
     one, two = world.save(attempt, 1), world.save(attempt, 2)
     world.store.place.objects[two.manifest] = world.store.place.objects[one.manifest]
     assert world.repo.exists(two)
-    restored = holdfast.load(world.store)
+    restored = tenuto.load(world.store)
     assert restored.checkpoint.id == one
     assert [id for id, _ in restored.skipped] == [two]
 
@@ -385,8 +390,8 @@ def test_a_directory_of_somebody_elses_that_may_not_be_listed_hides_nothing(worl
     report = execute(world.repo, plan_verify(world.repo))
     assert report.ok and report.checked == (id,)
     assert sorted(f"{finding.object}: {finding.message}" for finding in report.findings) == [
-        "beside/theirs: not written by Holdfast; never touched",
-        "lost+found: not written by Holdfast, and may not be listed; passed over",
+        "beside/theirs: not written by Tenuto; never touched",
+        "lost+found: not written by Tenuto, and may not be listed; passed over",
         f"{id.directory}/rank-00000.index.tmp-{'0' * 32}: left over from an unfinished put (15 bytes)",
     ]
     open_save = world.save(attempt, 2, until="index")
@@ -396,7 +401,7 @@ def test_a_directory_of_somebody_elses_that_may_not_be_listed_hides_nothing(worl
 
 
 @pytest.mark.parametrize("directory", ["runs", "tombstones"])
-def test_a_directory_of_holdfast_that_may_not_be_listed_is_an_error(world, monkeypatch, directory):
+def test_a_directory_of_tenuto_that_may_not_be_listed_is_an_error(world, monkeypatch, directory):
     id = world.save(world.claim(), 1)
     put_tombstone(world.repo, id, reason="rm")
     _denied(world.repo.store, monkeypatch, directory)

@@ -1,4 +1,4 @@
-"""What `holdfast bench` says follows from its figures, and from nothing else."""
+"""What `tenuto bench` says follows from its figures, and from nothing else."""
 
 import dataclasses
 
@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.api.bench import expect, figures
-from holdfast.api.bench.figures import WORDS, Figures
-from holdfast.api.bench.place import FileSystemFacts
+from tenuto.bench import expect, figures
+from tenuto.bench.figures import WORDS, Figures
+from tenuto.bench.place import FileSystemFacts
 
 SECONDS = {
     figures.COPY: [0.16, 0.17, 0.18],
@@ -71,7 +71,7 @@ def test_a_quiet_place_is_told_in_figures_and_needs_no_warning():
         ({"file_system": FileSystemFacts("tmpfs", True, False)}, "nothing there outlives the machine"),
         ({"file_system": FileSystemFacts("nfs4", False, True)}, "This is a network file system (nfs4)"),
         ({"notes": ("it is odd",)}, "The saves said: it is odd."),
-        ({"leftovers": ("/data/.holdfast-bench-x",)}, "rm -r /data/.holdfast-bench-x"),
+        ({"leftovers": ("/data/.tenuto-bench-x",)}, "rm -r /data/.tenuto-bench-x"),
         ({"seconds": SECONDS | {figures.FLUSH: [0.03]}}, "A flush takes 30.0 ms"),
         ({"seconds": SECONDS | {figures.SYNC: [1.0]}}, "reaches 42% of the raw speed"),
         ({"seconds": SECONDS | {figures.COPY: [0.1, 0.2]}}, "took 2.0 times the fastest"),

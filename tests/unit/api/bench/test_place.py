@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 
-from holdfast.api.bench import cache, place, raw
-from holdfast.api.bench.sample import even_sizes, make_arrays, numpy_sample
-from holdfast.errors import StoreDenied, StoreError, StoreFull, UsageError
+from tenuto.bench import cache, place, raw
+from tenuto.bench.sample import even_sizes, make_arrays, numpy_sample
+from tenuto.errors import StoreDenied, StoreError, StoreFull, UsageError
 
 
 def test_refusals_come_before_the_first_byte(tmp_path, monkeypatch):
@@ -34,7 +34,7 @@ def test_the_directory_goes_however_the_block_ends(tmp_path, ending):
             (own / "deep").mkdir()
             (own / "deep" / "file").write_bytes(b"x")
             assert own.parent == tmp_path
-            assert own.name.startswith(".holdfast-bench-")
+            assert own.name.startswith(".tenuto-bench-")
             raise ending
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -51,11 +51,11 @@ def test_what_the_system_says_is_told_in_the_stores_words(tmp_path, number, kind
 
 
 def test_what_a_killed_measurement_left_is_named_and_not_touched(tmp_path):
-    (tmp_path / ".holdfast-bench-dead").mkdir()
-    assert place.leftovers(tmp_path) == [str(tmp_path / ".holdfast-bench-dead")]
+    (tmp_path / ".tenuto-bench-dead").mkdir()
+    assert place.leftovers(tmp_path) == [str(tmp_path / ".tenuto-bench-dead")]
     with place.workplace(tmp_path):
         pass
-    assert (tmp_path / ".holdfast-bench-dead").is_dir()
+    assert (tmp_path / ".tenuto-bench-dead").is_dir()
 
 
 def test_the_mount_table_names_the_file_system():

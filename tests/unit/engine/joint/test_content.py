@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from tenuto.maintenance import verify
+from tenuto.repo.repository import Repo
+from tenuto.store.memory import MemoryStore
 from tests.joint_saves import save_jointly
-
-from holdfast.repo.repository import Repo
-from holdfast.store.backends.memory import MemoryStore
-from holdfast.upkeep import verify
 
 
 def content(count: int, step: int, *, session: str = "") -> str:

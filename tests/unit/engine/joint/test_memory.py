@@ -10,33 +10,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tenuto.engine.memory_tier.eligibility import Adoptable
+from tenuto.engine.memory_tier.group.group_restore import MatchedImage, match_image, share_buffers
+from tenuto.engine.memory_tier.group.group_tier import GroupMemoryTier
+from tenuto.engine.memory_tier.image_store import Image
+from tenuto.engine.memory_tier.memory_saver import MemorySaver
+from tenuto.engine.memory_tier.tier import Candidate
+from tenuto.engine.read.choose import CheckpointLeaves
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.staging import slots
+from tenuto.errors import CorruptionError, ShardMismatch, StateMismatch
+from tenuto.events import Emitter
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Manifest
+from tenuto.ranks.agreement import Agreement
+from tenuto.repo.ownership.claim import claim, joined
+from tenuto.repo.repository import Repo
+from tenuto.state.contract import Prepared
+from tenuto.state.declarations import Shard, everywhere, nowhere
+from tenuto.state.encode.flattener import Flattener
+from tenuto.state.restore.match import match_state
+from tenuto.store.registry import open_store
 from tests.joint_ranks import on_ranks, outcomes
 from tests.joint_saves import held
 from tests.memory_training import shared_memory
-
-from holdfast.engine.candidates import Candidate
-from holdfast.engine.images import Image
-from holdfast.engine.job import About
-from holdfast.engine.joint.lending import lend
-from holdfast.engine.joint.memory import JointTier
-from holdfast.engine.joint.recalling import Recalled, recall
-from holdfast.engine.remembering import MemorySaver
-from holdfast.engine.restore import Told
-from holdfast.errors import CorruptionError, ShardMismatch, StateMismatch
-from holdfast.events import Emitter
-from holdfast.image import slots
-from holdfast.model.checkpoint import Manifest
-from holdfast.model.names import CheckpointId
-from holdfast.ranks.agreement import Agreement
-from holdfast.repo.adoption import Adoptable
-from holdfast.repo.attempts import claim, joined
-from holdfast.repo.repository import Repo
-from holdfast.state import Flattener
-from holdfast.state.contract import Prepared
-from holdfast.state.declared import Shard
-from holdfast.state.layouts import everywhere, nowhere
-from holdfast.state.prepare import prepare
-from holdfast.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -62,7 +60,7 @@ def flattened(rank: int, of: int, step: int, state: State = held) -> Any:
     return Flattener(state(rank, of, step), private={"mine": np.full(2, rank)}).flatten()
 
 
-def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS, state: State = held) -> JointTier:
+def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS, state: State = held) -> GroupMemoryTier:
     """A tier that has kept `steps` steps, as all ranks know."""
     rank, of = agreement.rank, agreement.world_size
     attempt = claim(repo, "main", None) if rank == 0 else None
@@ -71,26 +69,26 @@ def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS, state: State =
     record = repo.find_attempt("main", 1)
     assert record is not None
     attempt = attempt or joined(repo, record)
-    tier = JointTier(repo, "main", agreement, deadline_s=30, emitter=Emitter())
+    tier = GroupMemoryTier(repo, "main", agreement, deadline_s=30, emitter=Emitter())
     tier.claimed(attempt, flattened(rank, of, 0, state))
     tier.agree(None)
     saver = MemorySaver(repo, tier, Emitter(), rank=rank)
     for step in range(1, steps + 1):
         taken = flattened(rank, of, step, state)
-        assert saver.save(taken, CheckpointId("main", 1, step), About(progress={"step": step}))
+        assert saver.save(taken, CheckpointId("main", 1, step), ManifestDetails(progress={"step": step}))
     assert saver.join(30)
     assert tier._kept is not None and tier._kept.settle(30) == steps
     attempt.release()
     return tier
 
 
-def leave(tier: JointTier, agreement: Agreement) -> None:
+def leave(tier: GroupMemoryTier, agreement: Agreement) -> None:
     with agreement.topic("end") as topic:
         topic.gather(b"", 30)
     tier.close(None)
 
 
-def opened(tier: JointTier, step: int) -> Image:
+def opened(tier: GroupMemoryTier, step: int) -> Image:
     half, footer = next(one for one in tier.mine() if one[1].id.step == step)
     return tier.open(Candidate(half, footer, Adoptable(None, durable=False)))
 
@@ -110,11 +108,11 @@ def test_each_rank_has_the_newest_two_and_all_have_one_save_id(repo: Repo) -> No
     assert all(len(each) == 2 for each in found)
 
 
-def matched(image: Image, target: dict[str, Any], private: dict[str, Any], *, verify: bool = True) -> Recalled:
-    def match(manifest: Manifest, told: Told) -> Prepared:
-        return prepare(manifest.tree, told.private, told.specs, target, private_into=private, apart=True)
+def matched(image: Image, target: dict[str, Any], private: dict[str, Any], *, verify: bool = True) -> MatchedImage:
+    def match(manifest: Manifest, told: CheckpointLeaves) -> Prepared:
+        return match_state(manifest.tree, told.private, told.specs, target, private_into=private, apart=True)
 
-    found = recall(image, match, verify=verify)
+    found = match_image(image, match, verify=verify)
     assert len(found.manifest.indexes) == image.footer.ranks
     return found
 
@@ -193,7 +191,7 @@ def averaged(rank: int, of: int, step: int) -> dict[str, Any]:
 
 
 def handed_on(
-    repo: Repo, agreement: Agreement, entries: tuple[str, ...], meddle: Callable[[JointTier], None] | None = None
+    repo: Repo, agreement: Agreement, entries: tuple[str, ...], meddle: Callable[[GroupMemoryTier], None] | None = None
 ) -> tuple[dict[str, Any], int]:
     """What entries of the state are after the restart, with the bytes that have moved; raises what was in the way."""
     rank, of = agreement.rank, agreement.world_size
@@ -205,7 +203,7 @@ def handed_on(
     try:
         found = matched(image, target, {"mine": np.zeros(2, np.int64)}, verify=meddle is None)
         topic = partial(agreement.topic, "memory")
-        take = lend(image, found, topic, deadline_s=30, emitter=Emitter())
+        take = share_buffers(image, found, topic, deadline_s=30, emitter=Emitter())
         try:
             take()
         except (CorruptionError, ShardMismatch):
@@ -233,7 +231,7 @@ def test_what_counts_on_no_rank_is_in_no_image(repo: Repo) -> None:
 
 
 def test_what_others_lack_is_verified_by_who_has_it(repo: Repo) -> None:
-    def meddle(tier: JointTier) -> None:
+    def meddle(tier: GroupMemoryTier) -> None:
         half, footer = next(one for one in tier.mine() if one[1].id.step == STEPS)
         image = opened(tier, STEPS)
         index = image.repo.index(image.manifest(), footer.rank)
@@ -268,7 +266,7 @@ def test_what_is_changed_by_a_bit_is_found_before_anything_is_filled(repo: Repo,
 
 
 def test_where_one_rank_has_no_slots_none_keeps_states(repo: Repo) -> None:
-    from holdfast.image.lasting import take
+    from tenuto.engine.memory_tier.slot_file import take
 
     taken = take(repo.id, "main", 1, 0, of=2)
 
@@ -278,7 +276,7 @@ def test_where_one_rank_has_no_slots_none_keeps_states(repo: Repo) -> None:
         with agreement.topic("claimed") as topic:
             topic.gather(b"", 30)
         told: list[str] = []
-        tier = JointTier(repo, "main", agreement, deadline_s=30, emitter=Emitter(), warn=told.append)
+        tier = GroupMemoryTier(repo, "main", agreement, deadline_s=30, emitter=Emitter(), warn=told.append)
         record = repo.find_attempt("main", 1)
         assert record is not None
         tier.claimed(attempt or joined(repo, record), flattened(rank, of, 0))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.engine.joint.neighbours import _beside_each
-from holdfast.plan.joint_reads import MOST_RANKS
+from tenuto.engine.group.node_peers import _beside_each
+from tenuto.engine.read.node_share import MOST_RANKS
 
 
 def said(memory: str, host: str, pid: int) -> list[Any]:

@@ -7,26 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.joint_ranks import on_ranks, outcomes
 
-import holdfast
-from holdfast.api.oneoff import load
-from holdfast.engine.handle import Save
-from holdfast.engine.job import About
-from holdfast.engine.joint.party import Together
-from holdfast.engine.joint.replicas import Compared, check_replicas, check_sets, compared, replica_groups
-from holdfast.engine.joint.steps import Steps, through
-from holdfast.engine.save import Saver
-from holdfast.errors import RanksDisagree, ShardMismatch
-from holdfast.model.box import Box
-from holdfast.plan.cells import cells
-from holdfast.plan.holdings import gather, shards
-from holdfast.ranks.agreement import Agreement
-from holdfast.ranks.topic import Topic
-from holdfast.repo.attempts import claim
-from holdfast.repo.repository import Repo
-from holdfast.state import Flattener
-from holdfast.store.backends.memory import MemoryStore
+import tenuto
+from tenuto.api.save_load import load
+from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.group.replica_check import ComparedRows, check_replicas, check_sets, compared_rows, replica_groups
+from tenuto.engine.group.rounds import WaitPoints, through
+from tenuto.engine.save.handle import Save
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.errors import RanksDisagree, ShardMismatch
+from tenuto.model.box import Box
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.round import Round
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.sharding.distinct_boxes import distinct_boxes
+from tenuto.sharding.holdings import gather, shards
+from tenuto.state.encode.flattener import Flattener
+from tenuto.store.memory import MemoryStore
+from tests.joint_ranks import on_ranks, outcomes
 
 
 @pytest.fixture
@@ -37,18 +37,18 @@ def repo() -> Repo:
 def saved(repo: Repo, count: int, state: Callable[[int, int], Any], steps: int = 1) -> Any:
     """Saves of `count` ranks, `state(rank, step)` of each; what each rank has posted, by topic and rank."""
     posts: dict[tuple[str, int], bytes] = {}
-    post = Topic.post
+    post = Round.post
 
-    def noted(topic: Topic, data: bytes) -> None:
+    def noted(topic: Round, data: bytes) -> None:
         posts[topic.name, topic._session.rank] = data
         post(topic, data)
 
     attempt = claim(repo, "main", None)
 
     def work(agreement: Agreement) -> list[Save]:
-        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
-        taken = [saver.save(Flattener(state(agreement.rank, step)).flatten(), step, wait=True, about=About())
+        taken = [saver.save(Flattener(state(agreement.rank, step)).flatten(), step, wait=True, about=ManifestDetails())
                  for step in range(1, steps + 1)]  # fmt: skip
         for save in taken:
             save.wait(60)
@@ -56,7 +56,7 @@ def saved(repo: Repo, count: int, state: Callable[[int, int], Any], steps: int =
         return taken
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Topic, "post", noted)
+        patched.setattr(Round, "post", noted)
         try:
             on_ranks(count, work)
         finally:
@@ -128,7 +128,7 @@ def world() -> Any:
 
 def test_one_digest_stands_for_all_that_the_same_ranks_hold() -> None:
     held = world()
-    groups = replica_groups(held, cells(held))
+    groups = replica_groups(held, distinct_boxes(held))
     assert groups.set[[0, 1, 3, 4]].tolist() == [groups.set[0]] * 4
     assert groups.set[[2, 5, 6]].tolist() == [groups.set[2]] * 3 and groups.set[2] != groups.set[0]
     assert (groups.group[7], groups.set[7]) == (-1, -1)
@@ -145,7 +145,7 @@ def test_one_digest_stands_for_all_that_the_same_ranks_hold() -> None:
 @pytest.mark.parametrize(("rank", "row", "path"), [(0, 0, "a"), (1, 1, "b"), (2, 0, "c")])
 def test_the_row_that_differs_is_named(rank: int, row: int, path: str) -> None:
     held = world()
-    groups = replica_groups(held, cells(held))
+    groups = replica_groups(held, distinct_boxes(held))
     lines = np.flatnonzero(groups.group >= 0)
     rows = []
     for one in range(3):
@@ -159,16 +159,16 @@ def test_the_row_that_differs_is_named(rank: int, row: int, path: str) -> None:
 
 
 def test_rows_that_are_compared_are_in_an_order_that_all_ranks_have() -> None:
-    flattened = Flattener({"a": np.zeros(1), "b": holdfast.replicated(np.zeros(2)), "c": np.zeros(3)}).flatten()
-    always, sometimes = compared(flattened, np.array([7, 2, 5]), np.array([1, 2, 1]))
+    flattened = Flattener({"a": np.zeros(1), "b": tenuto.replicated(np.zeros(2)), "c": np.zeros(3)}).flatten()
+    always, sometimes = compared_rows(flattened, np.array([7, 2, 5]), np.array([1, 2, 1]))
     assert (list(sometimes.rows), list(sometimes.bounds)) == ([2, 0, 1], [0, 2, 3])
     assert (list(always.rows), list(always.bounds)) == ([2, 0], [0, 2])
-    assert len(sometimes.of_sets(b"1" * 48)) == 32 and Compared().of_sets(b"") == b""
+    assert len(sometimes.of_sets(b"1" * 48)) == 32 and ComparedRows().of_sets(b"") == b""
     assert always.of_sets(b"1" * 16 + b"2" * 16) != always.of_sets(b"2" * 16 + b"1" * 16)
 
 
 def test_steps_are_taken_to_their_end() -> None:
-    def steps() -> Steps[int]:
+    def steps() -> WaitPoints[int]:
         yield
         yield
         return 3

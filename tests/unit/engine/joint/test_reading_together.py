@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.job import About
-from holdfast.engine.joint import together, window
-from holdfast.engine.joint.neighbours import Neighbours
-from holdfast.engine.joint.party import Together
-from holdfast.engine.joint.window import Timing
-from holdfast.engine.restore import fetch
-from holdfast.engine.save import Saver
-from holdfast.errors import CorruptionError, StoreError
-from holdfast.events import Emitter, Event, Warned
-from holdfast.image import slots
-from holdfast.model.names import CheckpointId
-from holdfast.ranks.agreement import Agreement
-from holdfast.repo.attempts import claim
-from holdfast.repo.repository import Repo
-from holdfast.state import Flattener
-from holdfast.state.prepare import prepare
-from holdfast.store.backends.memory import MemoryReader, MemoryStore
+import tenuto
+from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.group.node_peers import NodePeers
+from tenuto.engine.read import node_share
+from tenuto.engine.read.choose import fetch
+from tenuto.engine.read.node_share import WindowTimeouts
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.engine.staging import slots
+from tenuto.errors import CorruptionError, StoreError
+from tenuto.events import Emitter, Event, Warned
+from tenuto.model.ids import CheckpointId
+from tenuto.ranks.agreement import Agreement
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import Flattener
+from tenuto.state.restore.match import match_state
+from tenuto.store.memory import MemoryReader, MemoryStore
 
 from ....joint_ranks import on_ranks, outcomes
 
@@ -92,13 +92,13 @@ def state(rank: int, of: int, how: str, scale: int = 1, *, fill: bool = True) ->
     for name, value in arrays(scale).items():
         held = value if fill else np.zeros_like(value)
         if how == "replicated" or value.ndim < 2:
-            found[name] = holdfast.replicated(held.copy())
+            found[name] = tenuto.replicated(held.copy())
             continue
         axis = 0 if how == "rows" else value.ndim - 1
         ends = [value.shape[axis] * one // of for one in range(of + 1)]
         index = tuple(slice(ends[rank], ends[rank + 1]) if one == axis else slice(None) for one in range(value.ndim))
         offsets = tuple(ends[rank] if one == axis else 0 for one in range(value.ndim))
-        found[name] = holdfast.shard(held[index].copy(), whole=value.shape, offsets=offsets)
+        found[name] = tenuto.shard(held[index].copy(), whole=value.shape, offsets=offsets)
     return {"model": found, "lr": 0.5}
 
 
@@ -107,10 +107,10 @@ def save(store: Counting, ranks: int, how: str, scale: int = 1) -> tuple[Repo, C
     attempt = claim(repo, "main", None)
 
     def work(agreement: Agreement) -> CheckpointId:
-        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         flattened = Flattener(state(agreement.rank, ranks, how, scale)).flatten()
-        taken = saver.save(flattened, 1, wait=True, about=About(progress={"step": 1}, environment={}))
+        taken = saver.save(flattened, 1, wait=True, about=ManifestDetails(progress={"step": 1}, environment={}))
         taken.wait(60)
         saver.close()
         return taken.id
@@ -136,18 +136,18 @@ def restore(
     meeting = threading.Barrier(ranks, timeout=60)
 
     def work(agreement: Agreement) -> dict[str, Any]:
-        neighbours = Neighbours.meet(agreement, 60)
+        neighbours = NodePeers.meet(agreement, 60)
         WINDOWS.add(f"reads/{agreement.session.id}")
         assert neighbours is not None and list(neighbours.ranks) == list(range(ranks))
         emitter = Emitter.of([] if said is None else [Telling(said)])
-        timing = Timing(more.get("patience_s", 20.0))
+        timing = WindowTimeouts(more.get("patience_s", 20.0))
         node = neighbours.reads(1, timing=timing, emitter=emitter, window_bytes=more.get("window", 8 << 20))
         into = state(agreement.rank, ranks, how, scale, fill=False)
         try:
             prepared, _ = fetch(
                 repo,
                 repo.manifest(id),
-                lambda manifest, told: prepare(manifest.tree, told.private, told.specs, into),
+                lambda manifest, told: match_state(manifest.tree, told.private, told.specs, into),
                 rank=agreement.rank,
                 of=ranks,
                 emitter=Emitter(),
@@ -218,13 +218,13 @@ def test_the_comparison_finds_a_difference(store: Counting) -> None:
 @pytest.mark.parametrize("how", ["replicated", "columns"])
 def test_windows_are_used_again_and_stay_small(store: Counting, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     largest: list[int] = []
-    whole_open = window.Window.open
+    whole_open = node_share.Window.open
 
     def opened(self: Any, blocks: int, nbytes: int, plan: int) -> None:
         largest.append(nbytes)
         whole_open(self, blocks, nbytes, plan)
 
-    monkeypatch.setattr(window.Window, "open", opened)
+    monkeypatch.setattr(node_share.Window, "open", opened)
     repo, id = save(store, 3, "rows", 8)
     store.asked.clear()
     assert equal(restore(repo, id, 3, how, 8, window=6 << 20), how, 8)
@@ -237,9 +237,9 @@ def test_what_a_neighbour_cannot_read_each_rank_reads_for_itself(
     store: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repo, id = save(store, 2, "rows")
-    whole_load, failed = together.NodeReads._load_one, []
+    whole_load, failed = node_share.NodeSharedReads._load_one, []
 
-    def load(self: together.NodeReads, number: int) -> None:
+    def load(self: node_share.NodeSharedReads, number: int) -> None:
         if self._me == 1:
             store.broken = refuse
         try:
@@ -251,10 +251,10 @@ def test_what_a_neighbour_cannot_read_each_rank_reads_for_itself(
         failed.append(offset)
         raise StoreError(f"{name} cannot be read", subject=name)
 
-    monkeypatch.setattr(together, "READ_THREADS", 1)
+    monkeypatch.setattr(node_share, "READ_THREADS", 1)
     one_at_a_time = threading.Lock()
     monkeypatch.setattr(
-        together.NodeReads, "_load_one", lambda self, number: guarded(one_at_a_time, load, self, number)
+        node_share.NodeSharedReads, "_load_one", lambda self, number: guarded(one_at_a_time, load, self, number)
     )
     assert equal(restore(repo, id, 3, "replicated"), "replicated")
     assert failed
@@ -267,8 +267,8 @@ def guarded(lock: threading.Lock, work: Callable[..., None], *words: Any) -> Non
 
 def test_a_rank_that_stops_reading_for_others_holds_nobody_up(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     repo, id = save(store, 2, "rows")
-    whole_load = together.NodeReads._load
-    monkeypatch.setattr(together.NodeReads, "_load", lambda self: whole_load(self) if self._me else None)
+    whole_load = node_share.NodeSharedReads._load
+    monkeypatch.setattr(node_share.NodeSharedReads, "_load", lambda self: whole_load(self) if self._me else None)
     said: list[Event] = []
     found = restore(repo, id, 3, "replicated", patience_s=1.0, said=said)
     assert equal(found, "replicated")
@@ -282,14 +282,14 @@ def test_where_there_is_no_room_a_rank_reads_for_itself_and_says_so(
     store: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repo, id = save(store, 2, "rows")
-    whole_open, refused = window.Window.open, threading.Lock()
+    whole_open, refused = node_share.Window.open, threading.Lock()
 
     def full(self: Any, blocks: int, nbytes: int, plan: int) -> None:
         if refused.acquire(blocking=False):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         whole_open(self, blocks, nbytes, plan)
 
-    monkeypatch.setattr(window.Window, "open", full)
+    monkeypatch.setattr(node_share.Window, "open", full)
     said: list[Event] = []
     assert equal(restore(repo, id, 3, "replicated", said=said), "replicated")
     told = [one.message for one in said if isinstance(one, Warned)]
@@ -301,9 +301,9 @@ def test_a_rank_that_has_failed_before_it_reads_is_not_waited_for(store: Countin
     repo, id = save(store, 2, "rows")
 
     def work(agreement: Agreement) -> Any:
-        neighbours = Neighbours.meet(agreement, 60)
+        neighbours = NodePeers.meet(agreement, 60)
         assert neighbours is not None
-        node = neighbours.reads(1, timing=Timing(60.0), emitter=Emitter())
+        node = neighbours.reads(1, timing=WindowTimeouts(60.0), emitter=Emitter())
         into = state(agreement.rank, 3, "replicated", fill=False)
         try:
             if agreement.rank == 1:
@@ -312,7 +312,7 @@ def test_a_rank_that_has_failed_before_it_reads_is_not_waited_for(store: Countin
             prepared, _ = fetch(
                 repo,
                 repo.manifest(id),
-                lambda manifest, told: prepare(manifest.tree, told.private, told.specs, into),
+                lambda manifest, told: match_state(manifest.tree, told.private, told.specs, into),
                 rank=agreement.rank,
                 of=3,
                 emitter=Emitter(),
@@ -342,15 +342,15 @@ def test_damage_in_the_store_is_told_by_every_rank_that_wants_it(store: Counting
 
 def test_damage_in_shared_memory_is_found_and_read_again(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     repo, id = save(store, 2, "rows")
-    whole_mark, hurt = window.Window.mark, []
+    whole_mark, hurt = node_share.Window.mark, []
 
-    def mark(self: window.Window, block: int, how: int) -> None:
+    def mark(self: node_share.Window, block: int, how: int) -> None:
         assert self._blocks is not None
         self._blocks[::4096] ^= 1
         hurt.append(block)
         whole_mark(self, block, how)
 
-    monkeypatch.setattr(window.Window, "mark", mark)
+    monkeypatch.setattr(node_share.Window, "mark", mark)
     assert equal(restore(repo, id, 2, "replicated"), "replicated")
     assert hurt
 
@@ -362,6 +362,6 @@ def test_what_lies_in_memory_already_is_not_read_for_others(monkeypatch: pytest.
     monkeypatch.setattr(Counting, "open", MemoryStore.open)
     monkeypatch.setattr(MemoryReader, "view", lambda self: memoryview(self.data), raising=False)
     opened: list[int] = []
-    monkeypatch.setattr(window.Window, "open", lambda self, blocks, nbytes, plan: opened.append(nbytes))
+    monkeypatch.setattr(node_share.Window, "open", lambda self, blocks, nbytes, plan: opened.append(nbytes))
     assert equal(restore(repo, id, 3, "replicated"), "replicated")
     assert not opened

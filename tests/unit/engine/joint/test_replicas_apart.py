@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.joint_ranks import on_ranks
 from torch import nn
 
-import holdfast
-from holdfast.engine.job import About
-from holdfast.engine.joint import party
-from holdfast.engine.joint.party import Together
-from holdfast.engine.save import Saver
-from holdfast.errors import SaveFailed
-from holdfast.ranks.agreement import Agreement
-from holdfast.repo.attempts import claim
-from holdfast.repo.repository import Repo
-from holdfast.state import Flattener
-from holdfast.store.backends.memory import MemoryStore
+import tenuto
+from tenuto.engine.group import group_save
+from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.errors import SaveFailed
+from tenuto.ranks.agreement import Agreement
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import Flattener
+from tenuto.store.memory import MemoryStore
+from tests.joint_ranks import on_ranks
 
 Array = np.ndarray[Any, Any]
 ODD = 1
@@ -29,15 +29,15 @@ ODD = 1
 
 def parameter(value: Array) -> nn.Parameter:
     made = nn.Parameter(torch.from_numpy(value))
-    holdfast.declare(holdfast.replicated(made))
+    tenuto.declare(tenuto.replicated(made))
     return made
 
 
 DECLARED: dict[str, Callable[[Array], Any]] = {
-    "an array": holdfast.replicated,
-    "a tensor": lambda value: holdfast.replicated(torch.from_numpy(value)),
+    "an array": tenuto.replicated,
+    "a tensor": lambda value: tenuto.replicated(torch.from_numpy(value)),
     "a parameter": parameter,
-    "what lies in one": lambda value: holdfast.replicated({"deep": [value]}),
+    "what lies in one": lambda value: tenuto.replicated({"deep": [value]}),
 }
 
 
@@ -54,7 +54,7 @@ def train(
     attempt = claim(repo, "main", None)
 
     def work(agreement: Agreement) -> list[str]:
-        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         value, told = np.arange(12.0).reshape(4, 3), []
         flattener = Flattener({"first": np.ones(2), "w": hold(value, agreement.rank)})
@@ -63,7 +63,7 @@ def train(
             if step == at and agreement.rank == odd:
                 value.view(np.uint64)[3, 2] ^= 1
             try:
-                saver.save(flattener.flatten(), step, wait=True, about=About()).wait(60)
+                saver.save(flattener.flatten(), step, wait=True, about=ManifestDetails()).wait(60)
                 told.append("")
             except SaveFailed as error:
                 told.append(str(error))
@@ -87,7 +87,7 @@ def test_what_is_declared_to_be_equal_is_compared_at_the_first_save(repo: Repo, 
 
 @pytest.mark.parametrize("kind", DECLARED)
 def test_it_is_compared_again_after_so_many_saves(repo: Repo, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(party, "COMPARE_EVERY", 2)
+    monkeypatch.setattr(group_save, "COMPARE_EVERY", 2)
     found, committed = train(repo, lambda value, _: DECLARED[kind](value), of=2, steps=4, odd=ODD, at=3)
     for said in found:
         assert said[:3] == [""] * 3, "the third is not one of those that are compared"
@@ -108,10 +108,10 @@ def test_of_a_box_that_some_ranks_hold_those_are_named(
 ) -> None:
     """Two halves, each on two of four ranks, as sharding over one axis of a mesh and replication over the other have
     it."""
-    monkeypatch.setattr(party, "COMPARE_EVERY", 2)
+    monkeypatch.setattr(group_save, "COMPARE_EVERY", 2)
 
     def hold(value: Array, rank: int) -> Any:
-        return holdfast.shard(value, whole=(8, 3), offsets=(4 * (rank % 2), 0))
+        return tenuto.shard(value, whole=(8, 3), offsets=(4 * (rank % 2), 0))
 
     for said in train(repo, hold, of=4, steps=steps, odd=2, at=at)[0]:
         assert "w is not the same on rank 2 as on rank 0" in said[-1] and said[:-1] == [""] * (steps - 1)

@@ -10,25 +10,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.joint_ranks import on_ranks, outcomes
 
-import holdfast
-from holdfast.engine import parts, portions
-from holdfast.engine.handle import Save
-from holdfast.engine.job import About
-from holdfast.engine.joint import visible
-from holdfast.engine.joint.party import Together
-from holdfast.engine.parts import Parts
-from holdfast.engine.save import Saver
-from holdfast.errors import RanksDisagree, SaveFailed, ShardMismatch
-from holdfast.events import Emitter
-from holdfast.model.names import CheckpointId
-from holdfast.ranks.agreement import Agreement
-from holdfast.repo.attempts import claim, joined
-from holdfast.repo.commit import begin
-from holdfast.repo.repository import Repo
-from holdfast.state import Flattener, flatten, prepare
-from holdfast.store.backends.memory import MemoryStore
+import tenuto
+from tenuto.engine.group import visibility
+from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.read import sharded_reader
+from tenuto.engine.read.sharded_reader import ShardedReader
+from tenuto.engine.save.handle import Save
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.errors import RanksDisagree, SaveFailed, ShardMismatch
+from tenuto.events import Emitter
+from tenuto.model.ids import CheckpointId
+from tenuto.ranks.agreement import Agreement
+from tenuto.repo.commit import begin
+from tenuto.repo.ownership.claim import claim, joined
+from tenuto.repo.repository import Repo
+from tenuto.state.encode.flattener import Flattener, flatten
+from tenuto.state.restore.match import match_state
+from tenuto.store.memory import MemoryStore
+from tests.joint_ranks import on_ranks, outcomes
 
 ROWS, WIDTH = 1200, 300
 
@@ -54,22 +55,22 @@ def part(rank: int, of: int) -> dict[str, Any]:
     left, right = int(columns[rank]), int(columns[rank + 1])
     return {
         **state,
-        "w": holdfast.shard(state["w"][begin:end].copy(), whole=(ROWS, WIDTH), offsets=(begin, 0)),
-        "c": holdfast.shard(state["c"][:, left:right].copy(), whole=(WIDTH, 64), offsets=(0, left)),
-        "r": holdfast.replicated(state["r"]),
+        "w": tenuto.shard(state["w"][begin:end].copy(), whole=(ROWS, WIDTH), offsets=(begin, 0)),
+        "c": tenuto.shard(state["c"][:, left:right].copy(), whole=(WIDTH, 64), offsets=(0, left)),
+        "r": tenuto.replicated(state["r"]),
     }
 
 
 def save_with(repo: Repo, attempt: Any, state: Callable[[int, int], Any], steps: int = 1) -> Callable[..., list[Save]]:
     def work(agreement: Agreement) -> list[Save]:
-        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         taken = []
         for step in range(1, steps + 1):
             flattened = Flattener(
                 state(agreement.rank, agreement.world_size), private={"mine": agreement.rank}
             ).flatten()
-            taken.append(saver.save(flattened, step, wait=True, about=About()))
+            taken.append(saver.save(flattened, step, wait=True, about=ManifestDetails()))
         for save in taken:
             save.wait(60)
         saver.close()
@@ -92,8 +93,8 @@ def attempt(repo: Repo) -> Any:
 
 def read_as(repo: Repo, save: Save, into: Any, rank: int | None) -> tuple[Any, Any]:
     manifest = repo.manifest(save.id)
-    found = Parts(repo, manifest, rank, Emitter())
-    prepared = prepare(manifest.tree, found.whole.private, found.whole.specs, into)
+    found = ShardedReader(repo, manifest, rank, Emitter())
+    prepared = match_state(manifest.tree, found.whole.private, found.whole.specs, into)
     found.read(prepared)
     return prepared.apply(), found.whole.private
 
@@ -133,18 +134,18 @@ def test_a_part_is_cut_out_in_pieces_also_where_its_first_axis_has_one_item(
     stack = np.arange(64 * 96, dtype=np.float32).reshape(1, 64, 96)
 
     def state(rank: int, of: int) -> dict[str, Any]:
-        return {"experts": holdfast.shard(stack[:, :, rank * 48 : rank * 48 + 48].copy(), dim=2, rank=rank, of=of)}
+        return {"experts": tenuto.shard(stack[:, :, rank * 48 : rank * 48 + 48].copy(), dim=2, rank=rank, of=of)}
 
     save = on_ranks(2, save_with(repo, attempt, state))[0][0]
     pieces: list[int] = []
-    whole_read = parts.LazyReader.read_items
+    whole_read = sharded_reader.LazyReader.read_items
 
     def read(self: Any, row: int, path: str, region: Any, target: Any) -> None:
         pieces.append(target.nbytes)
         whole_read(self, row, path, region, target)
 
-    monkeypatch.setattr(portions, "PIECE_BYTES", 1024)
-    monkeypatch.setattr(parts.LazyReader, "read_items", read)
+    monkeypatch.setattr(sharded_reader, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(sharded_reader.LazyReader, "read_items", read)
     restored, _ = read_as(repo, save, None, None)
     assert np.array_equal(restored["experts"], stack)
     assert max(pieces) <= 1024
@@ -162,11 +163,11 @@ def test_each_box_is_written_once_and_evenly(repo: Repo, attempt: Any) -> None:
 
 def test_what_belongs_to_each_rank_comes_back_to_it(repo: Repo, attempt: Any) -> None:
     def own(rank: int, of: int) -> dict[str, Any]:
-        return {**part(rank, of), "seed": holdfast.per_rank(np.full(3, rank))}
+        return {**part(rank, of), "seed": tenuto.per_rank(np.full(3, rank))}
 
     save = on_ranks(3, save_with(repo, attempt, own))[0][0]
     for rank in range(3):
-        into = {**part(rank, 3), "seed": holdfast.per_rank(np.zeros(3, int))}
+        into = {**part(rank, 3), "seed": tenuto.per_rank(np.zeros(3, int))}
         read_as(repo, save, into, rank)
         assert into["seed"].value.tolist() == [rank] * 3
 
@@ -197,7 +198,7 @@ def test_a_hole_is_refused_before_anything_is_written(repo: Repo, attempt: Any) 
     def state(rank: int, of: int) -> dict[str, Any]:
         found = part(rank, of)
         if rank == 1:
-            found["w"] = holdfast.shard(found["w"].value[1:], whole=(ROWS, WIDTH), offsets=(408, 0))
+            found["w"] = tenuto.shard(found["w"].value[1:], whole=(ROWS, WIDTH), offsets=(408, 0))
         return found
 
     found = differing(repo, attempt, state)
@@ -206,11 +207,11 @@ def test_a_hole_is_refused_before_anything_is_written(repo: Repo, attempt: Any) 
 
 def test_ranks_that_save_different_steps_are_told(repo: Repo, attempt: Any) -> None:
     def work(agreement: Agreement) -> None:
-        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         state = flatten(part(agreement.rank, agreement.world_size))
-        saver.save(state, 1, wait=True, about=About()).wait(60)
-        saver.save(state, 2 + (agreement.rank == 1), wait=True, about=About()).wait(60)
+        saver.save(state, 1, wait=True, about=ManifestDetails()).wait(60)
+        saver.save(state, 2 + (agreement.rank == 1), wait=True, about=ManifestDetails()).wait(60)
 
     found = outcomes(3, work)
     assert isinstance(found[0], SaveFailed) and isinstance(found[0].__cause__, RanksDisagree)
@@ -223,13 +224,13 @@ def test_ranks_that_save_for_different_attempts_are_told_and_nothing_is_begun(re
     other = joined(repo, replace(attempt.record, id="0" * 32))
 
     def work(agreement: Agreement) -> tuple[BaseException | None, bool]:
-        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
         state = flatten(part(agreement.rank, agreement.world_size))
         saver.attempt = other if agreement.rank == 1 else attempt
-        first = saver.save(state, 1, wait=False, about=About())
+        first = saver.save(state, 1, wait=False, about=ManifestDetails())
         assert first.join(60)
         saver.attempt = attempt
-        second = saver.save(state, 2, wait=True, about=About())
+        second = saver.save(state, 2, wait=True, about=ManifestDetails())
         second.wait(60)
         saver.close()
         return first.error, second.committed
@@ -246,7 +247,7 @@ def test_a_rank_that_does_not_see_a_save_begun_puts_nothing(
     repo: Repo, attempt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks into a copy, where nobody would ever remove what it puts. Also a directory of that step is no sign."""
-    monkeypatch.setattr(visible, "VISIBLE_S", 0.2)
+    monkeypatch.setattr(visibility, "VISIBLE_S", 0.2)
     copy = MemoryStore("joint, copied")
     copy.place.objects.clear()
     copy.place.objects.update(repo.store.place.objects)  # type: ignore[attr-defined]
@@ -256,9 +257,9 @@ def test_a_rank_that_does_not_see_a_save_begun_puts_nothing(
 
     def work(agreement: Agreement) -> None:
         mine = elsewhere if agreement.rank == 1 else repo
-        saver = Saver(mine, "main", lasting=False, party=Together(mine, agreement, deadline_s=60))
+        saver = Saver(mine, "main", lasting=False, party=GroupCommit(mine, agreement, deadline_s=60))
         saver.attempt = attempt if agreement.is_coordinator else joined(mine, attempt.record)
-        saver.save(flatten(part(agreement.rank, agreement.world_size)), 1, wait=True, about=About()).wait(60)
+        saver.save(flatten(part(agreement.rank, agreement.world_size)), 1, wait=True, about=ManifestDetails()).wait(60)
 
     for error in outcomes(3, work):
         assert isinstance(error, SaveFailed), error
@@ -275,12 +276,12 @@ def repo_committed(repo: Repo, attempt: Any) -> list[Any]:
 
 def test_a_structure_that_changes_on_all_ranks_is_planned_anew(repo: Repo, attempt: Any) -> None:
     def work(agreement: Agreement) -> list[Save]:
-        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         state = part(agreement.rank, agreement.world_size)
-        first = saver.save(flatten(state), 1, wait=True, about=About())
+        first = saver.save(flatten(state), 1, wait=True, about=ManifestDetails())
         state["more"] = np.arange(9)
-        second = saver.save(flatten(state), 2, wait=True, about=About())
+        second = saver.save(flatten(state), 2, wait=True, about=ManifestDetails())
         return [first, second]
 
     saves = on_ranks(2, work)
@@ -292,7 +293,7 @@ def test_a_structure_that_changes_behind_a_save_in_flight_does_not_concern_it(re
     planned = threading.Barrier(2, timeout=60)
 
     def work(agreement: Agreement) -> list[Save]:
-        party = Together(repo, agreement, deadline_s=60)
+        party = GroupCommit(repo, agreement, deadline_s=60)
         saver = Saver(repo, "main", lasting=False, in_flight=2, party=party)
         saver.attempt = attempt
         begin, first_is_written = party.begin, threading.Event()
@@ -304,9 +305,9 @@ def test_a_structure_that_changes_behind_a_save_in_flight_does_not_concern_it(re
 
         party.begin = held  # type: ignore[method-assign]
         state = part(agreement.rank, agreement.world_size)
-        first = saver.save(flatten(state), 1, wait=False, about=About())
+        first = saver.save(flatten(state), 1, wait=False, about=ManifestDetails())
         state["more"] = np.arange(9)
-        second = saver.save(flatten(state), 2, wait=False, about=About())
+        second = saver.save(flatten(state), 2, wait=False, about=ManifestDetails())
         planned.wait()  # the second is planned on both ranks before the first begins
         first_is_written.set()
         first.wait(60)
@@ -320,15 +321,15 @@ def test_a_structure_that_changes_behind_a_save_in_flight_does_not_concern_it(re
 
 def test_a_structure_that_changes_on_one_rank_loses_one_save_and_no_more(repo: Repo, attempt: Any) -> None:
     def work(agreement: Agreement) -> list[bool]:
-        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
-        state = {**part(agreement.rank, agreement.world_size), "own": holdfast.per_rank({})}
+        state = {**part(agreement.rank, agreement.world_size), "own": tenuto.per_rank({})}
         committed = []
         for step in (1, 2, 3):
             if step == 2 and agreement.rank == 1:
                 state["own"].value["seen"] = np.ones(3)
             try:
-                saver.save(flatten(state), step, wait=True, about=About()).wait(60)
+                saver.save(flatten(state), step, wait=True, about=ManifestDetails()).wait(60)
                 committed.append(True)
             except SaveFailed as error:
                 assert "planned anew" in str(error)
@@ -343,7 +344,7 @@ def test_what_one_rank_met_first_is_why_the_save_failed_on_all(repo: Repo, attem
     told = threading.Barrier(2, timeout=60)
 
     def work(agreement: Agreement) -> str:
-        party = Together(repo, agreement, deadline_s=60)
+        party = GroupCommit(repo, agreement, deadline_s=60)
         flattened = flatten(part(agreement.rank, agreement.world_size))
         save = Save(CheckpointId("main", attempt.number, 1), "")
         party.take(flattened, save)

@@ -7,21 +7,22 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from tests.joint_ranks import on_ranks
 
-import holdfast
-from holdfast.api.oneoff import load
-from holdfast.engine.job import About
-from holdfast.engine.joint import sharing
-from holdfast.engine.joint.party import Together
-from holdfast.engine.save import Saver
-from holdfast.model.names import CheckpointId
-from holdfast.plan.assign import CHUNK_BYTES, Strategy
-from holdfast.ranks.agreement import Agreement
-from holdfast.repo.attempts import claim
-from holdfast.repo.repository import Repo
-from holdfast.state import Flattener, leaf_paths
-from holdfast.store.backends.memory import MemoryStore
+import tenuto
+from tenuto.api.save_load import load
+from tenuto.engine.group import planning
+from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.model.ids import CheckpointId
+from tenuto.ranks.agreement import Agreement
+from tenuto.repo.ownership.claim import claim
+from tenuto.repo.repository import Repo
+from tenuto.sharding.write_plan import CHUNK_BYTES, Strategy
+from tenuto.state.encode.flattener import Flattener
+from tenuto.state.tree import leaf_paths
+from tenuto.store.memory import MemoryStore
+from tests.joint_ranks import on_ranks
 
 RANKS, ROWS, WIDTH = 3, 1200, 300
 PIECE_BYTES = 64 << 10
@@ -44,8 +45,8 @@ def held(rank: int) -> dict[str, Any]:
     table = state["table"][rank * rows : (rank + 1) * rows].copy()
     return {
         **state,
-        "layers": holdfast.replicated(state["layers"]),
-        "table": holdfast.shard(table, whole=(ROWS, WIDTH), offsets=(rank * rows, 0)),
+        "layers": tenuto.replicated(state["layers"]),
+        "table": tenuto.shard(table, whole=(ROWS, WIDTH), offsets=(rank * rows, 0)),
     }
 
 
@@ -53,10 +54,12 @@ def saved(repo: Repo, strategy: Strategy) -> CheckpointId:
     attempt = claim(repo, "main", None)
 
     def work(agreement: Agreement) -> CheckpointId:
-        party = Together(repo, agreement, strategy=strategy, deadline_s=60)
+        party = GroupCommit(repo, agreement, strategy=strategy, deadline_s=60)
         saver = Saver(repo, "main", lasting=False, party=party)
         saver.attempt = attempt
-        save = saver.save(Flattener(held(agreement.rank)).flatten(), 7, wait=True, about=About(progress={"step": 7}))
+        save = saver.save(
+            Flattener(held(agreement.rank)).flatten(), 7, wait=True, about=ManifestDetails(progress={"step": 7})
+        )
         save.wait(60)
         saver.close()
         return save.id
@@ -134,7 +137,7 @@ SAYS: dict[str, Callable[[Written], None]] = {
 def test_each_strategy_shares_out_what_is_written_as_it_says(
     monkeypatch: pytest.MonkeyPatch, strategy: Strategy
 ) -> None:
-    monkeypatch.setattr(sharing, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(planning, "PIECE_BYTES", PIECE_BYTES)
     repo = Repo.create_or_open(MemoryStore(f"strategy {strategy}"))
     id = saved(repo, strategy)
     found = written(repo, id)
@@ -154,9 +157,9 @@ def test_by_one_rank_means_that_the_others_write_no_tensor() -> None:
     attempt = claim(repo, "main", None)
 
     def work(agreement: Agreement) -> CheckpointId:
-        saver = Saver(repo, "main", lasting=False, party=Together(repo, agreement, strategy="one", deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, strategy="one", deadline_s=60))
         saver.attempt = attempt
-        save = saver.save(Flattener({"w": np.arange(5000.0)}).flatten(), 1, wait=True, about=About())
+        save = saver.save(Flattener({"w": np.arange(5000.0)}).flatten(), 1, wait=True, about=ManifestDetails())
         save.wait(60)
         saver.close()
         return save.id

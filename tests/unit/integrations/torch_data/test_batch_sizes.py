@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import holdfast
-from holdfast import every
-from holdfast.state.data import attach
+import tenuto
+from tenuto import every
+from tenuto.state.position.positions import attach
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -80,7 +80,7 @@ def test_another_batch_size_loses_nothing_of_the_epoch(
 
     def train(batch_size: int, stop_at: int) -> int:
         loader = make(batch_size)
-        with holdfast.Checkpointer(tmp_path / "place", {"n": 0}, data=loader, save=every(steps=1)) as ckpt:
+        with tenuto.Checkpointer(tmp_path / "place", {"n": 0}, data=loader, save=every(steps=1)) as ckpt:
             for _ in ckpt.epochs(1):
                 begun = ckpt.step
                 for batch in ckpt.batches:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.integrations.torch.certificate import findings
+from tenuto.integrations.torch.certificate import findings
 
 
 def wrapped(*, find_unused: bool = False, static: bool = False) -> DistributedDataParallel:

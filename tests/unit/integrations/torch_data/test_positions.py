@@ -25,12 +25,12 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holdfast.errors import StateMismatch
-from holdfast.integrations.torch.replay import ReplayPosition
-from holdfast.integrations.torch.sampler import ResumableSampler
-from holdfast.integrations.torch.stateful import StatefulLoaderPosition
-from holdfast.state import rng
-from holdfast.state.data import DataPosition, attach
+from tenuto.errors import StateMismatch
+from tenuto.integrations.torch.data.replay import ReplayPosition
+from tenuto.integrations.torch.data.sampler import ResumableSampler
+from tenuto.integrations.torch.data.stateful import StatefulLoaderPosition
+from tenuto.state.position import rng
+from tenuto.state.position.positions import DataPosition, attach
 
 SAMPLES = 21
 
@@ -108,7 +108,7 @@ def check(make: Make, steps: int, stops: list[int], *, iterator_first: bool = Tr
     for _ in range(steps):
         whole.step()
     if plain:
-        assert whole.seen == without_holdfast(make, steps)
+        assert whole.seen == without_tenuto(make, steps)
     pieces, seen = Training(make), []
     for stop in [*stops, steps]:
         while len(seen) + len(pieces.seen) < stop:
@@ -118,7 +118,7 @@ def check(make: Make, steps: int, stops: list[int], *, iterator_first: bool = Tr
     assert seen == whole.seen
 
 
-def without_holdfast(make: Make, steps: int) -> list[Any]:
+def without_tenuto(make: Make, steps: int) -> list[Any]:
     loader, _ = script(make)
     seen: list[Any] = []
     for epoch in itertools.count():

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import StateMismatch, UsageError
-from holdfast.integrations.torch.sampler import ResumableSampler
+from tenuto.errors import StateMismatch, UsageError
+from tenuto.integrations.torch.data.sampler import ResumableSampler
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holdfast.errors import CorruptionError, UsageError
-from holdfast.integrations.torch.sampler import ResumableSampler
-from holdfast.model.moved import Cursor, Moved
-from holdfast.state.data import DataPosition, attach
+from tenuto.errors import CorruptionError, UsageError
+from tenuto.integrations.torch.data.sampler import ResumableSampler
+from tenuto.state.position.positions import DataPosition, attach
+from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
 
 SEED = 11
 
@@ -229,14 +229,14 @@ class Ranks:
     def resume(cls, make: Make, length: int, of: int, saved: dict[str, Any]) -> Ranks:
         new = cls(make, length, of)
         new.epoch, batch = saved["counts"]
-        cursor = Cursor.of(saved["cursor"], "a manifest")
+        cursor = OrderCursor.of(saved["cursor"], "a manifest")
         here = []
         for rank, position in enumerate(new.positions):
             if of == len(saved["own"]):
                 position.load_state_dict(saved["own"][rank])
                 here.append(batch)
             else:
-                here.append(position.move(Moved(len(saved["own"]), of, rank), cursor, new.epoch, batch))
+                here.append(position.move(WorldSizeChange(len(saved["own"]), of, rank), cursor, new.epoch, batch))
         assert len(set(here)) == 1
         new.batch = here[0]
         return new
@@ -348,17 +348,17 @@ def test_an_epoch_whose_rest_is_left_out_is_over_on_any_number_of_ranks(
 # -- what is told ----------------------------------------------------------------------------------------------------
 
 
-def moved_from(saved: Cursor | None, loader: Any, batch: int = 3, epoch: int = 1) -> tuple[DataPosition, int]:
+def moved_from(saved: OrderCursor | None, loader: Any, batch: int = 3, epoch: int = 1) -> tuple[DataPosition, int]:
     position = attach(loader)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        here = position.move(Moved(4, 2, 0), saved, epoch, batch)
+        here = position.move(WorldSizeChange(4, 2, 0), saved, epoch, batch)
     assert len(caught) == len(position.reasons)
     return position, here
 
 
-def cursor(samples: int = 40, *, shuffle: bool = True, step: int = 8) -> Cursor:
-    return Cursor(1, 24, samples, SEED, shuffle, step)
+def cursor(samples: int = 40, *, shuffle: bool = True, step: int = 8) -> OrderCursor:
+    return OrderCursor(1, 24, samples, SEED, shuffle, step)
 
 
 def test_other_data_and_another_order_are_told() -> None:
@@ -411,7 +411,7 @@ def test_what_ranks_do_not_share_is_told_by_name_and_goes_on_inexactly(
     assert source in position.elsewhere
     fixed = len(position.reasons)
     with pytest.warns(RuntimeWarning, match=f"{source} was saved by 4 ranks and gone on with by 2"):
-        assert position.move(Moved(4, 2, 0), None, 1, 3) == here
+        assert position.move(WorldSizeChange(4, 2, 0), None, 1, 3) == here
     assert not position.exact and len(position.reasons) == fixed + 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -427,8 +427,8 @@ def test_a_shared_order_that_was_saved_without_one_is_told() -> None:
 
 
 def test_a_cursor_comes_back() -> None:
-    for one in (cursor(), Cursor(0, 0, 0, None, False, 1), Cursor(3, 2, 2, -(2**63), True, 7)):
-        assert Cursor.of(one.record(), "m") == one
+    for one in (cursor(), OrderCursor(0, 0, 0, None, False, 1), OrderCursor(3, 2, 2, -(2**63), True, 7)):
+        assert OrderCursor.of(one.record(), "m") == one
 
 
 @pytest.mark.parametrize(
@@ -447,11 +447,11 @@ def test_a_cursor_comes_back() -> None:
 )
 def test_a_malformed_cursor_is_damage(wrong: dict[str, Any]) -> None:
     with pytest.raises(CorruptionError, match="position in the data"):
-        Cursor.of({**cursor().record(), **wrong}, "m")
+        OrderCursor.of({**cursor().record(), **wrong}, "m")
     with pytest.raises(CorruptionError):
-        Cursor.of({}, "m")
+        OrderCursor.of({}, "m")
     with pytest.raises(CorruptionError):
-        Cursor.of([], "m")
+        OrderCursor.of([], "m")
 
 
 def test_all_of_an_order_is_drawn_once_where_it_divides() -> None:

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import holdfast
-from holdfast import every
-from holdfast.integrations.torch.sampler import ResumableSampler
-from holdfast.state.data import attach
+import tenuto
+from tenuto import every
+from tenuto.integrations.torch.data.sampler import ResumableSampler
+from tenuto.state.position.positions import attach
 
 BATCHES = 5
 
@@ -44,7 +44,7 @@ def train(place: Path, loader: Any, until: int | None = None) -> list[tuple[int,
     """Goes on to the end, or until so many steps are completed; each batch, and the epoch that it was given in."""
     seen: list[tuple[int, list[int]]] = []
     sampler = loader.sampler if isinstance(loader.sampler, ResumableSampler) else loader.batch_sampler.sampler
-    with holdfast.Checkpointer(place, {"n": 0}, data=loader, save=every(steps=1)) as ckpt:
+    with tenuto.Checkpointer(place, {"n": 0}, data=loader, save=every(steps=1)) as ckpt:
         for epoch in ckpt.epochs(3):
             sampler.set_epoch(epoch)
             for batch in ckpt.batches:

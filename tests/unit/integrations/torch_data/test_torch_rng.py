@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from holdfast.errors import StateMismatch
-from holdfast.integrations.torch.certificate import certificate
-from holdfast.state import certificate as plain
-from holdfast.state import rng
-from holdfast.state.data import attach
+from tenuto.errors import StateMismatch
+from tenuto.integrations.torch.certificate import certificate
+from tenuto.state.position import rng
+from tenuto.state.position.positions import attach
+from tenuto.training import snapshot as plain
 
 
 def test_torch_draws_repeat() -> None:
@@ -46,7 +46,7 @@ def test_cuda_draws_repeat_on_every_device() -> None:
 
 
 def test_capturing_does_not_import_a_framework() -> None:
-    code = "import sys; from holdfast.state import rng; rng.capture(); assert 'torch' not in sys.modules"
+    code = "import sys; from tenuto.state.position import rng; rng.capture(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

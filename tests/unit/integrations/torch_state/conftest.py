@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.model import canonical
-from holdfast.state import flatten, prepare
+from tenuto.model import canonical_json
+from tenuto.state.encode.flattener import flatten
+from tenuto.state.restore.match import match_state
 
 
 class Carrier:
@@ -26,12 +27,12 @@ class Carrier:
             bound.copy([flattened.sources[leaf] for leaf in leaves], 0, len(leaves))
             bound.wait()
             images.update(zip(leaves, views, strict=True))
-        tree = canonical.loads(canonical.dumps(flattened.tree))
-        private = canonical.loads(canonical.dumps(flattened.private))
+        tree = canonical_json.loads(canonical_json.dumps(flattened.tree))
+        private = canonical_json.loads(canonical_json.dumps(flattened.private))
         return {"tree": tree, "private": private, "specs": flattened.specs, "images": images}
 
     def load(self, saved: dict[str, Any], into: Any = None, **how: Any) -> Any:
-        prepared = prepare(saved["tree"], saved["private"], saved["specs"], into, **how)
+        prepared = match_state(saved["tree"], saved["private"], saved["specs"], into, **how)
         for number, sink in prepared.wants:
             data = saved["images"][number].copy()
             data.flags.writeable = False

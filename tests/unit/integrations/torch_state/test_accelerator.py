@@ -8,8 +8,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from holdfast.integrations.torch import device
-from holdfast.model.leaf import LeafSpec
+from tenuto.integrations.torch import device
+from tenuto.model.leaf import LeafSpec
 
 
 def test_an_accelerators_copies_are_queued_awaited_and_their_memory_given_back() -> None:

@@ -8,9 +8,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from holdfast.integrations.torch.device import AcceleratorBound, TorchBound, TorchDevice
-from holdfast.model.leaf import LeafSpec
 from interpreter_lock import lets_others_run
+from tenuto.integrations.torch.device import AcceleratorBound, TorchBound, TorchDevice
+from tenuto.model.leaf import LeafSpec
 
 LARGE = 128 << 20
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.integrations.torch import late
-from holdfast.integrations.torch.device import TorchBound
-from holdfast.model.leaf import LeafSpec
+from tenuto.integrations.torch import device
+from tenuto.integrations.torch.device import TorchBound
+from tenuto.model.leaf import LeafSpec
 
 DEVICE = torch.device("cuda:0")
 
@@ -77,7 +77,7 @@ def driver() -> Iterator[Driver]:
         mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: driver.log.append(("held", stream.name))),
         mock.patch.object(torch.Tensor, "copy_", copied),
         mock.patch.object(torch.Tensor, "to", lambda self, device, non_blocking: self),
-        mock.patch.dict(late._streams, clear=True),
+        mock.patch.dict(device._streams, clear=True),
     ):
         yield driver
 
@@ -88,7 +88,7 @@ def scene() -> tuple[list[np.ndarray[Any, Any]], torch.Tensor]:
 
 def test_copies_wait_for_the_work_before_them_on_a_stream_of_their_own(driver: Driver) -> None:
     views, held = scene()
-    copies = late.DeviceCopies(DEVICE, views, [(held, 0, 0, 32), (held, 0, 32, 64)], ())
+    copies = device.DeviceCopies(DEVICE, views, [(held, 0, 0, 32), (held, 0, 32, 64)], ())
     assert driver.log == [
         ("record", 1, "current"),
         ("waits", "side", 1),
@@ -108,7 +108,7 @@ def test_copies_wait_for_the_work_before_them_on_a_stream_of_their_own(driver: D
 
 def test_an_update_is_ordered_behind_the_copies_and_the_host_does_not_wait(driver: Driver) -> None:
     views, held = scene()
-    copies = late.DeviceCopies(DEVICE, views, [(held, 0, 0, 64)], ())
+    copies = device.DeviceCopies(DEVICE, views, [(held, 0, 0, 64)], ())
     driver.log.clear()
     assert copies.order() is True
     assert driver.log == [("waits", "current", 3)]
@@ -118,7 +118,7 @@ def test_watched_parts_are_compared_behind_the_copies_and_before_the_update(driv
     views, held = scene()
     views[0][:32] = held.numpy().view(np.uint8)[:32]
     views[0][8] ^= 1
-    copies = late.DeviceCopies(DEVICE, views, [(held, 0, 32, 64)], [(held, 0, 0, 16), (held, 0, 16, 32)])
+    copies = device.DeviceCopies(DEVICE, views, [(held, 0, 32, 64)], [(held, 0, 0, 16), (held, 0, 16, 32)])
     last = max(entry[1] for entry in driver.log if entry[0] == "record")
     assert list(copies.unchanged()) == [False, True]
     driver.log.clear()
@@ -129,7 +129,7 @@ def test_watched_parts_are_compared_behind_the_copies_and_before_the_update(driv
 def test_a_comparison_is_asked_for_at_once_and_answered_later(driver: Driver) -> None:
     views, held = scene()
     views[0][:] = held.numpy().view(np.uint8)
-    verdict = late.compare_on_device(DEVICE, views, [(held, 0, 0, 64)])
+    verdict = device.compare_on_device(DEVICE, views, [(held, 0, 0, 64)])
     assert not any(entry[0] == "host waits" for entry in driver.log)
     assert list(verdict()) == [True]
     assert any(entry[0] == "host waits" for entry in driver.log)
@@ -141,9 +141,9 @@ def test_a_comparison_is_asked_for_at_once_and_answered_later(driver: Driver) ->
 def test_the_host_compares_bits_and_not_numbers() -> None:
     tensor = torch.tensor([float("nan"), 0.0, 1.0])
     image = tensor.numpy().view(np.uint8).copy()
-    assert late.compare_on_host([image], [(tensor, 0, 0, 12)])() == [True]
+    assert device.compare_on_host([image], [(tensor, 0, 0, 12)])() == [True]
     tensor[1] = -0.0
-    assert late.compare_on_host([image], [(tensor, 0, 0, 4), (tensor, 0, 4, 8), (tensor, 0, 8, 12)])() == [
+    assert device.compare_on_host([image], [(tensor, 0, 0, 4), (tensor, 0, 4, 8), (tensor, 0, 8, 12)])() == [
         True,
         False,
         True,
@@ -173,10 +173,10 @@ def test_a_held_tensor_keeps_its_memory_and_its_count() -> None:
     ids=["strides", "conjugate", "negative", "empty"],
 )
 def test_what_cannot_be_copied_in_parts_does_not_wait(tensor: torch.Tensor) -> None:
-    assert not late.can_wait(tensor) and late.can_wait(torch.ones(2))
+    assert not device.can_wait(tensor) and device.can_wait(torch.ones(2))
 
 
 def test_a_tensor_whose_changes_are_not_counted_does_not_wait() -> None:
     with torch.inference_mode():
         tensor = torch.ones(4)
-    assert not late.can_wait(tensor)
+    assert not device.can_wait(tensor)

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast.errors import Unserialisable
-from holdfast.state import Flattener, flatten, registry
-from holdfast.state.contract import Flattened
+from tenuto.errors import Unserialisable
+from tenuto.state import frameworks
+from tenuto.state.contract import Flattened
+from tenuto.state.encode.flattener import Flattener, flatten
 
 State = dict[str, Any]
 
@@ -202,9 +203,9 @@ def test_a_type_that_is_registered_later_is_seen(monkeypatch: pytest.MonkeyPatch
     state = make()
     flattener = Flattener(state)
     flattener.flatten()
-    monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "_by_name", {})
-    registry.register(nn.Parameter, lambda one: one.tolist(), torch.tensor)
+    monkeypatch.setattr(frameworks, "_registered", {})
+    monkeypatch.setattr(frameworks, "_by_name", {})
+    frameworks.register(nn.Parameter, lambda one: one.tolist(), torch.tensor)
     quick = flattener.flatten()
     assert dict(quick.tree["i"][0][1]["i"])["parameter"]["!"] == "tagged"
     same(quick, flatten(state))

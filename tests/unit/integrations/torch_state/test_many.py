@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.errors import HoldfastError, StateMismatch
-from holdfast.state import entries
+from tenuto.errors import StateMismatch, TenutoError
+from tenuto.state.restore import entries
 
 COUNT = 40
 
@@ -139,7 +139,7 @@ def outcome(carrier: Any, ours: Callable[..., None], theirs: Callable[..., None]
     before = {key: id(value) for key, value in target.items()}
     try:
         carrier.round_trip({"model": state}, {"model": target}, strict=strict)
-    except HoldfastError as error:
+    except TenutoError as error:
         return type(error), str(error), spelled(target)
     kept = [key for key, value in target.items() if before.get(key) == id(value)]
     return spelled(target), kept, carrier.report
@@ -156,7 +156,7 @@ def test_together_is_as_one_by_one(
 
 
 def test_many_are_filled_where_they_lie(carrier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.integrations.torch import tensors
+    from tenuto.integrations.torch import tensors
 
     def alone(*_: Any) -> None:
         raise AssertionError("ordinary tensors are matched together")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from holdfast.errors import StateMismatch
+from tenuto.errors import StateMismatch
 
 
 def build(layers: int, seed: int = 0) -> nn.Sequential:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import holdfast
-from holdfast.errors import StateMismatch
-from holdfast.integrations.torch import optimizer_restore
-from holdfast.state.restorer import Restorer
+import tenuto
+from tenuto.errors import StateMismatch
+from tenuto.integrations.torch.optimizers import restore
+from tenuto.state.restore.restorer import Restorer
 
 
 def state_of(head: int, kind: Any = torch.optim.AdamW, *, hooked: bool = False, seed: int = 0) -> dict[str, Any]:
@@ -141,10 +141,10 @@ def test_a_wrapper_that_is_never_initialised_goes_on_bit_for_bit(carrier: Any) -
 @pytest.mark.parametrize("capture", ["eager", "fenced"])
 def test_a_wrapper_in_the_state_of_a_checkpointer(tmp_path: Any, capture: Any) -> None:
     saved, target = state_of(2, delegating), state_of(2, delegating, seed=1)
-    with holdfast.Checkpointer(tmp_path, saved, save=holdfast.every(steps=1), capture=capture) as ckpt:
+    with tenuto.Checkpointer(tmp_path, saved, save=tenuto.every(steps=1), capture=capture) as ckpt:
         for _ in ckpt.steps(3):
             train(saved)
-    with holdfast.Checkpointer(tmp_path, target) as ckpt:
+    with tenuto.Checkpointer(tmp_path, target) as ckpt:
         assert ckpt.restore().checkpoint.step == 3
     assert same(saved, target)
 
@@ -191,7 +191,7 @@ def test_state_in_lists_lies_beside_its_parameter_and_step_counts_by_the_options
     carried = carrier.save(saved)
     for name in ("list", "dict"):
         moved(carried["tree"], name)
-    monkeypatch.setattr(optimizer_restore, "device_after", lambda parameter, restorer: torch.device("meta"))
+    monkeypatch.setattr(restore, "device_after", lambda parameter, restorer: torch.device("meta"))
     monkeypatch.setattr(Restorer, "device_at", lambda self, path: "cuda")
 
     def devices(**chosen: Any) -> list[str]:

@@ -21,15 +21,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import holdfast
 import sharded_forks
+import tenuto
 from factored import Factored
-from holdfast.errors import StateError, StateMismatch, Unserialisable, UsageError
-from holdfast.integrations.torch import modules
-from holdfast.integrations.torch.meshes import _spans
-from holdfast.state import Flattener, flatten, prepare
-from holdfast.state.layouts import taken
-from holdfast.state.wholes import Wholes, forms_of
+from tenuto.errors import StateError, StateMismatch, Unserialisable, UsageError
+from tenuto.integrations.torch import modules
+from tenuto.integrations.torch.meshes import _spans
+from tenuto.repo.format.leaf_table import LeafTable, forms_of
+from tenuto.state.declarations import taken
+from tenuto.state.encode.flattener import Flattener, flatten
+from tenuto.state.restore.match import match_state
 
 World = Callable[[int, int], None]
 
@@ -107,7 +108,7 @@ def test_parts_without_elements_are_each_a_tensor_of_its_own(alone: None, carrie
 
     def state() -> dict[str, Any]:
         made = {name: distribute_tensor(torch.zeros(0, 3), mesh, [Replicate()]) for name in ("x", "y")}
-        local = {name: holdfast.shard(torch.zeros(0, 3), whole=(0, 3), offsets=(0, 0)) for name in ("p", "q")}
+        local = {name: tenuto.shard(torch.zeros(0, 3), whole=(0, 3), offsets=(0, 0)) for name in ("p", "q")}
         return made | local
 
     target = state()
@@ -243,15 +244,15 @@ def test_contiguous_parts_offer_their_memory(world: World) -> None:
     for dim in (0, 1):
         tensor = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(dim)], src_data_rank=None)
         found = flatten({"x": torch.ones(4, 4)})
-        prepared = prepare(found.tree, None, Wholes(found.tree, None, forms_of(found)), {"x": tensor})
+        prepared = match_state(found.tree, None, LeafTable(found.tree, None, forms_of(found)), {"x": tensor})
         assert prepared.boxes is not None
         (box,), ((_, sink),) = prepared.boxes, prepared.wants
         assert box is not None and box.offsets == ((2, 0) if dim == 0 else (0, 2))
         assert sink.buffer is not None and sink.buffer.nbytes == 32
     rows = torch.zeros(4, 4)
-    shard = holdfast.fused(rows, sizes=(4, 4), rank=1, of=2, dim=1)
+    shard = tenuto.fused(rows, sizes=(4, 4), rank=1, of=2, dim=1)
     found = flatten({"x": torch.ones(4, 8)})
-    prepared = prepare(found.tree, None, Wholes(found.tree, None, forms_of(found)), {"x": shard})
+    prepared = match_state(found.tree, None, LeafTable(found.tree, None, forms_of(found)), {"x": shard})
     assert [sink.buffer for _, sink in prepared.wants] == [None, None]
 
 
@@ -276,11 +277,11 @@ def test_a_sharded_module_is_walked_once(alone: None, monkeypatch: pytest.Monkey
 
 
 def test_a_fenced_capture_knows_the_local_tensors(alone: None) -> None:
-    from holdfast.integrations.torch import fencing
+    from tenuto.integrations.torch import fence
 
     model = net()
     fully_shard(model)
-    gate = fencing.gate(state := {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}, print)
+    gate = fence.gate(state := {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}, print)
     try:
         gate.begin_save()
         model(torch.ones(2, 4)).sum().backward()
@@ -305,8 +306,8 @@ def test_declared_parameters_are_parts_wherever_they_are_met() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     flattener = Flattener({"model": model, "optimizer": optimizer, "list": [model.gate], "dict": {"g": model.gate}})
     assert {spec.placement for spec in flattener.flatten().specs} == {"whole"}
-    holdfast.declare(holdfast.fused(model.gate, sizes=(8, 4), rank=0, of=2))
-    holdfast.declare(holdfast.replicated(model.bias))
+    tenuto.declare(tenuto.fused(model.gate, sizes=(8, 4), rank=0, of=2))
+    tenuto.declare(tenuto.replicated(model.bias))
     found = flattener.flatten()
     assert [(spec.path, spec.placement, spec.whole) for spec in found.specs] == [
         ("model/gate", "box", (12, 4)),
@@ -325,9 +326,7 @@ def test_declared_parameters_are_parts_wherever_they_are_met() -> None:
 
 def test_rules_by_name() -> None:
     model = net()
-    holdfast.declare(
-        model, {"0.*": lambda one: holdfast.shard(one, dim=0, rank=1, of=2), "*.bias": holdfast.replicated}
-    )
+    tenuto.declare(model, {"0.*": lambda one: tenuto.shard(one, dim=0, rank=1, of=2), "*.bias": tenuto.replicated})
     placements = {spec.path: (spec.placement, spec.leaf_shape) for spec in flatten(model).specs}
     assert placements == {
         "0.weight": ("box", (12, 4)),
@@ -336,20 +335,20 @@ def test_rules_by_name() -> None:
         "2.bias": ("replicated", (3,)),
     }
     whole = net()
-    holdfast.declare(holdfast.replicated(whole))
+    tenuto.declare(tenuto.replicated(whole))
     assert {spec.placement for spec in flatten(whole).specs} == {"replicated"}
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda model: holdfast.declare(model),
-        lambda model: holdfast.declare(5),
-        lambda model: holdfast.declare(holdfast.replicated(5)),
-        lambda model: holdfast.declare(holdfast.per_rank(model[0].weight)),
-        lambda model: holdfast.declare(model, {"nothing.*": holdfast.replicated}),
-        lambda model: holdfast.declare(model, {"0.weight": lambda one: one}),
-        lambda model: holdfast.declare(5, {"0.weight": holdfast.replicated}),
+        lambda model: tenuto.declare(model),
+        lambda model: tenuto.declare(5),
+        lambda model: tenuto.declare(tenuto.replicated(5)),
+        lambda model: tenuto.declare(tenuto.per_rank(model[0].weight)),
+        lambda model: tenuto.declare(model, {"nothing.*": tenuto.replicated}),
+        lambda model: tenuto.declare(model, {"0.weight": lambda one: one}),
+        lambda model: tenuto.declare(5, {"0.weight": tenuto.replicated}),
     ],
 )
 def test_what_cannot_be_declared(wrong: Callable[[Any], None]) -> None:
@@ -359,7 +358,7 @@ def test_what_cannot_be_declared(wrong: Callable[[Any], None]) -> None:
 
 def test_a_declared_tensor_that_is_another_now() -> None:
     model = Part()
-    holdfast.declare(holdfast.shard(model.gate, dim=0, rank=0, of=2))
+    tenuto.declare(tenuto.shard(model.gate, dim=0, rank=0, of=2))
     model.gate.data = torch.zeros(2, 2)
     with pytest.raises(StateError, match=r"model/gate: .*\[2, 2\].*\[6, 4\]"):
         flatten({"model": model})
@@ -370,9 +369,9 @@ def test_a_meta_target_that_was_declared_gets_its_part() -> None:
     found = flatten({"model": {"gate": whole, "bias": torch.ones(3)}})
     with torch.device("meta"):
         model = Part()
-    holdfast.declare(holdfast.fused(model.gate, sizes=(8, 4), rank=1, of=2))
+    tenuto.declare(tenuto.fused(model.gate, sizes=(8, 4), rank=1, of=2))
     target = {"model": model}
-    prepared = prepare(found.tree, None, Wholes(found.tree, None, forms_of(found)), target)
+    prepared = match_state(found.tree, None, LeafTable(found.tree, None, forms_of(found)), target)
     assert prepared.boxes is not None
     for (number, sink), box in zip(prepared.wants, prepared.boxes, strict=True):
         piece = found.sources[number] if box is None else found.sources[number][box.slices]
@@ -388,12 +387,12 @@ def test_shards_of_what_is_no_tensor_here() -> None:
         flatten({"x": _shard_of(nn.Linear(1, 1))})
     with pytest.raises(StateMismatch):
         found = flatten({"x": torch.ones(3)})
-        shard = holdfast.shard(torch.zeros(2, dtype=torch.float64), whole=(3,), offsets=(0,))
-        prepare(found.tree, None, found.specs, {"x": shard})
+        shard = tenuto.shard(torch.zeros(2, dtype=torch.float64), whole=(3,), offsets=(0,))
+        match_state(found.tree, None, found.specs, {"x": shard})
 
 
 def _shard_of(value: Any) -> Any:
-    shard = holdfast.shard(torch.zeros(2), whole=(3,), offsets=(0,))
+    shard = tenuto.shard(torch.zeros(2), whole=(3,), offsets=(0,))
     shard.value = value
     return shard
 
@@ -403,7 +402,7 @@ def test_parts_of_every_type_and_stride(carrier: Any) -> None:
         base = torch.arange(48).view(6, 8).to(torch.float32).to(kind)
         local = base[:, ::2]
         boxes = [((slice(None), slice(2)), (0, 0)), ((slice(6), slice(2, 4)), (0, 4))]
-        shard = holdfast.shard(local, whole=(6, 6), boxes=boxes)
+        shard = tenuto.shard(local, whole=(6, 6), boxes=boxes)
         found = flatten({"x": shard})
         whole = torch.zeros(6, 6, dtype=kind)
         for spec, data in zip(found.specs, carrier.capture(found)["images"].values(), strict=True):
@@ -411,8 +410,8 @@ def test_parts_of_every_type_and_stride(carrier: Any) -> None:
             whole[:, spec.offsets[1] : spec.offsets[1] + 2] = part
         assert torch.equal(whole[:, [0, 1, 4, 5]].to(torch.complex64), local.to(torch.complex64))
         target = torch.zeros(6, 8, dtype=kind)[:, ::2]
-        into = {"x": holdfast.shard(target, whole=(6, 6), boxes=boxes)}
-        prepared = prepare(found.tree, None, Wholes(found.tree, None, forms_of(found)), into)
+        into = {"x": tenuto.shard(target, whole=(6, 6), boxes=boxes)}
+        prepared = match_state(found.tree, None, LeafTable(found.tree, None, forms_of(found)), into)
         assert prepared.boxes is not None
         for (_, sink), box in zip(prepared.wants, prepared.boxes, strict=True):
             assert box is not None and sink.buffer is None

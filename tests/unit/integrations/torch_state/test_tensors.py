@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.errors import StateError, StateMismatch, Unserialisable
-from holdfast.integrations.torch.device import QUANTISED, TORCH_DTYPES, TorchBound
-from holdfast.integrations.torch.tensors import TensorSink, bytes_of
-from holdfast.model.dtypes import DTYPES
-from holdfast.state import Tagged, flatten, register
+from tenuto.errors import StateError, StateMismatch, Unserialisable
+from tenuto.integrations.torch.device import QUANTISED, TORCH_DTYPES, TorchBound
+from tenuto.integrations.torch.tensors import TensorSink, bytes_of
+from tenuto.model.leaf import DTYPES
+from tenuto.state.encode.flattener import flatten
+from tenuto.state.frameworks import Tagged, register
 
 KINDS = sorted({str(kind)[6:] for kind in vars(torch).values() if isinstance(kind, torch.dtype)})
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR
 
-from holdfast.errors import StateError, StateMismatch, Unserialisable
-from holdfast.state import Flattener, flatten
+from tenuto.errors import StateError, StateMismatch, Unserialisable
+from tenuto.state.encode.flattener import Flattener, flatten
 
 
 def bits(state: Any) -> Any:

@@ -1,0 +1,133 @@
+"""What many rounds of kills come to, for a training with a memory tier: where, from what, and how much was lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tenuto.demo.children import Life
+from tenuto.demo.outcome import Account
+
+
+@dataclass(frozen=True, slots=True)
+class Killing:
+    """One kill of the training. `place`: where the process's own trace says that it was; `point`: the named one where
+    it killed itself, None if the kill came from outside or from a timer; `lost`: steps that were done again; `kept`: a
+    state of the run had been sealed in memory by then; `behind`: by how many steps the newest state that had been
+    sealed or written is newer than what came next went on from, and `written` whether that was the state going to the
+    store, beside which the newer one's memory was taken for the next; `writing`: a save to the store was under way."""
+
+    run: str
+    life: int
+    place: str
+    point: str | None
+    lost: int
+    kept: bool
+    behind: int
+    written: bool
+    writing: bool
+
+
+def killings(account: Account) -> list[Killing]:
+    """Of one round, in their order; those of flushes are not among them."""
+    found: list[Killing] = []
+    newest, kept = 0, False
+    for number, life in enumerate(account.lives):
+        if life.began is not None:
+            newest = life.began
+        newest = max(newest, life.durable, *life.remembered) if life.remembered else max(newest, life.durable)
+        kept = kept or bool(life.remembered) or life.adopted
+        begins = [later.began for later in account.lives[number + 1 :] if later.began is not None]
+        if life.killed:
+            found.append(
+                Killing(
+                    account.run,
+                    number,
+                    place_of(life),
+                    life.point,
+                    account.lost_by(number),
+                    kept,
+                    # One that had gone on from nothing yet left what was there to the one after it.
+                    max(newest - begins[0], 0) if begins and life.began is not None else 0,
+                    bool(begins) and begins[0] == life.saved,
+                    life.saving,
+                )
+            )
+    return found
+
+
+def place_of(life: Life) -> str:
+    """Where a life was killed."""
+    if life.place is not None:
+        return life.place
+    if life.saving:
+        return "write"
+    return "starting" if life.reached == 0 else "between"
+
+
+def counts(accounts: Sequence[Account]) -> dict[str, Any]:
+    """By place, by named point, and by the steps that each kill has lost."""
+    killed = [one for account in accounts for one in killings(account)]
+    flushes = [flush for account in accounts for flush in account.flushes]
+    dead = [flush for flush in flushes if flush.killed]
+    kept = [one for one in killed if one.kept]
+    points = [(one.place, one.point) for one in killed] + [("flush", flush.point) for flush in dead]
+    return {
+        "kills_by_place": _ordered(
+            Counter(one.place for one in killed) + Counter("flush" if one.inside else "after a flush" for one in dead)
+        ),
+        "kills_at_named_points": {
+            place: _ordered(Counter(point for at, point in points if at == place and point is not None))
+            for place in sorted({at for at, point in points if point is not None})
+        },
+        "flushes": {
+            "begun": len(flushes),
+            "killed": len(dead),
+            "killed_and_written": sum(flush.written for flush in dead),
+            "ended_and_written": sum(flush.written for flush in flushes if not flush.killed),
+            "ended_with_nothing_to_write": sum(not flush.written for flush in flushes if not flush.killed),
+        },
+        "steps_lost": {
+            "after_the_first_sealed_state": _distribution(kept),
+            "before_it": _distribution(one for one in killed if not one.kept),
+            "by_place_after_it": {
+                place: _distribution(one for one in kept if one.place == place)
+                for place in sorted({one.place for one in kept})
+            },
+            "at_most_one_after_it": sum(one.lost <= 1 for one in kept),
+            "more_than_one_after_it": sum(one.lost > 1 for one in kept),
+            "more_than_one_while_writing_to_the_store": sum(
+                one.lost > 1 and (one.writing or one.written) for one in kept
+            ),
+        },
+        "not_from_the_newest_sealed_state": {
+            "but_from_the_one_going_to_the_store": sum(one.behind > 0 and one.written for one in killed),
+            "otherwise": [asdict(one) for one in killed if one.behind > 0 and not one.written],
+        },
+    }
+
+
+def restarts(account: Account) -> dict[str, int]:
+    """What the processes of a round went on from, compared with what its step was in the untouched run, by the digest
+    of all that the state holds."""
+    remembered = account.untouched.remembered
+    began = [(life.adopted, *life.restored) for life in account.lives if life.restored is not None]
+    equal = sum(content == remembered.get(step) for _, step, content in began)
+    memory = sum(adopted for adopted, _, _ in began)
+    return {
+        "restarts_from_memory": memory,
+        "restarts_from_store": len(began) - memory,
+        "restarts_equal": equal,
+        "restarts_different": len(began) - equal,
+    }
+
+
+def _distribution(killed: Iterable[Killing]) -> dict[str, int]:
+    found = Counter(one.lost for one in killed)
+    return {str(lost): found[lost] for lost in sorted(found)}
+
+
+def _ordered(found: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(found.items()))

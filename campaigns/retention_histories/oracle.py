@@ -1,0 +1,160 @@
+"""What retention must keep, worked out anew from what was done: no code of the policies, the walk or the facts is used.
+
+Slow and plain on purpose. A history tells it everything that it does; the store is never asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tenuto.model.ids import CheckpointId
+
+Attempts = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Known:
+    """One committed checkpoint. `verdict`: what the last verification noted. `damaged`: its manifest cannot be read."""
+
+    id: CheckpointId
+    metrics: dict[str, float]
+    created_s: float | None
+    noted: dict[str, float] = field(default_factory=dict)
+    verdict: str = ""
+    damaged: bool = False
+
+    @property
+    def whole(self) -> bool:
+        return not self.damaged and self.verdict != "suspect"
+
+    def metric(self, name: str) -> float | None:
+        """NaN counts as one."""
+        if name in self.noted:
+            return self.noted[name]
+        return None if self.damaged else self.metrics.get(name)
+
+
+@dataclass(slots=True)
+class Oracle:
+    parents: dict[Attempts, CheckpointId | None] = field(default_factory=dict)
+    there: dict[CheckpointId, Known] = field(default_factory=dict)
+    refs: dict[tuple[str, str], CheckpointId] = field(default_factory=dict)
+    """By kind and name."""
+
+    def runs(self) -> list[str]:
+        return sorted({run for run, _ in self.parents})
+
+    def highest(self, run: str) -> int:
+        return max((number for name, number in self.parents if name == run), default=0)
+
+    def walk(self, run: str) -> list[CheckpointId]:
+        """I4, word by word."""
+        for number in sorted((n for name, n in self.parents if name == run), reverse=True):
+            own = [id for id in self.there if (id.run, id.attempt) == (run, number)]
+            if own or self.parents[run, number] is not None:
+                return self._line(run, number, math.inf)
+        return []
+
+    def _line(self, run: str, number: int, top: float) -> list[CheckpointId]:
+        own = [id for id in self.there if (id.run, id.attempt) == (run, number) and id.step <= top]
+        line = sorted(own, key=lambda id: -id.step)
+        parent = self.parents.get((run, number))
+        return line if parent is None else line + self._line(parent.run, parent.attempt, parent.step)
+
+    def protected(self) -> dict[CheckpointId, str]:
+        """I7, over all runs, with one reason each."""
+        out: dict[CheckpointId, str] = {}
+        for run in self.runs():
+            line = self.walk(run)
+            whole = [id for id in line if self.there[id].whole]
+            verified = [id for id in line if self.there[id].verdict == "verified" and self.there[id].whole]
+            for what, found in (("latest", line), ("whole", whole), ("verified", verified)):
+                out.update({id: f"the {what} of run {run}" for id in found[:1]})
+        out.update({id: f"{kind} {name}" for (kind, name), id in self.refs.items()})
+        return out
+
+
+Judge = Callable[[Oracle, str], set[CheckpointId]]
+"""Which checkpoints of a run a policy keeps."""
+
+
+def nothing(oracle: Oracle, run: str) -> set[CheckpointId]:
+    return set()
+
+
+def latest(n: int) -> Judge:
+    def judge(oracle: Oracle, run: str) -> set[CheckpointId]:
+        live, left = _lines(oracle, run)
+        return _until(n, oracle, [*live, *left])
+
+    return judge
+
+
+def best(n: int, metric: str, mode: str) -> Judge:
+    def judge(oracle: Oracle, run: str) -> set[CheckpointId]:
+        live, left = _lines(oracle, run)
+        everything = sorted([*live, *left], key=_age, reverse=True)
+        having = [id for id in everything if oracle.there[id].metric(metric) is not None]
+        kept = {id for id in everything if not having or _age(id) > _age(having[0])}
+        for candidates in (having, [id for id in having if id in live]):
+            scored = [(oracle.there[id].metric(metric) or 0.0, id) for id in candidates]
+            scored = [(value, id) for value, id in scored if not math.isnan(value)]
+            # Python's sort keeps the order of equals, and the newest come first.
+            ranked = [id for _, id in sorted(scored, key=lambda one: one[0] if mode == "min" else -one[0])]
+            kept |= _until(n, oracle, ranked)
+        return kept
+
+    return judge
+
+
+def every_steps(n: int) -> Judge:
+    return _milestones(lambda known: None if 0 < known.id.step < n else known.id.step // n)
+
+
+def every_hours(hours: float) -> Judge:
+    def span(known: Known) -> int | None:
+        if known.created_s is None or known.damaged:
+            return None
+        return int(known.created_s // (hours * 3600))
+
+    return _milestones(span)
+
+
+def either(*judges: Judge) -> Judge:
+    return lambda oracle, run: set().union(*(judge(oracle, run) for judge in judges))
+
+
+def _milestones(span: Callable[[Known], int | None]) -> Judge:
+    def judge(oracle: Oracle, run: str) -> set[CheckpointId]:
+        live, left = _lines(oracle, run)
+        in_order = [*reversed(live), *sorted(left, key=lambda id: (-id.attempt, id.step))]
+        kept: set[CheckpointId] = set()
+        for number in {span(oracle.there[id]) for id in in_order} - {None}:
+            kept |= _until(1, oracle, [id for id in in_order if span(oracle.there[id]) == number])
+        return kept
+
+    return judge
+
+
+def _lines(oracle: Oracle, run: str) -> tuple[list[CheckpointId], list[CheckpointId]]:
+    """The run's checkpoints on the walk, newest first, and those left behind."""
+    live = [id for id in oracle.walk(run) if id.run == run]
+    left = [id for id in oracle.there if id.run == run and id not in live]
+    return live, sorted(left, key=_age, reverse=True)
+
+
+def _until(n: int, oracle: Oracle, ids: Iterable[CheckpointId]) -> set[CheckpointId]:
+    """The first of `ids` up to the nth whole one."""
+    kept: set[CheckpointId] = set()
+    found = 0
+    for id in ids:
+        if found < n:
+            kept.add(id)
+            found += oracle.there[id].whole
+    return kept
+
+
+def _age(id: CheckpointId) -> tuple[int, int]:
+    return (id.attempt, id.step)

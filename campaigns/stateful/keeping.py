@@ -1,0 +1,140 @@
+"""What a person does with checkpoints, whoever trains: removes, brings back, points at them, collects garbage, copies
+directories. After every step everything is verified."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from campaigns.stateful.checks import GRACE_S, check_world
+from campaigns.stateful.model import Model
+from campaigns.stateful.world import simulated_world
+from tenuto.errors import CorruptionError, RemovalRefused, RepositoryError
+from tenuto.maintenance import gc, remove, undelete
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.refs import clear_ref, put_ref
+
+counted: Counter[str] = Counter()
+"""How often each rule has been at work, and how often a crash struck where: for the campaign's account."""
+
+
+class Keeping(RuleBasedStateMachine):
+    """One history; a subclass says who trains, and owns which run."""
+
+    runs: tuple[str, ...] = ("main",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        counted["histories"] += 1
+        self._world = simulated_world(counted["histories"])
+        self.world = self._world.__enter__()
+        self.model = self.new_model()
+
+    def new_model(self) -> Model:
+        return Model()
+
+    def teardown(self) -> None:
+        self._world.__exit__(None, None, None)
+
+    def _owner(self, run: str) -> Any:
+        """The living owner of the run's highest attempt, if it lives."""
+        raise NotImplementedError
+
+    def _rot(self, data: st.DataObject, id: CheckpointId) -> None:
+        """Flips one bit of one of the checkpoint's files, and tells the model; does nothing where nobody can judge."""
+
+    @precondition(lambda self: self.model.committed)
+    @rule(data=st.data(), force=st.booleans())
+    def rm(self, data: st.DataObject, force: bool) -> None:
+        id = data.draw(st.sampled_from(sorted(self.model.committed)))
+        if id.manifest in self.model.damaged.get(id, ()):
+            return
+        counted["rm"] += 1
+        self.world.operator()
+        refused = id in self.model.pins.values()
+        for run in self.runs:
+            line = list(self.model.walk(run))
+            if line[:1] == [id]:
+                refused = refused or not force or self._owner(run) is not None
+        try:
+            remove.execute(self.world.repo, remove.plan_remove(self.world.repo, [id], force=force))
+        except RemovalRefused as error:
+            assert refused, error
+            return
+        assert not refused, "something needs what was removed"
+        self.model.remove(id)
+
+    @precondition(lambda self: self.model.trash)
+    @rule(data=st.data(), hours=st.sampled_from((0, 0, 5, 11)), rotten=st.booleans())
+    def undelete(self, data: st.DataObject, hours: int, rotten: bool) -> None:
+        """Before that, time may pass in which nobody collects, and bits may rot in the trash."""
+        id = data.draw(st.sampled_from(sorted(self.model.trash)))
+        counted["undelete"] += 1
+        if rotten and id not in self.model.damaged:
+            counted["rot in the trash"] += 1
+            self._rot(data, id)
+        self.world.operator()
+        self.world.store.advance(hours * 3600)
+        left = self.model.grace_left_s(id, self.world.now_s, GRACE_S)
+        may = left >= undelete.MARGIN_S and id not in self.model.damaged
+        try:
+            undelete.execute(self.world.repo, undelete.plan_undelete(self.world.repo, id, grace_s=GRACE_S))
+        except (RepositoryError, CorruptionError) as error:
+            assert not may, error
+            return
+        assert may, "it came back damaged, or too late"
+        self.model.bring_back(id)
+
+    @precondition(lambda self: self.model.committed or self.model.trash or self.model.unfinished)
+    @rule(hours=st.sampled_from([0, 1, 4, 11]))
+    def collect(self, hours: int) -> None:
+        counted["gc"] += 1
+        self.world.operator()
+        self.world.store.advance(hours * 3600)
+        gc.execute(self.world.repo, gc.plan_gc(self.world.repo, grace_s=GRACE_S))
+        dead = {run for run in self.runs if self._owner(run) is None}
+        self.model.collect(self.world.now_s, GRACE_S, dead)
+
+    @precondition(lambda self: self.model.committed)
+    @rule(data=st.data(), kind=st.sampled_from(("pin", "tag")))
+    def point_at(self, data: st.DataObject, kind: str) -> None:
+        id = data.draw(st.sampled_from(sorted(self.model.committed)))
+        counted[kind] += 1
+        self._point(id, kind)
+
+    def _point(self, id: CheckpointId, kind: str) -> None:
+        self.world.operator()
+        put_ref(self.world.repo, "pin" if kind == "pin" else "tag", "one", id)
+        self.model.pins[kind] = id
+
+    @precondition(lambda self: self.model.pins)
+    @rule(kind=st.sampled_from(("pin", "tag")))
+    def let_go(self, kind: str) -> None:
+        clear_ref(self.world.repo, "pin" if kind == "pin" else "tag", "one")
+        self.model.pins.pop(kind, None)
+
+    @precondition(lambda self: self.model.committed and len(self.model.copies) < 3)
+    @rule(data=st.data(), depth=st.integers(2, 4))
+    def copy_a_directory(self, data: st.DataObject, depth: int) -> None:
+        """A person copies a step, an attempt or a run to a place that looks like Tenuto's own."""
+        id = data.draw(st.sampled_from(sorted(self.model.committed)))
+        parts = id.directory.split("/")[:depth]
+        number = 900 + len(self.model.copies)
+        last = (f"copy{number}", f"a{number:04d}", f"step-{number:08d}")[depth - 2]
+        target = "/".join([*parts[:-1], last])
+        if self.world.names(target) or any("copy" in part or "9" in part for part in parts) or self.model.flips:
+            return
+        counted["copy of a directory"] += 1
+        names = self.world.copy("/".join(parts), target)
+        self.model.copies[target] = {name: self.world.store.place.objects[name][0] for name in names}
+
+    # -- what must hold --------------------------------------------------------------------------------------------
+
+    @invariant()
+    def everything_is_as_the_model_says(self) -> None:
+        counted["steps"] += 1
+        self.world.operator()
+        check_world(self.world, self.model, self.runs)

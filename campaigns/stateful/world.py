@@ -1,0 +1,235 @@
+"""A small world for random histories: simulated processes that train, save, crash and look after one store in memory.
+
+A process that dies takes its store with it: every later call of its threads raises, as if they had been killed too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from campaigns.recorded_jobs import Faster, quiet, save_stages
+from campaigns.simulated_processes import Processes
+from tenuto.crashpoints import armed
+from tenuto.model.ids import CheckpointId
+from tenuto.policy import keep
+from tenuto.policy.save import every
+from tenuto.repo.ownership import owner_watch
+from tenuto.repo.ownership.claim import Attempt, claim
+from tenuto.repo.ownership.owner_watch import OwnerWatch
+from tenuto.repo.repository import Repo
+from tenuto.store.memory import MemoryStore, SharedObjects
+from tenuto.training import exit_status, run_registry
+from tenuto.training.checkpointer import Checkpointer
+
+_names = itertools.count()
+NEVER = 10**9
+CHUNK = 64
+
+
+class Gone(BaseException):
+    """The process is dead: nothing of it may clean up."""
+
+
+class MortalStore(MemoryStore):
+    """One process's view of a store."""
+
+    def __init__(self, name: str) -> None:
+        self.dead = False
+        super().__init__(name)
+
+    @property  # type: ignore[misc]
+    def place(self) -> SharedObjects:
+        if self.dead:
+            raise Gone
+        return self._place
+
+    @place.setter
+    def place(self, place: SharedObjects) -> None:
+        self._place = place
+
+    def die(self) -> None:
+        self.dead = True
+        raise Gone
+
+
+class Process:
+    """One trainer. `attempt`: the number it has claimed, 0 before. A fork of a run trains without a Checkpointer."""
+
+    def __init__(self, world: World, run: str) -> None:
+        self.world, self.run = world, run
+        self.number = world.processes.start()
+        self.store = MortalStore(world.store.name)
+        self.state: dict[str, Any] = {"w": np.zeros(6, np.float32), "n": 0, "text": ""}
+        self.ckpt: Checkpointer | None = None
+        self.claimed: Attempt | None = None
+        self.attempt = 0
+        self.step = 0
+
+    def act(self) -> None:
+        self.world.processes.current = self.number
+
+    def open(self, resume_from: Any, *, takeover: bool) -> CheckpointId | None:
+        """Restores; what was restored."""
+        self.act()
+        self.ckpt = Checkpointer(
+            self.store,
+            self.state,
+            run=self.run,
+            save=every(steps=NEVER),
+            keep=keep.latest(NEVER),
+            resume_from=resume_from,
+            takeover=takeover,
+        )
+        restored = self.ckpt.restore()
+        self.step = self.ckpt.step
+        return restored.checkpoint.id if restored is not None else None
+
+    def claim_fork(self, parent: CheckpointId) -> None:
+        """Claims a run that goes on from another run's checkpoint."""
+        self.act()
+        repo = Repo.open(self.store)
+        self.claimed = claim(repo, self.run, parent, wait_s=0.0, observe=OwnerWatch(repo, self.run))
+        self.attempt, self.step = self.claimed.number, parent.step
+
+    def change(self, value: float) -> dict[str, Any]:
+        """A step of training; a copy of the state that it leads to."""
+        self.state["w"] += np.float32(value)
+        self.state["n"] += 1
+        self.state["text"] = f"step {self.step + 1} of {self.run}"
+        return {**self.state, "w": self.state["w"].copy()}
+
+    def save(self) -> CheckpointId:
+        """Completes a step and saves it. Raises what the save raises."""
+        self.act()
+        self.step += 1
+        if self.claimed is not None:
+            id = CheckpointId(self.run, self.attempt, self.step)
+            self.claimed.check()
+            for _ in save_stages(self.claimed.repo, self.claimed, id, self.state, os.urandom(16).hex()):
+                pass
+            return id
+        assert self.ckpt is not None
+        self.ckpt.step_done(self.step)
+        found = self.ckpt.save(wait=True)
+        return found.wait()
+
+    def owned(self) -> Attempt:
+        """What it has claimed."""
+        if self.claimed is not None:
+            return self.claimed
+        training = self.ckpt._training if self.ckpt is not None else None
+        assert training is not None and training.saving.saver.attempt is not None
+        return training.saving.saver.attempt
+
+    def disown(self) -> None:
+        """Other Checkpointers of this interpreter are other processes' here."""
+        if self.ckpt is not None:
+            key = (self.world.repo.id, self.run)
+            run_registry.unregister(key, self.ckpt)
+
+    def close(self) -> None:
+        self.act()
+        if self.claimed is not None:
+            self.claimed.release()
+        elif self.ckpt is not None:
+            self.ckpt.close()
+        self.world.processes.end(self.number)
+
+    def die(self) -> None:
+        """Killed: nothing is given back, but this interpreter's memory."""
+        self.store.dead = True
+        self.world.processes.end(self.number)
+        if self.ckpt is not None and self.ckpt._training is not None:
+            self.disown()
+            self.ckpt._closed = True
+            self.ckpt._withdraw()
+            saver = self.ckpt._training.saving.saver
+            saver.join(10)
+            saver.close()
+
+    def fork(self) -> int:
+        """A forked child uses what its parent owns; 0 if it is refused and does nothing, as it must."""
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                self.save()
+            except Exception as error:  # noqa: BLE001 - the child must only ever end by _exit
+                status = 0 if type(error).__name__ == "ForkedProcess" else 2
+            finally:
+                os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class World:
+    """The store, seen by nobody's process; and the processes there are."""
+
+    def __init__(self) -> None:
+        self.processes = Processes(first=100)
+        self.store = MemoryStore(f"stateful-{os.getpid()}-{next(_names)}")
+        self.repo = Repo.create_or_open(self.store, chunk_bytes=CHUNK)
+        self.stack = ExitStack()
+
+    @property
+    def now_s(self) -> float:
+        return self.store.place.clock_ns / 1e9
+
+    def operator(self) -> None:
+        """From now on somebody acts who trains nothing."""
+        self.processes.current = 1
+
+    def names(self, prefix: str = "") -> list[str]:
+        return sorted(name for name in self.store.place.objects if name == prefix or name.startswith(f"{prefix}/"))
+
+    def flip(self, name: str, at: int, bit: int) -> None:
+        data, when = self.store.place.objects[name]
+        changed = bytearray(data)
+        changed[at % len(data)] ^= 1 << bit
+        self.store.place.objects[name] = bytes(changed), when
+
+    def copy(self, source: str, target: str) -> list[str]:
+        """Copies a directory as a person would; the new names."""
+        found = [(target + name[len(source) :], self.store.place.objects[name][0]) for name in self.names(source)]
+        for name, data in found:
+            self.store.place.objects[name] = data, self.store.place.tick()
+        return [name for name, _ in found]
+
+
+@contextmanager
+def crashing(process: Process, point: str | None) -> Iterator[None]:
+    """Within the block the process dies when it reaches this crash point."""
+    if point is None:
+        yield
+        return
+    with armed(point, process.store.die):
+        yield
+
+
+@contextmanager
+def simulated_world(seed: int) -> Iterator[World]:
+    """A new world in which no lease beats by itself, no wait takes time, and threads of the dead die quietly."""
+    loud = threading.excepthook
+
+    def hook(arguments: Any) -> None:
+        if arguments.exc_type is not Gone:
+            loud(arguments)
+
+    with ExitStack() as stack:
+        world = World()
+        stack.enter_context(quiet(world.processes, seed))
+        stack.enter_context(mock.patch.object(owner_watch, "MonotonicClock", lambda: Faster().clock()))
+        threading.excepthook = hook
+        standing = dict(exit_status._ending.standing)
+        try:
+            yield world
+        finally:
+            threading.excepthook = loud
+            exit_status._ending.standing = standing  # saves failed here on purpose

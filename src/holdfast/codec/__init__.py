@@ -1,1 +1,0 @@
-"""Bytes to other bytes, and what proves them: digests of chunks."""

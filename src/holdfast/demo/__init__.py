@@ -1,1 +1,0 @@
-"""`holdfast demo`: a real training job, killed again and again, compared bit for bit with one that nobody touched."""

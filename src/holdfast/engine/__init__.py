@@ -1,1 +1,0 @@
-"""Moves state to stores and back: save, restore, and the handle of what is under way."""

@@ -1,1 +1,0 @@
-"""The nouns. Frozen, one file a noun, no I/O and no clock."""

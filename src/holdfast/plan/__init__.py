@@ -1,1 +1,0 @@
-"""Who moves which bytes, decided without moving any: pure, and printable."""

@@ -1,1 +1,0 @@
-"""Places that hold objects. Reached through `holdfast.store.registry` alone."""

@@ -1,1 +1,0 @@
-"""Stores around a store: each adds one behaviour and keeps the contract."""

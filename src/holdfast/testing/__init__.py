@@ -1,1 +1,0 @@
-"""What tests of Holdfast and of its extensions share: shipped suites, recorded and simulated file systems, faults."""

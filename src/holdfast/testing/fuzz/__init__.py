@@ -1,1 +1,0 @@
-"""Fuzzing: every reader of bytes is given bytes that nobody vouches for. `python -m holdfast.testing.fuzz`."""

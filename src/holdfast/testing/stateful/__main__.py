@@ -1,8 +1,0 @@
-"""`python -m holdfast.testing.stateful`."""
-
-import sys
-
-from holdfast.testing.stateful.campaign import main
-
-if __name__ == "__main__":
-    sys.exit(main())

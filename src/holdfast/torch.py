@@ -1,5 +1,0 @@
-"""`holdfast.torch`: what Holdfast offers to torch's users."""
-
-from holdfast.integrations.torch import ResumableSampler
-
-__all__ = ["ResumableSampler"]

@@ -1,4 +1,0 @@
-"""Looks after checkpoints once they are committed: verify, remove, undelete, collect garbage, apply retention.
-
-Each verb is a `plan_*` that only reads and returns printable data, and an `execute` that looks again before it acts.
-"""

@@ -1,0 +1,109 @@
+"""The operator's view of a repository: what is there, whether it is whole, and taking things out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tenuto.certify.probe import probed
+from tenuto.engine.read.results import Checkpoint
+from tenuto.errors import CheckpointNotFound, typed
+from tenuto.events import Emitter, Sink
+from tenuto.maintenance.facts import with_notes
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Json, Manifest, Note
+from tenuto.repo.lineage import latest, resolve, walk
+from tenuto.repo.notes import notes
+from tenuto.repo.refs import check_tag, clear_ref, find_tag, is_damaged, is_name, list_tags, put_ref
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Where
+from tenuto.store.registry import open_store
+
+
+class Repository:
+    """A repository, opened for looking at. Raises NotARepository (naming the nearest one), FormatTooNew, StoreError."""
+
+    def __init__(self, where: Where, *, sinks: Sequence[Sink] = ()) -> None:
+        self.repo = Repo.open(open_store(probed(where)))
+        self._emitter = Emitter.of(sinks)
+
+    @property
+    def url(self) -> str:
+        return self.repo.url
+
+    @property
+    def id(self) -> str:
+        return self.repo.id
+
+    def runs(self) -> list[str]:
+        return self.repo.runs()
+
+    def latest(self, run: str = "main") -> CheckpointId | None:
+        """The checkpoint that `latest` means now, or None."""
+        return latest(self.repo, run)
+
+    def walk(self, run: str = "main") -> Iterator[CheckpointId]:
+        """The line of training that leads to `latest`, newest first."""
+        return walk(self.repo, run)
+
+    def checkpoints(self, run: str = "main") -> list[CheckpointId]:
+        """Every committed checkpoint of the run, on the line of training or left behind, newest first."""
+        return [
+            CheckpointId(run, attempt, step)
+            for attempt in reversed(self.repo.attempts(run))
+            for step in self.repo.committed(run, attempt)
+        ]
+
+    def find(self, run: str = "main", step: int | str = "latest") -> CheckpointId:
+        """The checkpoint of a step or a tag. RunNotFound and CheckpointNotFound name what there is instead."""
+        return resolve(self.repo, run, step)
+
+    def latest_step(self, run: str = "main") -> int | None:
+        """The step that `latest` means now, None if there is none. `latest` has the whole identity."""
+        newest = latest(self.repo, run)
+        return newest.step if newest is not None else None
+
+    def tags(self) -> dict[str, CheckpointId]:
+        """Every tag, of whatever run, and the checkpoint that it names. Raises CorruptionError if one is damaged."""
+        return list_tags(self.repo)
+
+    def tag(self, name: str, step: int | str | CheckpointId = "latest", run: str = "main") -> CheckpointId:
+        """Tags a checkpoint, which is kept from now on; a tag that was on another one has moved.
+
+        Raises UsageError for what cannot be a tag, CheckpointNotFound if the checkpoint is not there or going.
+        """
+        check_tag(name)
+        return put_ref(self.repo, "tag", name, resolve(self.repo, run, step)).id
+
+    def untag(self, name: str) -> CheckpointId | None:
+        """Takes the tag off, and returns the checkpoint that it was on; None where the tag is damaged, and nobody can
+        tell. CheckpointNotFound if there is no such tag."""
+        damaged = is_name(name) and is_damaged(self.repo, "tag", name)
+        found = None if damaged else find_tag(self.repo, name)
+        if found is None and not damaged:
+            there = ", ".join(self.tags()) or "none"
+            raise CheckpointNotFound(
+                f"there is no tag {name!r}; there are: {there}", subject=name, hint=typed("tenuto", "ls", self.url)
+            )
+        clear_ref(self.repo, "tag", name)
+        return found
+
+    def checkpoint(self, id: CheckpointId) -> Checkpoint:
+        manifest = self.repo.manifest(id)
+        return Checkpoint(self.url, id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
+
+    def manifest(self, id: CheckpointId) -> Manifest:
+        return self.repo.manifest(id)
+
+    def certificate(self, id: CheckpointId) -> Mapping[str, Json]:
+        """What a resume from it covers, and what could make it inexact."""
+        return self.repo.manifest(id).certificate
+
+    def notes(self, id: CheckpointId) -> list[Note]:
+        return notes(self.repo, id)
+
+    def metrics(self, id: CheckpointId) -> dict[str, float]:
+        """As logged with the step and as noted later, the later one counting."""
+        return with_notes(self.repo.manifest(id).metrics, self.notes(id))
+
+    def __repr__(self) -> str:
+        return f"Repository({self.url!r})"

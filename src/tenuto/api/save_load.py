@@ -1,0 +1,238 @@
+"""Saving and loading once, without a training loop."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tenuto.certify.probe import probed
+from tenuto.engine.group.group import TIMEOUT_S, RankGroup, agreed_attempt, joined_group
+from tenuto.engine.group.group_restore import GroupRestore
+from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult, chosen, restore_checkpoint, restore_latest
+from tenuto.engine.read.results import Checkpoint, Restored
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.errors import CheckpointNotFound, Superseded, UsageError, typed
+from tenuto.events import Emitter, Sink
+from tenuto.model.ids import CheckpointId, run_key
+from tenuto.model.records import Manifest
+from tenuto.ranks.contract import Ranks
+from tenuto.ranks.detection import Solo, find_ranks
+from tenuto.ranks.kv.torch_store import initialised
+from tenuto.repo.lineage import latest
+from tenuto.repo.ownership.claim import CLAIMS, Attempt, claim_for_maintenance
+from tenuto.repo.replicated.access import listen
+from tenuto.repo.repository import Repo
+from tenuto.sharding.write_plan import Strategy
+from tenuto.state.contract import Flattened, Prepared
+from tenuto.state.encode.flattener import flatten
+from tenuto.state.restore.match import match_state
+from tenuto.store.contract import Where
+from tenuto.store.registry import open_store
+from tenuto.training import run_registry
+from tenuto.training.arguments import seconds, strategy
+from tenuto.training.snapshot import check_platform, environment
+
+Pattern = str | re.Pattern[str]
+
+_attempts: dict[run_registry.Key, tuple[Attempt, int]] = {}
+"""The attempts that one-off saves of this process have claimed, and the last step of each."""
+_loaded: dict[run_registry.Key, CheckpointId] = {}
+"""What this process last loaded from each run: the parent of its next attempt."""
+_saving: dict[run_registry.Key, threading.Lock] = {}
+"""Held by a save of the run while it lasts. The tables themselves need no lock: each is read and written in single
+steps of the interpreter. So no load ever waits for a save, which may last as long as its store hangs."""
+
+
+def _forget() -> None:
+    """The attempts are the parent's, and a child claims one of its own; the locks may be held by threads that a child
+    has not."""
+    _attempts.clear()
+    _saving.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def save(
+    state: Any,
+    where: Where,
+    *,
+    step: int | None = None,
+    run: str = "main",
+    ranks: Ranks | None = None,
+    ranks_timeout: float = TIMEOUT_S,
+    writers: Strategy = "balanced",
+    sinks: Sequence[Sink] = (),
+) -> Checkpoint:
+    """Saves `state` and returns once it is committed. `step=None` is the one after `latest`.
+
+    Everything is kept. In a job of several processes (torch.distributed is initialised, or `ranks` tells of them) every
+    rank calls it with its own part of the state, and one checkpoint is made of all; `ranks_timeout` is for how many
+    seconds they wait for one that does not come. One that saves by itself there passes `ranks=tenuto.Solo()`. What
+    several ranks hold is written by all of them, or as `writers` says (see Checkpointer).
+
+    Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live process owns the run
+    (UsageError if a Checkpointer of this one trains it), errors of the store, and of several ranks RanksMissing,
+    RanksDisagree, RankFailed and ShardMismatch; the checkpoints that were there stay as they are.
+    """
+    check_platform()
+    patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise UsageError(f"step={step!r} is no number of completed steps", subject="step", hint="step=500")
+    emitter, where = Emitter.of(sinks), probed(where)
+    ranks = find_ranks(ranks)
+    if ranks.world_size > 1:
+        facts = {"step": "the next" if step is None else str(step)}
+        met = joined_group(ranks, where, run, emitter, patience_s, call="save", facts=facts, writers=writers)
+        with met as (company, repo):
+            return _saved(repo, flatten(state), run, step, emitter=emitter, company=company)
+    flattened = flatten(state)
+    repo = Repo.create_or_open(open_store(where))
+    with _saving.setdefault((repo.id, run_key(run)), threading.Lock()):
+        return _saved(repo, flattened, run, step, emitter=emitter)
+
+
+def _saved(
+    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, company: RankGroup | None = None
+) -> Checkpoint:
+    key = (repo.id, run_key(run))
+    if run_registry.live(key) is not None:
+        raise UsageError(
+            f"a Checkpointer of this process trains run {run!r} in {repo.url}",
+            subject=run,
+            hint="call its save(), close it, or save to another run",
+        )
+    listen(repo.store, partial(emitter.warn, subject=run))
+    if company is None:
+        attempt, number = _attempt(repo, run, key, step)
+        party = None
+    else:
+        attempt, number = agreed_attempt(repo, company, lambda: _attempt(repo, run, key, step))
+        party = company.party(repo)
+    saver = Saver(repo, run, emitter=emitter, lasting=False, party=party)
+    saver.attempt = attempt
+    try:
+        about = ManifestDetails(
+            parent=attempt.parent, progress={"step": number}, environment=environment(), reason="asked for"
+        )
+        handle = saver.save(flattened, number, wait=True, about=about)
+        id = handle.wait()
+        if company is None or company.coordinates:  # else it is another process's, which alone can hold the run by it
+            _attempts[key] = (attempt, number)
+    finally:
+        attempt.release()
+        saver.close()
+    manifest = saver.manifest
+    assert manifest is not None and manifest.id == id, "what was committed"
+    return Checkpoint(repo.url, id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
+
+
+def _attempt(repo: Repo, run: str, key: run_registry.Key, step: int | None) -> tuple[Attempt, int]:
+    """This process's attempt for the run if `step` lies above its last one and nobody has claimed since; else a new
+    one, which goes on from what an owner that it waited for has committed at its end. Either holds the run until it is
+    released."""
+    withdrawn: set[int] = set()
+    for _ in range(CLAIMS):
+        newest = latest(repo, run, withdrawn=withdrawn)
+        number = step if step is not None else (newest.step + 1 if newest is not None else 0)
+        held = _attempts.get(key)
+        if held is not None and number > held[1]:
+            try:
+                held[0].resume()
+            except Superseded:
+                pass  # not ours any more: a new attempt it is
+            else:
+                return held[0], number
+        parent = _loaded.get(key, newest)
+        if parent is not None and not repo.exists(parent):
+            parent = newest
+        attempt = claim_for_maintenance(repo, run, newest, parent, withdrawn=withdrawn)
+        if attempt is not None:
+            return attempt, number
+    raise Superseded(
+        f"another process keeps committing to run {run!r} while this one saves to it",
+        subject=run,
+        hint=typed("tenuto", "ls", repo.url, "--run", run),
+    )
+
+
+def load(
+    where: Where,
+    into: Any = None,
+    *,
+    run: str = "main",
+    step: int | str = "latest",
+    strict: bool = True,
+    include: Pattern | Sequence[Pattern] | None = None,
+    exclude: Pattern | Sequence[Pattern] | None = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    device: Any = None,
+    ranks: Ranks | None = None,
+    ranks_timeout: float = TIMEOUT_S,
+    sinks: Sequence[Sink] = (),
+) -> Restored:
+    """Loads a checkpoint, every byte verified: into existing objects (`into`, the same kind of thing that was saved),
+    or fresh.
+
+    - `step`: a step, "latest", a tag, or attempt/step such as "a0007/500".
+    - `strict`: every leaf of `into` is found with equal shape and dtype, and nothing is left over inside an entry that
+      `into` names. Entries of the checkpoint that it does not name are left aside, and reported.
+    - `rename`: the checkpoint's path to that of `into`: a mapping of prefixes, or a callable.
+    - `include`, `exclude`: globs over the paths that `rename` leads to, each standing for what is below it as well, or
+      compiled expressions.
+    - `device`: where tensors that are made anew go.
+    - `ranks`, `ranks_timeout`: in a job of several processes (torch.distributed is initialised, or `ranks` tells of
+      them) every rank calls it, all get the same checkpoint, each what its own `into` holds of it, and any number of
+      ranks may have saved it. `ranks=tenuto.Solo()` reads by itself there.
+
+    Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch;
+    of several ranks also RanksMissing, RanksDisagree and RankFailed.
+    """
+    emitter, where = Emitter.of(sinks), probed(where)
+    patience_s = seconds(ranks_timeout, "ranks_timeout=")
+    ranks = ranks or initialised() or Solo()
+
+    def match(manifest: Manifest, told: CheckpointLeaves) -> Prepared:
+        return match_state(
+            manifest.tree,
+            told.private,
+            told.specs,
+            into,
+            strict=strict,
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            device=device,
+            apart=ranks.world_size > 1,
+        )
+
+    if ranks.world_size > 1:
+        facts = {"step": str(step)}
+        with joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (company, repo):
+            listen(repo.store, partial(emitter.warn, subject=run))
+            result = GroupRestore(repo, run, match, company=company, emitter=emitter).restore(step)
+            found = _found(repo, run, result)
+    else:
+        repo = Repo.open(open_store(where))
+        listen(repo.store, partial(emitter.warn, subject=run))
+        if step == "latest":
+            found = _found(repo, run, restore_latest(repo, run, match, emitter=emitter))
+        else:
+            found = restore_checkpoint(repo, chosen(repo, run, step), match, emitter=emitter)
+    _loaded[(repo.id, run_key(run))] = found.id
+    return Restored.of(found, repo.url)
+
+
+def _found(repo: Repo, run: str, result: RestoreResult | None) -> RestoreResult:
+    """CheckpointNotFound where the run has none."""
+    if result is None:
+        chosen(repo, run, "latest")  # raises, naming what there is
+        raise CheckpointNotFound(
+            f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=typed("tenuto", "ls", repo.url)
+        )
+    return result

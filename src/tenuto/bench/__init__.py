@@ -1,0 +1,1 @@
+"""What `tenuto bench` measures: the speed of saves and restores in one place, beside the raw speed of the disk."""

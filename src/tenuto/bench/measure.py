@@ -1,0 +1,193 @@
+"""Measures a place: raw loops first, then real saves and restores of the same bytes, all of it in its own directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from tenuto.api.save_load import load
+from tenuto.bench import cache, figures, raw
+from tenuto.bench.figures import Figures
+from tenuto.bench.place import file_system_of, leftovers, workplace
+from tenuto.bench.sample import Arrays, Sample
+from tenuto.errors import CorruptionError
+from tenuto.events import Captured, Event, Warned
+from tenuto.policy import every, keep
+from tenuto.training.checkpointer import Checkpointer
+
+BUFFER_BYTES: Final = 256 << 20
+"""Raw loops write and read this memory over and over: larger than any cache, and no third state in memory."""
+FLUSHES: Final = 20
+NEVER: Final = 1 << 40
+
+Tell = Callable[[str], None]
+
+
+class _Listener:
+    """Keeps what the saves say: where their image lies, and warnings."""
+
+    def __init__(self) -> None:
+        self.arena = ""
+        self.warnings: list[str] = []
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Captured):
+            self.arena = event.arena
+        elif isinstance(event, Warned) and event.message not in self.warnings:
+            self.warnings.append(event.message)
+
+
+class _Measuring:
+    def __init__(self, place: Path, sample: Sample, rounds: int, tell: Tell) -> None:
+        self.place = place
+        self.sample = sample
+        self.rounds = rounds
+        self.tell = tell
+        self.seconds: dict[str, list[float]] = {what: [] for what in figures.WORDS}
+        self.direct = _takes_direct(place)
+        self.links = _takes_links(place)
+        self.cold = True
+        self.listener = _Listener()
+        self.prewarm_s = 0.0
+
+    def memory(self) -> None:
+        self.tell("copying and digesting in memory")
+        whole = raw.aligned(self.sample.nbytes + 64 * len(self.sample.arrays))
+        into: Arrays = {}
+        at = 0
+        for name, array in self.sample.arrays.items():
+            into[name] = whole[at : at + array.nbytes].view(array.dtype)
+            at += -(-array.nbytes // 64) * 64
+        self.sample.copy(into)
+        for _ in range(self.rounds):
+            self._note(figures.COPY, raw.timed(lambda: self.sample.copy(into)))
+            self._note(figures.DIGEST, raw.digest_all(whole[: self.sample.nbytes]))
+
+    def disk(self) -> None:
+        length = -(-self.sample.nbytes // 4096) * 4096
+        data = raw.aligned(min(BUFFER_BYTES, length))
+        path = self.place / "raw"
+        for number in range(FLUSHES):
+            self._note(figures.FLUSH, raw.flush_small_file(self.place / f"small-{number}"))
+        self.tell("finding the piece size with which the place is fastest")
+        piece = raw.fastest_piece("write", path, data, tries=2) if self.direct else 16 * raw.MIB
+        for turn in range(self.rounds):
+            self.tell(f"writing and reading without Tenuto, round {turn + 1} of {self.rounds}")
+            self._note(figures.WRITE_BUFFERED, raw.write(path, data, 16 * raw.MIB, length=length, direct=False))
+            if self.direct:
+                self._note(figures.WRITE_DIRECT, raw.write(path, data, piece, length=length))
+            self._drop(path)
+            read = raw.read(path, data, piece, length=length, direct=self.direct)
+            self._note(figures.READ_COLD, read)
+            cache.warm(path)
+            self._note(figures.READ_HOT, raw.read(path, data, 16 * raw.MIB, length=length, direct=False))
+        path.unlink()
+
+    def saves(self) -> None:
+        where = self.place / "checkpoints"
+        saved = self.sample.fingerprint()
+        state: dict[str, Any] = dict(self.sample.state)
+        with Checkpointer(
+            where, state, save=every(steps=NEVER), keep=keep.latest(1), on_error="raise", sinks=[self.listener]
+        ) as checkpointer:
+            self.prewarm_s = checkpointer.prewarm_s
+            for turn in range(self.rounds):
+                self.tell(f"saving with Tenuto, round {turn + 1} of {self.rounds}")
+                self._save(checkpointer)
+        self._restores(where)
+        for array in self.sample.arrays.values():
+            array.fill(0)
+        load(where, into=state)
+        if self.sample.fingerprint() != saved:  # what was timed was the whole work: the bytes are there
+            raise CorruptionError(
+                f"what was restored from {where} is not what was saved",
+                subject=str(where),
+                hint="test this machine's memory and disk; please report it",
+            )
+
+    def _save(self, checkpointer: Checkpointer) -> None:
+        checkpointer.step_done()
+        begun = time.perf_counter()
+        save = checkpointer.save()
+        self._note(figures.STALL, time.perf_counter() - begun)
+        save.wait()
+        self._note(figures.DURABLE, time.perf_counter() - begun)
+        checkpointer.wait()  # what is unlinked beside training would run into the next measurement
+        checkpointer.step_done()
+        self._note(figures.SYNC, raw.timed(lambda: checkpointer.save(wait=True)))
+        checkpointer.wait()
+
+    def _restores(self, where: Path) -> None:
+        state: dict[str, Any] = dict(self.sample.state)
+        for turn in range(self.rounds):
+            self.tell(f"restoring with Tenuto, round {turn + 1} of {self.rounds}")
+            self._drop(where)
+            self._note(figures.RESTORE_COLD, raw.timed(lambda: load(where, into=state)))
+            cache.warm(where)
+            self._note(figures.RESTORE_HOT, raw.timed(lambda: load(where, into=state)))
+
+    def _drop(self, root: Path) -> None:
+        cache.drop(root)
+        try:
+            self.cold = self.cold and not cache.held(root)
+        except OSError:
+            self.cold = False  # nobody can tell: then it is not claimed
+
+    def _note(self, what: str, seconds: float) -> None:
+        self.seconds[what].append(seconds)
+
+
+def measure(path: Path, sample: Sample, *, rounds: int, tell: Tell) -> Figures:
+    """Measures `path` with this state, and leaves it as it was. `tell` is called with what is being done.
+
+    Raises errors of the store, SaveFailed, and CorruptionError if what comes back is not what was saved.
+    """
+    left = leftovers(path)
+    with workplace(path) as place:
+        run = _Measuring(place, sample, rounds, tell)
+        run.memory()
+        run.disk()
+        run.saves()
+        return Figures(
+            where=str(path),
+            file_system=file_system_of(path),
+            nbytes=sample.nbytes,
+            leaves=len(sample.arrays),
+            made_of=sample.made_of,
+            seconds={what: found for what, found in run.seconds.items() if found},
+            prewarm_s=run.prewarm_s,
+            arena=run.listener.arena,
+            direct=run.direct,
+            links=run.links,
+            cold=run.cold,
+            notes=tuple(run.listener.warnings),
+            leftovers=left,
+        )
+
+
+def _takes_direct(place: Path) -> bool:
+    """Whether a page can be written past the page cache here; some file systems take the flag and refuse the write."""
+    path = place / "direct"
+    try:
+        raw.write(path, raw.aligned(4096), 4096)
+        return hasattr(os, "O_DIRECT")
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _takes_links(place: Path) -> bool:
+    first, second = place / "link-1", place / "link-2"
+    first.touch()
+    try:
+        os.link(first, second)
+    except OSError:
+        return False
+    finally:
+        for path in (first, second):
+            path.unlink(missing_ok=True)
+    return True

@@ -1,0 +1,126 @@
+"""What the machine itself gives: plain loops that write and read the same bytes, past the page cache or through it.
+
+They are the references that saves and restores are compared with, so they must not be slow ones: no digest, no commit,
+one file, and the piece size with which the place is fastest.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from tenuto.codec.digest import CHUNK_BYTES, digest
+
+MIB: Final = 1 << 20
+PIECES: Final = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
+
+Memory = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def timed(action: Callable[[], Any]) -> float:
+    """Seconds that `action` takes."""
+    begun = time.perf_counter()
+    action()
+    return time.perf_counter() - begun
+
+
+def aligned(nbytes: int) -> Memory:
+    """Touched, page-aligned host memory: uint8, `nbytes` rounded up to 4096."""
+    memory = np.frombuffer(mmap.mmap(-1, -(-nbytes // 4096) * 4096), np.uint8)
+    memory[::4096] = 1
+    return memory
+
+
+def write(path: Path, data: Memory, piece: int, *, length: int | None = None, direct: bool = True) -> float:
+    """Seconds to write `length` bytes (default: all of `data`; more of them begin anew) to a fresh file, file and
+    directory flushed.
+
+    length, piece and len(data): multiples of 4096 for direct writes. Raises OSError where the place has none.
+    """
+    path.unlink(missing_ok=True)
+    wanted = len(data) if length is None else length
+    begun = time.perf_counter()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (_DIRECT if direct else 0), 0o644)
+    try:
+        done = 0
+        while done < wanted:
+            start = done % len(data)
+            part = data[start : min(start + piece, len(data), start + wanted - done)]
+            done += _moved(os.pwritev(descriptor, [part.data], done), len(part), path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    flush_directory(path.parent)
+    return time.perf_counter() - begun
+
+
+def read(path: Path, into: Memory, piece: int, *, length: int | None = None, direct: bool = True) -> float:
+    """Seconds to read the first `length` bytes (default: as many as `into` has) in pieces into `into`, which is filled
+    again and again if it is smaller. For direct reads as for `write`."""
+    wanted = len(into) if length is None else length
+    begun = time.perf_counter()
+    descriptor = os.open(path, os.O_RDONLY | (_DIRECT if direct else 0))
+    try:
+        done = 0
+        while done < wanted:
+            start = done % len(into)
+            part = into[start : min(start + piece, len(into), start + wanted - done)]
+            done += _moved(os.preadv(descriptor, [part.data], done), len(part), path)
+    finally:
+        os.close(descriptor)
+    return time.perf_counter() - begun
+
+
+def fastest_piece(action: Literal["write", "read"], path: Path, data: Memory, *, tries: int = 3) -> int:
+    """The piece size with which the direct loop over all of `data` is fastest here."""
+    best = dict.fromkeys(PIECES, float("inf"))
+    for _ in range(tries):
+        for size in PIECES:
+            found = write(path, data, size) if action == "write" else read(path, data, size)
+            best[size] = min(best[size], found)
+    return min(best, key=lambda size: best[size])
+
+
+def digest_all(data: Memory) -> float:
+    """Seconds to digest `data` chunk by chunk, as a save does, on one thread."""
+    view = data.data
+    begun = time.perf_counter()
+    for start in range(0, len(data), CHUNK_BYTES):
+        digest(view[start : start + CHUNK_BYTES])
+    return time.perf_counter() - begun
+
+
+def flush_small_file(path: Path) -> float:
+    """Seconds until 4 KiB in a fresh file are durable, name and all: what each small object of a commit costs."""
+    begun = time.perf_counter()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        os.write(descriptor, b"\0" * 4096)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    flush_directory(path.parent)
+    seconds = time.perf_counter() - begun
+    path.unlink()
+    return seconds
+
+
+def flush_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _moved(count: int, wanted: int, path: Path) -> int:
+    if count != wanted:  # a loop that went on from here would measure something else than the device
+        raise OSError(f"{path}: {count} of {wanted} bytes were moved by one call")
+    return count

@@ -1,0 +1,436 @@
+"""Running a training script under an order: its output kept, its steps followed, nothing of it left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import psutil  # type: ignore[import-untyped]
+
+from tenuto.certify.probe import CertifyOrder, order_of
+from tenuto.certify.trail import Row, Trail
+from tenuto.certify.verdict import ExactnessVerdict, Trails, differs, judge, worst
+from tenuto.engine.staging.arena import free_shared_memory
+from tenuto.errors import DeadlineExceeded, ScriptFailed
+from tenuto.sharding.holdings import rank_names
+
+# --------------------------------------------------------------------------------------------------
+# Reading lines of JSON from a file that another process is still writing.
+
+
+class GrowingLines:
+    """The whole lines of a file, in order, as they come. A last line without its end is not one yet: the writer may be
+    in the middle of it, or have been killed there."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        self._read = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """What has come since the last call; nothing while the file is not there."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+# --------------------------------------------------------------------------------------------------
+# What one rank of a script that is run under an order has told so far.
+
+
+class TrailFollower:
+    """Reads the records of its trail as they come. `ranks`: how many there are, as it says; 0 as long as it says
+    nothing."""
+
+    def __init__(self, order: CertifyOrder, rank: int) -> None:
+        self._lines = GrowingLines(order.trail_of(rank))
+        self.ranks = 0
+        self.refused: dict[str, Any] | None = None
+        self.saved: int | None = None
+        self.done: dict[str, Any] | None = None
+        self.rows: list[Row] = []
+
+    @property
+    def step(self) -> int:
+        return self.rows[-1].step if self.rows else 0
+
+    def look(self) -> bool:
+        """Whether there was news."""
+        news = self._lines.new()
+        for record in news:
+            self._take(record)
+        return bool(news)
+
+    def trail(self) -> Trail:
+        found = self.done or {}
+        uncovered, logged = (tuple(found.get(name, ())) for name in ("uncovered", "logged"))
+        return Trail(tuple(self.rows), found.get("certificate", {}), uncovered, logged)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        kind = record.pop("record")
+        if kind == "built":
+            self.ranks = int(record["ranks"])
+        elif kind == "row":
+            row = Row.of(record)
+            if row.start:
+                self.rows = [kept for kept in self.rows if not kept.start]
+            self.rows.append(row)
+        elif kind == "saved":
+            self.saved = int(record["step"])
+        elif kind == "done":
+            self.done = record
+        elif kind == "refused":
+            self.refused = record
+
+
+POLL_S: Final = 0.02
+LEAVING_S: Final = 30.0
+"""How long a script may take to end once it has done every step; then it is killed, and nothing is lost by that."""
+TAIL_LINES: Final = 20
+
+ReportStep = Callable[[int], None]
+"""Told how many steps are completed."""
+
+
+class Process(Protocol):
+    """A running process, as `subprocess.Popen` has it."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
+Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+"""Starts a command, the leader of a session, with variables added to its environment and its output in a file."""
+
+
+def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """Without a terminal and without an input, so that what asks ends instead of waiting."""
+    with log.open("ab") as output:
+        try:
+            return subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ScriptFailed(
+                f"{command[0]} could not be started: {error.strerror}",
+                subject=command[0],
+                hint="give the command as in a shell: tenuto certify WHERE -- python train.py",
+            ) from error
+
+
+@dataclass
+class Script:
+    """One life of the script. Records of its trail are read as they come."""
+
+    name: str
+    command: Sequence[str]
+    order: CertifyOrder
+    log: Path
+    patience_s: float
+    tell: ReportStep = lambda step: None
+    launch: Launch = launch
+    status: int | None = None
+    seconds: float = 0.0
+    _ranks: list[TrailFollower] = field(default_factory=list)
+    _below: tuple[psutil.Process, ...] = ()
+
+    def run(self) -> tuple[Trail, ...]:
+        """The trail of each rank. Raises ScriptFailed with the tail of its output, and DeadlineExceeded where no step
+        comes."""
+        began = time.monotonic()
+        self._ranks = [TrailFollower(self.order, 0)]
+        process = self.launch(self.command, self.order.environment(), self.log)
+        try:
+            self._follow(process)
+        finally:
+            # Also on Ctrl-C, which it does not get by itself: it is in a session of its own.
+            end(process, self._below)
+        self.status, self.seconds = process.returncode, time.monotonic() - began
+        self._check()
+        return tuple(one.trail() for one in self._ranks)
+
+    @property
+    def saved(self) -> int | None:
+        """The step that all ranks have saved."""
+        found = {one.saved for one in self._ranks}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has done its steps."""
+        return all(one.done is not None for one in self._ranks)
+
+    @property
+    def _leaving(self) -> bool:
+        """Whether a rank has done its steps: none leaves before all have come so far."""
+        return any(one.done is not None for one in self._ranks)
+
+    @property
+    def _refused(self) -> dict[str, Any] | None:
+        return next((one.refused for one in self._ranks if one.refused is not None), None)
+
+    @property
+    def _step(self) -> int:
+        """The step that all ranks have come to."""
+        return min(one.step for one in self._ranks)
+
+    def _look(self) -> bool:
+        """Whether any rank has told something. How many there are the first one says."""
+        before = self._step
+        news = [one.look() for one in self._ranks]
+        for rank in range(len(self._ranks), self._ranks[0].ranks):
+            self._ranks.append(TrailFollower(self.order, rank))
+            news.append(self._ranks[-1].look())
+        if self._step > before:
+            self.tell(self._step)
+        return any(news)
+
+    def _follow(self, process: Process) -> None:
+        """Until it ends, has saved what it was to save, or has done all its steps and been given time to leave."""
+        last_news = time.monotonic()
+        while True:
+            ended = process.poll() is not None
+            news = self._look()
+            if self._leaving and not self._below:
+                self._below = below(process.pid)  # before it leaves: then nobody knows any more whose they were
+            if news:
+                last_news = time.monotonic()
+            waited = time.monotonic() - last_news
+            # Whoever started the other ranks may be the first to leave, and does not have to wait for them.
+            to_come = self._leaving and not self.done and waited <= LEAVING_S
+            if (ended and not to_come) or self.saved is not None or self._refused is not None:
+                return
+            if self.done and waited > LEAVING_S:
+                return
+            if waited > self.patience_s:
+                raise DeadlineExceeded(
+                    f"the script ({self.name}) told nothing for {self.patience_s:g} s, after {self._so_far()}"
+                    + self._tail(),
+                    subject=self.name,
+                    hint="--patience SECONDS waits longer for a step; a script that asks on a terminal cannot be run",
+                )
+            time.sleep(POLL_S)
+
+    def _check(self) -> None:
+        """Whether it did what was asked of it."""
+        refused = self._refused
+        if refused is not None:
+            raise ScriptFailed(
+                f"the script cannot be certified: {refused['reason']}", subject=self.name, hint=str(refused["hint"])
+            )
+        if self.done and self.order.save_at is not None and self.saved is None:
+            raise ScriptFailed(
+                f"the script ({self.name}) counts its steps in leaps: none lay between {self.order.save_at} and "
+                f"{self.order.last}, so there was nothing to resume",
+                subject=self.name,
+                hint="a larger --more leaves room for a step in between",
+            )
+        if self.done or self.saved is not None:
+            return
+        if not self._ranks[0].ranks:
+            raise self._failed(
+                "without building a Checkpointer",
+                "the command must train with tenuto.Checkpointer, in a Python that has this version of Tenuto"
+                if self.status == 0
+                else "see that the command runs by itself",
+            )
+        if self.status == 0:
+            reached = self._step
+            raise self._failed(
+                f"after {self._so_far()}, and {self.order.last} were wanted",
+                f"let it train longer, or certify fewer: --steps and --more with a sum of at most {reached}"
+                if reached > 1
+                else "see that it trains with ckpt.steps, ckpt.epochs or ckpt.step_done",
+            )
+        raise self._failed(f"after {self._so_far()}", "see that the command runs by itself")
+
+    def _failed(self, how: str, hint: str) -> ScriptFailed:
+        status = self.status or 0
+        ended = f"was ended by {_signal(-status)}" if status < 0 else f"ended with status {status}"
+        return ScriptFailed(f"the script ({self.name}) {ended} {how}{self._tail()}", subject=self.name, hint=hint)
+
+    def _so_far(self) -> str:
+        said = f"{self._step} step{'' if self._step == 1 else 's'}"
+        behind = [rank for rank, one in enumerate(self._ranks) if one.step == self._step]
+        ahead = len(self._ranks) - len(behind)
+        return f"{said} on {rank_names(behind)}, more on the others" if ahead else said
+
+    def _tail(self) -> str:
+        lines = self.log.read_text("utf-8", "replace").splitlines()[-TAIL_LINES:]
+        return "; its output ends:\n" + "\n".join(f"  | {line}" for line in lines) if lines else "; it printed nothing"
+
+
+def end(process: Process, known: Sequence[psutil.Process] = ()) -> None:
+    """Kills the process with SIGKILL, and everything that it has started: its session's group, and whoever has left
+    that for a session of its own."""
+    everything = {*known, *(below(process.pid) if process.poll() is None else ())}
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for one in everything:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    process.wait()
+
+
+def below(pid: int) -> tuple[psutil.Process, ...]:
+    """Its children, and theirs."""
+    try:
+        return tuple(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return ()
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# --------------------------------------------------------------------------------------------------
+# The certification: the script run whole, then killed and resumed, and only where they differ run whole once more.
+
+WHOLE: Final = "uninterrupted"
+INTERRUPTED: Final = "to be killed"
+RESUMED: Final = "resumed"
+REPEATED: Final = "uninterrupted again"
+
+ReportProgress = Callable[[str, int, int], None]
+"""Told how far it is: which run, steps completed, steps wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptLife:
+    """One run of the script: the steps that its processes began and ended at."""
+
+    name: str
+    began: int
+    reached: int
+    seconds: float
+    killed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Certification:
+    """What was done and found. saved: the step that was resumed from. ranks: the processes that trained together; what
+    was compared after each step, and found not to be in the state, is that of all. certificate: of the resumed process,
+    the first rank's. unlogged: metrics that the script's policies go by and the uninterrupted run did not log, and
+    which policies do."""
+
+    verdict: ExactnessVerdict
+    saved: int
+    last: int
+    ranks: int
+    leaves: int
+    lives: tuple[ScriptLife, ...]
+    certificate: Mapping[str, Any]
+    uncovered: tuple[str, ...]
+    unlogged: Mapping[str, str]
+    seconds: float
+
+
+@dataclass
+class Certifier:
+    """Runs `command` in `place`, an empty directory, with everything that is meant for `where` going there instead."""
+
+    where: str
+    command: Sequence[str]
+    place: Path
+    steps: int
+    more: int
+    patience_s: float
+    tell: ReportProgress = lambda what, done, total: None
+    launch: Launch = launch
+
+    def run(self) -> Certification:
+        """Raises ScriptFailed and DeadlineExceeded, with the tail of the script's output."""
+        try:
+            return self._run()
+        finally:
+            free_shared_memory()  # of those that were killed
+
+    def _run(self) -> Certification:
+        began = time.monotonic()
+        last = self.steps + self.more
+        self._lives: list[ScriptLife] = []
+        self._ranks = 0
+        whole = self._life(WHOLE, "whole", last)
+        interrupted = self._life(INTERRUPTED, "resumed", last, save_at=self.steps)
+        resumed = self._life(RESUMED, "resumed", last)
+        trails = [Trails(*lives) for lives in zip(whole, interrupted, resumed, strict=True)]
+        if any(map(differs, trails)):
+            repeated = self._life(REPEATED, "repeated", last)
+            trails = [replace(one, repeated=again) for one, again in zip(trails, repeated, strict=True)]
+        return Certification(
+            verdict=worst([judge(one) for one in trails]),
+            saved=self._saved,
+            last=min(one.reached for one in resumed),
+            ranks=len(resumed),
+            leaves=sum(len(one.rows[-1].entries) for one in resumed if one.rows),
+            lives=tuple(self._lives),
+            certificate=resumed[0].certificate,
+            uncovered=tuple(dict.fromkeys(found for one in resumed for found in one.uncovered)),
+            unlogged={
+                metric: by
+                for metric, by in whole[0].certificate.get("watches", {}).items()
+                if metric not in whole[0].logged
+            },
+            seconds=time.monotonic() - began,
+        )
+
+    def _life(self, name: str, repository: str, last: int, *, save_at: int | None = None) -> tuple[Trail, ...]:
+        number = len(self._lives) + 1
+        order = order_of(
+            self.where,
+            str(self.place / f"checkpoints-{repository}"),
+            str(self.place / f"trail-{number}.jsonl"),
+            last=last,
+            save_at=save_at,
+        )
+        script = Script(
+            name,
+            self.command,
+            order,
+            self.place / f"output-{number}.txt",
+            self.patience_s,
+            lambda step: self.tell(name, step, last),
+            self.launch,
+        )
+        self.tell(name, 0, last)
+        trails = script.run()
+        self._ranks = self._ranks or len(trails)
+        if len(trails) != self._ranks:
+            raise ScriptFailed(
+                f"the script ({name}) ran as {len(trails)} ranks, and as {self._ranks} before",
+                subject=name,
+                hint="what is compared step by step are the same ranks: let the command start as many each time",
+            )
+        if script.saved is not None:
+            self._saved = script.saved
+        began, reached = (min(one) for one in zip(*((one.began or 0, one.reached) for one in trails), strict=True))
+        self._lives.append(ScriptLife(name, began, reached, script.seconds, script.saved is not None))
+        return trails

@@ -1,0 +1,384 @@
+"""The verdict on a resume: exact, not exact, or not to be judged because the training does not repeat itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final, Literal
+
+from tenuto.certify.trail import Row, Trail
+
+# --------------------------------------------------------------------------------------------------
+# Where two trails first differ.
+
+Group = Literal["data", "batches", "random", "state"]
+GROUPS: Final[tuple[Group, ...]] = ("data", "batches", "random", "state")
+RANDOM: Final = "#private/random/"
+EPOCH_RANDOM: Final = "#private/data/start/global/"
+DATA: Final = "#private/data"
+
+
+@dataclass(frozen=True, slots=True)
+class Differing:
+    """One entry that is not the same in both; None: it is not there."""
+
+    path: str
+    one: str | None
+    other: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first row in which two trails differ. `start`: the second run had done no step yet since it began."""
+
+    step: int
+    start: bool
+    found: Mapping[Group, tuple[Differing, ...]]
+
+    def of(self, group: Group) -> tuple[Differing, ...]:
+        return self.found.get(group, ())
+
+    @property
+    def first(self) -> Differing:
+        """In the order of the state; where the state is the same, of the random generators, then of the data."""
+        return next(found for group in reversed(GROUPS) for found in self.of(group))
+
+
+def first_difference(one: Trail, other: Trail, ignoring: Set[str] = frozenset()) -> Difference | None:
+    """The first step that both have done in which they differ, in the order of `other`. `ignoring`: generators that
+    are not compared, by name."""
+    last = min(one.reached, other.reached)
+    for step in dict.fromkeys(row.step for row in other.rows):
+        if step > last:
+            return None
+        theirs, ours = one.at(step), other.at(step)
+        # Whoever was ended between the step and its epoch's end has the first of the two rows only.
+        for mine, his in zip(ours, theirs, strict=False):
+            found = compare(his, mine, ignoring)
+            if found:
+                return Difference(step, mine.start, found)
+        if not theirs:
+            return Difference(step, ours[0].start, {"data": (Differing("steps that were counted", None, str(step)),)})
+    return None
+
+
+def compare(one: Row, other: Row, ignoring: Set[str] = frozenset()) -> dict[Group, tuple[Differing, ...]]:
+    """What differs between two rows of one step, by group; empty where they are equal in every bit."""
+    found: dict[Group, list[Differing]] = {group: [] for group in GROUPS}
+    for name in ("epoch", "batch"):
+        mine, his = getattr(one, name), getattr(other, name)
+        if mine != his:
+            found["data"].append(Differing(name, str(mine), str(his)))
+    if not (one.start or other.start) and one.batches != other.batches:
+        found["batches"].append(Differing("batches", _shown(one.batches), _shown(other.batches)))
+    for differing in _entries(one.entries, other.entries):
+        if _generator(differing.path) not in ignoring:
+            found[group_of(differing.path)].append(differing)
+    return {group: tuple(entries) for group, entries in found.items() if entries}
+
+
+def unseeded(one: Trail, other: Trail) -> frozenset[str]:
+    """The generators that two runs began with in different states, by name, such as "numpy"."""
+    starts = [row for trail in (one, other) for row in trail.rows[:1] if row.start and row.step == 0]
+    if len(starts) < 2:
+        return frozenset()
+    differing = (_generator(one.path) for one in _entries(starts[0].entries, starts[1].entries))
+    return frozenset(name for name in differing if name)
+
+
+def drawn_from(trail: Trail, step: int) -> frozenset[str]:
+    """The generators whose state changed in the steps up to this one."""
+    rows = [row for row in trail.rows if row.step <= step]
+    changed = (one.path for a, b in pairwise(rows) for one in _entries(a.entries, b.entries))
+    return frozenset(_generator(path) for path in changed if path.startswith(RANDOM))
+
+
+def _generator(path: str) -> str:
+    """The name of the generator that an entry belongs to; "" for any other entry. A position in the data may hold the
+    state that the generators had when its epoch began."""
+    for beginning in (RANDOM, EPOCH_RANDOM):
+        if path.startswith(beginning):
+            return path[len(beginning) :].partition("/")[0]
+    return ""
+
+
+def group_of(path: str) -> Group:
+    if path.startswith(RANDOM):
+        return "random"
+    return "data" if path.startswith(DATA) else "state"
+
+
+def _entries(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[Differing]:
+    for path in dict.fromkeys([*one, *other]):
+        if one.get(path) != other.get(path):
+            yield Differing(path, one.get(path), other.get(path))
+
+
+def _shown(batches: tuple[str | None, ...]) -> str:
+    return ", ".join(batch or "unknown" for batch in batches) or "none"
+
+
+# --------------------------------------------------------------------------------------------------
+# What a first difference points to. Words for a person: likely causes, and what to do about each.
+#
+# The order of asking is that of one step: data arrives, generators are drawn from, the state is updated. Whatever
+# differs first explains what differs after it.
+
+SEED: Final = "seed every generator before anything is made: random.seed, numpy.random.seed, torch.manual_seed"
+ADD: Final = "put it into `state`: anything with state_dict and load_state_dict, a generator, a plain value"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """`name` is for machines, `words` and `advice` for people."""
+
+    name: str
+    words: str
+    advice: tuple[str, ...] = ()
+
+
+def of_training(difference: Difference, whole: Trail, unseeded: tuple[str, ...]) -> Cause:
+    """Two uninterrupted runs differ; `unseeded` are generators that may be why."""
+    if unseeded:
+        names = " and ".join(unseeded)
+        return Cause("unseeded", f"the random generators of {names} begin in another state in each run", (SEED,))
+    if difference.start:
+        return Cause(
+            "unseeded start",
+            "two runs began with different values, and with the global generators in the same state: what differs was "
+            "made before seeding, or from a generator of its own that nobody has seeded",
+            (SEED,),
+        )
+    if difference.of("data"):
+        return Cause(
+            "data order",
+            "two uninterrupted runs went through the data differently",
+            ("let the loader's order follow from a seed", SEED),
+        )
+    if difference.of("batches"):
+        return Cause(
+            "unseeded data",
+            "the same place in the data gave other contents, with every generator that Tenuto knows in the same "
+            "state: the data was made before seeding, or comes from a generator of its own that nobody has seeded, or "
+            "from a clock",
+            ("draw from the global generators, or seed that generator", "loader workers have generators of their own"),
+        )
+    if difference.of("random"):
+        return Cause(
+            "random draws",
+            "from the same beginning, the generators were drawn from differently: something seeds them from a clock or "
+            "draws a number of times that changes from run to run",
+            (SEED,),
+        )
+    return Cause(
+        "nondeterministic step",
+        "the same data and the same generators gave another result: a kernel that adds in changing order, a generator "
+        "of the step's own that nobody has seeded, a clock, or the order of a set of strings" + _batches_unseen(whole),
+        _deterministic(whole),
+    )
+
+
+def of_chance(difference: Difference) -> Cause:
+    """Two uninterrupted runs agree, and the one that was to be killed differed from them before it was."""
+    return Cause(
+        "now and then",
+        "it differed before it was killed, while two uninterrupted runs were equal: the training does not always "
+        f"repeat itself, or taking a checkpoint changes it (the state_dict of what holds {difference.first.path})",
+        ("certify again: a difference that moves is one that comes by chance",),
+    )
+
+
+def no_resume(reached: int) -> Cause:
+    return Cause(
+        "no resume",
+        f"the new process did not resume: it began from step 0, though a checkpoint of step {reached - 1} or before "
+        "was there",
+        (
+            'build the Checkpointer with resume_from="latest"',
+            "a loop of your own calls ckpt.restore() first",
+        ),
+    )
+
+
+def of_resume(difference: Difference, resumed: Trail) -> Cause:
+    """Uninterrupted runs agree, and the resumed one differs."""
+    if difference.start and (difference.of("state") or not difference.of("data")):
+        return _of_restore(difference)
+    if difference.of("data"):
+        reasons = [str(one) for one in resumed.certificate.get("reasons", ())]
+        return Cause(
+            "data position",
+            "the resumed run was somewhere else in the data: the loader cannot be put back to where it was",
+            (*reasons, "a DataLoader, a StatefulDataLoader or anything with state_dict and load_state_dict can be"),
+        )
+    if difference.of("batches"):
+        return Cause(
+            "data contents",
+            "the resumed run was in the same place in the data and got other contents: the data set draws from a "
+            "generator of its own, or changes as it is read",
+            ("draw from the global generators, or put the generator into `state`",),
+        )
+    if difference.of("random"):
+        return Cause(
+            "random draws",
+            "the generators were restored and then drawn from differently: something draws or seeds only when a "
+            "process starts (a first evaluation, a warm-up), or only when it does not",
+            ("do what draws before ckpt.restore() and ckpt.steps(), which put the generators back", *_quoted(resumed)),
+        )
+    return _of_hidden(difference, resumed)
+
+
+def _of_restore(difference: Difference) -> Cause:
+    first = difference.first
+    return Cause(
+        "restore",
+        f"restoring did not bring back {first.path}: what its load_state_dict takes is not all that its state_dict "
+        "gives, or something changed it as it was loaded",
+        ("compare what state_dict gives before saving and after loading",),
+    )
+
+
+def _of_hidden(difference: Difference, resumed: Trail) -> Cause:
+    paths = [one.path for one in difference.of("state")]
+    if paths and all(_is_rate(path) for path in paths):
+        return Cause(
+            "learning rate",
+            f"only the learning rate differs ({paths[0]}): what sets it, a scheduler or a count of steps of your own, "
+            "began anew",
+            ("put the scheduler into `state`", *resumed.uncovered),
+        )
+    return Cause(
+        "uncovered state",
+        "everything was restored, the data and the generators were the same, and yet the step gave another result: it "
+        "depends on something that is not in `state`, such as an average of weights, a counter, a scheduler, a "
+        "generator of its own, or gradients that are not cleared" + _batches_unseen(resumed),
+        (ADD, *resumed.uncovered, *_quoted(resumed)),
+    )
+
+
+def _is_rate(path: str) -> bool:
+    parts = path.split("/")
+    return "param_groups" in parts and parts[-1] in ("lr", "initial_lr")
+
+
+def _batches_unseen(trail: Trail) -> str:
+    """What could not be looked at: batches that did not go through `ckpt.batches`."""
+    if any(batch is not None for row in trail.rows for batch in row.batches):
+        return ""
+    return " (the contents of the batches were not seen: pass data= and take them from ckpt.batches, and they are)"
+
+
+def _deterministic(trail: Trail) -> tuple[str, ...]:
+    settings = trail.certificate.get("settings", {})
+    reasons = tuple(str(one) for one in trail.certificate.get("reasons", ()))
+    if "deterministic_algorithms" not in settings or settings["deterministic_algorithms"]:
+        return reasons
+    return (*reasons, "torch.use_deterministic_algorithms(True) raises where torch has no deterministic kernel")
+
+
+def _quoted(trail: Trail) -> tuple[str, ...]:
+    """The certificate's own words on what it cannot see."""
+    caveats = tuple(f"the certificate says: {one}" for one in trail.certificate.get("caveats", ()))
+    left = ", ".join(str(one) for one in trail.certificate.get("leaves_out", ()))
+    return (*caveats, f"the certificate leaves out: {left}") if left else caveats
+
+
+Kind = Literal["exact", "inexact", "unrepeatable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trails:
+    """whole: never interrupted. interrupted: saved after some step, and killed. resumed: gone on from there in a new
+    process. repeated: uninterrupted once more; None as long as nobody needed it."""
+
+    whole: Trail
+    interrupted: Trail
+    resumed: Trail
+    repeated: Trail | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExactnessVerdict:
+    """`difference`: the first one, if there is any; a run that began from nothing again may end the same. `cause`: what
+    it points to, likely and no more. `unseeded`: generators that each run begins with in another state. What they do
+    not change is not their fault: they are restored, and compared with what was saved alone. `rank`: of several, the
+    one that differs first."""
+
+    kind: Kind
+    difference: Difference | None = None
+    cause: Cause | None = None
+    unseeded: tuple[str, ...] = ()
+    rank: int | None = None
+
+
+def differs(trails: Trails) -> bool:
+    """Whether the interrupted and resumed training is anything but the uninterrupted one: then it is to be repeated."""
+    return (
+        not trails.resumed.began
+        or _apart(trails.whole, trails.interrupted) is not None
+        or _not_restored(trails) is not None
+        or _resumed(trails) is not None
+    )
+
+
+def judge(trails: Trails) -> ExactnessVerdict:
+    """The verdict; `repeated` must be there where the trails differ."""
+    if not differs(trails):
+        return ExactnessVerdict("exact", unseeded=tuple(sorted(unseeded(trails.whole, trails.interrupted))))
+    assert trails.repeated is not None, "what does not repeat itself cannot be told from a faulty resume without it"
+    by_itself = _apart(trails.whole, trails.repeated)
+    if by_itself is not None:
+        guilty = _guilty(trails.whole, trails.repeated, by_itself)
+        return ExactnessVerdict("unrepeatable", by_itself, of_training(by_itself, trails.whole, guilty), guilty)
+    if not trails.resumed.began:
+        return ExactnessVerdict("inexact", _resumed(trails), no_resume(trails.interrupted.reached))
+    before = _apart(trails.whole, trails.interrupted)
+    if before is not None:
+        return ExactnessVerdict("unrepeatable", before, of_chance(before))
+    difference = _not_restored(trails) or _resumed(trails)
+    assert difference is not None
+    return ExactnessVerdict("inexact", difference, of_resume(difference, trails.resumed))
+
+
+def worst(verdicts: Sequence[ExactnessVerdict]) -> ExactnessVerdict:
+    """Of the ranks of one training: what does not repeat itself on one of them cannot be judged on any; else where the
+    earliest difference is."""
+    if len(verdicts) == 1:
+        return verdicts[0]
+    for kind in ("unrepeatable", "inexact"):
+        found = [(one.difference, rank) for rank, one in enumerate(verdicts) if one.kind == kind]
+        if found:
+            _, rank = min(found, key=lambda one: _when(one[0]))
+            return replace(verdicts[rank], rank=rank)
+    return replace(verdicts[0], unseeded=tuple(sorted({name for one in verdicts for name in one.unseeded})))
+
+
+def _when(difference: Difference | None) -> tuple[int, bool]:
+    """A start comes before what is done from there."""
+    return (-1, False) if difference is None else (difference.step, not difference.start)
+
+
+def _apart(one: Trail, other: Trail) -> Difference | None:
+    """Where two runs differ that both began from nothing."""
+    return first_difference(one, other, unseeded(one, other))
+
+
+def _resumed(trails: Trails) -> Difference | None:
+    return first_difference(trails.whole, trails.resumed, unseeded(trails.whole, trails.interrupted))
+
+
+def _not_restored(trails: Trails) -> Difference | None:
+    """What the new process did not begin with as the killed one had saved it."""
+    start = trails.resumed.rows[0]
+    saved = next((row for row in trails.interrupted.rows if row.step == start.step), None)
+    if saved is None or not start.start:
+        return None
+    found = compare(saved, start)
+    return Difference(start.step, True, found) if found else None
+
+
+def _guilty(one: Trail, other: Trail, difference: Difference) -> tuple[str, ...]:
+    """The generators that may have made it: not seeded, and drawn from (before the start, as far as can be known)."""
+    names = unseeded(one, other)
+    return tuple(sorted(names if difference.start else names & drawn_from(one, difference.step)))

@@ -1,0 +1,101 @@
+"""The command line as a whole: its commands, its options, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from tenuto.cli.console import errors, exitcodes
+from tenuto.cli.console.help_format import PlainCommand
+
+COMMANDS = (
+    "ls",
+    "show",
+    "verify",
+    "restore",
+    "rm",
+    "undelete",
+    "flush",
+    "memory",
+    "keep",
+    "tag",
+    "gc",
+    "replicate",
+    "demo",
+    "certify",
+    "bench",
+)
+"""Each is the function of its own name in the module of its own name."""
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
+    """The commands, put together; of `names` only, as each costs a look at all its options.
+
+    Plain help: it reads the same in every terminal, and costs no import of rich."""
+    app = typer.Typer(
+        name="tenuto",
+        help="Looks after checkpoints of deep-learning training: what is there, whether it is whole, getting it out.",
+        epilog=exitcodes.examples(
+            "tenuto ls /data/checkpoints",
+            "tenuto show /data/checkpoints --run gpt",
+            "tenuto verify /data/checkpoints",
+            "tenuto restore /data/checkpoints weights.safetensors --include 'model/*'",
+        )
+        + "\n\n"
+        + exitcodes.table(),
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        no_args_is_help=True,
+        context_settings=SETTINGS,
+    )
+    app.callback()(_root)
+    for name in names:
+        module = importlib.import_module(f"tenuto.cli.commands.{name}")
+        app.command(name, cls=PlainCommand, epilog=module.EXAMPLES, context_settings=SETTINGS)(getattr(module, name))
+    return app
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and leaves by SystemExit with the status of `exitcodes`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _never_fail_to_encode()
+    try:
+        known = words[:1] if words and words[0] in COMMANDS else COMMANDS
+        sys.exit(application(known)(args=words, prog_name="tenuto", standalone_mode=False))
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:  # noqa: BLE001 - the edge: what is no TenutoError is told as a fault of ours
+        own = words[: words.index("--")] if "--" in words else words  # what follows is another command's
+        sys.exit(errors.report(error, debug="--debug" in own, as_json="--json" in own))
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from tenuto.version import __version__
+
+        typer.echo(f"tenuto {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _never_fail_to_encode() -> None:
+    """A terminal that lacks a character gets it escaped, rather than an error in the middle of the data."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, io.UnsupportedOperation, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

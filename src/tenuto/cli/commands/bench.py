@@ -1,0 +1,176 @@
+"""`tenuto bench`: what a place gives raw, what a save and a restore take there, and how often one can save."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tenuto.cli.console import options, output
+from tenuto.cli.console.exitcodes import examples
+from tenuto.cli.console.table import Columns
+from tenuto.errors import UsageError
+
+if TYPE_CHECKING:
+    from tenuto.bench.figures import Figures
+    from tenuto.bench.sample import Sample
+
+
+EXAMPLES = examples(
+    "tenuto bench /data/checkpoints                     # 1 GiB in 200 leaves",
+    "tenuto bench /mnt/nfs --size 4GiB --leaves 800",
+    "tenuto bench /data/new --like /data/checkpoints    # leaf for leaf the sizes of its latest",
+)
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT](?:i?B)?|B)?\s*", re.IGNORECASE | re.ASCII)
+LARGE = 4 << 30
+"""From this size on three rounds are taken rather than five."""
+
+
+def bench(
+    where: Annotated[str, typer.Argument(metavar="WHERE", help="A directory on the file system to be measured.")],
+    *,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", metavar="SIZE", help="Bytes of state, such as 4GiB or 500MB. [default: 1GiB]"),
+    ] = None,
+    leaves: Annotated[
+        int | None,
+        typer.Option("--leaves", metavar="N", min=1, max=10_000_000, help="Tensors in the state. [default: 200]"),
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option("--like", metavar="REPOSITORY", help="As many and as large leaves as a checkpoint has."),
+    ] = None,
+    run: options.Run = None,
+    step: options.Step = "latest",
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--rounds",
+            min=1,
+            max=100,
+            metavar="N",
+            help="How often each is measured.  [default: 5; from 4GiB on 3]",
+            show_default=False,
+        ),
+    ] = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure what saving and restoring take at a place.
+
+    How long saves hold training there, until when they are durable, how long a restore takes. Writes only in a hidden
+    directory of its own inside WHERE and removes it, also when interrupted. Takes twice the state's size of space and
+    of memory, and refuses where that is short. --run and --step choose what --like looks at.
+    """
+    from tenuto.bench import expect
+    from tenuto.bench.measure import measure
+    from tenuto.bench.place import check_place
+
+    sizes = _sizes(size, leaves, like, run, step)
+    path = check_place(where, sum(sizes))
+    with _ended_by_signals():
+        sample = _sample(sizes)
+        found = measure(path, sample, rounds=rounds or (3 if sample.nbytes >= LARGE else 5), tell=_tell)
+    if json:
+        output.document("bench", expect.document(found))
+    else:
+        _print(found)
+
+
+def _sizes(size: str | None, leaves: int | None, like: str | None, run: str | None, step: str) -> Sequence[int]:
+    """The lengths of the state's leaves in bytes."""
+    from tenuto.bench.sample import even_sizes
+
+    if like is None:
+        return even_sizes(parse_size(size or "1GiB"), leaves or 200)
+    if size is not None or leaves is not None:
+        raise UsageError("--like says size and leaves already", subject="--like", hint="leave --size and --leaves out")
+    from tenuto.cli.console.targets import checkpoint, repository
+
+    repo = repository(like)
+    manifest = repo.manifest(checkpoint(repo, run, step))
+    indexes = [repo.index(manifest, rank) for rank in range(len(manifest.indexes))]
+    found = [int(length) for index in indexes for length in index.length if length]
+    if not found:
+        raise UsageError(f"{manifest.id} has no leaf with a byte in it", subject=like, hint="give --size instead")
+    return found
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "4GiB" or "4G" (of 1024), "4GB" (of 1000), "1048576". UsageError for what is none of these, or zero."""
+    found = _SIZE.fullmatch(text)
+    if found is None or not float(found[1]):
+        raise UsageError(f"{text!r} is no size", subject="--size", hint="write it as 4GiB or 500MiB")
+    unit = (found[2] or "b").lower()
+    thousand = 1000 if unit.endswith("b") and len(unit) == 2 else 1024
+    return int(float(found[1]) * thousand ** "bkmgt".index(unit[0]))
+
+
+def _sample(sizes: Sequence[int]) -> Sample:
+    """Tensors of torch's where it is installed: what a training there would save."""
+    output.story("making a state")
+    if find_spec("torch") is not None:
+        from tenuto.integrations.torch.bench_sample import torch_sample
+
+        return torch_sample(sizes)
+    from tenuto.bench.sample import numpy_sample
+
+    return numpy_sample(sizes)
+
+
+def _tell(text: str) -> None:
+    """Over itself on a terminal, else line by line."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{output.clean(text)}")
+        sys.stderr.flush()
+    else:
+        output.story(text)
+
+
+def _print(found: Figures) -> None:
+    from tenuto.bench import expect
+
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+    for text in expect.heading(found):
+        output.line(text)
+    output.line()
+    table = Columns(
+        ("MEASURED", "MEDIAN", "FROM FASTEST TO SLOWEST", "SPEED"),
+        right=frozenset({"MEDIAN", "SPEED"}),
+        dispensable=("FROM FASTEST TO SLOWEST",),
+    )
+    for row in expect.rows(found):
+        table.add(*row)
+    table.print()
+    output.line("\nwhat to expect")
+    output.line(output.rows([("-", text) for text in expect.expectations(found)]))
+    found_wrong = expect.warnings(found)
+    if found_wrong:
+        output.line("\nwhat to look at")
+        output.line(output.rows([("-", text) for text in found_wrong]))
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as an exception would, so that what was written is removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    caught = [signal.SIGTERM, signal.SIGHUP]
+    before = [signal.signal(one, leave) for one in caught]
+    try:
+        yield
+    finally:
+        for one, handler in zip(caught, before, strict=True):
+            signal.signal(one, handler)

@@ -1,0 +1,261 @@
+"""`tenuto certify`: runs a training script, kills it, resumes it, and compares every step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tenuto.cli.console import exitcodes, options, output
+from tenuto.errors import TenutoError, UsageError
+
+if TYPE_CHECKING:
+    from tenuto.certify.runner import Certification, ReportProgress
+    from tenuto.certify.verdict import Difference
+
+
+EXAMPLES = exitcodes.examples(
+    "tenuto certify /data/checkpoints -- python train.py",
+    "tenuto certify /data/checkpoints --steps 50 --more 50 -- python train.py --lr 3e-4",
+    "tenuto certify /data/checkpoints --scratch /nvme --json -- torchrun --nproc-per-node 8 train.py",
+)
+STATUS = {"exact": 0, "inexact": 20, "unrepeatable": 21}
+SHOWN = 8
+"""Entries that differ in the first step; all are in --json."""
+BEGIN = "tenuto-certify-"
+
+
+def certify(  # noqa: PLR0917 - options; nobody passes them by position
+    where: Annotated[
+        str, typer.Argument(metavar="WHERE", help="Where the script's Checkpointer saves.", show_default=False)
+    ],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="What trains, as in a shell.", show_default=False)
+    ],
+    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps until it is saved and killed.")] = 10,
+    more: Annotated[int, typer.Option("--more", min=1, metavar="N", help="Steps after that, resumed.")] = 10,
+    patience: Annotated[
+        float, typer.Option("--patience", min=1, metavar="SECONDS", help="How long to wait for a step, or a start.")
+    ] = 600.0,
+    scratch: Annotated[
+        Path | None, typer.Option("--scratch", metavar="DIR", help="Work below this directory, not beside WHERE.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave checkpoints, trails and the script's output.")] = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Find out whether your own training script resumes exactly.
+
+    Runs the command for STEPS + MORE steps; runs it again, kills it with SIGKILL after a save at STEPS was committed;
+    and runs it once more, which must resume and go on. Then every leaf, plain value, random generator and position in
+    the data is compared after every step, on every rank of a job of several processes (torchrun). Where they differ, it
+    is run uninterrupted again, to tell a training that does not repeat itself from a resume that is not exact.
+
+    WHERE itself is not touched: the script's Checkpointer gets a scratch place instead. Nothing else that the script
+    does is held back.
+    """
+    from tenuto.certify.runner import Certifier
+
+    with _leaving_on_signals(), _place(where, scratch, keep) as place:
+        with _progress() as tell:
+            found = Certifier(_absolute(where), command, place, steps, more, patience, tell).run()
+        if json:
+            output.document("certify", {**_document(found), "kept": str(place) if keep else None})
+        else:
+            _show(found)
+        if keep:
+            output.story(f"kept in {place}")
+    status = STATUS[found.verdict.kind]
+    if status:
+        raise typer.Exit(status)
+
+
+def _show(found: Certification) -> None:
+    output.line(_headline(found))
+    _show_verdict(found)
+    if found.unlogged:
+        output.line(f"\nNot logged in these {found.last} steps, though the script's policies go by it:")
+        output.line(output.rows([("-", f"{metric}, by {by}") for metric, by in found.unlogged.items()]))
+
+
+def _show_verdict(found: Certification) -> None:
+    verdict = found.verdict
+    if verdict.difference is not None:
+        output.line(output.rows(list(_difference(verdict.difference, verdict.rank))))
+    if verdict.cause is not None:
+        output.line("\nlikely cause")
+        output.line(output.rows([("", verdict.cause.words), *(("-", one) for one in verdict.cause.advice)]))
+        return
+    if found.uncovered:
+        output.line("\nNot in `state`, and without effect on it so far; what a process ends with, it ends with:")
+        output.line(output.rows([("-", one) for one in found.uncovered]))
+    if verdict.unseeded:
+        names = " and ".join(verdict.unseeded)
+        output.line(f"\nNot seeded, and without effect on what was compared: the generators of {names}")
+    on = f" on {found.ranks} ranks" if found.ranks > 1 else ""
+    output.line(f"\n{found.leaves} leaves and values compared after each step{on}, in {found.seconds:.0f} s")
+
+
+def _headline(found: Certification) -> str:
+    span = f"step {found.saved}, killed, resumed, step {found.last}"
+    match found.verdict.kind:
+        case "exact":
+            return f"EXACT: {span}: equal to a run that nobody interrupted, in every bit and after every step"
+        case "inexact":
+            return f"NOT EXACT: {span}: not what a run that nobody interrupted does"
+        case _:
+            return "NOT REPEATABLE: two runs that nobody interrupted differ, so no resume can be exact"
+
+
+def _difference(difference: Difference, rank: int | None) -> Iterator[tuple[str, str]]:
+    from tenuto.certify.verdict import GROUPS
+
+    when = f"at the start, from step {difference.step}" if difference.start else f"in step {difference.step}"
+    yield "first differs", when if rank is None else f"{when}, on rank {rank}"
+    entries = [one for group in reversed(GROUPS) for one in difference.of(group)]
+    for number, one in enumerate(entries[:SHOWN]):
+        yield "" if number else "in", f"{one.path}: {_value(one.one)} and {_value(one.other)}"
+    if len(entries) > SHOWN:
+        yield "", f"and {len(entries) - SHOWN} more"
+    same = [group for group in GROUPS if not difference.of(group)]
+    if same:
+        names = {"data": "position in the data", "batches": "batches", "random": "random generators", "state": "state"}
+        yield "the same", ", ".join(names[group] for group in same)
+
+
+def _value(text: str | None) -> str:
+    """Of a digest its beginning: two that differ, differ there."""
+    return "nothing" if text is None else re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24}\b", r"\1", text)
+
+
+def _document(found: Certification) -> dict[str, Any]:
+    verdict, difference, cause = found.verdict, found.verdict.difference, found.verdict.cause
+    entries = (
+        [
+            {"path": one.path, "group": group, "values": [one.one, one.other]}
+            for group, several in difference.found.items()
+            for one in several
+        ]
+        if difference is not None
+        else []
+    )
+    return {
+        "verdict": verdict.kind,
+        "exact": verdict.kind == "exact",
+        "saved": found.saved,
+        "last": found.last,
+        "ranks": found.ranks,
+        "entries": found.leaves,
+        "difference": None
+        if difference is None
+        else {
+            "step": difference.step,
+            "at_start": difference.start,
+            "rank": verdict.rank,
+            "first": difference.first.path,
+            "entries": entries,
+        },
+        "cause": None if cause is None else {"name": cause.name, "words": cause.words, "advice": list(cause.advice)},
+        "unseeded": list(verdict.unseeded),
+        "uncovered": list(found.uncovered),
+        "unlogged": dict(found.unlogged),
+        "certificate": found.certificate,
+        "processes": [
+            {
+                "name": life.name,
+                "began": life.began,
+                "reached": life.reached,
+                "killed": life.killed,
+                "seconds": life.seconds,
+            }
+            for life in found.lives
+        ],
+        "seconds": found.seconds,
+    }
+
+
+def _absolute(where: str) -> str:
+    """A relative path means the same in a script that changes its directory."""
+    return where if "://" in where else os.path.abspath(os.path.expanduser(where))
+
+
+@contextlib.contextmanager
+def _place(where: str, scratch: Path | None, keep: bool) -> Iterator[Path]:
+    """An empty directory to work in, removed at the end unless it is to be kept."""
+    try:
+        made = tempfile.mkdtemp(prefix=BEGIN, dir=scratch if scratch is not None else _beside(where))
+        place = Path(_absolute(made))  # before Python 3.12 it is relative where DIR is
+    except OSError as error:
+        raise UsageError(
+            f"there is no place to work in: {error.strerror}",
+            subject=str(scratch or where),
+            hint="--scratch DIR names a directory that can be written to",
+        ) from error
+    try:
+        yield place
+    except TenutoError:
+        if keep:
+            output.story(f"kept in {place}")
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _beside(where: str) -> Path | None:
+    """The nearest directory above WHERE that is there: a disk that is large enough for its checkpoints. None for what
+    is no directory of this machine, or cannot be written to: then it is the system's own for temporary files."""
+    if "://" in where:
+        return None
+    above = Path(_absolute(where)).parent
+    while not above.is_dir():
+        above = above.parent
+    return above if os.access(above, os.W_OK) else None
+
+
+@contextlib.contextmanager
+def _leaving_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave like Ctrl-C: what was started is killed, what was written is removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    earlier = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[ReportProgress]:
+    """One line on stderr that tells how far it is; without a terminal, a line for each run."""
+    on_terminal = sys.stderr.isatty()
+    told = ""
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal told
+        if on_terminal:
+            sys.stderr.write(f"\r\x1b[K{what}: {done} of {total} steps")
+            sys.stderr.flush()
+        elif what != told:
+            output.story(f"running, {what}: {total} steps")
+        told = what
+
+    try:
+        yield tell
+    finally:
+        if on_terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

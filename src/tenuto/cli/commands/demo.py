@@ -1,0 +1,128 @@
+"""`tenuto demo`: kills a real training job again and again, and compares it with one that nobody touched."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tenuto.cli.console import exitcodes, options, output
+from tenuto.errors import UsageError
+
+if TYPE_CHECKING:
+    from tenuto.demo.runner import Tell
+
+
+EXAMPLES = exitcodes.examples(
+    "tenuto demo",
+    "tenuto demo --kills 20 --seed 7",
+    "tenuto demo --keep /tmp/demo --json",
+)
+DIFFERENT = 12
+"""The exit status where the two final states differ: something is not what was saved."""
+
+
+def demo(  # noqa: PLR0917 - options; nobody passes them by position
+    kills: Annotated[
+        int, typer.Option("--kills", min=1, max=10_000, metavar="N", help="How often to kill the training.")
+    ] = 8,
+    steps: Annotated[int, typer.Option("--steps", min=2, metavar="N", help="Steps of training.")] = 240,
+    save_every: Annotated[int, typer.Option("--save-every", min=1, metavar="N", help="Steps from save to save.")] = 10,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Chooses the moments of the kills.")] = 0,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep", metavar="DIR", help="Leave checkpoints, events and output in this new or empty directory."
+        ),
+    ] = None,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a small GPT, kill it again and again, and compare.
+
+    Trains on the sources of Python's own standard library, twice: once untouched, once killed with SIGKILL at random
+    moments, during saves and between them, and started again: from memory, where that run keeps every step beside its
+    saves to disk. Then compares both final states in every bit. Needs torch; takes about a minute on two cores. The
+    training script, to take home, is tenuto/demo/train_gpt.py.
+    """
+    from tenuto.demo import account as accounts
+    from tenuto.demo import runner
+    from tenuto.demo.plan import draw_plan
+    from tenuto.demo.sharing import own_shared_memory
+
+    with _place(keep) as place, own_shared_memory():
+        runner.load_framework()
+        plan = draw_plan(kills=kills, steps=steps, save_every=save_every, seed=seed, memory=True)
+        with _progress() as tell:
+            running = runner.Runner(place, tell)
+            account = running.killed(plan, running.untouched(replace(plan, memory=False)))
+        if json:
+            output.document("demo", {**accounts.document(account), "kept": str(keep) if keep else None})
+        else:
+            accounts.show(account, str(keep) if keep else None)
+    if not account.comparison.equal:
+        raise typer.Exit(DIFFERENT)
+    if not account.proven:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _place(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="tenuto-demo-") as place:
+            yield Path(place)
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise UsageError(
+            f"{keep} is there and not empty", subject=str(keep), hint="name a directory that does not exist yet"
+        )
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Tell]:
+    """One line on stderr that tells how far it is; without a terminal, a line for each thing that is done."""
+    if not sys.stderr.isatty():
+        yield _lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    # Without rich's own refreshing thread: children are forked from this process, which must have one thread only.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        shown: tuple[str, int] = ("", -1)
+
+        def tell(what: str, done: int, total: int) -> None:
+            nonlocal shown
+            if (what, done) != shown:
+                shown = (what, done)
+                progress.update(task, description=what, completed=done, total=total)
+                progress.refresh()
+
+        yield tell
+
+
+def _lines() -> Tell:
+    told = ""
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal told
+        if what != told:
+            told = what
+            output.story(what)
+
+    return tell

@@ -1,0 +1,144 @@
+"""`tenuto keep`: applies a keep policy to a run that nobody trains now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tenuto.cli.console import options, output
+from tenuto.cli.console.confirm import agreed
+from tenuto.cli.console.exitcodes import examples
+from tenuto.cli.console.table import Columns
+from tenuto.cli.console.targets import repository, run_of
+from tenuto.errors import UsageError
+
+if TYPE_CHECKING:
+    from tenuto.maintenance.retention import RetentionPlan
+    from tenuto.model.ids import CheckpointId
+    from tenuto.policy.keep import KeepPolicy
+
+
+EXAMPLES = examples(
+    "tenuto keep /data/checkpoints --latest 3 --dry-run",
+    "tenuto keep /data/checkpoints --run gpt --latest 1 --best 2:val_loss:min --every-steps 1000",
+    "tenuto keep /data/checkpoints --every-hours 24 --yes --json",
+)
+BEST = "N:METRIC[:MODE]"
+
+
+def keep(
+    where: options.Where,
+    *,
+    run: options.Run = None,
+    latest: Annotated[int | None, typer.Option("--latest", metavar="N", help="Keep the newest N.")] = None,
+    best: Annotated[
+        list[str] | None,
+        typer.Option("--best", metavar=BEST, help="Keep the N best by METRIC; MODE is min (as if left out) or max."),
+    ] = None,
+    every_steps: Annotated[
+        int | None, typer.Option("--every-steps", metavar="N", help="Keep the first at or after each multiple of N.")
+    ] = None,
+    every_hours: Annotated[
+        float | None, typer.Option("--every-hours", metavar="H", help="Keep the first of each H hours.")
+    ] = None,
+    dry_run: options.DryRun = False,
+    yes: options.Yes = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Keep what is named, and free the rest of the run at once.
+
+    What any of the options keeps is kept; so is, always, the latest, the last one verified, and what a tag, a pin or
+    another run needs. Freed is freed: there is no way back. A run that a process trains now is refused; its own `keep`
+    does this after each save.
+    """
+    from tenuto.maintenance.retention import preview, retain
+    from tenuto.units import count, size
+
+    policy = _policy(latest, best or [], every_steps, every_hours)
+    repo = repository(where)
+    name = run_of(repo, run)
+    if name not in repo.runs():
+        from tenuto.repo.lineage import resolve
+
+        resolve(repo, name)  # raises, naming what there is
+    plan = preview(repo, name, policy)
+    removed: tuple[CheckpointId, ...] = ()
+    if not json:
+        _print(plan)
+    question = f"Free {count(len(plan.dropped), 'checkpoint')}, {size(_freed(plan))}?"
+    if not dry_run and plan.dropped and agreed(question, yes=yes):
+        plan, removed = retain(repo, name, policy, report=output.story)
+        if not json:
+            output.line(f"{count(len(removed), 'checkpoint')} freed")
+    if json:
+        output.document(
+            "keep", {"where": repo.url, "dry_run": dry_run, **_json(plan, policy), "removed": list(removed)}
+        )
+
+
+def _policy(latest: int | None, best: list[str], every_steps: int | None, every_hours: float | None) -> KeepPolicy:
+    from tenuto.policy import keep as keeping
+
+    parts = [*([keeping.latest(latest)] if latest is not None else []), *(_best(text) for text in best)]
+    if every_steps is not None or every_hours is not None:
+        parts.append(keeping.every(steps=every_steps, hours=every_hours))
+    if not parts:
+        raise UsageError("nothing says what to keep", hint="--latest 3, --best 2:val_loss:min, --every-steps 1000")
+    policy = parts[0]
+    for part in parts[1:]:
+        policy = policy | part
+    return policy
+
+
+def _best(text: str) -> KeepPolicy:
+    from tenuto.policy import keep as keeping
+
+    number, _, rest = text.partition(":")
+    metric, colon, mode = rest.rpartition(":")
+    if not colon or mode not in ("min", "max"):
+        metric, mode = rest, "min"
+    if not number.isdecimal() or not metric:
+        raise UsageError(f"--best {text} is not {BEST}", subject=text, hint="--best 2:val_loss:min")
+    return keeping.best(int(number), metric, "max" if mode == "max" else "min")
+
+
+def _freed(plan: RetentionPlan) -> int:
+    return sum(nbytes for _, nbytes in plan.bytes)
+
+
+def _print(plan: RetentionPlan) -> None:
+    from tenuto.units import count, size
+
+    nbytes = dict(plan.bytes)
+    table = Columns(("CHECKPOINT", "VERDICT", "FREES", "REASON"), right=frozenset({"FREES"}))
+    for verdict in plan.verdicts:
+        freed = "" if verdict.keep else size(nbytes[verdict.id])
+        table.add(
+            str(verdict.id),
+            "kept" if verdict.keep else "goes",
+            freed,
+            verdict.reason,
+            style="" if verdict.keep else "gone",
+        )
+    table.print()
+    output.line(f"{count(len(plan.dropped), 'checkpoint')} of {len(plan.verdicts)} would go, {size(_freed(plan))}")
+
+
+def _json(plan: RetentionPlan, policy: KeepPolicy) -> dict[str, Any]:
+    nbytes = dict(plan.bytes)
+    return {
+        "run": plan.run,
+        "policy": repr(policy),
+        "bytes": _freed(plan),
+        "plan": [
+            {
+                "checkpoint": verdict.id,
+                "keep": verdict.keep,
+                "reason": verdict.reason,
+                "bytes": nbytes.get(verdict.id, 0),
+            }
+            for verdict in plan.verdicts
+        ],
+    }

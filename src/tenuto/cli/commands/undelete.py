@@ -1,0 +1,95 @@
+"""`tenuto undelete`: brings removed checkpoints back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tenuto.cli.console import options, output
+from tenuto.cli.console.exitcodes import examples
+from tenuto.cli.console.targets import repository, run_of
+from tenuto.errors import CheckpointNotFound, typed
+
+if TYPE_CHECKING:
+    from tenuto.model.ids import CheckpointId
+    from tenuto.repo.repository import Repo
+
+
+EXAMPLES = examples(
+    "tenuto undelete /data/checkpoints 500",
+    "tenuto undelete /data/checkpoints gpt/a0002/500 --dry-run",
+)
+
+
+def undelete(
+    where: options.Where,
+    checkpoints: options.Checkpoints,
+    *,
+    run: options.Run = None,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0.0, metavar="HOURS", help="The grace that `tenuto gc` is run with.")
+    ] = 24.0,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Bring removed checkpoints back, every byte verified.
+
+    Works until `tenuto gc` has come near them: until an hour before the grace after its first visit ends. `tenuto
+    ls` shows what is removed and still there.
+    """
+    from tenuto.maintenance.undelete import execute, plan_undelete
+    from tenuto.units import count, size
+
+    grace_s = options.grace_seconds(grace)
+    repo = repository(where)
+    plans = [plan_undelete(repo, _removed(repo, run, name), grace_s=grace_s) for name in checkpoints]
+    back = []
+    for plan in plans:
+        left = "" if plan.left_s is None else f"; gc may take it in {plan.left_s / 3600:,.1f} h"
+        if dry_run:
+            words = f"can come back, {size(plan.bytes)} to be checked{left}"
+        else:
+            done = execute(repo, plan)
+            back.append(done)
+            verified = f"{size(plan.bytes)} verified"
+            unseen = f"{count(done.unseen, 'pack')} not looked at, on other nodes"
+            words = f"is back, {unseen if done.unseen else verified}"
+        if not json:
+            output.line(f"{plan.id} {words}")
+    if json:
+        body = {
+            "where": repo.url,
+            "dry_run": dry_run,
+            "plan": [{"checkpoint": plan.id, "bytes": plan.bytes, "left_s": plan.left_s} for plan in plans],
+            "undeleted": [done.id for done in back],
+            "unseen": sum(done.unseen for done in back),
+        }
+        output.document("undelete", body)
+
+
+def _removed(repo: Repo, run: str | None, name: str) -> CheckpointId:
+    """The checkpoint in the trash that is meant: of several with one step the one of the highest attempt."""
+    from tenuto.cli.views.run_listing import listing
+    from tenuto.model.ids import attempt_key
+
+    if name.count("/") > 1 and run is None:
+        run = name.partition("/")[0]
+    (found,) = listing(repo, run_of(repo, run))
+    gone = [row.id for row in found.rows if row.state == "removed"]
+    for id in gone:
+        if name in (str(id.step), f"{attempt_key(id.attempt)}/{id.step}", str(id)):
+            return id
+    if any(
+        name in (str(row.id.step), f"{attempt_key(row.id.attempt)}/{row.id.step}", str(row.id)) for row in found.rows
+    ):
+        raise CheckpointNotFound(
+            f"{name} of run {found.run!r} is not removed", subject=name, hint=typed("tenuto", "ls", repo.url)
+        )
+    there = ", ".join(map(str, gone[:10])) or "nothing"
+    raise CheckpointNotFound(
+        f"no removed checkpoint {name} in run {found.run!r}; in the trash: {there}",
+        subject=name,
+        hint=typed("tenuto", "ls", repo.url),
+    )

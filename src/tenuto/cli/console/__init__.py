@@ -1,0 +1,1 @@
+"""What all commands share: options, exit statuses, tables, errors, and questions to the user."""

@@ -1,0 +1,142 @@
+"""Where a command writes: data on stdout, as text or as one JSON document; the story on stderr.
+
+What comes out of a store (names, messages, metrics) may hold anything, also what would move a terminal's cursor:
+control characters are shown escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import textwrap
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, Final, Literal
+
+from tenuto.model.ids import CheckpointId
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+Style = Literal["", "damaged", "gone"]
+
+_STYLES: Final[Mapping[str, str]] = {"damaged": "\x1b[31m", "gone": "\x1b[2m"}
+
+UNLIMITED = 100_000
+PAGE = 100
+"""Columns of running text, which nobody reads in longer lines."""
+
+
+def clean(text: str) -> str:
+    """`text` without what a terminal would obey, or a reader could not see: such characters are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(char if _is_shown(char) else _escaped(char) for char in text)
+
+
+def clean_lines(text: str) -> str:
+    """`clean`, but line ends of ours stay."""
+    return "\n".join(map(clean, text.split("\n")))
+
+
+def cells(text: str) -> int:
+    """Columns that `text` takes on a terminal: letters of East Asia take two, marks that combine none."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        2 if unicodedata.east_asian_width(char) in "WF" else 0 if unicodedata.combining(char) else 1 for char in text
+    )
+
+
+def padded(text: str, width: int) -> str:
+    return text + " " * (width - cells(text))
+
+
+def line(text: str = "", *, cleaned: bool = False) -> None:
+    """One or more lines of data. `cleaned`: it has been through `clean`, and holds colours of ours."""
+    _write(sys.stdout, text if cleaned else clean_lines(text))
+
+
+def story(text: str, *, cleaned: bool = False) -> None:
+    """One or more lines for the person who waits."""
+    _write(sys.stderr, text if cleaned else clean_lines(text))
+
+
+def styled(text: str, style: Style, stream: IO[str]) -> str:
+    """`text` in colour where `stream` is a terminal and nobody objects (NO_COLOR, TERM=dumb): red for what is damaged,
+    dim for what is gone. Both are legible on light and on dark."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    return text if plain or not style else f"{_STYLES[style]}{text}\x1b[0m"
+
+
+def document(name: str, body: Mapping[str, Any]) -> None:
+    """The command's whole result as one JSON object with its schema, `tenuto.<name>/1`."""
+    record = {"schema": f"tenuto.{name}/1", **body}
+    sys.stdout.write(json.dumps(jsonable(record), indent=2, allow_nan=False) + "\n")
+
+
+def rendered(what: RenderableType) -> None:
+    """Something of rich's, as wide as stdout. Without a terminal there is no colour."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, width=min(width(), PAGE), highlight=False, markup=False, emoji=False)
+    with console.capture() as capture:
+        console.print(what)
+    text = capture.get()
+    if not console.is_terminal or console.no_color:
+        text = "".join(row.rstrip() + "\n" for row in text.splitlines())
+    sys.stdout.write(text)
+
+
+def width() -> int:
+    """Columns of stdout: COLUMNS if it is set, what the terminal has, else no limit: lines of a file stay lines."""
+    if not os.environ.get("COLUMNS", "").isdigit() and not sys.stdout.isatty():
+        return UNLIMITED
+    return shutil.get_terminal_size().columns
+
+
+def jsonable(value: Any) -> Any:
+    """`value` as JSON can hold it: a checkpoint as an object, a number that JSON lacks as a string ("nan")."""
+    if isinstance(value, CheckpointId):
+        return {"run": value.run, "attempt": value.attempt, "step": value.step}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+def rows(pairs: Sequence[tuple[str, str]], indent: str = "  ") -> str:
+    """Names and values in two columns; a value that is too long goes on below itself, between its words."""
+    pairs = [(clean(name), clean(value)) for name, value in pairs]
+    wide = max((cells(name) for name, _ in pairs), default=0)
+    limit = width()
+    room = max((limit if limit == UNLIMITED else min(limit, PAGE)) - len(indent) - wide - 2, 24)
+    out = []
+    for name, value in pairs:
+        parts = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
+        out += [
+            f"{indent}{padded(first, wide)}  {part}".rstrip()
+            for first, part in zip([name, *[""] * (len(parts) - 1)], parts, strict=True)
+        ]
+    return "\n".join(out)
+
+
+def _write(stream: IO[str], text: str) -> None:
+    stream.write(text + "\n")
+
+
+def _is_shown(char: str) -> bool:
+    return unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii") if ord(char) < 0x110000 else "?"

@@ -1,0 +1,49 @@
+"""From what was typed to a repository, a run and a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tenuto.cli.console import output
+from tenuto.errors import UsageError, typed
+
+if TYPE_CHECKING:
+    from tenuto.model.ids import CheckpointId
+    from tenuto.repo.repository import Repo
+
+
+MAIN = "main"
+
+
+def repository(where: str) -> Repo:
+    """Opens for reading; nothing is created. NotARepository names the nearest one."""
+    from tenuto.repo.replicated.access import listen
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
+
+    repo = Repo.open(open_store(where))
+    listen(repo.store, lambda message: output.story(f"note: {message}"))
+    return repo
+
+
+def run_of(repo: Repo, run: str | None) -> str:
+    """The run that is meant: the one named, else `main`, else the only one. UsageError if that does not tell."""
+    if run is not None:
+        return run
+    runs = repo.runs()
+    if MAIN in runs or not runs:
+        return MAIN
+    if len(runs) == 1:
+        return runs[0]
+    shown = ", ".join(runs[:20]) + (", …" if len(runs) > 20 else "")
+    raise UsageError(f"which run? There are {shown}", subject=repo.url, hint=typed("--run", runs[0]))
+
+
+def checkpoint(repo: Repo, run: str | None, step: str) -> CheckpointId:
+    """The checkpoint that is meant; a tag is the repository's, and needs no run. RunNotFound and CheckpointNotFound
+    name what there is instead."""
+    from tenuto.repo.lineage import may_be_tag, resolve
+
+    if step.count("/") > 1 and run is None:
+        run = step.partition("/")[0]
+    return resolve(repo, run or MAIN if may_be_tag(step) else run_of(repo, run), step)

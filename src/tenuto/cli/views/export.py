@@ -1,0 +1,207 @@
+"""Writing a checkpoint into one file of somebody else's format: whole or not at all, and only what was verified."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from tenuto.engine.read.choose import CheckpointLeaves
+from tenuto.errors import MissingExtra, StoreError, StoreFull, UsageError, install, typed
+from tenuto.model.leaf import LeafSpec, dtype
+from tenuto.model.records import Manifest
+from tenuto.repo.format.safetensors import build_header
+from tenuto.state.contract import Buffer, LoadReport, Prepared, Sink
+from tenuto.state.restore.match import match_state
+from tenuto.state.restore.selection import Selection
+from tenuto.state.tree import LEAVES, kind_of, walk
+
+Patterns = list[str] | None
+SHOWN = 5
+
+
+class Export(ABC):
+    """A file that is being written beside its final place. `remarks`: what it could not say as the checkpoint does."""
+
+    def __init__(self, out: Path, include: Patterns, exclude: Patterns) -> None:
+        self.out = out
+        self.leaves = 0
+        self.remarks: list[str] = []
+        self._include = include
+        self._exclude = exclude
+        self._part = out.with_name(f".{out.name}.{os.getpid()}.part")
+
+    @abstractmethod
+    def prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
+        """Where each wanted leaf goes. Called anew for each checkpoint that is tried."""
+
+    def publish(self, *, force: bool) -> None:
+        """Makes the file durable and gives it its name; UsageError if the name was taken meanwhile."""
+        descriptor = os.open(self._part, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if force:
+            os.replace(self._part, self.out)
+            return
+        try:
+            os.link(self._part, self.out)
+        except FileExistsError:
+            raise UsageError(
+                f"{self.out} is there already", subject=str(self.out), hint="--force replaces it"
+            ) from None
+        except OSError:  # no hard links here: then only the look before keeps it from replacing
+            os.replace(self._part, self.out)
+
+    def __enter__(self) -> Export:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, StoreError):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            look = f"{typed('ls', '-ld', self.out.parent)}  # is it there, who may write to it, and is it mounted so"
+            raise (StoreFull if full else StoreError)(
+                f"{self.out} cannot be written: {error.strerror or error}",
+                subject=str(self.out),
+                hint="make room there, or write to another place" if full else look,
+            ) from error
+
+    def _open(self) -> int:
+        self._part.unlink(missing_ok=True)
+        return os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+class _Slice:
+    """A leaf's place in the mapped file."""
+
+    def __init__(self, view: Buffer) -> None:
+        self._view = view
+
+    @property
+    def buffer(self) -> Buffer | None:
+        return self._view
+
+    def span(self) -> None:
+        return None
+
+    def fill(self, data: Buffer) -> None:
+        self._view[:] = data
+
+
+class SafetensorsExport(Export):
+    """The leaves under their paths; read from the store straight into the file's pages."""
+
+    def __init__(self, out: Path, include: Patterns, exclude: Patterns, strip: str) -> None:
+        super().__init__(out, include, exclude)
+        self._strip = strip
+
+    def prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
+        takes = Selection(self._include, self._exclude).takes
+        chosen = [number for number, spec in enumerate(told.specs) if not spec.private and takes(spec.path)]
+        chosen.sort(key=lambda number: (-told.specs[number].itemsize, told.specs[number].path))
+        self.leaves = len(chosen)
+        self.remarks = self._remarks(manifest, [told.specs[number] for number in chosen], takes)
+        header = build_header(self._entries([told.specs[number] for number in chosen]), self._metadata(manifest))
+        sizes = [told.specs[number].nbytes for number in chosen]
+        whole = self._map(header, sum(sizes))
+        wants: list[tuple[int, Sink]] = []
+        at = len(header)
+        for number, size in zip(chosen, sizes, strict=True):
+            wants.append((number, _Slice(whole[at : at + size])))
+            at += size
+        return Prepared(wants, lambda: None, LoadReport())
+
+    def _entries(self, specs: list[LeafSpec]) -> list[tuple[str, str, tuple[int, ...]]]:
+        entries = []
+        for spec in specs:
+            code = dtype(spec.dtype).code
+            name = spec.path.removeprefix(self._strip)
+            entries.append((name, code, spec.shape) if code else (name, "U8", (spec.nbytes,)))
+        if len({name for name, _, _ in entries}) != len(entries) or any(not name for name, _, _ in entries):
+            raise UsageError(
+                f"without {self._strip!r} two leaves have one name, or one has none",
+                subject=self._strip,
+                hint="--strip less, or --include fewer leaves; a *.pt file keeps the state's own nesting",
+            )
+        return entries
+
+    def _metadata(self, manifest: Manifest) -> dict[str, str]:
+        # "format" is what the loaders of Hugging Face ask for.
+        return {"format": "pt", "tenuto.checkpoint": str(manifest.id), "tenuto.content": manifest.content}
+
+    def _map(self, header: bytes, nbytes: int) -> Buffer:
+        """The file, as long as it will be, mapped. Its space is taken first: a full disk would otherwise be SIGBUS."""
+        total = len(header) + nbytes
+        descriptor = self._open()
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, total)
+            os.ftruncate(descriptor, total)
+            whole = np.frombuffer(mmap.mmap(descriptor, total), np.uint8)
+        finally:
+            os.close(descriptor)
+        whole[: len(header)] = np.frombuffer(header, np.uint8)
+        return whole
+
+    def _remarks(self, manifest: Manifest, specs: list[LeafSpec], takes: Callable[[str], bool]) -> list[str]:
+        remarks = []
+        raw = [spec.path for spec in specs if dtype(spec.dtype).code is None]
+        if raw:
+            remarks.append(f"safetensors has no such dtype; written as bytes (U8): {_few(raw)}")
+        nodes = [(path, node) for path, node in walk(manifest.tree) if path and takes(path)]
+        tied = [path for path, node in nodes if kind_of(node) == "alias"]
+        if tied:
+            remarks.append(f"written once, under the path of the leaf that they equal: {_few(tied)}")
+        plain = sum(
+            kind_of(node) not in LEAVES and type(node) is not dict and type(node) is not list for _, node in nodes
+        )
+        if plain:
+            remarks.append(f"a safetensors file holds no plain values: {plain} are left out; a *.pt file holds them")
+        return remarks
+
+
+class TorchExport(Export):
+    """The whole state as nested dicts, lists, tensors and plain values."""
+
+    def __init__(self, out: Path, include: Patterns, exclude: Patterns) -> None:
+        super().__init__(out, include, exclude)
+        try:
+            from tenuto.integrations.torch import export_pt
+        except ImportError:
+            raise MissingExtra("a *.pt file needs torch", hint=install("torch")) from None
+        self._write = export_pt.write
+
+    def prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
+        found = match_state(
+            manifest.tree, told.private, told.specs, include=self._include, exclude=self._exclude, strict=False
+        )
+        self.leaves = len(found.wants)
+
+        def apply() -> None:
+            with os.fdopen(self._open(), "wb") as file:
+                self.remarks = self._write(found.apply(), file)
+
+        return Prepared(found.wants, apply, found.report)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _few(paths: list[str]) -> str:
+    more = len(paths) - SHOWN
+    return ", ".join(paths[:SHOWN]) + (f" and {more} more" if more > 0 else "")

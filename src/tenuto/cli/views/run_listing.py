@@ -1,0 +1,162 @@
+"""What a repository holds, one row for each thing that a person may look for; nothing is hidden for being broken."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from tenuto.errors import CorruptionError, RunNotFound, StoreError, typed
+from tenuto.model.ids import CheckpointId, run_key
+
+if TYPE_CHECKING:
+    from tenuto.maintenance.census import SaveDirectory
+    from tenuto.model.records import Note
+    from tenuto.repo.repository import Repo
+
+
+STATES: Final[Mapping[str, str]] = {
+    "committed": "",
+    "damaged": "DAMAGED",
+    "unfinished": "not finished",
+    "closed": "aborted",
+    "removed": "removed",
+    "copied": "a copy",
+}
+"""States of `upkeep.census` in words; what is foreign is no checkpoint and not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One step's directory. `message` says what is wrong with it, in words of the reader that refused it."""
+
+    id: CheckpointId
+    state: str
+    latest: bool = False
+    on_walk: bool = False
+    bytes: int | None = None
+    leaves: int | None = None
+    ranks: int | None = None
+    created: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+    tags: tuple[str, ...] = ()
+    message: str = ""
+
+    def marks(self) -> list[str]:
+        """What is to be said of it, in a few words."""
+        marks = ["latest"] if self.latest else []
+        if STATES[self.state]:
+            marks.append(STATES[self.state])
+        if self.state == "committed" and not self.on_walk:
+            marks.append("left behind")
+        verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
+        if verdicts and self.state == "committed":
+            marks.append("SUSPECT" if verdicts[-1] == "suspect" else verdicts[-1])
+        marks += [f"tagged {name}" for name in self.tags]
+        return marks
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "attempt": self.id.attempt,
+            "step": self.id.step,
+            "state": self.state,
+            "latest": self.latest,
+            "on_walk": self.on_walk,
+            "bytes": self.bytes,
+            "leaves": self.leaves,
+            "ranks": self.ranks,
+            "created": self.created or None,
+            "metrics": dict(self.metrics),
+            "notes": [{"kind": note.kind, **note.body} for note in self.notes],
+            "tags": list(self.tags),
+            "message": self.message or None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunRows:
+    """One run: its rows, newest first (a higher attempt is newer), and its attempts, also those that saved nothing."""
+
+    run: str
+    attempts: tuple[int, ...]
+    rows: tuple[RunRow, ...]
+
+    @property
+    def latest(self) -> RunRow | None:
+        return next((row for row in self.rows if row.latest), None)
+
+
+def listing(repo: Repo, only: str | None = None) -> list[RunRows]:
+    """Every run, or `only` one. Raises RunNotFound, naming what there is."""
+    from tenuto.maintenance.census import take_census
+
+    census = take_census(repo)
+    runs: dict[str, list[SaveDirectory]] = {run: [] for run, _ in census.attempts}
+    for save in census.saves.values():
+        if save.state in STATES:
+            runs.setdefault(save.id.run, []).append(save)
+    if only is not None:
+        key = run_key(only)
+        if key not in runs:
+            there = ", ".join(sorted(runs)) or "none"
+            raise RunNotFound(
+                f"no run {only!r} at {repo.url}; there are: {there}",
+                subject=only,
+                hint=typed("tenuto", "ls", repo.url),
+            )
+        runs = {key: runs[key]}
+    committed = {id for id, save in census.saves.items() if save.state == "committed"}
+    found = []
+    for run, saves in sorted(runs.items()):
+        attempts = tuple(sorted(number for name, number in census.attempts if name == run))
+        found.append(RunRows(run, attempts, tuple(_rows(repo, run, saves, committed))))
+    return found
+
+
+def _rows(repo: Repo, run: str, saves: list[SaveDirectory], committed: Container[CheckpointId]) -> Iterator[RunRow]:
+    from tenuto.maintenance.facts import with_notes
+    from tenuto.repo.lineage import walk
+
+    line = list(walk(repo, run, known=committed))
+    on_walk = set(line)
+    tags = tags_of(repo)
+    for save in sorted(saves, key=lambda save: (save.id.attempt, save.id.step), reverse=True):
+        manifest = save.manifest
+        notes = notes_of(repo, save.id) if save.state == "committed" else ()
+        yield RunRow(
+            id=save.id,
+            state=save.state,
+            latest=bool(line) and line[0] == save.id,
+            on_walk=save.id in on_walk,
+            bytes=manifest.bytes if manifest else None,
+            leaves=manifest.leaves if manifest else None,
+            ranks=len(manifest.indexes) if manifest else None,
+            created=manifest.created if manifest else "",
+            metrics=with_notes(manifest.metrics, notes) if manifest else {},
+            notes=notes,
+            tags=tags.get(save.id, ()),
+            message=save.message,
+        )
+
+
+def tags_of(repo: Repo) -> dict[CheckpointId, tuple[str, ...]]:
+    """The tags of each checkpoint that has some; none where they cannot be read, which `verify` reports."""
+    from tenuto.repo.refs import list_tags
+
+    found: dict[CheckpointId, tuple[str, ...]] = {}
+    with contextlib.suppress(CorruptionError, StoreError):
+        for name, id in list_tags(repo).items():
+            found[id] = (*found.get(id, ()), name)
+    return found
+
+
+def notes_of(repo: Repo, id: CheckpointId) -> tuple[Note, ...]:
+    """The checkpoint's notes; none where they cannot be read, which `verify` reports."""
+    from tenuto.repo.notes import notes
+
+    try:
+        return tuple(notes(repo, id))
+    except (CorruptionError, StoreError):
+        return ()

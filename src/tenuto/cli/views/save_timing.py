@@ -1,0 +1,133 @@
+"""`tenuto show --timing`: where the time of a run's saves went, as their manifests say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tenuto.cli.console import output
+from tenuto.cli.console.table import Columns
+from tenuto.errors import CheckpointNotFound, CorruptionError
+from tenuto.model.ids import CheckpointId, attempt_key
+from tenuto.model.timing import RankTimings, Timing
+from tenuto.units import seconds, size
+
+if TYPE_CHECKING:
+    from tenuto.repo.repository import Repo
+
+
+KEY = "timing"
+"""In the manifest's environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimingRow:
+    """One checkpoint; `timing` is None where its manifest says nothing of the kind, or cannot be read (`message`)."""
+
+    id: CheckpointId
+    bytes: int | None = None
+    timing: Timing | None = None
+    message: str = ""
+    ranks: RankTimings | None = None
+    """Of each rank, where several have saved it."""
+
+    def json(self) -> dict[str, Any]:
+        timing = self.timing
+        return {
+            "checkpoint": self.id,
+            "bytes": self.bytes,
+            "held_s": round(timing.held_s, 6) if timing is not None else None,
+            "bandwidth": round(timing.bandwidth) if timing is not None and timing.bandwidth is not None else None,
+            "timing": timing.told() if timing is not None else None,
+            "ranks": _ranks_json(self.ranks) if self.ranks is not None else None,
+            "message": self.message or None,
+        }
+
+
+def show_timing(repo: Repo, run: str, only: CheckpointId | None, *, json: bool) -> None:
+    """The checkpoints of `run`, oldest first, or `only` one."""
+    ids = [only] if only is not None else list(_committed(repo, run))
+    rows = [row for id in ids if (row := _row(repo, id)) is not None]
+    if json:
+        output.document("timing", {"where": repo.url, "run": run, "checkpoints": [row.json() for row in rows]})
+        return
+    output.line(f"run {run}")
+    _table(rows)
+    last = rows[-1] if rows else None
+    if last is not None and last.ranks is not None:
+        from tenuto.training.stats import slowest_lines
+
+        output.line(f"\nstep {last.id.step}")
+        for text in slowest_lines(last.ranks):
+            output.line(text)
+    if all(row.timing is None for row in rows):
+        output.story("none of them says where the time of its save went")
+
+
+def _committed(repo: Repo, run: str) -> Iterator[CheckpointId]:
+    for attempt in sorted(repo.attempts(run)):
+        for step in sorted(repo.committed(run, attempt)):
+            yield CheckpointId(run, attempt, step)
+
+
+def _row(repo: Repo, id: CheckpointId) -> TimingRow | None:
+    try:
+        manifest = repo.manifest(id)
+    except CheckpointNotFound:
+        return None  # removed since it was listed
+    except CorruptionError as error:
+        return TimingRow(id, message=error.message)
+    told = manifest.environment.get(KEY)
+    ranks = RankTimings.read(told.get("ranks")) if isinstance(told, Mapping) else None
+    return TimingRow(id, manifest.bytes, Timing.read(told, manifest.bytes), ranks=ranks)
+
+
+def _ranks_json(ranks: RankTimings) -> dict[str, Any]:
+    """Each part in seconds; of very many ranks the slowest, and quantiles."""
+    return {
+        "ranks": ranks.ranks,
+        "parts": {
+            name: {
+                "least": part.quantiles[0],
+                "quarter": part.quantiles[1],
+                "median": part.quantiles[2],
+                "three_quarters": part.quantiles[3],
+                "most": part.quantiles[4],
+                "slowest": [{"rank": rank, "value": value} for rank, value in part.slowest],
+                "each": list(part.each) or None,
+            }
+            for name, part in ranks.parts.items()
+        },
+    }
+
+
+def _table(rows: Sequence[TimingRow]) -> None:
+    parts = ("HELD", "WAITED", "COPY", "FENCE", "BESIDE", "DIGEST", "WRITE")
+    table = Columns(
+        ("ATTEMPT", "STEP", "SIZE", *parts, "SPEED", "CPU", "STATE"),
+        right=frozenset({"STEP", "SIZE", *parts, "SPEED", "CPU"}),
+        dispensable=("CPU", "BESIDE", "DIGEST", "WAITED", "FENCE", "COPY", "SIZE"),
+    )
+    for row in rows:
+        timing = row.timing or Timing()
+        spent = (
+            timing.held_s,
+            timing.wait_s,
+            timing.capture_s,
+            timing.fence_s,
+            timing.late_s,
+            timing.digest_s,
+            timing.write_s,
+        )
+        table.add(
+            attempt_key(row.id.attempt),
+            str(row.id.step),
+            size(row.bytes) if row.bytes is not None else "",
+            *(seconds(part) if part else "" for part in spent),
+            f"{size(round(timing.bandwidth))}/s" if timing.bandwidth is not None else "",
+            seconds(timing.cpu_s) if timing.cpu_s else "",
+            "DAMAGED" if row.message else "",
+            style="damaged" if row.message else "",
+        )
+    table.print()

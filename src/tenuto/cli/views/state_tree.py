@@ -1,0 +1,150 @@
+"""A checkpoint's state as lines: leaves with dtype, shape and bytes, plain values in short."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenuto.cli.console.output import cells, clean, padded
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import Json
+from tenuto.state.tree import KEYED, LEAVES, NAMED, OWN, children, is_plain, items, kind_of, sequence
+from tenuto.units import count, size
+
+SHOWN_TEXT = 56
+"""Characters of a plain value."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLine:
+    """One entry: a leaf (`what` is its dtype and shape), a plain value (`what` is its text), or what holds some."""
+
+    path: str
+    name: str
+    depth: int
+    what: str = ""
+    bytes: int | None = None
+    group: bool = False
+
+
+def lines(tree: Json, specs: Sequence[LeafSpec], *, depth: int | None = None) -> list[TreeLine]:
+    """The entries of `tree`, whose leaf n is `specs[n]`; deeper than `depth` they are summed up."""
+    teller = _TreePrinter(specs)
+    if _is_single(tree, ""):
+        teller.tell("", "", tree, 0)
+    else:
+        teller.fill("", tree, 0)
+    return [line for line in teller.found if depth is None or line.depth < depth]
+
+
+def entries_below(node: Json, path: str, specs: Sequence[LeafSpec], *, depth: int | None = None) -> list[TreeLine]:
+    """The entries below one node of a tree; none where it is a plain value."""
+    teller = _TreePrinter(specs)
+    if not _is_single(node, path):
+        teller.fill(path, node, 0)
+    return [line for line in teller.found if depth is None or line.depth < depth]
+
+
+@dataclass(slots=True)
+class _TreePrinter:
+    specs: Sequence[LeafSpec]
+    found: list[TreeLine] = field(default_factory=list)
+
+    def fill(self, path: str, node: Json, level: int) -> None:
+        """Everything below `node`, each group with the sum of its leaves."""
+        for where, child in _entries(node, path):
+            name = where[len(path) + 1 :] if path else where
+            if _is_single(child, where):
+                self.tell(where, name, child, level)
+                continue
+            place = len(self.found)
+            self.found.append(TreeLine(where, name, level, group=True))
+            self.fill(where, child, level + 1)
+            below = self.found[place + 1 :]
+            leaves = [line.bytes for line in below if line.bytes is not None and not line.group]
+            self.found[place] = TreeLine(where, name, level, count(len(leaves), "leaf"), sum(leaves), group=True)
+
+    def tell(self, path: str, name: str, node: Json, level: int) -> None:
+        kind = kind_of(node)
+        if kind == "leaf":
+            spec = self.specs[int(node["n"])]
+            self.found.append(TreeLine(path, name, level, array_text(spec, node), spec.nbytes))
+        elif kind == "alias":
+            self.found.append(TreeLine(path, name, level, f"the same as {self.specs[int(node['n'])].path}"))
+        else:
+            self.found.append(TreeLine(path, name, level, plain_text(node)))
+
+
+def _is_single(node: Json, path: str) -> bool:
+    """Whether the node is told on one line: a leaf, or a plain value however large."""
+    return kind_of(node) in LEAVES or not _entries(node, path) or is_plain(node)
+
+
+def _entries(node: Json, path: str) -> list[tuple[str, Json]]:
+    """What lies below, through wrappers that add nothing to the path."""
+    found = children(node, path)
+    while len(found) == 1 and found[0][0] == path:
+        found = children(found[0][1], path)
+    return found
+
+
+def array_text(spec: LeafSpec, node: Json) -> str:
+    if node.get("as") == "bytes":
+        return "bytes"
+    return f"{spec.dtype} [{', '.join(map(str, spec.shape))}]" if spec.shape else spec.dtype
+
+
+def plain_text(node: Json, limit: int = SHOWN_TEXT) -> str:
+    """A plain value, shortened."""
+    text = _text(node)
+    return text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
+
+
+def _text(node: Json) -> str:
+    kind = kind_of(node)
+    if kind == "":
+        return repr(node)
+    if kind in KEYED or kind in NAMED:
+        inside = ", ".join(f"{_key(key)}: {_text(value)}" for key, value in items(node))
+        return "{" + inside + "}"
+    if kind == "list":
+        return "[" + ", ".join(map(_text, node)) + "]"
+    if kind in ("tuple", "set", "frozenset", "deque"):
+        return f"{'' if kind == 'tuple' else kind}({', '.join(map(_text, sequence(node)))})"
+    if kind == "enum":
+        return f"{node.get('type', 'enum').rpartition('.')[2]}.{node.get('name')}"
+    if kind in ("float", "int"):
+        return str(node.get("v"))
+    if kind in ("object", "tagged", "optimizer"):
+        return f"{str(node.get('type', kind)).rpartition('.')[2]}({_text(node.get('v'))})"
+    if kind == "path":
+        return str(node.get("v"))
+    if kind == OWN:
+        return "each rank's own"
+    return kind
+
+
+def _key(key: Json) -> str:
+    return key if isinstance(key, str) else _text(key)
+
+
+def columns(found: Sequence[TreeLine], spread: Mapping[str, str] | None = None) -> list[str]:
+    """The lines, aligned: name, what it is, bytes at the right of both; then what `spread` says of a path."""
+    names = ["  " * line.depth + (clean(line.name) or "(the whole state)") for line in found]
+    wide = min(max(map(cells, names), default=0), 48)
+    what = min(max((cells(clean(line.what)) for line in found if line.bytes is not None), default=0), 30)
+    out = []
+    for name, line in zip(names, found, strict=True):
+        text = f"  {padded(name, wide)}  {padded(clean(line.what), what)}"
+        if line.bytes is not None:
+            text += f"  {size(line.bytes):>9}"
+        if not line.group and spread and line.path in spread:
+            text += f"  {spread[line.path]}"
+        out.append(text.rstrip())
+    return out
+
+
+def values(found: Sequence[TreeLine]) -> Mapping[str, Any]:
+    """The plain values by path, shortened."""
+    return {line.path: line.what for line in found if line.bytes is None}

@@ -1,0 +1,96 @@
+"""Two checkpoints compared bit for bit: every leaf's bytes, read back and verified, and every plain value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto.engine.read.leaf_reader import Staged, read_leaves
+from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import Json
+from tenuto.repo.lineage import resolve
+from tenuto.repo.repository import Repo
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one checkpoint holds: leaves by (private, path), and the plain values around them."""
+
+    id: CheckpointId
+    leaves: Mapping[tuple[bool, str], tuple[LeafSpec, bytes]]
+    plain: Mapping[str, Json]
+    progress: Mapping[str, Json]
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(data) for _, data in self.leaves.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`difference` is where the two first differ, in words; None if they are equal in every bit."""
+
+    leaves: int
+    bytes: int
+    difference: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        return self.difference is None
+
+
+def read(repo: Repo, run: str) -> Saved:
+    """The run's newest checkpoint, whole; errors of the store and CorruptionError as every restore."""
+    id = resolve(repo, run, "latest")
+    manifest = repo.manifest(id)
+    index = repo.index(manifest)
+    staged = [Staged(spec.nbytes) for spec in index.specs]
+    read_leaves(repo, manifest, index, list(enumerate(staged)))
+    leaves = {
+        (spec.private, spec.path): (spec, sink.data.tobytes()) for spec, sink in zip(index.specs, staged, strict=True)
+    }
+    return Saved(id, leaves, {"state": manifest.tree, "private": index.private}, manifest.progress)
+
+
+def compare(one: Saved, other: Saved) -> Comparison:
+    """Names the first difference, in the order of the state."""
+    found = next(_differences(one, other), None)
+    return Comparison(len(one.leaves), one.bytes, found)
+
+
+def _differences(one: Saved, other: Saved) -> Iterator[str]:
+    if one.progress != other.progress:
+        yield f"progress: {dict(one.progress)} and {dict(other.progress)}"
+    for key, (spec, data) in one.leaves.items():
+        matching = other.leaves.get(key)
+        if matching is None:
+            yield f"{spec.path}: only in {one.id}"
+        elif matching[0] != spec:
+            yield f"{spec.path}: {spec.dtype}{list(spec.shape)} and {matching[0].dtype}{list(matching[0].shape)}"
+        elif matching[1] != data:
+            yield f"{spec.path}: byte {_first(data, matching[1])} of {len(data)} differs"
+    yield from (f"{spec.path}: only in {other.id}" for key, (spec, _) in other.leaves.items() if key not in one.leaves)
+    yield from _plain_differences(one.plain, other.plain, "")
+
+
+def _first(one: bytes, other: bytes) -> int:
+    return next(place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+
+
+def _plain_differences(one: Any, other: Any, path: str) -> Iterator[str]:
+    """Of plain values. 1 and 1.0 and True differ, as they do in a checkpoint."""
+    if type(one) is not type(other):
+        yield f"{path}: {one!r} and {other!r}"
+    elif isinstance(one, dict):
+        for key in sorted({*one, *other}):
+            if key not in one or key not in other:
+                yield f"{path}/{key}: only on one side"
+            else:
+                yield from _plain_differences(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, list) and len(one) == len(other):
+        for place, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from _plain_differences(a, b, f"{path}/{place}")
+    elif one != other:
+        yield f"{path}: {one!r} and {other!r}"

@@ -1,0 +1,22 @@
+"""A place of its own in shared memory: what a demo leaves there goes with it, and nobody else's images make room."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from tenuto.engine.staging import slots
+
+
+@contextmanager
+def own_shared_memory() -> Iterator[None]:
+    """Within the block images lie in a directory that is removed after it, where there is shared memory at all."""
+    if not os.access(slots.SHARED_MEMORY, os.W_OK):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="tenuto-demo-", dir=slots.SHARED_MEMORY) as root:
+        with mock.patch.object(slots, "SHARED_MEMORY", root):
+            yield

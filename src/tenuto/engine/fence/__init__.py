@@ -1,0 +1,1 @@
+"""Captures that are copied in the background and fenced off from the next update of the optimizer."""

@@ -1,0 +1,390 @@
+"""The ranks of a job that train one run together: how they meet, in one place, and what they tell each other there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final, Literal
+
+from tenuto.crashpoints import crashpoint
+from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.group.visibility import SHARE_ONE_PLACE, awaited, sees_claim
+from tenuto.engine.save.handle import Save
+from tenuto.errors import NotARepository, RanksDisagree, RanksError, RanksMissing, TenutoError, UsageError, in_words
+from tenuto.events import Emitter, RanksBehind, Warned
+from tenuto.model.ids import run_key
+from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.contract import Ranks
+from tenuto.ranks.timeouts import Settings
+from tenuto.repo.format.small_records import encode_attempt
+from tenuto.repo.ownership.claim import Attempt, announced
+from tenuto.repo.replicated.members import join
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.repository import Repo
+from tenuto.sharding.holdings import rank_names
+from tenuto.sharding.write_plan import Strategy
+from tenuto.store.contract import Store, Where
+from tenuto.store.registry import open_store
+from tenuto.version import __version__
+
+TIMEOUT_S: Final = 600.0
+"""How long ranks wait for one that is alive: until it has built its Checkpointer, has come to the step that all save
+at, has put its part."""
+RESTORE_TIMES: Final = 3.0
+"""So many times as long for the slowest rank to read its part of a checkpoint."""
+_CAME: Final = " came"
+FAREWELL_S: Final = 60.0
+"""At most so long the end of training waits until all ranks have come to it: the board may go with the first that
+leaves."""
+
+
+def session_settings(timeout_s: float) -> Settings:
+    """Signs of life and answers of the board, for ranks that wait `timeout_s` for each other: who is dead is found out
+    well before that."""
+    usual = Settings()
+    return Settings(
+        beat_s=min(usual.beat_s, timeout_s / 20),
+        dead_after_s=min(usual.dead_after_s, timeout_s / 2),
+        answer_s=min(usual.answer_s, timeout_s / 2),
+        probe_s=min(usual.probe_s, timeout_s / 10),
+    )
+
+
+class RankGroup:
+    """This process as one of the ranks of a job, in its training thread."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        run: str,
+        emitter: Emitter,
+        timeout_s: float = TIMEOUT_S,
+        writers: Strategy = "balanced",
+    ) -> None:
+        """`writers`: by which all of them share out what they write."""
+        self.agreement = agreement
+        self.timeout_s = timeout_s
+        self.writers: Strategy = writers
+        self.spread = False
+        """Whether the repository has other places than its home, which not all ranks may find."""
+        self.leads = self.coordinates
+        """Whether this rank sees to the places that it puts packs into."""
+        self._gone = ""
+        """Why this rank leaves, where something was raised."""
+        self._parted = False
+        self._run = run
+        self._emitter = emitter
+        self._wished = False
+        """Whether a save has been wished for and not been taken yet."""
+        self._step = -1
+        self._agreed: str | None = None
+        """Why all ranks save at this step, where they have agreed to."""
+
+    @classmethod
+    def meet(
+        cls,
+        ranks: Ranks,
+        where: Where,
+        run: str,
+        emitter: Emitter,
+        timeout_s: float = TIMEOUT_S,
+        *,
+        call: str = "Checkpointer",
+        facts: Mapping[str, str] | None = None,
+        writers: Strategy = "balanced",
+    ) -> tuple[RankGroup, Repo]:
+        """Meets the other ranks, and opens the repository, which has to be one for all of them. `call`: what all of
+        them have called; `facts`: what else has to be equal on all of them.
+
+        Raises what the store raises; RanksMissing, RanksDisagree, RankFailed and RankStoreLost.
+        """
+        store = open_store(where)
+        alike = {"run": run_key(run), "version": __version__, "writers": writers, "where": _kept(store)}
+        told = {"call": f"tenuto.{call}", **alike, **(facts or {})}
+        agreement = Agreement.open(ranks, told, timeout_s, session_settings(timeout_s))
+        company = cls(agreement, run, emitter, timeout_s, writers)
+        agreement.session.behind = company._behind
+        crashpoint("ranks met, repository not yet opened")
+        try:
+            return company, company._open(store, create=call != "load")
+        except BaseException as error:
+            company.leave(error)
+            raise
+
+    @property
+    def rank(self) -> int:
+        return self.agreement.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.agreement.world_size
+
+    @property
+    def coordinates(self) -> bool:
+        return self.agreement.is_coordinator
+
+    def party(self, repo: Repo) -> GroupCommit:
+        """These ranks, saving together."""
+        return GroupCommit(repo, self.agreement, strategy=self.writers, deadline_s=self.timeout_s)
+
+    def _open(self, where: Store, *, create: bool = True) -> Repo:
+        """The coordinator may `create` it where there is none; the others have to find the very same."""
+        phase, wrong = "opening the repository", ""
+        with self.agreement.topic("place") as topic:
+            if self.coordinates:
+                repo = (Repo.create_or_open if create else Repo.open)(where)
+                self.spread = isinstance(repo.store, ReplicatedStore)
+                topic.announce(f"{repo.id} {self.spread}".encode())
+            else:
+                wanted, _, spread = topic.hear(self.timeout_s, phase).decode().partition(" ")
+                self.spread = spread == str(True)
+                found, wrong = self._find(where, wanted)
+        self._same_place(where.url, wrong, phase)
+        if not self.coordinates:
+            assert found is not None, "voted for"
+            repo = found
+        if create and isinstance(where, ReplicatedStore):  # alike on all ranks
+            self._share_out(join(repo.store, repo.id), where)
+        return repo
+
+    def _share_out(self, members: Sequence[str], where: ReplicatedStore) -> None:
+        """The lowest rank of each node sees to that node's directory. Of a mirror all ranks have the same places.
+
+        Raises RanksDisagree, on all of them, where they have not.
+        """
+        phase, per_node = "telling in which places packs are kept", where.declared.per_node
+        with self.agreement.topic("members") as topic:
+            topic.post(" ".join(members or ["-"]).encode())
+            if self.coordinates:
+                said = topic.collect(self.timeout_s, phase)
+                leads = [said.index(one) == rank if per_node else rank == 0 for rank, one in enumerate(said)]
+                topic.announce(b"same" if per_node or _are_alike(said) else b"", [b"leads" * one for one in leads])
+            same = topic.hear(self.timeout_s, phase)
+            self.leads = topic.answer() == b"leads"
+        if not same:
+            raise RanksDisagree(
+                f"the places of {where.url} are not the same for all ranks",
+                subject=where.url,
+                hint="give places that all ranks share, by one path each; a directory of each node's own is PerNode's",
+                phase=phase,
+            )
+
+    def _find(self, where: Store, wanted: str) -> tuple[Repo | None, str]:
+        """The repository there, if it is the one that is wanted; else why not. The coordinator may have made it a
+        moment ago."""
+        found: list[Repo] = []
+        wrong = ""
+
+        def look() -> bool:
+            nonlocal wrong
+            try:
+                found.append(Repo.open(where))
+            except NotARepository as error:
+                wrong = error.message
+            return bool(found)
+
+        try:
+            if not awaited(look, self.timeout_s, self.agreement.session.settings.clock):
+                return None, wrong
+        except TenutoError as error:
+            return None, error.message
+        id = found[0].id
+        if id != wanted:
+            return None, f"another repository lies there ({id[:8]}, and the coordinator's is {wanted[:8]})"
+        return found[0], ""
+
+    def see(self, attempt: Attempt) -> None:
+        """All ranks have heard of this claim of the run: now each has to see it in its own place. A repository that was
+        copied from node to node has the same id on each, and the claim on one.
+
+        Raises RanksDisagree, on all of them, where one does not see it; and what other waits for ranks do.
+        """
+        wrong, clock = "", self.agreement.session.settings.clock
+        if not self.coordinates and not awaited(lambda: sees_claim(attempt), self.timeout_s, clock):
+            wrong = (
+                f"a copy lies there, without attempt {attempt.number} of run {attempt.run!r}, just claimed by rank 0"
+            )
+        self._same_place(attempt.repo.url, wrong, "looking for the claim of the run")
+
+    def _same_place(self, place: str, wrong: str, phase: str) -> None:
+        """Raises RanksDisagree, on all ranks, where one has found `wrong` what lies in `place`."""
+        with self.agreement.topic("same place") as topic:
+            own = f"{place} on {socket.gethostname()}: {wrong}"
+            verdict = topic.vote(not wrong, own, self.timeout_s, phase)
+        if not verdict:
+            said = "; ".join(f"rank {rank}, {reason}" for rank, reason in sorted(verdict.reasons.items())[:8])
+            raise RanksDisagree(
+                f"{place} is not one place for all ranks ({said})",
+                subject=place,
+                hint=SHARE_ONE_PLACE,
+                ranks=tuple(sorted(verdict.reasons)),
+                phase=phase,
+            )
+
+    # -- saves that only some ranks can know of ------------------------------------------------------------------------
+
+    def completed(self, step: int, signal: str | None, *, ending: bool) -> str | None:
+        """This rank has completed `step`. The signal that is acted upon now, by all ranks at the same step: one that
+        has come here alone is made known to the others, and training goes on until then, or to its end."""
+        if signal is not None:
+            self._wish(f"{signal}{_CAME}")
+        if step > self._step:
+            self._step = step
+            proposal = self.agreement.at(step, self.timeout_s)
+            self._agreed = proposal.reason if proposal is not None else None
+            self._wished &= proposal is None
+        if self._agreed is not None and self._agreed.endswith(_CAME):
+            return self._agreed.removesuffix(_CAME)
+        return signal if ending else None
+
+    def decide(
+        self, alike: SavePolicy, ours: SavePolicy, moment: Moment, history: SaveHistory, torn: Save | None
+    ) -> Decision:
+        """Whether all ranks save this step. `alike` is what each decides by itself; `ours` the coordinator for all, at
+        a step that is still to come; and so does who has to take another save in place of one that was `torn`."""
+        agreed, self._agreed = self._agreed, None
+        decision = alike.decide(moment, history)
+        new = history.last_saved_step is None or moment.step > history.last_saved_step
+        if agreed is not None and new and not decision.save:
+            decision = Decision(True, agreed)
+        if not decision.save:  # else what there is to wish for comes now
+            if torn is not None and moment.step > torn.step:
+                self._wish(f"in place of the torn save of step {torn.step}")
+            if self.coordinates and (wanted := ours.decide(moment, history)).save:
+                self._wish(wanted.reason)
+        return decision
+
+    def _wish(self, reason: str) -> None:
+        """Once until it comes. A save that is still to come is what is wished for, but for a signal, which all act upon
+        only where it is what they save for."""
+        coming = self.agreement.promised
+        if coming is not None and (coming.reason.endswith(_CAME) or not reason.endswith(_CAME)):
+            return
+        if not self._wished:
+            self._wished = True
+            try:
+                self.agreement.want(reason)
+            except RanksError as error:
+                self._wished = False
+                self._emitter.emit(Warned(f"the other ranks could not be asked to save: {error.message}", self._run))
+
+    def _behind(self, phase: str, ranks: Sequence[int], waited_s: float) -> None:
+        if ranks:
+            doing = self.agreement.session.watch.describe(ranks)
+            self._emitter.emit(RanksBehind(self._run, phase, tuple(ranks), waited_s, rank_names(ranks), doing))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def broken_off(self, error: BaseException) -> None:
+        """Training here ends by what was raised: the others are told when this rank leaves."""
+        self._gone = in_words(error)
+
+    def leave(self, error: BaseException) -> None:
+        """This rank takes part no longer."""
+        self._parted = True
+        self.agreement.close(in_words(error))
+
+    def part(self, timeout: float, *, well: bool) -> None:
+        """Leaves. Where training ended well, not before all ranks have come so far: one of them may hold the board."""
+        if well:
+            self.farewell(timeout)
+        self.agreement.close(*([self._gone] if self._gone else []))
+
+    def farewell(self, timeout: float) -> None:
+        """Returns when all ranks have come to the end, or it is clear that some will not. Once."""
+        if not self._parted and self.world_size > 1:
+            self._parted = True
+            try:
+                with self.agreement.topic("end") as topic:
+                    topic.gather(b"", min(timeout, self.timeout_s, FAREWELL_S), "the end of training")
+            except RanksError as error:
+                self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
+
+
+def _are_alike(said: Sequence[bytes]) -> bool:
+    """Whether all ranks have joined the same members, but for those that one cannot reach."""
+    told = [one.split(b" ") for one in said]
+    return all(len(set(column) - {b""}) <= 1 for column in zip(*told, strict=True))
+
+
+def _kept(store: Store) -> str:
+    """How packs are kept, for a comparison."""
+    return repr(store.declared) if isinstance(store, ReplicatedStore) else ""
+
+
+@contextmanager
+def leaving_if_raised(company: RankGroup | None) -> Iterator[None]:
+    """What is raised within the block ends this rank's part: the others are told at once."""
+    try:
+        yield
+    except BaseException as error:
+        if company is not None:
+            company.leave(error)
+        raise
+
+
+def refused(*, memory: SavePolicy | None) -> None:
+    """Raises UsageError for what several ranks cannot do together."""
+    if memory is not None and not memory.alike:
+        raise UsageError(
+            f"memory={memory!r} does not work with several ranks",
+            subject=f"memory={memory!r}",
+            hint="memory=every(steps=…): all keep the same steps",
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The ranks of a job meeting for one matter alone: a single save, or a single load.
+
+
+@contextmanager
+def joined_group(
+    ranks: Ranks,
+    where: Where,
+    run: str,
+    emitter: Emitter,
+    timeout_s: float,
+    *,
+    call: Literal["save", "load"],
+    facts: Mapping[str, str],
+    writers: Strategy = "balanced",
+) -> Iterator[tuple[RankGroup, Repo]]:
+    """This process among the ranks, and the repository, for as long as the block lasts: what is raised within it is
+    told to the others. Raises what `Company.meet` does."""
+    try:
+        company, repo = RankGroup.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts, writers=writers)
+    except RanksMissing as error:
+        alone = f"every rank of the job calls tenuto.{call}; one that is to {call} by itself: ranks=tenuto.Solo()"
+        raise RanksMissing(
+            error.message, subject=error.subject, hint=alone, ranks=error.ranks, phase=error.phase
+        ) from error
+    with leaving_if_raised(company):
+        yield company, repo
+    company.part(timeout_s, well=True)
+
+
+def agreed_attempt(repo: Repo, company: RankGroup, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
+    """What `find` gives on the coordinator, an attempt and a step, on all ranks, which save in one place."""
+    attempt, step = _told(repo, company, find)
+    try:
+        company.see(attempt)
+    except BaseException:
+        attempt.release()
+        raise
+    return attempt, step
+
+
+def _told(repo: Repo, company: RankGroup, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
+    with company.agreement.topic("claim") as topic:
+        if not company.coordinates:
+            number, _, record = topic.hear(company.timeout_s, "the claim of the run").partition(b"\n")
+            return announced(repo, record), int(number)
+        attempt, step = find()
+        try:
+            topic.announce(b"%d\n" % step + encode_attempt(attempt.record))
+        except BaseException:
+            attempt.release()
+            raise
+        return attempt, step

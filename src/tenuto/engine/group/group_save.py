@@ -1,0 +1,435 @@
+"""A save that the ranks of a job take together.
+
+Each rank posts that it is ready; the coordinator checks that all mean the same save, puts `begin.json`, and announces
+that objects may be put. Each then posts what it has put, durably; the coordinator proves it, puts the table of parts
+and the manifest, and announces that the checkpoint exists. What goes wrong on one rank fails the save on all of them,
+by name. Training waits for others only where a structure is a new one: then all post what they hold, and hear the plan.
+
+Nothing of the training job's own collectives is used, and every wait has a deadline (I8).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+
+from tenuto.crashpoints import crashpoint
+from tenuto.engine.group.planning import PLANNING, GroupPlan, GroupPlanner, WriteAssignment, first_of_each
+from tenuto.engine.group.replica_check import ComparedRows, ReplicaDigests, check_replicas, check_sets
+from tenuto.engine.group.rounds import (
+    STEP,
+    RankMessage,
+    SaveRounds,
+    WaitPoints,
+    phase,
+    read_message,
+    refusal,
+    same,
+    through,
+)
+from tenuto.engine.group.visibility import SHARE_ONE_PLACE, awaited, sees_begin
+from tenuto.engine.save.commit_protocol import ManifestCallback
+from tenuto.engine.save.handle import Save
+from tenuto.engine.save.job import Job, ManifestDetails
+from tenuto.engine.save.manifest_builder import manifest_about
+from tenuto.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, in_words
+from tenuto.model import canonical_json
+from tenuto.model.canonical_json import Spelled
+from tenuto.model.records import Index, IndexEntry, Json, Manifest, Receipt
+from tenuto.model.timing import RankTimings, Timing
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.round import Round
+from tenuto.repo.commit import begin, commit, put_object
+from tenuto.repo.format.content_digest import joint_digest, rank_digest
+from tenuto.repo.format.object_names import BOXES
+from tenuto.repo.format.shard_table import encode_boxes
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.repository import Repo
+from tenuto.sharding.merge_trees import unite
+from tenuto.sharding.write_plan import Strategy
+from tenuto.state.contract import Flattened
+from tenuto.state.position.rng_streams import alike
+
+# --------------------------------------------------------------------------------------------------
+# Where the time of a save has gone on each rank, told with its receipts and put together by the coordinator.
+
+
+def own_timing(save: Save) -> dict[str, Any]:
+    """What this rank tells, in its writing thread, when its part is durable."""
+    save.clock.read_cpu()
+    took = time.monotonic() - save.begun_s if save.begun_s is not None else 0.0
+    return {**replace(save.timing, seconds=took).told(), "bytes": save.bytes}
+
+
+def timings_of(told: Sequence[Mapping[str, Any]]) -> RankTimings:
+    """On the coordinator: of all ranks, `told[r]` by rank r."""
+    return RankTimings.of([Timing.read(one, int(one.get("bytes", 0))) or Timing() for one in told])
+
+
+def spread_over(about: ManifestDetails, timings: RankTimings) -> ManifestDetails:
+    """`about`, whose timing is the coordinator's own, with that of each rank beside it."""
+    timing = dict(about.environment.get("timing") or {})
+    return replace(about, environment={**about.environment, "timing": {**timing, "ranks": timings.told()}})
+
+
+# --------------------------------------------------------------------------------------------------
+# What a checkpoint of several ranks says of where they all are: in the data that they share, and in their random
+# streams.
+
+_WHAT: Final = "where they are in the data that they share"
+
+
+def rank_progress(about: ManifestDetails) -> dict[str, Json]:
+    """What one rank posts, before objects are put."""
+    return {"data": about.progress.get("data"), "random": dict(about.marks)}
+
+
+def shared_progress(posts: Sequence[RankMessage]) -> dict[str, Json]:
+    """What the manifest's progress says for all ranks. RanksDisagree where those that share an order of samples are not
+    at the same place in it; a rank without data says nothing."""
+    said = {rank: post.head["data"] for rank, post in enumerate(posts) if post.head["data"] is not None}
+    spelled = {rank: canonical_json.dumps(one).decode() for rank, one in said.items()}
+    if len(set(spelled.values())) > 1:
+        differing = ", ".join(f"rank {rank}: {one}" for rank, one in list(spelled.items())[:8])
+        raise RanksDisagree(
+            f"the ranks do not agree about {_WHAT} ({differing})",
+            subject=_WHAT,
+            hint="the samplers of all ranks take one seed= and one dataset, and all ranks as many batches",
+        )
+    marks: list[Mapping[str, str]] = [post.head["random"] for post in posts]
+    found: dict[str, Json] = {"data": next(iter(said.values()))} if said else {}
+    return found | ({"alike": alike(marks)} if all(marks) else {})
+
+
+SAVE_DEADLINE_S: Final = 600.0
+"""How long the slowest rank may be behind the fastest. One that is dead or stopped is found out much earlier."""
+COMPARE_EVERY: Final = 50
+"""Saves after which replicas that are declared to be equal are compared again."""
+GO: Final = "go"
+READY, PUT, ROWS = "ready", "put", "rows"
+
+
+@dataclass(slots=True)
+class _SaveInProgress:
+    """One save under way. `round`: the topic in which ranks say that they are ready; `put`: that they have put their
+    parts. `all_replicas`: whether those that are declared to be equal are compared too."""
+
+    round: Round
+    share: WriteAssignment
+    state: Json
+    """The tree of this moment, spelled in the writing thread."""
+    compared: ComparedRows
+    replicas: bytes
+    """Of each compared row."""
+    all_replicas: bool
+    plan: GroupPlan | None
+    """On the coordinator. A later save may have been planned anew while this one is still being written."""
+    tells_tree: bool = True
+    put: Round | None = None
+    tree: Spelled = field(init=False)
+    digest: str = field(init=False)
+
+    def spell(self) -> None:
+        self.tree = canonical_json.spell(self.state)
+        self.digest = hashlib.sha256(self.tree.text).hexdigest()
+
+
+class GroupCommit:
+    """The ranks of one job and run, saving together. Each of them calls the same methods for the same saves."""
+
+    def __init__(
+        self, repo: Repo, agreement: Agreement, *, strategy: Strategy = "balanced", deadline_s: float = SAVE_DEADLINE_S
+    ) -> None:
+        self._repo = repo
+        self._agreement = agreement
+        self._deadline_s = deadline_s
+        self._rounds = SaveRounds(deadline_s, self._forget)
+        self._planning = GroupPlanner(agreement, self._rounds, strategy, repo.chunk_bytes)
+        self._share: WriteAssignment | None = None
+        self._under: dict[str, _SaveInProgress] = {}
+        self._replicas = ReplicaDigests()
+
+    @property
+    def rank(self) -> int:
+        return self._agreement.rank
+
+    @property
+    def coordinates(self) -> bool:
+        return self._agreement.is_coordinator
+
+    @property
+    def several(self) -> bool:
+        return self._agreement.world_size > 1
+
+    # -- the training thread -------------------------------------------------------------------------------------------
+
+    def take(self, flattened: Flattened, save: Save) -> Flattened:
+        """What this rank writes of it. Raises RankFailed, RanksMissing, RanksDisagree and ShardMismatch."""
+        return through(self.taking(flattened, save))
+
+    def taking(self, flattened: Flattened, save: Save) -> WaitPoints[Flattened]:
+        if save.step <= self._rounds.refused_through:
+            raise self._passed_over(save.step)
+        agreement = self._agreement
+        topic = agreement.topic("save")
+        save.save_id = hashlib.sha256(f"{agreement.session.id} {topic.number}".encode()).hexdigest()[:32]
+        share = self._share
+        anew = share is None or share.own != flattened.fingerprint
+        if share is None or anew:
+            save.phase = PLANNING
+            agreement.report(f"planning the save of step {save.step}")
+            share = self._share = yield from self._planning.take(topic, flattened, save)
+            topic = agreement.topic("save")
+        try:
+            return self._taken_by(share, topic, flattened, save, anew=anew)
+        except BaseException as error:
+            self._cannot(topic, save.step, error)
+            raise
+
+    def missed(self, step: int, error: BaseException) -> None:
+        """This rank has come to no more than its wish to save `step`."""
+        if step > self._rounds.refused_through:
+            self._cannot(self._agreement.topic("save"), step, error)
+
+    def _cannot(self, topic: Round, step: int, error: BaseException) -> None:
+        topic.fail(in_words(error), phase=f"the save of step {step}")
+        topic.end()
+
+    def _taken_by(
+        self, share: WriteAssignment, topic: Round, flattened: Flattened, save: Save, *, anew: bool
+    ) -> Flattened:
+        all_replicas = anew or topic.number % COMPARE_EVERY == 0  # the number is the same on all ranks
+        rows = share.sometimes if all_replicas else share.always
+        digests = self._replicas.digests(flattened, rows.rows)
+        plan = self._planning.plan
+        self._under[save.save_id] = _SaveInProgress(topic, share, flattened.tree, rows, digests, all_replicas, plan)
+        return share.of(flattened)
+
+    # -- the writing thread --------------------------------------------------------------------------------------------
+
+    def begin(self, job: Job, attempt: Attempt) -> None:
+        through(self.beginning(job, attempt))
+
+    def beginning(self, job: Job, attempt: Attempt) -> WaitPoints[None]:
+        save, under = job.save, self._under[job.save.save_id]
+        self._agreement.report(f"ready to write the save of step {save.step}")
+        under.spell()
+        head = {
+            "attempt": attempt.id,
+            "fingerprint": under.share.fingerprint,
+            "names": list(job.names),
+            "step": save.step,
+            "tree": under.digest,
+            **rank_progress(job.about),
+        }
+        with under.round as topic:
+            topic.post(RankMessage(READY, head, b"").encode())
+            crashpoint("ready told, not yet begun")
+            yield
+            if self.coordinates:
+                self._announce_go(topic, under, job, attempt)
+            heard = self._rounds.heard(topic, save)
+        crashpoint("begun, nothing written")
+        self._agreement.report(f"writing its part of step {save.step}")
+        under.tells_tree = self.rank in heard.head["trees"]
+        under.put = self._agreement.topic("put", topic.number)
+        if not self.coordinates:
+            self._see_begin(under.put, save)
+
+    def _see_begin(self, put: Round, save: Save) -> None:
+        """All are told that `begin.json` is there. Who does not see it looks into another place, or comes when another
+        job has closed the save: what he would put, nobody would remove."""
+        repo, phase = self._repo, f"the save of step {save.step}"
+
+        def look() -> bool:
+            if sees_begin(repo, save.id, save.save_id):
+                return True
+            put.check()
+            return False
+
+        if not awaited(look, self._deadline_s, self._agreement.session.settings.clock):
+            raise RanksDisagree(
+                f"{phase}: rank {self.rank} does not find it begun in {repo.url} on {socket.gethostname()}: rank 0 has "
+                "begun it in another place, or it was closed since",
+                subject=repo.url,
+                hint=SHARE_ONE_PLACE,
+                ranks=(self.rank,),
+                phase=phase,
+            )
+
+    def _announce_go(self, topic: Round, under: _SaveInProgress, job: Job, attempt: Attempt) -> None:
+        posts = self._rounds.posts(topic, job.save)
+        if not self._rounds.alike(topic, posts, READY):
+            return
+        try:
+            for name, what in (("attempt", "the attempt"), ("fingerprint", "who writes what")):
+                same([post.head[name] for post in posts], what)
+            job.about = replace(job.about, progress={**job.about.progress, **shared_progress(posts)})
+        except RanksDisagree as error:
+            topic.announce(refusal(error, job.save.step).encode())
+            return
+        job.names = [str(name) for post in posts for name in post.head["names"]] + [BOXES]
+        begin(attempt, job.save.step, job.save.save_id, job.names)
+        job.begun = True
+        tellers = first_of_each([post.head["tree"] for post in posts])[1:]
+        topic.announce(RankMessage(GO, {"trees": tellers}, b"").encode())
+
+    def commit(
+        self,
+        job: Job,
+        index: Index,
+        entry: IndexEntry,
+        receipts: Sequence[Receipt],
+        *,
+        timed: bool,
+        told: ManifestCallback,
+    ) -> None:
+        through(self.committing(job, index, entry, timed=timed, told=told))
+
+    def committing(
+        self, job: Job, index: Index, entry: IndexEntry, *, timed: bool, told: ManifestCallback
+    ) -> WaitPoints[None]:
+        save, under = job.save, self._under[job.save.save_id]
+        assert under.put is not None, "begun before"
+        self._agreement.report(f"has put its part of step {save.step}")
+        replicas = under.compared.of_sets(under.replicas)
+        head = {
+            "content": rank_digest(index),
+            "index": {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name},
+            "packs": [[pack.name, pack.length] for pack in index.packs],
+            "replicas": len(replicas),
+            "timing": own_timing(save) if timed else {},
+            "tree": under.digest,
+        }
+        data = replicas + (under.tree.text if under.tells_tree else b"")
+        with under.put as topic:
+            topic.post(RankMessage(PUT, head, data).encode())
+            crashpoint("parts put and told, manifest not yet")
+            yield
+            if self.coordinates:
+                self._commit(topic, under, job, index, timed=timed, told=told)
+            heard = read_message(topic.hear(self._deadline_s, phase(topic, save)), 0)
+        if heard.kind == ROWS:
+            yield from self._tell_rows(under, save)
+        crashpoint("commit heard, not yet reported")
+        self._under.pop(save.save_id, None)
+        if timed:
+            save.ranks = RankTimings.read(heard.head["timing"])
+        if not self.coordinates:
+            told(_told(save, index, heard.head))
+
+    def _commit(
+        self, topic: Round, under: _SaveInProgress, job: Job, index: Index, *, timed: bool, told: ManifestCallback
+    ) -> None:
+        plan, save, repo = under.plan, job.save, self._repo
+        assert plan is not None, "planned before"
+        boxes, table = put_object(repo, save.id, BOXES, encode_boxes(plan.table, save.id, save.save_id), save.save_id)
+        posts = self._rounds.posts(topic, save)
+        digests = [post.data[: post.head["replicas"]] for post in posts]
+        if not check_sets(plan.held, plan.replicas, plan.compared(under.all_replicas), digests):
+            topic.announce(RankMessage(ROWS, {}, b"").encode())
+            return
+        tree = self._tree(plan, under, save, posts)
+        entries = [_entry(post.head["index"]) for post in posts]
+        directory = save.id.directory
+        receipts = [Receipt(f"{directory}/{entry.name}", entry.length, repo.url) for entry in entries]
+        for post in posts:
+            receipts += [Receipt(f"{directory}/{name}", int(length), repo.url) for name, length in post.head["packs"]]
+        receipts.append(boxes)
+        timings = timings_of([post.head["timing"] for post in posts])
+        manifest = manifest_about(
+            spread_over(job.timed(), timings) if timed else job.about,
+            id=save.id,
+            save_id=save.save_id,
+            tree=tree.value,
+            indexes=tuple(entries),
+            content=joint_digest(tree, plan.table, [post.head["content"] for post in posts]),
+            bytes=sum(int(length) for post in posts for _, length in post.head["packs"]),
+            leaves=plan.table.leaves,
+            chunk_bytes=index.chunk_bytes,
+            created=job.created,
+            boxes=table,
+        )
+        told(replace(manifest, tree=None))
+        topic.check()  # a rank that has given up since has reported the save as failed
+        commit(repo, manifest, receipts, tree=tree)
+        crashpoint("manifest durable, not yet announced")
+        said = {"bytes": manifest.bytes, "content": manifest.content, "leaves": manifest.leaves}
+        topic.announce(RankMessage(GO, {**said, "timing": timings.told()}, b"").encode())
+
+    def _tell_rows(self, under: _SaveInProgress, save: Save) -> WaitPoints[None]:
+        """Something that ranks hold alike is not the same on all of them: which it is, ends the save on all."""
+        assert under.put is not None
+        under.put = self._agreement.topic("rows", under.put.number)
+        with under.put as topic:
+            topic.post(RankMessage(ROWS, {}, under.replicas).encode())
+            yield
+            if self.coordinates:
+                plan, digests = under.plan, [post.data for post in self._rounds.posts(topic, save)]
+                assert plan is not None, "planned before"
+                check_replicas(plan.held, plan.replicas, plan.compared(under.all_replicas), digests)
+                raise ShardMismatch(
+                    f"{save.id}: what several ranks hold alike was not the same on all of them, and is now",
+                    subject=str(save.id),
+                    hint="something writes to the state while it is saved: save where training stands still",
+                )
+            topic.hear(self._deadline_s, phase(topic, save))
+
+    def _tree(self, plan: GroupPlan, under: _SaveInProgress, save: Save, posts: Sequence[RankMessage]) -> Spelled:
+        """The tree of this moment: that of all ranks, plain values included. ShardMismatch where those differ."""
+        digests = [str(post.head["tree"]) for post in posts]
+        if len(set(digests)) == 1:
+            return under.tree
+        known: dict[str, Json] = {under.digest: under.tree.value}
+        for digest, post in zip(digests, posts, strict=True):
+            if digest not in known:
+                known[digest] = canonical_json.loads(post.data[post.head["replicas"] :])
+        union = unite([known[digest] for digest in digests], digests)
+        if any(not np.array_equal(now, then) for now, then in zip(union.numbers, plan.numbers, strict=True)):
+            raise SaveFailed(
+                f"the structure of the state has changed since {save.id} was planned", subject=str(save.id)
+            )
+        return canonical_json.spell(union.tree)
+
+    def failed(self, save: Save, error: BaseException) -> BaseException:
+        under = self._under.pop(save.save_id, None)
+        topic = None if under is None else under.put or under.round
+        if topic is None or topic.over:
+            return error
+        topic.fail(in_words(error), phase=f"the save of step {save.step}, {save.phase}")
+        try:
+            topic.check()
+        except RanksError as standing:
+            if standing.ranks and self.rank not in standing.ranks:
+                return standing  # what another met first: what follows here, objects freed under its hands, says less
+        finally:
+            topic.end()
+        return error
+
+    def _forget(self) -> None:
+        """The next save is planned anew, on every rank."""
+        self._share = None
+
+    def _passed_over(self, step: int) -> RanksDisagree:
+        return RanksDisagree(
+            f"step {step} is not saved: another rank has tried to, when this one was at another save",
+            subject=STEP,
+            hint="save at the same steps on all ranks: later steps are saved again",
+            phase=f"the save of step {step}",
+        )
+
+
+def _entry(said: Mapping[str, Any]) -> IndexEntry:
+    return IndexEntry(str(said["name"]), int(said["length"]), bytes.fromhex(said["digest"]))
+
+
+def _told(save: Save, index: Index, head: Mapping[str, Any]) -> Manifest:
+    """What a rank that does not commit knows of the manifest."""
+    content, nbytes, leaves = str(head["content"]), int(head["bytes"]), int(head["leaves"])
+    return Manifest(save.id, save.save_id, None, (), content, nbytes, leaves, index.chunk_bytes)

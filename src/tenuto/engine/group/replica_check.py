@@ -1,0 +1,148 @@
+"""What several ranks hold alike is compared by digest: where it differs, training has gone apart, or memory is bad.
+
+Each rank digests its rows, and tells one digest for all that it has in common with the same ranks. Only where two of
+those differ is every row's asked for, to name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tenuto.codec.digest import DIGEST_BYTES, digest
+from tenuto.engine.group.rank_layout import box_of
+from tenuto.errors import ShardMismatch
+from tenuto.model.leaf import LeafSpec
+from tenuto.sharding.distinct_boxes import DistinctBoxes, replica_sets
+from tenuto.sharding.holdings import Column, Holdings, rank_names
+from tenuto.state.contract import Bound, Flattened
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplicaGroups:
+    """For each line of Holdings a number (`group`) that equal boxes of several ranks share, and one (`set`) that all
+    boxes share that the same ranks hold; -1 where one rank alone holds it."""
+
+    group: Column
+    set: Column
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRows:
+    """Rows of a rank's own that are compared, set by set, and within one in an order that all ranks of it have: set k's
+    are `rows[bounds[k]:bounds[k + 1]]`."""
+
+    rows: Sequence[int] = ()
+    bounds: Sequence[int] = (0,)
+
+    def of_sets(self, digests: bytes) -> bytes:
+        """One digest for each set, of those of its rows."""
+        cuts = pairwise(bound * DIGEST_BYTES for bound in self.bounds)
+        return b"".join(digest(digests[begin:end]) for begin, end in cuts)
+
+
+def compared_rows(flattened: Flattened, leaf: Column, sets: Column) -> tuple[ComparedRows, ComparedRows]:
+    """What is compared at each save, for nothing has declared it to be equal; and all, which is now and then. `leaf`,
+    `sets`: of each row, as all ranks number them, the sets from 1 on and 0 for what no other rank holds."""
+    rows = np.flatnonzero(sets).tolist()
+    order = sorted(rows, key=lambda row: (sets[row], leaf[row], box_of(flattened.specs[row]).offsets))
+    undeclared = [row for row in order if flattened.specs[row].placement == "whole"]
+    return _divided(undeclared, sets), _divided(order, sets)
+
+
+def _divided(rows: Sequence[int], sets: Column) -> ComparedRows:
+    cuts = np.flatnonzero(np.diff(sets[list(rows)])) + 1
+    return ComparedRows(rows, [0, *cuts.tolist(), len(rows)]) if rows else ComparedRows()
+
+
+class ReplicaDigests:
+    """Digests rows of this rank's state, one after the other, through one piece of memory as large as the largest."""
+
+    def __init__(self) -> None:
+        self._known: tuple[str, tuple[int, ...]] | None = None
+        self._bound: list[tuple[Bound, np.ndarray[Any, np.dtype[np.uint8]]]] = []
+
+    def digests(self, flattened: Flattened, rows: Sequence[int]) -> bytes:
+        """16 bytes for each of `rows` (`Compared.rows`), of what training holds now."""
+        asked = flattened.fingerprint, tuple(rows)
+        specs = [flattened.specs[row] for row in rows]
+        if self._known != asked:
+            self._known, self._bound = asked, _bind(flattened, rows, specs)
+        found = bytearray()
+        for row, (bound, view) in zip(rows, self._bound, strict=True):
+            bound.copy([flattened.sources[row]], 0, 1)
+            bound.wait()
+            found += digest(view.data)
+        return bytes(found)
+
+
+def _bind(
+    flattened: Flattened, rows: Sequence[int], specs: Sequence[LeafSpec]
+) -> list[tuple[Bound, np.ndarray[Any, np.dtype[np.uint8]]]]:
+    memory = np.empty(max((spec.nbytes for spec in specs), default=0), np.uint8)
+    found = []
+    for row, spec in zip(rows, specs, strict=True):
+        view = memory[: spec.nbytes]
+        found.append((flattened.devices[flattened.device[row]].bind([spec], [view]), view))
+    return found
+
+
+def check_sets(held: Holdings, groups: ReplicaGroups, lines: Column, digests: Sequence[bytes]) -> bool:
+    """Whether what sets of ranks hold alike is the same on all of them. `lines`: of `held`, those that were digested;
+    `digests[rank]`: `Compared.of_sets`."""
+    of = held.rank[lines].astype(np.int64) * len(held) + groups.set[lines]
+    number = np.unique(of) % max(len(held), 1)
+    said = _read(digests, len(number))
+    first = np.zeros(len(held), np.int64)
+    first[number[::-1]] = np.arange(len(number))[::-1]
+    return np.array_equal(said, said[first[number]])
+
+
+def check_replicas(held: Holdings, groups: ReplicaGroups, lines: Column, digests: Sequence[bytes]) -> None:
+    """Raises ShardMismatch, naming leaf and ranks, where equal boxes of several ranks have not the same bytes.
+
+    `digests[rank]`: of the rank's own among `lines`, in the order of `Compared`.
+    """
+    places = [held.offsets[lines, axis] for axis in reversed(range(held.offsets.shape[1]))]
+    lines = lines[np.lexsort((*places, held.leaf[lines], groups.set[lines], held.rank[lines]))]
+    said, group = _read(digests, len(lines)), groups.group[lines]
+    first = np.zeros(len(held), np.int64)
+    first[group[::-1]] = np.arange(len(lines))[::-1]
+    differs = (said != said[first[group]]).any(axis=1)
+    if not differs.any():
+        return
+    at = int(np.flatnonzero(differs)[np.argmin(lines[differs])])
+    same = group == group[at]
+    path = held.path(int(lines[at]))
+    others, some = (held.rank[lines[same & which]].tolist() for which in (differs, ~differs))
+    raise ShardMismatch(
+        f"{path} is not the same on {rank_names(others)} as on {rank_names(some)}",
+        subject=path,
+        hint="if each rank has its own: tenuto.per_rank(…); if not, training has gone apart or memory is bad there",
+    )
+
+
+def _read(digests: Sequence[bytes], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    said = np.frombuffer(b"".join(digests), np.uint8)
+    if len(said) != count * DIGEST_BYTES:
+        raise ShardMismatch(f"the ranks tell {len(said)} bytes of digests where {count} digests are compared")
+    return said.reshape(-1, DIGEST_BYTES)
+
+
+def replica_groups(held: Holdings, found: DistinctBoxes) -> ReplicaGroups:
+    """Who holds the same. `found`: `cells(held)`."""
+    group, sets = np.full(len(held), -1), np.full(len(held), -1)
+    counts = found.counts
+    several = counts > 1
+    if several.any():
+        of = replica_sets(held, found)
+        many = of.size > 1
+        number = np.cumsum(many) - 1
+        cell = np.repeat(np.arange(len(counts)), counts)
+        group[found.holders] = np.where(several[cell], cell, -1)
+        sets[found.holders] = np.where(several[cell], number[of.of[cell]], -1)
+    return ReplicaGroups(group, sets)

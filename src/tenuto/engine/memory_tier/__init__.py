@@ -1,0 +1,1 @@
+"""States sealed in shared memory, which survive the process, and restores from them."""

@@ -1,0 +1,119 @@
+"""Which image in shared memory a run may go on from.
+
+A sealed image counts as a checkpoint of the attempt that holds it, one that only this boot of this machine has. It may
+be gone on from where that attempt is the last one that has anything to its name: every later one has no commit, and
+went on from where the holder's own durable line ends, or from nothing. So an image never brings back what training has
+gone on from elsewhere, nor what somebody went back behind, by removing checkpoints too; but for one who began again
+from that very end, on purpose and without memory, and committed nothing: no attempt record tells that one from a
+restart.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from tenuto.engine.memory_tier.seal import Seal, SealHolder
+from tenuto.errors import CorruptionError, ObjectNotFound
+from tenuto.model.ids import CheckpointId, parse_step
+from tenuto.model.records import AttemptRecord
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.small_records import decode_begin
+from tenuto.repo.process import this_process
+from tenuto.repo.repository import Repo
+
+
+@dataclass(frozen=True, slots=True)
+class Adoptable:
+    """An image that the run may go on from. `base`: the newest checkpoint of its line that is durable, None if nothing
+    is; `durable`: the image is that very checkpoint, and only quicker to read."""
+
+    base: CheckpointId | None
+    durable: bool
+
+
+def judge(repo: Repo, run: str, footer: Seal) -> Adoptable | str:
+    """Whether `run` of this repository may go on from this image, or in words why not. Damage of the image itself shows
+    when it is read. Raises errors of the store."""
+    return foreign(repo, run, footer) or went_on(repo, run, footer.id, footer.save_id, footer.holder)
+
+
+def foreign(repo: Repo, run: str, footer: Seal) -> str:
+    """Why an image is not of this run, machine and user, if it is not. Asks nobody."""
+    if footer.repository != repo.id:
+        return "it is of another repository"
+    if footer.id.run != run:
+        return f"it is of run {footer.id.run}"
+    process = this_process()
+    if not process.boot or footer.boot != process.boot:
+        return "it was sealed before this machine was started, or on another one"
+    if footer.uid != os.geteuid():
+        return f"user {footer.uid} sealed it"
+    return ""
+
+
+def went_on(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> Adoptable | str:
+    """Whether nothing has been gone on from since, of an image that is not `foreign`. Raises errors of the store."""
+    try:
+        return _on_the_line(repo, run, id, save_id, holder)
+    except CorruptionError as error:
+        return f"what has happened since cannot be read: {error.message}"
+
+
+def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> Adoptable | str:
+    number = holder.attempt
+    record = repo.find_attempt(run, number)
+    if record is None or record.id != holder.claim:
+        return f"attempt {number} is no longer the one that sealed it"
+    committed = repo.committed(run, number)
+    base = CheckpointId(run, number, committed[0]) if committed else record.parent
+    for later in repo.attempts(run):
+        if later > number:
+            reason = _went_elsewhere(repo, run, later, base)
+            if reason:
+                return reason
+    removed = _removed(repo, run, number, above=committed[0] if committed else -1, upto=id.step)
+    if removed is not None:
+        return f"step {removed} of attempt {number}, at or before it, was removed by hand"
+    if base is None:
+        return Adoptable(None, durable=False)
+    if base == id and _save_id(repo, base) == save_id:
+        return Adoptable(base, durable=True)
+    if committed and id.step <= committed[0]:
+        return f"step {committed[0]} of attempt {number} is durable"
+    if base.run == run and id.step <= base.step:
+        return f"it is no newer than step {base.step}, which attempt {number} went on from"
+    if not repo.exists(base):
+        return f"checkpoint {base}, which it went on from, has been removed"
+    return Adoptable(base, durable=False)
+
+
+def _removed(repo: Repo, run: str, number: int, *, above: int, upto: int) -> int | None:
+    """The newest step of the attempt between the two that somebody has removed, as far as the trash still tells.
+    Retention puts nothing there: nobody has gone back behind what it frees."""
+    keys = repo.store.children(object_names.attempt_trash(run, number)).directories
+    for step in sorted((step for key in keys if (step := parse_step(key)) is not None), reverse=True):
+        if above < step <= upto:
+            trash = object_names.trash_directory(CheckpointId(run, number, step))
+            if repo.store.children(trash).objects:  # else `undelete` has emptied it
+                return step
+    return None
+
+
+def _went_elsewhere(repo: Repo, run: str, later: int, base: CheckpointId | None) -> str:
+    """Why an attempt after the holder's rules the image out; empty if it does not."""
+    record: AttemptRecord | None = repo.find_attempt(run, later)
+    committed = repo.committed(run, later)
+    if committed:
+        return f"attempt {later} has gone further, to step {committed[0]}"
+    if record is None or record.parent is None or record.parent == base:
+        return ""
+    return f"attempt {later} went on from {record.parent}"
+
+
+def _save_id(repo: Repo, id: CheckpointId) -> str | None:
+    """The save that made a checkpoint, as its `begin.json` says."""
+    try:
+        return decode_begin(repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id).save_id
+    except (ObjectNotFound, CorruptionError):
+        return None

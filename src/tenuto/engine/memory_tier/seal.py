@@ -1,0 +1,191 @@
+"""What the seal of an image in shared memory says: whose state it is, of which step, and what describes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from tenuto.engine.staging.slots import MAX_PAYLOAD
+from tenuto.errors import CorruptionError, FormatTooNew
+from tenuto.model.canonical_json import MAX_INTEGER
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Json
+from tenuto.repo.format import objects
+from tenuto.repo.format.objects import Fields, checkpoint_json
+from tenuto.repo.process import this_process
+from tenuto.repo.repository import Repo, now_text
+
+KIND: Final = "memory"
+_MAX_WHERE: Final = 1500
+"""Bytes that a place's name may take as JSON: what is longer is left out, for a block of the seal has 4096."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedObject:
+    """An index or a manifest as a seal names it."""
+
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SealHolder:
+    """Who sealed an image: the attempt that went through its step, and the random id of that attempt's claim."""
+
+    attempt: int
+    claim: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """One seal. `id`: the checkpoint that its manifest describes; `holder`: whose it is now, a later attempt where one
+    has gone on from it. `image`, bytes: where the index begins, which the manifest follows.
+
+    ranks: how many have sealed theirs of this step, `rank` among them; what ranks have sealed of one state has one
+    `save_id`. sequence: higher is newer, over all slots of a rank. boot, uid: of the machine and the user that it is
+    meant for. sealed_us, saved_us: this boot's monotonic clock, when it was sealed, and when a save to the store was
+    last begun. created, where: for the eye, and for looking the repository up; nothing is decided by them.
+    """
+
+    repository: str
+    id: CheckpointId
+    save_id: str
+    rank: int
+    holder: SealHolder
+    sequence: int
+    image: int
+    index: SealedObject
+    manifest: SealedObject
+    boot: str
+    uid: int
+    sealed_us: int
+    saved_us: int
+    created: str
+    where: str
+    ranks: int = 1
+
+    @property
+    def length(self) -> int:
+        """Bytes of everything that the seal speaks for."""
+        return self.image + self.index.length + self.manifest.length
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was sealed, within the boot that sealed it."""
+        return max(time.monotonic_ns() // 1000 - self.sealed_us, 0) / 1e6
+
+    def held_by(self, holder: SealHolder) -> Seal:
+        """The same image as `holder`'s, sealed once more."""
+        return replace(self, holder=holder, sequence=self.sequence + 1)
+
+
+def new_seal(
+    repo: Repo,
+    id: CheckpointId,
+    save_id: str,
+    holder: SealHolder,
+    *,
+    rank: int,
+    sequence: int,
+    image: int,
+    index: SealedObject,
+    manifest: SealedObject,
+    saved_s: float,
+    ranks: int = 1,
+) -> Seal:
+    """A seal of now, by this process."""
+    return Seal(
+        repository=repo.id,
+        id=id,
+        save_id=save_id,
+        rank=rank,
+        holder=holder,
+        sequence=sequence,
+        image=image,
+        index=index,
+        manifest=manifest,
+        boot=this_process().boot,
+        uid=os.geteuid(),
+        sealed_us=time.monotonic_ns() // 1000,
+        saved_us=max(int(saved_s * 1e6), 0),
+        created=now_text(),
+        where=repo.url if len(json.dumps(repo.url)) <= _MAX_WHERE and repo.url.isascii() else "",
+        ranks=ranks,
+    )
+
+
+def encode_seal(footer: Seal, name: str) -> bytes:
+    """The payload of a seal of the slot called `name`."""
+    body: dict[str, Json] = {
+        "boot": footer.boot,
+        "checkpoint": checkpoint_json(footer.id),
+        "created": footer.created,
+        "holder": {"attempt": footer.holder.attempt, "claim": footer.holder.claim},
+        "image": footer.image,
+        "index": _part_json(footer.index),
+        "manifest": _part_json(footer.manifest),
+        "rank": footer.rank,
+        "repository": footer.repository,
+        "save_id": footer.save_id,
+        "saved_us": footer.saved_us,
+        "sealed_us": footer.sealed_us,
+        "sequence": footer.sequence,
+        "uid": footer.uid,
+        "where": footer.where,
+        **({} if footer.ranks == 1 else {"ranks": footer.ranks}),
+    }
+    data = objects.encode(KIND, name, body)
+    assert len(data) <= MAX_PAYLOAD
+    return data
+
+
+def decode_seal(data: bytes, name: str) -> Seal:
+    """CorruptionError if it is damaged, a copy of another slot's, or says what no seal can say; FormatTooNew."""
+    found = objects.decode(KIND, name, data)
+    id = found.checkpoint("checkpoint")
+    if id is None:
+        raise found.refuse("names no checkpoint")
+    holder = found.inner(found.mapping("holder"), "the holder")
+    ranks = found.whole("ranks", minimum=2) if "ranks" in found.values else 1
+    return Seal(
+        repository=found.text("repository"),
+        id=id,
+        save_id=found.hex("save_id", 32),
+        rank=found.whole("rank", maximum=ranks - 1),
+        holder=SealHolder(holder.whole("attempt", minimum=1), holder.hex("claim", 32)),
+        sequence=found.whole("sequence", minimum=1),
+        image=found.whole("image", maximum=MAX_INTEGER),
+        index=_part(found, "index"),
+        manifest=_part(found, "manifest"),
+        boot=found.text("boot"),
+        uid=found.whole("uid"),
+        sealed_us=found.whole("sealed_us", maximum=MAX_INTEGER),
+        saved_us=found.whole("saved_us", maximum=MAX_INTEGER),
+        created=found.text("created"),
+        where=found.text("where"),
+        ranks=ranks,
+    )
+
+
+def newest(seals: Sequence[tuple[int, bytes]], name: str) -> tuple[int, Seal] | None:
+    """Number and content of the newer seal of the slot called `name`; None where neither can be read."""
+    found: list[tuple[int, Seal]] = []
+    for number, payload in seals:
+        try:
+            found.append((number, decode_seal(payload, name)))
+        except (CorruptionError, FormatTooNew):
+            continue
+    return max(found, key=lambda one: one[1].sequence, default=None)
+
+
+def _part_json(part: SealedObject) -> Json:
+    return {"digest": part.digest.hex(), "length": part.length}
+
+
+def _part(found: Fields, key: str) -> SealedObject:
+    inner = found.inner(found.mapping(key), key)
+    return SealedObject(inner.whole("length"), bytes.fromhex(inner.hex("digest", 32)))

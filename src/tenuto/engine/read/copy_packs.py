@@ -1,0 +1,121 @@
+"""Packs copied from one place to another as they are, every byte verified on the way: damage is not handed on."""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+from collections.abc import Callable, Collection, Iterator
+
+from tenuto.codec.digest import digest
+from tenuto.crashpoints import crashpoint
+from tenuto.engine.read.chunk_runs import PIECE_BYTES, chunk_runs
+from tenuto.engine.read.packs import damaged, missing
+from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError
+from tenuto.model.records import Index, Manifest, PackEntry
+from tenuto.repo.format.object_names import index_file
+from tenuto.repo.replicated.access import copies_of
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Reader, Store
+
+_PAGE = 4096
+
+
+def copy_packs(
+    repo: Repo, manifest: Manifest, wanted: Collection[str], target: Store, told: Callable[[str, int], None]
+) -> None:
+    """Copies the packs that are `wanted`, by name, from wherever they lie whole to `target`, and tells of each and its
+    bytes.
+
+    Raises what `copy_pack` does; CheckpointNotFound where the checkpoint was removed meanwhile: then nothing of them
+    is left there.
+    """
+    put = []
+    ranks = {name.rpartition("/")[2].partition(".")[0] for name in wanted}
+    for rank in range(len(manifest.indexes)):
+        if index_file(rank).partition(".")[0] not in ranks:
+            continue  # of thousands of indexes not each is read
+        for pack in repo.packs(manifest, rank):
+            name = f"{manifest.id.directory}/{pack.name}"
+            if name in wanted:
+                nbytes = copy_pack(repo, manifest, rank, pack.name, target=target)
+                if nbytes:
+                    put.append(name)
+                    told(name, nbytes)
+    crashpoint("packs copied, checkpoint not looked for again")
+    if not repo.exists(manifest.id):
+        target.delete(put)
+        raise CheckpointNotFound(f"{manifest.id} was removed while it was copied", subject=str(manifest.id))
+
+
+def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, target: Store) -> int:
+    """Copies one pack of a checkpoint's rank from the first place that has it whole; returns its bytes, 0 if `target`
+    has it.
+
+    CorruptionError if no place has what was saved, StoreError: then nothing is there. A reader of `target` may rely on
+    it only while the checkpoint is there, which the caller looks for afterwards.
+    """
+    index = repo.index(manifest, rank)
+    number = next(number for number, entry in enumerate(index.packs) if entry.name == file)
+    name = f"{manifest.id.directory}/{file}"
+    failures: list[CorruptionError | StoreError] = []
+    for source in copies_of(repo.store, name):
+        try:
+            with source.open(name) as reader:
+                content = VerifiedContent(repo, reader, name, index, number)
+                # Others may copy it at the same time: each by a temporary of its own.
+                target.put_if_absent(name, content, token=secrets.token_hex(16))
+            return content.length
+        except AlreadyExists:
+            return 0
+        except (CorruptionError, StoreError) as error:
+            failures.append(error)
+    raise failures[0] if failures else missing(repo, name)
+
+
+class VerifiedContent:
+    """A pack's bytes as they lie in a store. CorruptionError, in the middle of them, where they are not what the index
+    says."""
+
+    def __init__(self, repo: Repo, reader: Reader, name: str, index: Index, number: int) -> None:
+        self._repo = repo
+        self._reader = reader
+        self._name = name
+        self._index = index
+        self._number = number
+
+    @property
+    def _entry(self) -> PackEntry:
+        return self._index.packs[self._number]
+
+    @property
+    def length(self) -> int:
+        return self._entry.length
+
+    def pieces(self) -> Iterator[memoryview]:
+        entry, name = self._entry, self._name
+        if self._reader.length != entry.length:
+            message = f"{name} is {self._reader.length} bytes long; {entry.length} were saved"
+            raise CorruptionError(message, subject=name, object=name)
+        room = memoryview(mmap.mmap(-1, max(PIECE_BYTES + self._index.chunk_bytes, entry.header_length) + 2 * _PAGE))
+        header = self._read(room, 0, entry.header_length)
+        if digest(header) != entry.header_digest:
+            raise CorruptionError(f"the header of {name} is damaged", subject=name, object=name)
+        yield header
+        for piece in chunk_runs(self._index):
+            if piece.pack != self._number:
+                continue
+            data = self._read(room, piece.start, piece.stop)
+            for begin, end, row, leaf in zip(
+                piece.begin.tolist(), piece.end.tolist(), piece.row.tolist(), piece.leaf.tolist(), strict=True
+            ):
+                if digest(data[begin - piece.start : end - piece.start]) != self._index.digests[row].tobytes():
+                    raise damaged(self._repo, self._index.specs[leaf].path, name, end - begin, begin)
+            yield data
+
+    def _read(self, room: memoryview, start: int, stop: int) -> memoryview:
+        """The bytes `start..stop-1`; in whole pages where the reader asks for that."""
+        low, high = start, stop
+        if self._reader.alignment > 1:
+            low, high = start // _PAGE * _PAGE, -(-stop // _PAGE) * _PAGE
+        self._reader.read_into(low, room[: high - low])
+        return room[start - low : stop - low]

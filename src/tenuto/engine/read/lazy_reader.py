@@ -1,0 +1,269 @@
+"""Parts of leaves out of the packs of one checkpoint, every byte verified before anybody sees it (I5).
+
+A pack whose bytes lie in memory is looked into where it lies: each chunk is digested at its first use, and a bitmap
+remembers that. Anywhere else every chunk that is read is digested, for each read is another transfer that can go
+wrong; the few that came last are kept, so that neighbouring slices do not read the same chunk again and again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from tenuto.codec.digest import digest
+from tenuto.concurrency.parallel_for import READ_THREADS, hand_out
+from tenuto.engine.read.packs import OpenPack, copy_to_turn_from, damaged, from_any_copy, open_pack
+from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, UsageError, typed
+from tenuto.model.box import Box
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import PackEntry
+from tenuto.repo.format.index import Table
+from tenuto.repo.repository import Repo
+from tenuto.sharding.slices import Block, Region, blocks
+from tenuto.state.contract import Buffer
+
+BLOCK_BYTES: Final = 4 << 20
+"""What is read at once of a slice with gaps, or of a long run by each of several threads."""
+KEPT_BYTES: Final = 8 << 20
+OPENED_AT_ONCE: Final = 64
+"""Packs that are opened with the checkpoint, so that it can be read on after its removal; further ones when needed."""
+_ITEMS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+def item_dtype(itemsize: int) -> Any:
+    """What items of so many bytes are moved as."""
+    return np.dtype(_ITEMS.get(itemsize, f"V{itemsize}"))
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The verified chunks that were read last, by their row in the table of digests."""
+
+    chunks: OrderedDict[int, Buffer] = field(default_factory=OrderedDict)
+    nbytes: int = 0
+
+    def take(self, row: int) -> Buffer | None:
+        found = self.chunks.get(row)
+        if found is not None:
+            self.chunks.move_to_end(row)
+        return found
+
+    def put(self, row: int, data: Buffer) -> None:
+        if len(data) > KEPT_BYTES // 2 or row in self.chunks:
+            return
+        self.chunks[row] = data.copy()
+        self.nbytes += len(data)
+        while self.nbytes > KEPT_BYTES:
+            self.nbytes -= len(self.chunks.popitem(last=False)[1])
+
+
+class LazyReader:
+    """Reads by row of `table`. May be used by several threads. `bytes_read` counts what was read, or digested where it
+    lay."""
+
+    def __init__(
+        self, repo: Repo, id: CheckpointId, table: Table, packs: Callable[[PackEntry], OpenPack] | None = None
+    ) -> None:
+        """Opens the packs. CorruptionError where one is missing or has another length than was saved. `packs`: where
+        open ones are had from instead, whose they stay."""
+        self._repo = repo
+        self._id = id
+        self._table = table
+        self._packs: dict[int, OpenPack] = {}
+        self._open = packs or (lambda entry: from_any_copy(repo, lambda: open_pack(repo, id, entry, header=False)))
+        self._theirs = packs is not None
+        self._verified = bytearray(-(-len(table.digests) // 8))
+        self._turned: list[OpenPack] = []
+        """Copies that were damaged: somebody may still be reading from one."""
+        self._kept = _Kept()
+        self._lock, self._turning = threading.Lock(), threading.Lock()
+        self._turns = 0
+        self._closed = False
+        self.bytes_read = 0
+        try:
+            for number in range(min(len(table.packs), OPENED_AT_ONCE)):
+                self._pack(number)
+        except BaseException:
+            self.close()
+            raise
+
+    def parts(self, row: int) -> list[tuple[int, Box]]:
+        """Which rank has which box of a row: this one has all of it."""
+        cut = slice(int(self._table.bounds[row]), int(self._table.bounds[row + 1]))
+        return [(self._table.rank, Box.whole(tuple(self._table.dims[cut].tolist())))]
+
+    def views(self, row: int) -> bool:
+        """Whether the bytes of a row lie in memory, where they are looked at."""
+        return self._pack(int(self._table.pack[row])).view is not None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            packs, self._packs = [*self._packs.values(), *self._turned], {}
+            self._turned, self._kept = [], _Kept()
+        for pack in () if self._theirs else packs:
+            pack.close()
+
+    def _pack(self, number: int) -> OpenPack:
+        found = self._packs.get(number)
+        if found is not None:
+            return found
+        with self._lock:
+            if self._closed:
+                raise UsageError(
+                    f"{self._id} is closed", subject=str(self._id), hint="read inside `with tenuto.open(…)`"
+                )
+            found = self._packs.get(number)
+            if found is None:
+                entry = self._table.packs[number]
+                found = self._packs[number] = self._open(entry)
+            return found
+
+    def read(self, row: int, path: str, region: Region, itemsize: int, out: Buffer) -> None:
+        """Fills `out` with the items of a region in row-major order. `path` is what errors call the leaf.
+
+        CorruptionError names the leaf, the pack and the offset; `out` is undefined then.
+        """
+        if not region.size or not itemsize:
+            return
+        if region.is_run:
+            self._from_any(lambda: self._run(row, path, region.first * itemsize, out))
+            return
+        items = np.ndarray(region.counts, item_dtype(itemsize), out)
+        self._from_any(lambda: self._items(row, path, region, items))
+
+    def read_items(self, row: int, path: str, region: Region, target: np.ndarray[Any, Any]) -> None:
+        """The same into an array of as many items, of any strides."""
+        if target.flags.c_contiguous:
+            self.read(row, path, region, target.itemsize, target.reshape(-1).view(np.uint8))
+        elif region.size:
+            self._from_any(lambda: self._items(row, path, region, target))
+
+    def _from_any(self, read: Callable[[], None]) -> None:
+        """From another copy of a pack, where there is one, if this one is damaged. Whose packs are another's, that one
+        sees to it."""
+        while True:
+            turns = self._turns
+            try:
+                return read()
+            except (CorruptionError, StoreError) as error:
+                with self._turning:
+                    # Of threads that meet one damage at the same time only the first turns to another copy.
+                    if self._theirs or (turns == self._turns and not self._turned_from(error)):
+                        raise
+
+    def _turned_from(self, error: CorruptionError | StoreError) -> bool:
+        name = copy_to_turn_from(self._repo, error)
+        if name is None:
+            return False
+        with self._lock:
+            for number, pack in list(self._packs.items()):
+                if pack.name == name:
+                    self._turned.append(self._packs.pop(number))
+            self._verified = bytearray(len(self._verified))
+        self._turns += 1
+        return True
+
+    def _items(self, row: int, path: str, region: Region, target: np.ndarray[Any, Any]) -> None:
+        itemsize = target.itemsize
+        turned: Any = (*(slice(None, None, -1 if flip else 1) for flip in region.flipped), ...)
+        target = target[turned]
+        paces = tuple(stride * itemsize for stride in region.strides)
+        chunk = self._table.chunk_bytes
+        # What lies in memory is digested and taken chunk by chunk, while the processor still has it.
+        most = chunk if self.views(row) else max(BLOCK_BYTES, chunk)
+        for block in blocks(region, itemsize, block_bytes=most, gap_bytes=chunk):
+            self._block(row, path, block, target, paces)
+
+    def _block(self, row: int, path: str, block: Block, target: np.ndarray[Any, Any], paces: tuple[int, ...]) -> None:
+        data, base = self._fetch(row, path, block.start, block.stop)
+        there = np.ndarray(block.counts, target.dtype, data, block.start - base, paces)
+        target[block.where] = there
+
+    def _run(self, row: int, path: str, start: int, out: Buffer) -> None:
+        """A run of bytes; a long one that has to be read is read by several threads, cut between chunks."""
+        views, chunk = self.views(row), self._table.chunk_bytes
+        stop, step = start + len(out), chunk if views else max(BLOCK_BYTES // chunk, 1) * chunk
+
+        def piece(low: int) -> None:
+            begin, end = max(low, start), min(low + step, stop)
+            data, base = self._fetch(row, path, begin, end)
+            np.positive(data[begin - base : end - base], out=out[begin - start : end - start])
+
+        lows: Sequence[int] = range(start // step * step, stop, step)
+        if len(lows) < 4 or views:
+            for low in lows:
+                piece(low)
+        else:
+            hand_out(piece, lows, READ_THREADS)
+
+    def _fetch(self, row: int, path: str, start: int, stop: int) -> tuple[Buffer, int]:
+        """Verified bytes of the leaf that hold `start..stop-1`, and which of its bytes the first of them is."""
+        table, chunk = self._table, self._table.chunk_bytes
+        verified = self._verified  # before the pack: what is found of a copy that is turned away meanwhile goes with it
+        pack = self._pack(int(table.pack[row]))
+        low, high = start // chunk * chunk, min(-(-stop // chunk) * chunk, int(table.length[row]))
+        view = pack.view
+        if view is None:
+            return self._read(pack, path, row, low, high), low
+        offset, first = int(table.offset[row]), int(table.chunk_start[row])
+        for begin in range(low, high, chunk):
+            one = first + begin // chunk
+            if not verified[one >> 3] >> (one & 7) & 1:
+                end = min(begin + chunk, high)
+                self._check(view[offset + begin : offset + end], one, path, row, begin)
+                with self._lock:
+                    verified[one >> 3] |= 1 << (one & 7)
+                    self.bytes_read += end - begin
+        return view[offset + start : offset + stop], start
+
+    def _read(self, pack: OpenPack, path: str, row: int, low: int, high: int) -> Buffer:
+        """Bytes `low..high-1` of the leaf, whole chunks: those apart that are known from the last reads."""
+        chunk, first = self._table.chunk_bytes, int(self._table.chunk_start[row])
+        rows = range(first + low // chunk, first + -(-high // chunk))
+        out = np.empty(high - low, np.uint8)
+        with self._lock:
+            known = {place: found for place, one in enumerate(rows) if (found := self._kept.take(one)) is not None}
+        for place, data in known.items():
+            out[place * chunk : place * chunk + len(data)] = data
+        place = 0
+        while place < len(rows):
+            if place in known:
+                place += 1
+                continue
+            end = place
+            while end < len(rows) and end not in known:
+                end += 1
+            part = out[place * chunk : end * chunk]
+            self._read_into(pack, int(self._table.offset[row]) + low + place * chunk, part)
+            for one in range(place, end):
+                begin = one * chunk
+                self._check(out[begin : begin + chunk], rows[one], path, row, low + begin)
+            with self._lock:
+                self.bytes_read += len(part)
+                for one in {place, end - 1}:
+                    self._kept.put(rows[one], out[one * chunk : (one + 1) * chunk])
+            place = end
+        return out
+
+    def _read_into(self, pack: OpenPack, position: int, part: Buffer) -> None:
+        try:
+            pack.read_into(position, part)
+        except ObjectNotFound as error:
+            raise CheckpointNotFound(
+                f"{self._id} was removed while it was open, and this store keeps nothing for those who still read",
+                subject=str(self._id),
+                hint=typed("tenuto", "ls", self._repo.url),
+            ) from error
+
+    def _check(self, data: Buffer, chunk: int, path: str, row: int, start: int) -> None:
+        """`data` is chunk number `chunk` of the table: the leaf's bytes from `start` on."""
+        if digest(data) != self._table.digests[chunk].tobytes():
+            name = f"{self._id.directory}/{self._table.packs[int(self._table.pack[row])].name}"
+            offset = int(self._table.offset[row]) + start
+            raise damaged(self._repo, path, name, len(data), offset)

@@ -1,0 +1,100 @@
+"""Packs opened for reading: what whole restores and single slices read from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from tenuto.codec.digest import digest
+from tenuto.errors import CorruptionError, ObjectNotFound, StoreError, typed
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import PackEntry
+from tenuto.repo.replicated.access import elsewhere, turn_away
+from tenuto.repo.repository import Repo
+from tenuto.state.contract import Buffer
+from tenuto.store.contract import Reader, is_unreadable
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class OpenPack:
+    """`name` is the object's whole name, `view` the whole object where it lies in memory, read-only."""
+
+    name: str
+    reader: Reader
+    view: Buffer | None
+
+    def read_into(self, position: int, target: Buffer) -> None:
+        """Fills `target` with the bytes from `position` on: copied from memory, or read."""
+        if self.view is None:
+            self.reader.read_into(position, target.data)
+        else:
+            # A ufunc copies by wide registers and without the interpreter's lock: faster than a slice assignment.
+            np.positive(self.view[position : position + len(target)], out=target)
+
+    def close(self) -> None:
+        self.view = None
+        self.reader.close()
+
+
+def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -> OpenPack:
+    """Opens a pack and checks its length, and with `header` its header block, against the index. CorruptionError."""
+    name = f"{id.directory}/{entry.name}"
+    try:
+        reader = repo.store.open(name)
+    except ObjectNotFound as error:
+        raise missing(repo, name) from error
+    try:
+        if reader.length != entry.length:
+            raise _refused(repo, name, f"{name} is {reader.length} bytes long; {entry.length} were saved", name)
+        if header:
+            block = np.empty(entry.header_length, np.uint8)
+            try:
+                reader.read_into(0, block.data)
+            except ObjectNotFound as error:
+                raise missing(repo, name) from error
+            if digest(block.data) != entry.header_digest:
+                raise _refused(repo, name, f"the header of {name} is damaged", name)
+        whole = reader.view()
+    except BaseException:
+        reader.close()
+        raise
+    return OpenPack(name, reader, np.frombuffer(whole, np.uint8) if whole is not None else None)
+
+
+def missing(repo: Repo, name: str) -> CorruptionError:
+    """What a pack that is not there is told by. Where its checkpoint was removed too, whoever restores finds out."""
+    why = elsewhere(repo.store) or "is missing: damaged, or the checkpoint was removed meanwhile"
+    return _refused(repo, name, f"{name} {why}", name)
+
+
+def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> CorruptionError:
+    """What a chunk of leaf `path` that is not what was saved is told by (I5): `nbytes` of `pack` from `offset` on."""
+    what = f"{nbytes} bytes from offset {offset}"
+    return _refused(repo, path, f"{path} is damaged: {pack}, {what}, are not what was saved", pack)
+
+
+def from_any_copy(repo: Repo, read: Callable[[], Result]) -> Result:
+    """What `read` returns; where a pack that it read from turns out to be damaged and has another copy, read anew from
+    that one."""
+    while True:
+        try:
+            return read()
+        except (CorruptionError, StoreError) as error:
+            if copy_to_turn_from(repo, error) is None:
+                raise
+
+
+def copy_to_turn_from(repo: Repo, error: CorruptionError | StoreError) -> str | None:
+    """The pack of which `error` tells that a copy is damaged, if there is another copy, which is read from now on."""
+    name = error.object or error.subject if isinstance(error, CorruptionError) else error.subject
+    damage = isinstance(error, CorruptionError) or is_unreadable(error)
+    return name if name is not None and damage and turn_away(repo.store, name) else None
+
+
+def _refused(repo: Repo, subject: str, message: str, name: str) -> CorruptionError:
+    return CorruptionError(message, subject=subject, hint=typed("tenuto", "verify", repo.url), object=name)

@@ -1,0 +1,1 @@
+"""The save pipeline, from a flattened state to a committed checkpoint."""

@@ -1,0 +1,115 @@
+"""Who takes part in a save, and how it comes to its commit: one process by itself, or the ranks of a job together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from tenuto.engine.save.handle import Save
+from tenuto.engine.save.job import Job
+from tenuto.engine.save.manifest_builder import manifest_of
+from tenuto.errors import ShardMismatch
+from tenuto.model import canonical_json
+from tenuto.model.records import Index, IndexEntry, Manifest, Receipt
+from tenuto.repo.commit import begin, commit
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.repository import Repo
+from tenuto.state.contract import Flattened
+
+ManifestCallback = Callable[[Manifest], None]
+
+
+class CommitProtocol(Protocol):
+    """Called in this order for each save: `take` by the training thread, the others by the writing thread."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this process begins saves, commits them, and frees what is left of those that fail."""
+        ...
+
+    @property
+    def several(self) -> bool:
+        """Whether other processes may still put objects of a save that fails here."""
+        ...
+
+    def missed(self, step: int, error: BaseException) -> None:
+        """What this process was to save, it cannot even begin to `take`. Raises nothing."""
+        ...
+
+    def take(self, flattened: Flattened, save: Save) -> Flattened:
+        """What of the state this process writes. Waits for others only where the structure is a new one."""
+        ...
+
+    def begin(self, job: Job, attempt: Attempt) -> None:
+        """Returns when objects of the save may be put. `job.names` are those of this process."""
+        ...
+
+    def commit(
+        self,
+        job: Job,
+        index: Index,
+        entry: IndexEntry,
+        receipts: Sequence[Receipt],
+        *,
+        timed: bool,
+        told: ManifestCallback,
+    ) -> None:
+        """Everything of this process is durable, as `receipts` say. Returns when the checkpoint exists; `told` is given
+        its manifest, the tree left out, before that."""
+        ...
+
+    def failed(self, save: Save, error: BaseException) -> BaseException:
+        """This process cannot bring the save to its end. Why the save has failed: `error`, or what another met before.
+        Raises nothing."""
+        ...
+
+
+class SoloCommit:
+    """The only process there is."""
+
+    rank = 0
+    coordinates = True
+    several = False
+
+    def __init__(self, repo: Repo) -> None:
+        self._repo = repo
+
+    def take(self, flattened: Flattened, save: Save) -> Flattened:
+        """ShardMismatch for a state of which this process holds only a part."""
+        part = next((spec for spec in flattened.specs if spec.whole is not None), None)
+        if part is not None or flattened.leaf is not None:
+            path = part.path if part is not None else "a tensor"
+            raise ShardMismatch(
+                f"{path} is a part of a larger tensor, and this process saves alone",
+                subject=path,
+                hint="save from all processes of the job: init_process_group, or ranks=tenuto.SharedFiles(…)",
+            )
+        return flattened
+
+    def begin(self, job: Job, attempt: Attempt) -> None:
+        begin(attempt, job.save.step, job.save.save_id, job.names)
+
+    def commit(
+        self,
+        job: Job,
+        index: Index,
+        entry: IndexEntry,
+        receipts: Sequence[Receipt],
+        *,
+        timed: bool,
+        told: ManifestCallback,
+    ) -> None:
+        tree, about = canonical_json.spell(job.flattened.tree), job.timed() if timed else job.about
+        manifest = manifest_of(job.save.id, tree, job.plan, index, entry, about=about, created=job.created)
+        told(replace(manifest, tree=None))
+        commit(self._repo, manifest, receipts, tree=tree)
+
+    def failed(self, save: Save, error: BaseException) -> BaseException:
+        return error
+
+    def missed(self, step: int, error: BaseException) -> None:
+        """Nobody waits for it."""

@@ -1,0 +1,251 @@
+"""The handle of one save: what it is, how far it is, and how it ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, Literal, get_args
+
+from tenuto.errors import DeadlineExceeded, TenutoError, UsageError
+from tenuto.model.ids import CheckpointId
+from tenuto.model.timing import RankTimings, TimedPart, Timing
+
+# --------------------------------------------------------------------------------------------------
+# Telling where the time of one save goes, while it goes: two readings of the clock at each border, none within.
+
+
+class SaveClock:
+    """The parts of one save. Each part is told by one thread at a time, processor time by any; anybody may ask."""
+
+    def __init__(self) -> None:
+        self._spent: dict[TimedPart, float] = dict.fromkeys(
+            get_args(TimedPart), 0.0
+        )  # all of them: its size never changes
+        self._joined_at: float | None = None
+        self._cpu_at = 0.0
+        self._beside_cpu_s = 0.0
+        self._adding = threading.Lock()
+
+    def add(self, part: TimedPart, seconds: float) -> None:
+        self._spent[part] += seconds
+
+    def put(self, part: TimedPart, seconds: float) -> None:
+        self._spent[part] = seconds
+
+    @contextmanager
+    def during(self, part: TimedPart) -> Iterator[None]:
+        """The block is that part's, also where it fails."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(part, time.perf_counter() - began)
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Within the block the training thread waits for the commit: that counts while it does."""
+        self._joined_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.put("join_s", time.perf_counter() - self._joined_at)
+            self._joined_at = None
+
+    def begin_cpu(self) -> None:
+        """The calling thread is the one that writes."""
+        self._cpu_at = time.thread_time()
+
+    def read_cpu(self) -> None:
+        """By the thread that writes."""
+        self.put("cpu_s", time.thread_time() - self._cpu_at)
+
+    @contextmanager
+    def cpu_beside(self) -> Iterator[None]:
+        """The block's processor time counts too, also where it fails: it runs in another thread than the one that
+        writes."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self._add_cpu(time.thread_time() - began)
+
+    def copied(self, late_s: float, cpu_s: float) -> None:
+        """By the thread that copies beside training: how long that took, and how much of a processor."""
+        self.add("late_s", late_s)
+        self._add_cpu(cpu_s)
+
+    def _add_cpu(self, seconds: float) -> None:
+        with self._adding:
+            self._beside_cpu_s += seconds
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of all threads that have told theirs."""
+        return self._spent["cpu_s"] + self._beside_cpu_s
+
+    def timing(self, *, fence_s: float, seconds: float, nbytes: int) -> Timing:
+        """All that has been told so far."""
+        spent, joined_at = {**self._spent, "cpu_s": self.cpu_s}, self._joined_at
+        if joined_at is not None:
+            spent["join_s"] = time.perf_counter() - joined_at
+        return Timing(**spent, fence_s=fence_s, seconds=seconds, bytes=nbytes)
+
+
+State = Literal["planned", "capturing", "writing", "committed", "failed"]
+
+STANDSTILL_S: Final = 600.0
+"""A save that nothing has moved for so long, nor those before it, hangs in its store: who waits for it without a
+timeout is told."""
+
+
+class Save:
+    """One save, from the decision to its end. May be asked from any thread.
+
+    `stall_s` is how long the training thread was held by the capture, `fence_s` how long an update then waited for a
+    fenced one; `seconds` how long it took to be written; `bytes` what the image holds.
+    """
+
+    def __init__(self, id: CheckpointId, save_id: str, *, reason: str = "") -> None:
+        self.id = id
+        self.save_id = save_id
+        self.reason = reason
+        self._state: State = "planned"
+        self._changing = threading.Lock()
+        self._phase = "waiting for its turn"
+        self._moved_s = time.monotonic()
+        self._behind: Save | None = None
+        self.bytes = 0
+        self.stall_s = 0.0
+        self.fence_s = 0.0
+        self.seconds = 0.0
+        self.begun_s: float | None = None
+        """When it began to be written, by the monotonic clock."""
+        self.ranks: RankTimings | None = None
+        """Of several ranks: where the time went on each of them. Known once it is committed."""
+        self.clock = SaveClock()
+        """For the engine, which tells it where the time goes."""
+        self.error: TenutoError | None = None
+        self.inside_step = False
+        """Set while the save waits for the end of the step that is still open: waiting for it there would never end."""
+        self._ended = threading.Event()
+        self.hasten: Callable[[], None] = nothing
+        """Called when somebody begins to wait for it; for the engine."""
+
+    @property
+    def state(self) -> State:
+        """How far it is. A thread that is late to say so does not undo the end."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        with self._changing:
+            if not self.done:
+                self._state = state
+
+    @property
+    def phase(self) -> str:
+        """What it is doing, in words."""
+        behind = self._behind
+        return self._phase if behind is None else f"waiting for step {behind.step} to be written"
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self.moves()
+
+    def moves(self) -> None:
+        """It is under way, and has just got on; for the engine."""
+        self._moved_s = time.monotonic()
+
+    def wait_behind(self, before: Save | None) -> None:
+        """It is written once `before` has ended; for the engine."""
+        self._behind = before
+
+    def begin(self) -> None:
+        """Its turn has come: from now on it is being written; for the engine."""
+        self._behind = None
+        self.moves()
+        self.begun_s = self._moved_s
+
+    @property
+    def moved_s(self) -> float:
+        """When it last got on, or what it waits for did, by the monotonic clock."""
+        moved, before = self._moved_s, self._behind
+        while before is not None:
+            moved, before = max(moved, before._moved_s), before._behind
+        return moved
+
+    @property
+    def timing(self) -> Timing:
+        """Where its time went, as far as it has come."""
+        return self.clock.timing(fence_s=self.fence_s, seconds=self.seconds, nbytes=self.bytes)
+
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def committed(self) -> bool:
+        return self.state == "committed"
+
+    def wait(self, timeout: float | None = None) -> CheckpointId:
+        """Returns the checkpoint's id once it is committed.
+
+        Raises what made the save fail (SaveFailed, Superseded), DeadlineExceeded after `timeout` seconds (without
+        one, once nothing has moved for ten minutes), and UsageError inside the step whose end the save waits for.
+        """
+        if self.inside_step and not self.done:
+            raise UsageError(
+                f"the save of step {self.step} is taken at the end of the step that is still open; waiting "
+                f"here would never end",
+                subject=str(self.id),
+                hint="call save(wait=True), or wait after the step",
+            )
+        if not self.join(timeout):
+            raise self.stuck(timeout)
+        if self.error is not None:
+            raise self.error
+        return self.id
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Whether it has ended, well or not, within `timeout` seconds; without one, before it stood still for ten
+        minutes."""
+        self.hasten()
+        if timeout is not None:
+            return self._ended.wait(timeout)
+        while not self._ended.wait(max(0.0, self.moved_s + STANDSTILL_S - time.monotonic())):
+            if time.monotonic() - self.moved_s >= STANDSTILL_S:
+                return False
+        return True
+
+    def stuck(self, timeout: float | None = None) -> DeadlineExceeded:
+        """What to raise when `join` returned False."""
+        how = f"has not got on for {STANDSTILL_S:g} s" if timeout is None else f"has not ended within {timeout:g} s"
+        return DeadlineExceeded(
+            f"the save of {self.id} {how}; it is {self.phase}",
+            subject=str(self.id),
+            hint="look at the store it writes to; `tenuto ls` shows the last committed checkpoint",
+        )
+
+    def end(self, error: TenutoError | None = None) -> None:
+        """Marks the save as ended; for the engine."""
+        self._behind = None
+        self.moves()
+        with self._changing:
+            self.error = error
+            self._state = "failed" if error else "committed"
+            self._ended.set()
+
+    def __repr__(self) -> str:
+        return f"Save({self.id}, {self.state})"
+
+
+def nothing() -> None:
+    """Nothing can be hastened that is captured already."""

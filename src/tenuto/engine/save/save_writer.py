@@ -1,0 +1,214 @@
+"""Writing one save: packs, index and manifest, in the order that I1 rests on; and what becomes of one that breaks off.
+
+begin.json -> packs -> index -> manifest, each durable before the next is begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tenuto.crashpoints import crashpoint
+from tenuto.engine.save.commit_protocol import CommitProtocol
+from tenuto.engine.save.job import Job
+from tenuto.engine.save.manifest_builder import index_of
+from tenuto.engine.staging.pack_content import PackContent
+from tenuto.errors import OwnershipError, SaveFailed, StoreFull, StoreUnreliable, TenutoError, in_words, typed
+from tenuto.events import Emitter, PackWritten, Progress, SaveFailedEvent, Warned
+from tenuto.model.records import Index, Manifest, Receipt
+from tenuto.repo.commit import put_index
+from tenuto.repo.format.object_names import begin_name, index_file
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.replicated.access import room
+from tenuto.repo.repository import Repo
+from tenuto.repo.unfinished import abort, free
+
+if TYPE_CHECKING:
+    from tenuto.engine.memory_tier.tier import MemoryTier
+
+SMALL_OBJECTS_BYTES = 4 << 20
+"""Room that is asked for beside the packs: index, manifest, begin.json, notes."""
+COMMITTING = "committing"
+
+
+class SaveWriter:
+    """Writes the saves of one run, one after the other. `make_room` is called at most once in a save that finds its
+    place full; if it returns True the save goes on from where it was. `timed`: as Saver."""
+
+    def __init__(
+        self,
+        repo: Repo,
+        emitter: Emitter,
+        *,
+        party: CommitProtocol,
+        timed: bool,
+        make_room: Callable[[], bool] | None,
+        memory: MemoryTier | None,
+    ) -> None:
+        self._repo = repo
+        self._emitter = emitter
+        self._party = party
+        self._timed = timed
+        self._make_room = make_room
+        self._memory = memory
+        self.manifest: Manifest | None = None
+        """Of the save that came last to its commit, its tree left out."""
+
+    def write(self, job: Job, attempt: Attempt) -> TenutoError | None:
+        """Writes and commits; what made it fail, or None."""
+        try:
+            try:
+                self._write(job, attempt)
+            except StoreFull:
+                if job.filling.gone or self._make_room is None or not self._make_room():
+                    raise
+                self._write(job, attempt)
+        except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; the handle carries it
+            return self._failed(job, error)
+        return None
+
+    def _failed(self, job: Job, error: BaseException) -> TenutoError | None:
+        """What became of a save that broke off: closed and told of, or None if it turns out to have committed."""
+        save = job.save
+        cause = self._party.failed(save, error)
+        if not self._closed(job, error):
+            return None
+        if isinstance(cause, OwnershipError | SaveFailed):
+            failure: TenutoError = cause
+        else:
+            failure = SaveFailed(
+                f"the save of {save.id} failed while {save.phase}: {in_words(cause)}",
+                subject=str(save.id),
+                hint=getattr(cause, "hint", None) or typed("tenuto", "ls", self._repo.url),
+            )
+            failure.__cause__ = cause
+        self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
+        return failure
+
+    def _closed(self, job: Job, error: BaseException) -> bool:
+        """Takes the manifest's name, so that this save can no longer commit, and frees its objects. False if the
+        manifest is there: its put was answered by an error, and had arrived all the same."""
+        save = job.save
+        try:
+            if not job.begun:
+                return True
+            if not self._party.coordinates:
+                # What was put here after the coordinator had freed the save; nothing, if it may still commit.
+                free(self._repo, save.id, names=job.names, keep_begin=True)
+                return True
+            if not self._abort(job, error):
+                if isinstance(error, StoreUnreliable):
+                    return True  # visible, and perhaps not durable: never reported as committed
+                self._repo.store.settle(save.id.manifest)
+                return False
+            crashpoint("unfinished save marked aborted, objects still there")
+            # Another rank that still writes frees what is its own, and the next claim what a killed one has left.
+            free(self._repo, save.id, names=job.names, keep_begin=self._party.several)
+        except TenutoError as trouble:
+            self._emitter.emit(
+                Warned(f"what {save.id} left behind stays until the next claim: {trouble.message}", str(save.id))
+            )
+        return True
+
+    def _abort(self, job: Job, error: BaseException) -> bool:
+        """As `abort`. On a full disk the mark may not fit; then what was written goes without one, for a save that
+        never began to commit, or found no room for its manifest, cannot commit late: its only writer is here."""
+        save, store = job.save, self._repo.store
+        try:
+            return abort(self._repo, save.id, save.save_id)
+        except StoreFull:
+            in_doubt = save.phase == COMMITTING and not isinstance(error, StoreFull)
+            if in_doubt or self._repo.mark(save.id) is not None:
+                raise
+            store.delete([f"{save.id.directory}/{name}" for name in job.names])
+            store.delete([begin_name(save.id)])
+            return True
+
+    def _write(self, job: Job, attempt: Attempt) -> None:
+        save, layout, repo, clock = job.save, job.plan.layout, self._repo, job.save.clock
+        if job.digest_while_writing and self._memory is not None:
+            # First, where training goes on meanwhile: neither a crash from here on nor a store that is full, or does
+            # not answer, loses a step.
+            save.phase = "sealing it in memory"
+            self.seal(job)
+        save.phase = "asking for space"
+        with clock.during("begin_s"):
+            self._check_space(job)
+            save.phase = "beginning"
+            if not job.begun:
+                job.names = [*(pack.name for pack in layout.packs), index_file(self._party.rank)]
+                self._party.begin(job, attempt)
+                job.begun = True
+        for pack in range(len(job.receipts), len(layout.packs)):
+            job.receipts.append(self._write_pack(job, pack))
+        crashpoint("pack durable, index not yet")
+        save.phase = "writing the index"
+        job.digester.advance(layout.nbytes)
+        clock.put("digest_s", job.digester.seconds)
+        with clock.during("index_s"):
+            index = self._index(job)
+            receipt, entry = put_index(repo, save.id, index, job.plan.rows)
+        receipts = [*job.receipts, receipt]
+        crashpoint("packs and indexes durable, manifest not yet")
+        self.seal(job)
+        save.phase = COMMITTING
+        with clock.during("commit_s"):
+            self._party.commit(job, index, entry, receipts, timed=self._timed, told=self._know)
+        crashpoint("manifest durable, not yet reported")
+
+    def _know(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+    def _write_pack(self, job: Job, pack: int) -> Receipt:
+        save, plan = job.save, job.plan.layout.packs[pack]
+        save.phase = f"writing {plan.name}"
+        began, aside = time.perf_counter(), job.aside_s()
+
+        def before_piece(end: int) -> None:
+            save.moves()
+            if job.digest_while_writing:
+                job.digester.advance(end)
+            if self._emitter.listened:
+                self._emitter.emit(Progress("save", str(save.id), min(end, save.bytes), save.bytes))
+
+        content = PackContent(plan, job.plan.arena.buffer.data, job.filling, before_piece)
+        receipt = self._repo.store.put_if_absent(f"{save.id.directory}/{plan.name}", content, token=save.save_id)
+        took = time.perf_counter() - began
+        save.clock.add("write_s", max(0.0, took - (job.aside_s() - aside)))
+        self._emitter.emit(PackWritten(save.id, plan.name, plan.length, took))
+        return receipt
+
+    def _index(self, job: Job) -> Index:
+        digests = job.digester.digests()
+        return index_of(
+            job.plan,
+            job.flattened,
+            digests,
+            job.save.save_id,
+            rank=self._party.rank,
+            chunk_bytes=self._repo.chunk_bytes,
+        )
+
+    def seal(self, job: Job) -> None:
+        """Makes the image one that a process to come can go on from. Once; what goes wrong with the seal fails no save,
+        a capture that broke off is raised."""
+        if self._memory is None or job.sealed or job.plan.arena.window is not None:
+            return
+        job.filling.wait(job.plan.layout.nbytes)
+        job.digester.advance(job.plan.layout.nbytes)
+        job.sealed = True
+        with job.save.clock.during("seal_s"):
+            self._memory.seal(job.plan, job.save.id, self._index(job), job.flattened, job.about, created=job.created)
+
+    def _check_space(self, job: Job) -> None:
+        where, free_bytes = room(self._repo.store)
+        needed = job.save.bytes + SMALL_OBJECTS_BYTES
+        if free_bytes is not None and free_bytes < needed:
+            free_mib, needed_mib = free_bytes / 2**20, needed / 2**20
+            raise StoreFull(
+                f"{where} has {free_mib:,.0f} MiB free; this checkpoint needs {needed_mib:,.0f} MiB",
+                subject=where,
+                hint="free space there, or keep fewer checkpoints; "
+                f"`{typed('tenuto', 'ls', self._repo.url)}` shows what is kept",
+            )

@@ -1,0 +1,358 @@
+"""Saving: capture, digest and write overlap; then one commit, last.
+
+Up to `in_flight` saves at a time: the next state is captured while those before it are being written, one after the
+other. How one is written, and in which order, is in `engine/writing`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tenuto.concurrency.background_priority import stand_back
+from tenuto.concurrency.deadlines import within
+from tenuto.crashpoints import crashpoint
+from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
+from tenuto.engine.save.fenced_capture import FencedCapture
+from tenuto.engine.save.handle import Save
+from tenuto.engine.save.in_flight import StagingPool, Turn, WriteQueue
+from tenuto.engine.save.job import Job, ManifestDetails
+from tenuto.engine.save.save_writer import SaveWriter
+from tenuto.engine.staging.budget import BudgetedArena
+from tenuto.engine.staging.pack_content import Filling, WriterGone
+from tenuto.engine.staging.plan import Digester, SavePlan
+from tenuto.errors import SaveFailed, Superseded, TenutoError
+from tenuto.events import Captured, Committed, Emitter, SaveFailedEvent, SaveStarted
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Manifest
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.repository import Repo, now_text
+from tenuto.state.contract import Flattened
+
+if TYPE_CHECKING:
+    from tenuto.engine.memory_tier.tier import MemoryTier
+
+CHECK_S = 60.0
+"""How long the training thread waits for the one listing that tells whether it still owns the run."""
+
+
+class Saver:
+    """Saves the states of one run, from one training thread. `in_flight`: how many at most at a time, each with an
+    image of its own; they are written and committed in the order in which they were taken.
+
+    `attempt` is set once the run is claimed, before the first save. `on_end` is called in the writing thread with the
+    handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place
+    full; if it returns True the save goes on from where it was. `lasting`: many saves are to come, so memory is taken
+    and touched once. `timed`: manifests say where the time of their saves went. `party`: with whom it saves.
+    `beside`: bytes that other images take now, of the same budget.
+    """
+
+    def __init__(
+        self,
+        repo: Repo,
+        run: str,
+        *,
+        emitter: Emitter | None = None,
+        in_flight: int = 1,
+        memory_budget: int | None = None,
+        lasting: bool = True,
+        timed: bool = False,
+        on_end: Callable[[Save], None] | None = None,
+        make_room: Callable[[], bool] | None = None,
+        memory: MemoryTier | None = None,
+        party: CommitProtocol | None = None,
+        beside: MemoryTier | None = None,
+    ) -> None:
+        """`memory`: the tier whose images are written from; `beside`: one whose images lie beside those of saves."""
+        self.repo = repo
+        self.attempt: Attempt | None = None
+        self._emitter = emitter or Emitter()
+        self._on_end = on_end
+        self.memory = memory
+        self._party: CommitProtocol = party or SoloCommit(repo)
+        rank = self._party.rank
+        self._writer = SaveWriter(
+            repo, self._emitter, party=self._party, timed=timed, make_room=make_room, memory=memory
+        )
+
+        def holder(slot: int, beside: Callable[[], int]) -> BudgetedArena:
+            return BudgetedArena(repo.id, run, rank, budget=memory_budget, lasting=lasting, slot=slot, beside=beside)
+
+        self._beside = tier = beside or memory
+        kept = (lambda: tier.nbytes) if tier is not None else (lambda: 0)
+        self._lanes = StagingPool(holder, in_flight, repo.chunk_bytes, self._emitter, rank=rank, beside=kept)
+        self._queue = WriteQueue()
+        self._superseded: Superseded | None = None
+        self.fencing: FencedCapture | None = None
+        """Set where what optimizers own is copied beside training."""
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Of the save that came last to its commit, its tree left out."""
+        return self._writer.manifest
+
+    @property
+    def busy(self) -> bool:
+        """Whether a writing thread is at work: on a save, or on what follows one."""
+        return self._queue.busy
+
+    @property
+    def in_flight(self) -> list[Save]:
+        """The saves that are being captured, wait for their turn or are being written, oldest first (also one that has
+        been given up while its writer hangs)."""
+        return self._queue.in_flight
+
+    @property
+    def free(self) -> bool:
+        """Whether another save may be taken now."""
+        return self._queue.images < self._most()
+
+    def prewarm(self, flattened: Flattened) -> float:
+        """Plans and takes the memory that saves of this state need; returns the seconds it took."""
+        began = time.perf_counter()
+        if self.memory is not None:
+            self.memory.prepare(flattened)
+        if self.memory is None or self.memory.off:
+            self._lanes.prepare(flattened)
+        return time.perf_counter() - began
+
+    def expect(self, nbytes: int) -> None:
+        """Takes memory for images of about `nbytes` and touches it, where which leaves this process is to write is not
+        known before the first save."""
+        if self.memory is None or self.memory.off:
+            self._lanes.expect(nbytes)
+
+    def await_free(self, timeout: float | None) -> bool:
+        """Waits until another save may be taken; False if none may after `timeout` seconds."""
+        self.hurry()
+        return self._queue.await_room(self._most, timeout)
+
+    def save(
+        self,
+        flattened: Flattened,
+        step: int,
+        *,
+        wait: bool,
+        about: ManifestDetails,
+        handle: Save | None = None,
+        eager: bool = False,
+    ) -> Save:
+        """Copies the state and returns; what follows runs beside training, or is awaited here if `wait`. To be called
+        while the saver is `free`.
+
+        eager: everything is copied before this returns, also where saves are fenced.
+
+        Raises Superseded at once if another process has claimed the run, DeadlineExceeded if an earlier save is stuck.
+        A failure later is in the handle.
+        """
+        began = time.perf_counter()
+        attempt = self._claimed()
+        try:
+            within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
+            if self.fencing is not None:
+                self.fencing.begin_save()
+        except BaseException as error:
+            self._party.missed(step, error)
+            raise
+        save = handle or self.plan_save(step, reason=about.reason)
+        flattened = self._party.take(flattened, save)
+        try:
+            job = self._job(flattened, save, about, wait=wait, began=began)
+            overlapped = not job.digest_while_writing
+            self._queue.enter(save)
+            try:
+                self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
+                save.state = "capturing"
+                if not overlapped:
+                    self._capture(job, overlapped=False, eager=eager)
+                self._queue.start(save, lambda turn: self._background(job, turn), stands_back=not overlapped)
+            except BaseException:
+                self._give_back(job)  # no thread ever will
+                self._queue.leave(save)
+                raise
+        except BaseException as error:
+            self._party.failed(save, error)
+            raise
+        if overlapped:
+            self._overlap(job, wait=wait, eager=eager)
+        save.stall_s = time.perf_counter() - began
+        self._emitter.emit(Captured(save.id, save.stall_s, job.plan.arena.kind))
+        return save
+
+    def _job(self, flattened: Flattened, save: Save, about: ManifestDetails, *, wait: bool, began: float) -> Job:
+        plan = self._plan(flattened)
+        save.clock.add("prepare_s", time.perf_counter() - began)
+        save.bytes = sum(pack.length for pack in plan.layout.packs)
+        filling = Filling(plan.arena.window)
+        digester = Digester(plan.chunks, plan.arena.buffer.data)
+        # Through a window the state goes out while it is captured, whoever waits for what.
+        overlapped = wait or plan.arena.window is not None
+        return Job(save, plan, flattened, about, filling, digester, not overlapped, now_text())
+
+    def plan_save(self, step: int, *, reason: str = "") -> Save:
+        """The handle of a save that is going to be taken."""
+        attempt = self._claimed()
+        return Save(CheckpointId(attempt.run, attempt.number, step), uuid.uuid4().hex, reason=reason)
+
+    def lift(self) -> None:
+        """Returns when training's memory may change, by whatever means."""
+        if self.fencing is not None:
+            self.fencing.lift()
+
+    def hurry(self) -> None:
+        """Somebody waits for what is in flight."""
+        if self.fencing is not None:
+            self.fencing.hurry()
+
+    def join(self, timeout: float | None) -> bool:
+        """Waits for all that is in flight and what follows it; False if that is not over after `timeout` seconds."""
+        self.hurry()
+        return self._queue.join(timeout)
+
+    def close(self) -> None:
+        """Gives the memory back, unless a hung writer still reads it."""
+        if self.fencing is not None:
+            self.fencing.close()
+        if not self.busy:
+            self._lanes.release()
+
+    def _most(self) -> int:
+        return self.memory.in_flight if self.memory is not None and self.memory.on else self._lanes.most
+
+    def _plan(self, flattened: Flattened) -> SavePlan:
+        """Over the memory tier's slot whose turn it is, else over memory that serves saves alone."""
+        memory = self.memory
+        kept = memory.begin(flattened, writing=True) if memory is not None else None
+        if kept is not None:
+            return kept
+        tier = self._beside
+        if tier is not None and tier.off:
+            tight = self._lanes.tight(sum(spec.nbytes for spec in flattened.specs))
+            if tight and tier.give_way():
+                self._lanes.look_again()
+        return self._lanes.take(flattened)
+
+    def _claimed(self) -> Attempt:
+        assert self.attempt is not None, "a save needs a claimed attempt"
+        return self.attempt
+
+    def _overlap(self, job: Job, *, wait: bool, eager: bool) -> None:
+        """Captures while the writer follows; with `wait`, returns once the save has ended."""
+        ended = True
+        try:
+            self._capture(job, overlapped=True, eager=wait or eager)
+        except WriterGone:
+            pass  # what made it fail is in the handle
+        finally:
+            if wait:
+                with job.save.clock.joining():
+                    ended = job.save.join()
+        if not ended:
+            raise job.save.stuck()
+
+    def _capture(self, job: Job, *, overlapped: bool, eager: bool = True) -> None:
+        began, clock = time.perf_counter(), job.save.clock
+        last = max(pack.start + pack.length for pack in job.plan.layout.packs)
+        reached = 0
+
+        def progress(filled: int) -> None:
+            nonlocal reached
+            job.digester.advance(filled)
+            if reached < last:  # behind it is padding, which the writer does not wait for before it tells of the save
+                clock.put("capture_s", time.perf_counter() - began)
+            reached = filled
+            job.filling.advance(filled)
+
+        fencing = self.fencing if not eager and self.fencing is not None and self.fencing.possible(job.plan) else None
+        try:
+            if fencing is not None:
+                with clock.during("capture_s"):
+                    fencing.capture(job.flattened, job.plan, job.save, job.filling)
+                return
+            job.plan.capturer.capture(
+                job.flattened, job.save.save_id, progress=progress if overlapped else None, admit=job.filling.admit
+            )
+        except WriterGone:
+            raise
+        except TenutoError as error:
+            job.filling.fail(error)
+            raise
+        except BaseException as error:
+            job.filling.fail(SaveFailed(f"the capture of {job.save.id} broke off: {error!r}", subject=str(job.save.id)))
+            raise
+        crashpoint("image captured")
+        if not overlapped:
+            clock.put("capture_s", time.perf_counter() - began)
+        job.save.state = "writing"
+        job.filling.advance(job.plan.layout.nbytes)
+
+    def _background(self, job: Job, turn: Turn | None) -> None:
+        """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""
+        save = job.save
+        failure: TenutoError | None = None
+        try:
+            try:
+                save.clock.begin_cpu()
+                if job.digest_while_writing:  # training goes on meanwhile
+                    stand_back()
+                if turn is not None:
+                    self._seal_early(job)
+            finally:
+                if turn is not None:  # whatever happens: nothing is told of a save before the one before it is done
+                    with save.clock.during("queue_s"):
+                        turn()
+            failure = self._written(job)
+        except BaseException as error:
+            failure = SaveFailed(
+                f"the save of {save.id} was cut off while {save.phase}: {error!r}", subject=str(save.id)
+            )
+            failure.__cause__ = error
+            raise
+        finally:
+            job.filling.abandon()
+            self._give_back(job)
+            save.end(failure)  # whatever happens: somebody may wait for it without a deadline (I8)
+            self._queue.leave(save)
+            if self._on_end is not None:
+                self._on_end(save)
+
+    def _seal_early(self, job: Job) -> None:
+        """What has to wait for its turn is safe in memory meanwhile, and memory ready for the next state."""
+        try:
+            self._writer.seal(job)
+        except TenutoError:
+            pass  # the capture broke off: that is met again, and told, when its turn has come
+
+    def _written(self, job: Job) -> TenutoError | None:
+        """Its turn has come. What made it fail, or None."""
+        save, attempt = job.save, self._claimed()
+        began = time.perf_counter()
+        save.begin()
+        if self._superseded is not None:
+            return self._ended_with(save, self._superseded)
+        attempt.unsettled.add(save.id)
+        failure = self._writer.write(job, attempt)
+        if isinstance(failure, Superseded):
+            self._superseded = failure
+        if failure is None:
+            attempt.unsettled.discard(save.id)
+            save.seconds = time.perf_counter() - began
+            save.clock.read_cpu()
+            self._emitter.emit(Committed(save.id, save.bytes, save.seconds, save.timing))
+        return failure
+
+    def _ended_with(self, save: Save, before: Superseded) -> Superseded:
+        """A save that was in flight behind one that found the run claimed by another process: nothing of it is put."""
+        failure = Superseded(f"{save.id} is not saved: {before.message}", subject=before.subject, hint=before.hint)
+        self._party.failed(save, failure)
+        self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
+        return failure
+
+    def _give_back(self, job: Job) -> None:
+        """Nobody reads or fills its image any more."""
+        if self.memory is not None:
+            self.memory.ended(job.plan)
+        self._lanes.give_back(job.plan)
+        self._queue.give_back(job.save)

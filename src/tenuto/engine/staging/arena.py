@@ -1,0 +1,388 @@
+"""Arenas: the reusable host memory that images live in.
+
+Shared memory where there is room (a restarted process can then find the image), else anonymous memory, with a note that
+says why. Pages are reserved before they are touched, because a full tmpfs is SIGBUS (measured), and touched before the
+first save, because first touch costs several times a copy. A forked child has no copy of an arena and releases none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import re
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tenuto.engine.staging import slots
+from tenuto.engine.staging.slots import Slot, SlotTable
+from tenuto.errors import UsageError
+from tenuto.model.ids import run_key
+from tenuto.repo.format.safetensors import ALIGNMENT
+
+# --------------------------------------------------------------------------------------------------
+# How much memory this process may still take: of the machine, of its control groups, of a file system in memory.
+
+CGROUPS: Final = Path("/sys/fs/cgroup")
+_UNLIMITED: Final = 1 << 60
+"""Version 1 says 'no limit' as a number about as large as the address space."""
+
+
+def memory_headroom() -> int | None:
+    """Bytes that can still be touched before the machine or a control group refuses, or None where nobody knows.
+
+    Page cache that can be dropped counts as free.
+    """
+    rooms = [room for room in (_machine(), *_cgroups()) if room is not None]
+    return min(rooms) if rooms else None
+
+
+def file_system_headroom(descriptor: int) -> int:
+    """Bytes that can still be written to the file system of this open file or directory."""
+    status = os.fstatvfs(descriptor)
+    return status.f_bavail * status.f_frsize
+
+
+def _machine() -> int | None:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroups() -> Iterator[int | None]:
+    """The room in every control group that this process is in, ancestors too."""
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, files = CGROUPS, ("memory.max", "memory.current", "inactive_file", "active_file")
+        elif "memory" in controllers.split(","):
+            root = CGROUPS / "memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+        else:
+            continue
+        # In a container the path is the host's, and only the mount's root is there: it is the container's own group.
+        parts = [part for part in path.strip("/").split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield _cgroup_room(root.joinpath(*parts[:depth]), *files)
+
+
+def _cgroup_room(group: Path, limit_name: str, usage_name: str, *droppable: str) -> int | None:
+    limit, usage = _number(group / limit_name), _number(group / usage_name)
+    if limit is None or usage is None or limit >= _UNLIMITED:
+        return None
+    statistics = dict(line.split(" ", 1) for line in _lines(group / "memory.stat") if " " in line)
+    cache = sum(int(statistics.get(name, 0)) for name in droppable)
+    return max(0, limit - max(0, usage - cache))
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+# --------------------------------------------------------------------------------------------------
+# A ring: the address space of a whole image over the memory of a small part of it.
+#
+# The same few pages, a *window*, are mapped one copy behind the other, so that an image of any size can be written from
+# its beginning to its end while only a window of it exists at a time. What lies a window behind is overwritten: it must
+# have been written out before. Layout, capture and writing need to know nothing else of it.
+#
+# The pages are touched once, however large the image is: fresh memory costs several times a copy (measured).
+
+_MAP_SHARED: Final = 0x01
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_MAP_POPULATE: Final = 0x8000
+_MAX_MAPPINGS: Final = 16_384
+"""A quarter of what Linux lets a process have (vm.max_map_count)."""
+
+
+def map_ring(nbytes: int, window: int) -> mmap.mmap:
+    """`nbytes` of addresses over `window` bytes of memory; both multiples of 4096.
+
+    Raises OSError where the system has no such mappings, or `window` is so small that there would be too many.
+    """
+    assert nbytes % ALIGNMENT == 0 and window % ALIGNMENT == 0
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, "this system maps no memory twice")
+    if nbytes > window * _MAX_MAPPINGS:
+        raise OSError(errno.E2BIG, f"a window of {window} bytes would be mapped {nbytes // window} times")
+    # Reserves the addresses, and unmaps the whole range in the end: what is mapped over it goes with it.
+    ring = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    descriptor = os.memfd_create("tenuto-ring", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, window)
+        begin = int(np.frombuffer(ring, np.uint8).ctypes.data)
+        for offset in range(0, nbytes, window):
+            _map_over(begin + offset, min(window, nbytes - offset), descriptor)
+    except BaseException:
+        ring.close()
+        raise
+    finally:
+        os.close(descriptor)
+    return ring
+
+
+def _map_over(address: int, length: int, descriptor: int) -> None:
+    flags = _MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
+    found = _libc().mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if found != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    ]
+    return library
+
+
+_SPARE: Final = 64 << 20
+"""What an arena leaves to others of a control group."""
+_MADV_POPULATE_WRITE: Final = 23
+"""Linux 5.14; Python has no name for it before 3.13."""
+_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", re.ASCII)
+
+Buffer = np.ndarray[Any, np.dtype[np.uint8]]
+
+_table = SlotTable()
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+class NoRoom(OSError):
+    """Memory cannot be had. `missing`: bytes that would have to be free besides."""
+
+    def __init__(self, number: int, message: str, missing: int) -> None:
+        super().__init__(number, message)
+        self.missing = missing
+
+
+class Arena:
+    """Host memory for one image. `buffer`: uint8, page aligned, `nbytes` long, a multiple of 4096.
+
+    kind: "shared memory", "anonymous" or "a window"; note: why it is not shared, or empty; prewarm_s: seconds that
+    touching took. window: bytes of memory behind `buffer` where that is less than the whole, and what lies a window
+    behind is overwritten; else None.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        slot: Slot | None,
+        note: str,
+        prewarm_s: float,
+        window: int | None = None,
+        *,
+        nbytes: int | None = None,
+        kind: str | None = None,
+    ) -> None:
+        """`slot`: whose file goes with the arena. `nbytes`: where the image takes less than all of `memory`."""
+        self._memory = memory
+        # At the latest when the interpreter ends: a file in shared memory is memory that stays taken.
+        self._give_back = weakref.finalize(self, _give_back, slot, os.getpid())
+        self.buffer: Buffer = np.frombuffer(memory, np.uint8)[:nbytes]
+        self.nbytes = len(self.buffer)
+        self.window = window
+        self.kind = kind or ("a window" if window is not None else "anonymous" if slot is None else "shared memory")
+        self.note = note
+        self.prewarm_s = prewarm_s
+        _mappings.add(memory)
+
+    def release(self) -> None:
+        """Gives memory, file and slot back; a second call, or one in a forked child, does nothing.
+
+        Views of `buffer` that are still held keep the memory mapped until they go, and the file is gone already.
+        """
+        if not self._give_back():
+            return
+        self.buffer = np.empty(0, np.uint8)
+        try:
+            self._memory.close()
+        except BufferError:
+            pass  # a view is held: the mapping goes with the last one
+
+
+def _give_back(slot: Slot | None, owner: int) -> bool:
+    """Removes the file and frees the slot; says whether this process is the one to do so."""
+    if os.getpid() != owner:
+        return False
+    if slot is not None:
+        try:
+            try:
+                _table.remove(slot)
+            finally:
+                _table.give_back(slot)
+        except OSError as error:
+            message = f"an image's file stays in shared memory until the next start frees it: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return True
+
+
+def acquire(
+    nbytes: int, *, repository: str, run: str, rank: int = 0, slot: int = 0, prewarm: bool = True, shared: bool = True
+) -> Arena:
+    """Memory for an image of `nbytes`, in shared memory if wanted, the slot is free and it fits, else anonymous.
+
+    Files of dead owners are removed first. Raises UsageError for names that cannot be file names.
+    """
+    if not _REPOSITORY.fullmatch(repository):
+        raise UsageError(f"{repository!r} is no repository id", subject=repository)
+    length = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+    place = Slot(slots.SHARED_MEMORY, f"{repository}/{run_key(run)}", f"{rank}-{slot}")
+    memory, held, note = None, None, ""
+    if shared:
+        try:
+            memory, held = _shared(length, place), place
+        except OSError as error:
+            note = _because(error)
+    if memory is None:
+        memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(memory, "MADV_HUGEPAGE")
+    _advise(memory, "MADV_DONTFORK")
+    return Arena(memory, held, note, _touch(memory) if prewarm else 0.0)
+
+
+def acquire_window(nbytes: int, window: int) -> Arena:
+    """Addresses for an image of `nbytes` over `window` bytes of memory (both rounded up to 4096). Raises OSError where
+    there is no such thing."""
+    begun = time.perf_counter()
+    length, window = (-(-max(size, 1) // ALIGNMENT) * ALIGNMENT for size in (nbytes, window))
+    memory = map_ring(length, window)
+    _advise(memory, "MADV_DONTFORK")
+    return Arena(memory, None, "", time.perf_counter() - begun, window)
+
+
+def free_shared_memory() -> None:
+    """Removes the images that this user's dead processes left in shared memory, sealed ones excepted; a starting
+    Checkpointer does the same. What cannot be removed is left to the next one."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            _table.free_stale(slots.SHARED_MEMORY)
+
+
+def table() -> SlotTable:
+    """What this process holds."""
+    return _table
+
+
+def map_file(descriptor: int, length: int, *, nbytes: int, prewarm: bool = True) -> Arena:
+    """An arena for an image of `nbytes` over the first of `length` bytes of a file that stays when the arena goes."""
+    memory, prewarm_s = map_memory(descriptor, length, prewarm=prewarm)
+    return over_file(memory, nbytes, prewarm_s)
+
+
+def over_file(memory: mmap.mmap, nbytes: int, prewarm_s: float = 0.0) -> Arena:
+    """The same over a mapping of the file that there is already; it goes with the arena."""
+    return Arena(memory, None, "", prewarm_s, nbytes=nbytes, kind="shared memory")
+
+
+def map_memory(descriptor: int, length: int, *, prewarm: bool = True) -> tuple[mmap.mmap, float]:
+    """The first `length` bytes of a file, with every page in place, and the seconds that this took."""
+    memory = mmap.mmap(descriptor, length, mmap.MAP_SHARED)
+    _advise(memory, "MADV_DONTFORK")
+    _mappings.add(memory)
+    return memory, _touch(memory) if prewarm else 0.0
+
+
+def _shared(length: int, slot: Slot) -> mmap.mmap:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, "this system keeps no files in memory")
+    _table.free_stale(slot.root)
+    _table.take(slot)
+    try:
+        descriptor = _table.create(slot)
+        try:
+            reserve(descriptor, length)
+            return mmap.mmap(descriptor, length, mmap.MAP_SHARED)
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        _table.remove(slot)
+        _table.give_back(slot)
+        raise
+
+
+def reserve(descriptor: int, length: int) -> None:
+    """Makes a file of `length` bytes of which every page exists. NoRoom, with the figures, where they do not fit."""
+    room = file_system_headroom(descriptor)
+    if length > room:
+        message = f"shared memory has {room >> 20} MiB free, the image needs {-(-length // 2**20)}"
+        raise NoRoom(errno.ENOSPC, message, length - room)
+    free = memory_headroom()
+    if free is not None and length + _SPARE > free:
+        message = f"{free >> 20} MiB of memory are free, the image needs {-(-length // 2**20)}"
+        raise NoRoom(errno.ENOMEM, message, length + _SPARE - free)
+    os.posix_fallocate(descriptor, 0, length)
+
+
+def _touch(memory: mmap.mmap) -> float:
+    """Seconds that it took to give every page a frame."""
+    begun = time.perf_counter()
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except (OSError, AttributeError):
+        pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
+        pages |= 0  # a write that changes nothing: what lies there may be an image that is still needed
+    return time.perf_counter() - begun
+
+
+def _advise(memory: mmap.mmap, name: str) -> None:
+    advice = getattr(mmap, name, None)
+    if advice is not None:
+        try:
+            memory.madvise(advice)
+        except OSError:
+            pass  # a kernel built without it: slower, not wrong
+
+
+def _because(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def keep_from_children(memory: mmap.mmap) -> None:
+    """A forked child does not have this memory, and never unmaps what may lie at its addresses by then."""
+    _advise(memory, "MADV_DONTFORK")
+    _mappings.add(memory)
+
+
+def _forget_after_fork() -> None:
+    """The child has neither the slots nor, by MADV_DONTFORK, the memory.
+
+    Its mappings are never closed there: the addresses are free in the child, so something else may lie at them by then,
+    and unmapping would tear that away.
+    """
+    global _table  # noqa: PLW0603 - the table is the process's own state
+    _table = SlotTable()
+    for memory in list(_mappings):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

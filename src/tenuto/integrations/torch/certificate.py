@@ -1,0 +1,75 @@
+"""What torch adds to a certificate: settings that make the same program compute other numbers, and what modules hold
+that no state_dict shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tenuto.state.position.positions import DataPosition
+from tenuto.training import snapshot as plain
+from tenuto.training.snapshot import Findings
+
+
+def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict[str, Any]:
+    """The certificate of a training state, as `state.certificate.certificate` gives it."""
+    return plain.certificate(state, position)
+
+
+def findings(state: Mapping[str, Any]) -> Findings:
+    """Reads flags only: no tensor is touched, no device synchronised."""
+    reasons = tuple(_nondeterminism()) if _uses_accelerator() else ()
+    caveats = tuple(_unsaved(list(_modules(state))))
+    if not any(isinstance(value, torch.optim.Optimizer) for value in state.values()):
+        caveats += ("no torch optimizer is an entry of the state",)
+    return Findings(reasons, caveats, _settings(), {"torch": str(torch.__version__), "cuda": torch.version.cuda})
+
+
+def _uses_accelerator() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def _nondeterminism() -> Iterator[str]:
+    if not torch.are_deterministic_algorithms_enabled():
+        yield "torch may choose non-deterministic kernels: torch.use_deterministic_algorithms is off"
+    if torch.backends.cudnn.benchmark:
+        yield "cudnn.benchmark is on, so each process chooses its convolution algorithms by timing them"
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _modules(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            yield str(name), value
+
+
+def _unsaved(modules: list[tuple[str, torch.nn.Module]]) -> Iterator[str]:
+    for name, module in modules:
+        if _lays_buckets_anew(module):
+            yield (
+                f"{name}: DistributedDataParallel lays gradients into buckets anew after a process's first step, so "
+                "sums over more than two ranks add up in another order in it (find_unused_parameters=True keeps one)"
+            )
+        if any(parameter.grad is not None for parameter in module.parameters()):
+            yield f"{name}: gradients are not saved; they matter where they are not cleared before the next backward"
+        if len({inner.training for inner in module.modules()}) > 1:
+            yield f"{name}: some submodules are in train mode and some in eval mode; the mode is not saved"
+
+
+def _lays_buckets_anew(module: torch.nn.Module) -> bool:
+    """Whether the first step after a resume rounds sums otherwise than the same step without one."""
+    wrapper = getattr(torch.nn.parallel, "DistributedDataParallel", None)
+    if wrapper is None or not isinstance(module, wrapper) or torch.distributed.get_world_size(module.process_group) < 3:
+        return False
+    return not module.find_unused_parameters or module.static_graph

@@ -1,0 +1,1 @@
+"""Positions in the data of torch: samplers and loaders."""

@@ -1,0 +1,107 @@
+"""The position in a torch loader: which kind a loader is, and what of its order can be repeated."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from tenuto.integrations.torch.data.replay import ReplayPosition, index_sampler
+from tenuto.integrations.torch.data.sampler import ResumableSampler
+from tenuto.integrations.torch.data.stateful import StatefulLoaderPosition, StreamPosition
+from tenuto.state.position.positions import DataPosition, RestartingPosition, has_state
+
+REPEATABLE: Final = frozenset(
+    {SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler, ResumableSampler}
+)
+"""Samplers whose order follows from generators, seed and epoch alone. A subclass may do anything: it is not here."""
+
+DRAWN: Final = frozenset({RandomSampler, SubsetRandomSampler, WeightedRandomSampler})
+"""Of those the ones that draw another order each time. torchdata keeps the state of a RandomSampler of its own alone:
+these it asks for a new order, and passes over as many samples of it."""
+
+UNSEEDED_WORKERS: Final = (
+    "random augmentation in loader workers is repeated only where it is seeded per sample: "
+    "a worker's own generators cannot be put back to where they were inside an epoch"
+)
+STATEFUL_HINT: Final = "torchdata's StatefulDataLoader keeps it"
+
+
+def attach(loader: Any) -> DataPosition | None:
+    """The position of a DataLoader or a subclass, such as torchdata's StatefulDataLoader; None for anything else."""
+    if not isinstance(loader, DataLoader):
+        return None
+    caveats = (UNSEEDED_WORKERS,) if loader.num_workers > 0 else ()
+    if has_state(loader):
+        return _of_stateful(loader, caveats)
+    if isinstance(loader.dataset, IterableDataset):
+        return _of_stream(loader, caveats)
+    return ReplayPosition(loader, _unrepeatable(loader), caveats)
+
+
+def _of_stateful(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPosition:
+    sampler = _sampler(loader)
+    name = type(sampler).__name__
+    if isinstance(loader.dataset, IterableDataset) or _is_torchdatas(type(sampler)) or has_state(sampler):
+        return StatefulLoaderPosition(loader, (), caveats)
+    if type(sampler) in DRAWN and _is_torchdatas(type(loader).__iter__):
+        if not has_state(loader.dataset):
+            return ReplayPosition(loader, _unrepeatable(loader), caveats)
+        reason = f"the order of {name} is drawn anew by {type(loader).__name__}: shuffle=True has one that it keeps"
+        return StatefulLoaderPosition(loader, (reason,), caveats)
+    if type(sampler) not in REPEATABLE:
+        caveats += (f"the order of {name} is kept only if its iterator has a state_dict, or seed and epoch make it",)
+    return StatefulLoaderPosition(loader, (), caveats)
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """What the order comes from."""
+    found = index_sampler(loader)
+    plain = type(found) is BatchSampler or (isinstance(found, BatchSampler) and _is_torchdatas(type(found)))
+    return found.sampler if plain else found
+
+
+def _is_torchdatas(what: Any) -> bool:
+    return bool(what.__module__.partition(".")[0] == "torchdata")
+
+
+def _unrepeatable(loader: DataLoader[Any]) -> tuple[str, ...]:
+    """Why the order of this loader's batches may differ when it is made again; empty where it cannot."""
+    reasons = []
+    sampler, iteration = _sampler(loader), type(loader).__iter__
+    if type(sampler) not in REPEATABLE:
+        kept = f"its own state is not kept ({STATEFUL_HINT})" if has_state(sampler) else "it has no state_dict"
+        reasons.append(
+            f"the order of {type(sampler).__name__} is repeated only if it follows from the global generators; {kept}"
+        )
+    if iteration is not DataLoader.__iter__ and not _is_torchdatas(iteration):
+        reasons.append(f"{type(loader).__name__} iterates in a way of its own, and has no state_dict")
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        reasons.append("in_order=False delivers batches in whatever order the workers finish")
+    return tuple(reasons)
+
+
+def _of_stream(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPosition:
+    dataset = loader.dataset
+    if not has_state(dataset):
+        return RestartingStream(loader, f"{type(dataset).__name__} is an IterableDataset without state_dict", caveats)
+    if loader.num_workers:
+        return RestartingStream(
+            loader, f"the state of {type(dataset).__name__} lies in the loader's workers; {STATEFUL_HINT}", caveats
+        )
+    return StreamPosition(loader, (), caveats)
+
+
+class RestartingStream(RestartingPosition):
+    """A DataLoader over a stream that cannot be positioned."""
+
+    _has_length = False

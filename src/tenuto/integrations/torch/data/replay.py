@@ -1,0 +1,507 @@
+"""A map-style DataLoader's position: an epoch's order is made again from where its generators stood when it began.
+
+A loader draws its order, and the seed of its workers, from generators when an epoch begins. So the position is their
+state at that moment and the number of batches delivered since; continuing sets them back, lets the loader draw what it
+drew, passes over the delivered batches' *indices* (no sample is read), and puts the generators to where training left
+them. Nothing of the loader is replaced but the object that hands out indices, so the numbers are those of the same
+loader without Tenuto.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+
+from tenuto.integrations.torch import rng
+from tenuto.integrations.torch.data.sampler import ResumableSampler, SharedOrder
+from tenuto.state.position import rng as global_rng
+from tenuto.state.position.positions import CountedPosition, length
+from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
+
+# --------------------------------------------------------------------------------------------------
+# A position that was counted in batches of another size than those it is gone on with.
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """What the loader draws from: its batch sampler, or without automatic batching its sampler."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+@dataclass(frozen=True, slots=True)
+class EpochCut:
+    """How an epoch is cut: `size` samples in a batch, and so many `batches`; each None where nothing says so."""
+
+    size: int | None
+    batches: int | None
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], batches: int | None) -> EpochCut:
+        size = getattr(index_sampler(loader), "batch_size", None)  # that of a batch sampler is not the loader's
+        return cls(size if type(size) is int and size > 0 else None, batches)
+
+    @classmethod
+    def saved(cls, state: Mapping[str, Any]) -> EpochCut:
+        """That of a position; one that an older version has saved says less of it, or nothing."""
+        return cls(state.get("batch_size"), state.get("batches"))
+
+    def record(self) -> dict[str, Any]:
+        return {"batch_size": self.size, "batches": self.batches}
+
+    def differs(self, saved: EpochCut) -> str:
+        """In words, what makes a batch of `saved` another one here; empty where nothing does, or nothing is known."""
+        if self.size and saved.size:
+            same = self.size == saved.size
+            return "" if same else f"the batch size is {self.size}, not {saved.size} as saved"
+        if self.batches is None or saved.batches is None or self.batches == saved.batches:
+            return ""
+        return f"an epoch has {self.batches} batches, and had {saved.batches} when it was saved"
+
+    def ends(self, delivered: int) -> bool:
+        """Whether an epoch is known to be over after so many batches."""
+        return self.batches is not None and 0 < self.batches <= delivered
+
+    def before(self, saved: EpochCut, delivered: int) -> int:
+        """How many of these batches lie before a position that was counted in `saved`. Whole ones alone: the samples of
+        one that it falls into come again, so that none is left out."""
+        if self.batches is not None and saved.ends(delivered):
+            return self.batches
+        if self.size and saved.size:
+            return delivered * saved.size // self.size
+        if self.batches is not None and saved.batches:
+            return delivered * self.batches // saved.batches
+        return delivered
+
+    def goes_on(self, saved: EpochCut, delivered: int) -> str:
+        """In words, where that is."""
+        before = self.before(saved, delivered)
+        if saved.ends(delivered):
+            return "it was saved at the epoch's end"
+        if not (self.size and saved.size):
+            return f"the epoch goes on after {before} of them"
+        again = delivered * saved.size - before * self.size
+        return "the epoch goes on " + (f"{again} samples before, which come again" if again else "from the same sample")
+
+
+# --------------------------------------------------------------------------------------------------
+# Samplers that must be told the epoch, as torch's DistributedSampler.
+
+
+class EpochOfSampler:
+    """Tells a sampler its epoch, unless the training loop does so itself.
+
+    A sampler that nobody tells the epoch repeats one order for ever, a mistake that is easily made where epochs roll
+    over by themselves; a loop that calls `set_epoch` with numbers of its own is left its numbers.
+    """
+
+    def __init__(self, index_sampler: Any) -> None:
+        self._sampler = next(
+            (found for found in (index_sampler, getattr(index_sampler, "sampler", None)) if _takes_epochs(found)), None
+        )
+        self._seen: int | None = None if self._sampler is None else self._sampler.epoch
+
+    @property
+    def seen(self) -> int | None:
+        """The epoch that the sampler's latest iteration began with; None where it takes none."""
+        return self._seen
+
+    @seen.setter
+    def seen(self, epoch: int | None) -> None:
+        if self._sampler is not None and epoch is not None:
+            self._seen = epoch
+            self._sampler.set_epoch(epoch)
+
+    def begin(self, epoch: int) -> None:
+        """Before an epoch's iterator is made."""
+        if self._sampler is None:
+            return
+        if self._sampler.epoch == self._seen or isinstance(self._sampler, ResumableSampler):
+            self._sampler.set_epoch(epoch)
+        self._seen = self._sampler.epoch
+
+    def repeat(self) -> None:
+        """Before the iterator of an epoch that is continued is made."""
+        if self._sampler is not None and self._seen is not None:
+            self._sampler.set_epoch(self._seen)
+
+
+def _takes_epochs(sampler: Any) -> bool:
+    return callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the order of a loader's samples comes from.
+
+
+def order_sampler(loader: DataLoader[Any]) -> Any:
+    """The sampler that makes it: of batches, the one that they are made of."""
+    found = index_sampler(loader)
+    return found.sampler if isinstance(found, BatchSampler) else found
+
+
+def order_name(loader: DataLoader[Any]) -> str:
+    """That sampler's class; of one that can be told to shuffle, whether it does."""
+    sampler = order_sampler(loader)
+    name, shuffle = type(sampler).__name__, getattr(sampler, "shuffle", None)
+    return f"{name}(shuffle={shuffle})" if isinstance(shuffle, bool) else name
+
+
+def order_differs(loader: DataLoader[Any], state: Mapping[str, Any]) -> str:
+    """In words, what makes the order another than that of a saved position; empty where nothing does, or an older
+    version has saved it, which did not say."""
+    here = order_name(loader)
+    saved = state.get("order_of", here)
+    return "" if saved == here else f"the order is that of {here}, and was that of {saved} when it was saved"
+
+
+class Skipping(Sampler[Any]):
+    """Another sampler, whose next iteration can be told to start after so many draws."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._skip = 0
+        self._latest: Draws | None = None
+
+    def start_after(self, skip: int) -> None:
+        """For the iterations that are asked for until `begin`."""
+        self._skip, self._latest = skip, None
+
+    def begin(self) -> bool:
+        """Lets the latest iteration make its order; False if none was asked for since `start_after`."""
+        self._skip = 0
+        if self._latest is None:
+            return False
+        self._latest.begin()
+        return True
+
+    @property
+    def drawn(self) -> int | None:
+        """How often the latest iteration has asked the other sampler; None before there is one."""
+        return None if self._latest is None else self._latest.drawn
+
+    def run_out(self) -> None:
+        """Lets the latest iteration come to its end."""
+        for _ in self._latest or ():
+            pass
+
+    def __iter__(self) -> Iterator[Any]:
+        # A loader with workers asks for an iterator twice and uses the second, so that asking alone must draw nothing.
+        self._latest = Draws(self._inner, self._skip)
+        return self._latest
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+class Draws(Iterator[Any]):
+    """One iteration of a sampler, begun by `begin` or by the first draw."""
+
+    def __init__(self, inner: Any, skip: int) -> None:
+        self._inner = inner
+        self._skip = skip
+        self._draws: Iterator[Any] | None = None
+        self._first: list[Any] = []
+        self._ended = False
+        self.drawn = 0
+
+    def begin(self) -> Iterator[Any]:
+        """Lets the sampler make its order now, and not at the first batch: it may draw from a global generator."""
+        if self._draws is None:
+            self._draws = iter(self._inner)
+            self.drawn = max(self._skip, 1)
+            if self._skip:
+                next(islice(self._draws, self._skip - 1, None), None)
+            else:
+                self._first = list(islice(self._draws, 1))
+        return self._draws
+
+    def __next__(self) -> Any:
+        draws = self.begin()
+        if self._first:
+            return self._first.pop()
+        self.drawn += not self._ended
+        try:
+            return next(draws)
+        except StopIteration:
+            self._ended = True
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class EpochStart:
+    """What an epoch's order follows from.
+
+    generators: the global ones, as `state.rng.capture` gives them; own: the loader's and the sampler's, in the order of
+    `ReplayPosition._own`. cold: workers were started in this epoch, so that their seed was drawn in it.
+    """
+
+    generators: Mapping[str, Any]
+    own: tuple[Any, ...]
+    cold: bool
+
+
+class ReplayPosition(CountedPosition):
+    """The position of a DataLoader over a map-style dataset."""
+
+    kind = "replay"
+
+    def __init__(self, loader: DataLoader[Any], reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
+        super().__init__(loader, reasons, caveats)
+        self._indices = Skipping(index_sampler(loader))
+        self._loader = _with_indices(loader, self._indices)
+        self._own = rng.generators_of(loader)
+        self._sampler_epoch = EpochOfSampler(index_sampler(loader))
+        self._order = SharedOrder.of(index_sampler(loader))
+        self._moved = False
+        """Gone on with by other ranks, or in batches of another size, and not iterated yet."""
+        self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
+        self._started_workers = False
+        self._worker_seed: Any = None
+        """With persistent workers: where the generator stood that their seed was drawn from, epochs ago. Where workers
+        are started anew in each epoch, None: each draws their seed."""
+        self._start: EpochStart | None = None
+        self._loaded: tuple[int, int] | None = None
+        self._over: int | None = None
+        """The loaded epoch, where it was saved at its end."""
+        self._drawn: int | None = None
+        """How often the loaded epoch's sampler was asked by then: workers are given more than what is delivered."""
+        self._passed_over = True
+        """The delivered batches were passed over when the iterator was made."""
+
+    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and epoch == loaded[0] and (start > 0 or loaded[1] == 0):
+            batches = self._continued(loaded[1])
+            return self._counted(epoch, batches, loaded[1] if self._passed_over else 0)
+        over, self._over = self._over, None
+        if start and epoch == over:
+            return self._at_end(epoch, start)
+        if start and not self._moved:
+            self._says(
+                "the checkpoint holds no position of this loader, so the batches were passed over in a new order"
+            )
+        self._moved = False
+        self._sampler_epoch.begin(epoch)
+        if not self._keeps_workers:
+            self._worker_seed = None
+        cold = self._keeps_workers and not self._started_workers and self._worker_seed is None
+        self._start = EpochStart(_order_generators(), self._own_states(), cold)
+        batches = self._opened(self._placed(epoch, start), cold=cold)
+        return self._counted(epoch, batches, start if self._passed_over else 0)
+
+    def _placed(self, epoch: int, delivered: int) -> int:
+        """How many batches of an epoch are to be passed over; a sampler that shares its order begins where all ranks
+        have begun."""
+        if self._order is None:
+            return delivered
+        self._order.place(epoch)
+        return max(delivered - self._order.base(epoch).batches, 0)
+
+    def _continued(self, delivered: int) -> Iterator[Any]:
+        """The rest of the loaded epoch; global generators and the loader's own end where they are now."""
+        if delivered >= (self.batches_in(self._epoch) or delivered + 1):
+            self._passed_over = True
+            self._run_out(delivered)
+            return iter(())
+        assert self._start is not None
+        now, own_now = _order_generators(), self._own_states()
+        global_rng.apply(self._start.generators)
+        self._set_own(self._start.own)
+        self._sampler_epoch.repeat()
+        batches = self._opened(self._placed(self._epoch, delivered), cold=self._start.cold)
+        global_rng.apply(now)
+        if self._drawn is None or self._drawn == self._indices.drawn:
+            self._set_own(own_now)  # else more workers, or fewer, have been given more of the order, or less
+        return batches
+
+    def run_out(self, epoch: int) -> None:
+        if self._loaded is not None and self._loaded[0] == epoch:
+            self._run_out(self._loaded[1])
+        super().run_out(epoch)
+
+    def _run_out(self, delivered: int) -> None:
+        """A sampler may draw from its generator once more where it ends. One that feeds workers has come there before
+        the last batch was delivered."""
+        start = self._start
+        has_ended = self._loader.num_workers > 0 if self._drawn is None else self._drawn > delivered
+        if start is None or has_ended or not self._own:
+            return
+        now, own_now = _order_generators(), self._own_states()
+        global_rng.apply(start.generators)
+        self._set_own(start.own)
+        self._sampler_epoch.repeat()
+        self._indices.start_after(self._placed(self._epoch, delivered))
+        iter(_without_workers(self._loader))
+        if self._indices.begin():
+            self._indices.run_out()
+        else:
+            self._set_own(own_now)
+        global_rng.apply(now)
+
+    def goes_on_after(self, epoch: int, batch: int) -> int:
+        if batch and self._loaded is not None and self._loaded[0] == epoch:
+            return self._loaded[1]
+        if batch and self._over == epoch:
+            return self.batches_in(epoch) or batch
+        return batch
+
+    def _opened(self, skip: int, *, cold: bool) -> Iterator[Any]:
+        """The loader's iterator, with everything drawn that belongs to the beginning of the epoch."""
+        self._indices.start_after(skip)
+        drawn_before = self._worker_seed is not None and not cold
+        if drawn_before and not (self._keeps_workers and self._started_workers):
+            batches = self._with_seeded_workers()
+        else:
+            if cold:
+                self._worker_seed = self._seed_source().get_state()
+            batches = iter(self._loader)
+        self._started_workers = True
+        self._passed_over = self._indices.begin()
+        if skip and not self._passed_over:
+            self._says("the loader takes its batches from elsewhere than its sampler, so the epoch starts again")
+        return batches
+
+    def _with_seeded_workers(self) -> Iterator[Any]:
+        """New workers, or none, in place of persistent ones that an earlier process had: seeded alike, and without the
+        draw that the uninterrupted run made once, epochs ago."""
+        generator = torch.Generator()
+        rng.set_generators([generator], [self._worker_seed], "data/worker_seed")
+        before = self._loader.generator
+        self._loader.generator = generator
+        try:
+            return iter(self._loader)
+        finally:
+            self._loader.generator = before
+
+    def _seed_source(self) -> torch.Generator:
+        return self._data.generator if self._data.generator is not None else torch.default_generator
+
+    def _own_states(self) -> tuple[torch.Tensor, ...]:
+        return tuple(generator.get_state() for generator in self._own)
+
+    def _set_own(self, states: tuple[Any, ...]) -> None:
+        rng.set_generators(self._own, states, "data/generators")
+
+    def batches_in(self, epoch: int) -> int | None:
+        return self.batches_per_epoch if self._order is None else self._order.batches_in(epoch)
+
+    @property
+    def elsewhere(self) -> str:
+        return super().elsewhere if self._order is None else "the data goes on in the same order, exactly"
+
+    @property
+    def _source(self) -> str:
+        return f"the order of {type(order_sampler(self._data)).__name__}"
+
+    def cursor(self, epoch: int, batch: int) -> OrderCursor | None:
+        return None if self._order is None else self._order.cursor(epoch, batch)
+
+    def move(self, moved: WorldSizeChange, cursor: OrderCursor | None, epoch: int, batch: int) -> int:
+        self._loader, self._started_workers = _with_indices(self._data, self._indices), False
+        self._moved = True
+        if self._order is not None and cursor is not None:
+            for reason in self._order.begin_at(cursor, epoch, batch):
+                self._says(reason)
+            self._caveats += self._order.steps_differ(cursor.step)
+            self._take({"epoch": epoch, "delivered": batch, "ended": False})
+            return batch
+        shared = isinstance(order_sampler(self._data), DistributedSampler)
+        here = batch * moved.saved // moved.here if shared else batch
+        self._says_moved(moved, f"the epoch goes on after {here} of this rank's batches")
+        return here
+
+    def state_dict(self) -> dict[str, Any]:
+        out = {
+            **self._progress(),
+            "generators": list(self._own_states()),
+            "worker_seed": self._worker_seed,
+            "keeps_workers": self._keeps_workers,
+            "sampler_epoch": self._sampler_epoch.seen,
+            "order_of": order_name(self._data),
+            "samples": length(self._data.dataset),
+            **EpochCut.of(self._data, self.batches_per_epoch).record(),
+        }
+        if self._order is not None:
+            out["order"] = self._order.state_dict(self._epoch, self._current.delivered)
+        # Of an epoch that is over nobody asks it, and a process that has resumed there does not know.
+        out["drawn"] = None if out["ended"] else self._indices.drawn if self._loaded is None else self._drawn
+        if self._start is not None and not out["ended"]:
+            out["start"] = {
+                "global": dict(self._start.generators),
+                "own": list(self._start.own),
+                "cold": self._start.cold,
+            }
+        return out
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if differs := order_differs(self._data, state):
+            self._says(differs)
+        if len(state["generators"]) != len(self._own):
+            self._says(
+                f"the loader has {len(self._own)} generators of its own, not {len(state['generators'])} as saved"
+            )
+            return
+        # Workers that this process has already started are let go: the saved epoch may have drawn their seed.
+        self._loader, self._started_workers = _with_indices(self._data, self._indices), False
+        self._loaded = self._over = None
+        self._set_own(tuple(state["generators"]))
+        self._sampler_epoch.seen = state["sampler_epoch"]
+        self._worker_seed = state["worker_seed"]
+        if state.get("keeps_workers", self._keeps_workers) != self._keeps_workers:
+            self._says("persistent_workers is another than it was when it was saved, so later epochs draw otherwise")
+        self._take(state)
+        if self._order is not None and "order" in state:
+            self._moved = self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
+            self._caveats += self._order.cut_anew(state["order"])
+            self._moved |= "start" not in state and not state["ended"]  # moved before, and saved before a batch
+        if "start" in state and not self._moved:
+            start: Mapping[str, Any] = state["start"]
+            # Workers that were not kept drew their seed in this epoch too, and those here are kept from now on.
+            cold = start["cold"] or (self._keeps_workers and self._worker_seed is None)
+            self._start = EpochStart(start["global"], tuple(start["own"]), cold)
+            self._loaded = state["epoch"], self._batches_before(state)
+            self._drawn = state.get("drawn") if self._loaded[1] == state["delivered"] else None
+            self._current.delivered = self._loaded[1]
+        elif state["ended"] and not self._moved:
+            self._over = state["epoch"]
+
+    def _batches_before(self, state: Mapping[str, Any]) -> int:
+        """How many of this loader's batches lie before the saved position, counted in samples."""
+        delivered: int = state["delivered"]
+        samples, batches = length(self._data.dataset), self.batches_per_epoch
+        if state["samples"] != samples:
+            self._says(f"the dataset has {samples} samples, and had {state['samples']} when it was saved")
+            batches = None  # their number says nothing of their size
+        here, saved = EpochCut.of(self._data, batches), EpochCut.saved(state)
+        differs = here.differs(saved)
+        if not differs:
+            return delivered
+        self._says(f"{differs}; {here.goes_on(saved, delivered)}")
+        return here.before(saved, delivered)
+
+
+def _with_indices(loader: DataLoader[Any], indices: Skipping) -> DataLoader[Any]:
+    """The same loader drawing from `indices`: a shallow copy, so that every setting is the user's own, those of later
+    torch versions and subclasses included."""
+    copied = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    copied.__dict__.update({name: indices, "_iterator": None})
+    return copied
+
+
+def _without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader, which draws the same when it is iterated, and starts no process."""
+    copied = copy.copy(loader)
+    copied.__dict__.update({"num_workers": 0, "persistent_workers": False, "timeout": 0, "_iterator": None})
+    return copied
+
+
+def _order_generators() -> dict[str, Any]:
+    """The global generators that an order can be drawn from: those of the host."""
+    captured = global_rng.capture()
+    return {**captured, "torch": {"cpu": captured["torch"]["cpu"]}}

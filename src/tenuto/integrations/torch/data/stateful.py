@@ -1,0 +1,245 @@
+"""Loaders that know their own position: torchdata's StatefulDataLoader, and a DataLoader over a stream with state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import BatchSampler, IterableDataset
+
+from tenuto.integrations.torch import rng
+from tenuto.integrations.torch.data.replay import EpochCut, EpochOfSampler, index_sampler, order_differs, order_name
+from tenuto.integrations.torch.data.sampler import SharedOrder
+from tenuto.state.position.positions import CountedPosition, Delivered, length
+from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
+
+
+class StatefulLoaderPosition(CountedPosition):
+    """A DataLoader with `state_dict` and `load_state_dict`: its own state, and its generator's."""
+
+    kind = "stateful loader"
+
+    def __init__(self, loader: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
+        super().__init__(loader, reasons, caveats)
+        self._has_length = not isinstance(loader.dataset, IterableDataset)
+        indices = index_sampler(loader)
+        self._sampler_epoch = EpochOfSampler(indices)
+        self._order = SharedOrder.of(indices) if self._has_length else None
+        self._samples = length(indices.sampler) if self._has_length and _counts_samples(loader) else None
+        """Samples of an epoch, where the loader's own position is counted in them and not in batches."""
+        self._cut_anew = (0, 0)
+        """Batches, and the samples in them, that were delivered in this epoch before they had the size they have."""
+        self._moved = False
+        """Gone on with from another number of ranks, and not iterated yet."""
+        self._own = rng.generators_of(loader)
+        self._loaded: tuple[int, int, bool] | None = None
+        self._order_at: dict[str, Any] = {}
+        """Where the order stood when the iterator of the loaded position was made."""
+        self._again: int | None = None
+        """The loaded epoch, where its position is of no use here."""
+
+    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        self._stand_again()
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded[0] == epoch:
+            if start and loaded[2]:
+                return self._at_end(epoch, start)
+            return self._counted(epoch, iter(self._data), loaded[1])
+        self._cut_anew = 0, 0
+        begun = self._order.base(epoch).batches if self._order is not None else 0
+        if start > begun and not self._moved:
+            self._says("the checkpoint holds no position of this loader, so the epoch starts again")
+        self._moved = False
+        if loaded is not None and not loaded[2]:
+            with rng.kept():
+                iter(self._data)  # the rest of an epoch that the training loop has left
+        self._sampler_epoch.begin(epoch)
+        if self._order is not None:
+            self._order.place(epoch)
+        return self._counted(epoch, iter(self._data), begun)
+
+    def _stand_again(self) -> None:
+        """A loop that tells its sampler the epoch has set it to the epoch's beginning since the position was loaded."""
+        if self._order is not None and self._loaded is not None and not self._loaded[2]:
+            self._order.stand(self._order_at)
+
+    def run_out(self, epoch: int) -> None:
+        loaded = self._loaded
+        if loaded is not None and loaded[0] == epoch and not loaded[2]:
+            self._stand_again()
+            with rng.kept():
+                next(iter(self._data), None)
+            self._loaded = epoch, loaded[1], True
+        super().run_out(epoch)
+
+    def batches_in(self, epoch: int) -> int | None:
+        return self.batches_per_epoch if self._order is None else self._order.batches_in(epoch)
+
+    def goes_on_after(self, epoch: int, batch: int) -> int:
+        if batch and self._again == epoch:
+            return 0
+        return self._loaded[1] if batch and self._loaded is not None and self._loaded[0] == epoch else batch
+
+    @property
+    def elsewhere(self) -> str:
+        return super().elsewhere if self._order is None else "the data goes on in the same order, exactly"
+
+    def cursor(self, epoch: int, batch: int) -> OrderCursor | None:
+        return None if self._order is None else self._order.cursor(epoch, batch)
+
+    def move(self, moved: WorldSizeChange, cursor: OrderCursor | None, epoch: int, batch: int) -> int:
+        if self._order is None or cursor is None:
+            return super().move(moved, cursor, epoch, batch)
+        self._moved = True
+        self._epoch, self._current = epoch, Delivered(iter(()), batch)
+        for reason in self._order.begin_at(cursor, epoch, batch):
+            self._says(reason)
+        self._caveats += self._order.steps_differ(cursor.step)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        self._stand_again()
+        return {
+            **self._progress(),
+            # A loader that was never iterated would make its iterator for the asking, and draw from a generator.
+            "loader": self._data.state_dict() if self._begun or self._loaded is not None else None,
+            "generators": [generator.get_state() for generator in self._own],
+            "sampler_epoch": self._sampler_epoch.seen,
+            **self._counts(),
+            **self._shared(),
+        }
+
+    def _shared(self) -> dict[str, Any]:
+        if self._order is None:
+            return {}
+        return {"order": self._order.state_dict(self._epoch, self._current.delivered)}
+
+    def _counts(self) -> dict[str, Any]:
+        """What the position is counted in."""
+        used, cut = None, EpochCut.of(self._data, self.batches_per_epoch)
+        if self._samples is not None and cut.size:
+            batches, before = self._cut_anew
+            used = min(before + (self._current.delivered - batches) * cut.size, self._samples)
+        samples = length(self._data.dataset) if self._has_length else None
+        order = {"order_of": order_name(self._data)} if self._has_length else {}
+        return {"samples": samples, **cut.record(), "used": used, **order}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if self._has_length and (other := order_differs(self._data, state)):
+            self._says(other)
+        self._sampler_epoch.seen = state["sampler_epoch"]
+        begins_there = False
+        if self._order is not None and "order" in state:
+            anew = self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
+            # What counts batches would pass over as many of another size: it begins anew there, as the order does.
+            begins_there = anew and self._samples is None
+            self._caveats += self._order.cut_anew(state["order"])
+            self._order.place(state["epoch"])
+        self._loaded = self._again = None
+        here = self._batches_before(state)
+        if state["loader"] is None or here is None or begins_there:
+            self._again = state["epoch"] if here is None else None
+            self._epoch, self._current, self._begun = state["epoch"], Delivered(iter(()), here or 0), False
+        else:
+            with rng.kept():
+                self._data.load_state_dict(state["loader"])
+                # torchdata makes an iterator from the state here, and not at the next `iter`: what that draws was drawn
+                # before. One that is at its end is replaced at `iter`, which draws what the uninterrupted run draws.
+                self._data.state_dict()
+            if self._order is not None:
+                self._order_at = self._order.standing()
+            self._take({**state, "delivered": here})
+            self._loaded = state["epoch"], here, state["ended"]
+            self._cut_anew = (0, 0) if state.get("used") is None else (here, state["used"])
+        if len(state["generators"]) == len(self._own):
+            rng.set_generators(self._own, state["generators"], "data/generators")
+        else:
+            self._says(
+                f"the loader has {len(self._own)} generators of its own, not {len(state['generators'])} as saved"
+            )
+
+    def _batches_before(self, state: Mapping[str, Any]) -> int | None:
+        """After how many of this loader's batches it goes on; None where it would count batches of another size."""
+        delivered: int = state["delivered"]
+        samples, batches = length(self._data.dataset) if self._has_length else None, self.batches_per_epoch
+        if state.get("samples", samples) != samples:
+            self._says(f"the dataset has {samples} samples, and had {state['samples']} when it was saved")
+            batches = None  # their number says nothing of their size
+        here, saved = EpochCut.of(self._data, batches), EpochCut.saved(state)
+        differs = here.differs(saved) if self._order is None else ""  # an order that is shared is counted in samples
+        if not differs or not delivered:
+            return delivered
+        if state["ended"] or saved.ends(delivered):
+            self._says(differs)
+            return here.batches or delivered
+        if not self._has_length:
+            self._says(f"{differs}; a stream without a state of its own is passed over in batches")
+            return delivered
+        if here.batches is None or here.size is None or self._samples is None or state.get("used") is None:
+            self._says(f"{differs}, and {self._source} counts batches: the epoch begins again")
+            return None
+        self._says(f"{differs}; the epoch goes on from the same sample")
+        rest: int = max(self._samples - state["used"], 0)
+        return here.batches - (rest // here.size if self._data.batch_sampler.drop_last else -(-rest // here.size))
+
+
+def _counts_samples(loader: Any) -> bool:
+    """Whether a loader's own position is the number of samples drawn. torchdata's is where its own batch sampler cuts
+    them; another's batches it passes over one by one, and so the last few where workers tell their state now and then.
+    """
+    indices = index_sampler(loader)
+    its_own = isinstance(indices, BatchSampler) and type(indices).__module__.partition(".")[0] == "torchdata"
+    return its_own and (loader.num_workers == 0 or getattr(loader, "snapshot_every_n_steps", 1) == 1)
+
+
+class StreamPosition(CountedPosition):
+    """A DataLoader over an IterableDataset with a state_dict, read in this process: the dataset's state after whole
+    batches is the position."""
+
+    kind = "stream"
+    _has_length = False  # torch's own documentation calls the length of a loader over a stream a guess
+
+    def __init__(self, loader: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
+        super().__init__(loader, reasons, caveats)
+        self._own = rng.generators_of(loader)
+        self._loaded: tuple[int, bool] | None = None
+        self._batches: Iterator[Any] = iter(())
+
+    def iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or loaded[0] != epoch or not start:
+            self._batches = iter(self._data)
+        elif loaded[1]:
+            self._batches = iter(())
+            return self._at_end(epoch, start)
+        else:
+            own = [generator.get_state() for generator in self._own]
+            with rng.kept():
+                self._batches = iter(self._data)
+            rng.set_generators(self._own, own, "data/generators")
+        return self._counted(epoch, self._batches, start)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **self._progress(),
+            "dataset": self._data.dataset.state_dict(),
+            "read": self._read(),
+            "generators": [generator.get_state() for generator in self._own],
+            "batch_size": EpochCut.of(self._data, None).size,
+        }
+
+    def _read(self) -> bool:
+        """Whether the last batch was cut short by the stream's end: a dataset may then stand at its beginning again."""
+        if self._loaded is not None:
+            return self._loaded[1]
+        return bool(getattr(getattr(self._batches, "_dataset_fetcher", None), "ended", False))
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._take(state)
+        self._data.dataset.load_state_dict(state["dataset"])
+        differs = EpochCut.of(self._data, None).differs(EpochCut.saved(state))
+        if differs:
+            self._says(f"{differs}; the stream goes on from the same sample")
+        if len(state["generators"]) == len(self._own):
+            rng.set_generators(self._own, state["generators"], "data/generators")
+        self._loaded = state["epoch"], state["read"] or (state["ended"] and state["delivered"] > 0)

@@ -1,0 +1,358 @@
+"""Copying tensors into host memory: as torch does it itself, with its own threads, streams and kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tenuto.model.leaf import LeafSpec
+from tenuto.state.contract import Bound, Buffer
+from tenuto.state.update_barrier import LateCopies, LateLeaf
+
+# --------------------------------------------------------------------------------------------------
+# Copies that run beside training, behind a fence: by a thread on the host, on a stream of their own on an accelerator.
+#
+# The accelerator's half has been run against fakes only, on no device yet.
+
+HOST_STEP: Final = 4 << 20
+DEVICE_STEP: Final = 32 << 20
+"""Bytes of one copy: how long somebody in a hurry waits for it, and how much memory of a device a comparison takes."""
+
+_compare = ctypes.CDLL(None).memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_compare.restype = ctypes.c_int
+
+
+_wholes: Final[MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]]] = WeakIdKeyDictionary()
+"""A local tensor -> the DTensor that it is the memory of, weakly."""
+
+
+class _Parts(Protocol):
+    def copy_part(self, source: Any, leaf: int, start: int, stop: int) -> None: ...
+
+
+def count_with(local: torch.Tensor, whole: torch.Tensor) -> None:
+    """From now on what is done in place to a DTensor counts as a change of its local tensor: torch counts it at the
+    DTensor alone, and writes the local tensor below what counts."""
+    _wholes[local] = weakref.ref(whole)
+
+
+def hold(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and the same count of changes, also when the tensor is given other memory through `.data`."""
+    held = tensor.detach()
+    if _wholes and (whole := _wholes.get(tensor)) is not None:
+        held._tenuto_whole = whole()  # type: ignore[attr-defined]
+    return held
+
+
+def version(held: torch.Tensor) -> int:
+    """How often the memory was changed in place, as far as torch counts it."""
+    whole = getattr(held, "_tenuto_whole", None)
+    return int(held._version + (whole._version if whole is not None else 0))
+
+
+def can_wait(tensor: torch.Tensor) -> bool:
+    """Whether parts of the tensor's bytes can be copied later, and its changes in place are counted."""
+    return bool(
+        tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_inference()
+        and tensor.numel()
+    )
+
+
+class HostCopies:
+    """Parts that the calling thread copies."""
+
+    def __init__(
+        self, bound: _Parts, views: Sequence[Buffer], parts: Sequence[LateLeaf], watched: Sequence[LateLeaf]
+    ) -> None:
+        self._bound = bound
+        self._views = views
+        self._parts = parts
+        self._watched = watched
+
+    def copy(self, number: int) -> None:
+        self._bound.copy_part(*self._parts[number])
+
+    def unchanged(self) -> Sequence[bool]:
+        return compare_on_host(self._views, self._watched)()
+
+    def order(self) -> bool:
+        return False
+
+
+def compare_on_host(views: Sequence[Buffer], parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
+    """Compares at once, bit for bit (a NaN equals itself), without holding the interpreter."""
+    found = [
+        _compare(held.data_ptr() + start, views[leaf].ctypes.data + start, stop - start) == 0
+        for held, leaf, start, stop in parts
+    ]
+    return lambda: found
+
+
+class DeviceCopies:
+    """Parts that a stream of their own copies, once what was asked for before has been done.
+
+    The host waits only where it is told to (`copy`); `order` makes the current stream wait.
+    """
+
+    def __init__(
+        self, device: torch.device, views: Sequence[Buffer], parts: Sequence[LateLeaf], watched: Sequence[LateLeaf]
+    ) -> None:
+        self._device = device
+        self._events: list[Any] = []
+        with torch.no_grad(), torch.cuda.device(device):
+            before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            before.record(torch.cuda.current_stream(device))
+            stream = _side_stream(device)
+            stream.wait_event(before)
+            with torch.cuda.stream(stream):
+                for held, leaf, start, stop in parts:
+                    held.record_stream(stream)  # its memory is given to nobody else while this stream reads it
+                    target = torch.from_numpy(views[leaf][start:stop])
+                    target.copy_(as_bytes(held)[start:stop], non_blocking=True)
+                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    done.record(stream)
+                    self._events.append(done)
+                self.unchanged = compare_on_device(device, views, watched) if watched else lambda: ()
+                last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                last.record(stream)
+                self._last = last
+
+    def copy(self, number: int) -> None:
+        self._events[number].synchronize()
+
+    def order(self) -> bool:
+        torch.cuda.current_stream(self._device).wait_event(self._last)
+        return True
+
+
+def compare_on_device(
+    device: torch.device, views: Sequence[Buffer], parts: Sequence[LateLeaf]
+) -> Callable[[], Sequence[bool]]:
+    """The image's parts go to the device and are compared there, in the order of the current stream."""
+    with torch.no_grad(), torch.cuda.device(device):
+        unequal = []
+        for held, leaf, start, stop in parts:
+            image = torch.from_numpy(views[leaf][start:stop]).to(device, non_blocking=True)
+            unequal.append((image != as_bytes(held)[start:stop]).any())
+        found = torch.stack(unequal)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(device))
+
+    def verdict() -> Sequence[bool]:
+        done.synchronize()
+        return [not one for one in found.tolist()]
+
+    return verdict
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    """One for each device: saves follow one another."""
+    found = _streams.get(device)
+    if found is None:
+        found = _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return found
+
+
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
+    str(kind)[6:]: kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)
+}
+QUANTISED: Final = frozenset(name for name in TORCH_DTYPES if name.startswith(("qint", "quint")))
+OPAQUE: Final = frozenset(
+    kind
+    for name, kind in TORCH_DTYPES.items()
+    if name.startswith(("bits", "float4", "int", "uint")) and name not in
+    {"int8", "int16", "int32", "int64", "int", "uint8", "uint16", "uint32", "uint64"}
+)  # fmt: skip
+"""Types that torch has no copy kernel for: copied as the bytes that they are."""
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or, of a type that torch cannot copy, its bytes in integers of the same size."""
+    if tensor.dtype not in OPAQUE:
+        return tensor
+    return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
+
+
+def over(view: Buffer, kind: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor whose memory is `view` (writable, of the right length)."""
+    if not view.size:
+        return torch.empty(tuple(shape), dtype=kind)
+    flat = torch.frombuffer(view, dtype=kind)
+    return flat if len(shape) == 1 else flat.view(tuple(shape))
+
+
+def writable(data: Buffer) -> Buffer:
+    """The same bytes as an array that torch takes without a warning; whoever asks does not write them."""
+    if data.flags.writeable:
+        return data
+    same: Buffer = np.ndarray((data.size,), np.uint8, (ctypes.c_uint8 * data.size).from_address(data.ctypes.data))  # type: ignore[arg-type]
+    return same
+
+
+class TorchBound:
+    """Destinations in host memory for tensors of one device."""
+
+    late_step = HOST_STEP
+    on_device = False
+
+    def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> None:
+        kinds = {name: TORCH_DTYPES[name] for name in {spec.dtype for spec in specs}}
+        self._targets = [over(view, kinds[spec.dtype], spec.shape) for spec, view in zip(specs, views, strict=True)]
+        self._views = views
+        self._opaque = not OPAQUE.isdisjoint(kinds.values())
+        if self._opaque:
+            self._targets = [raw(target) for target in self._targets]
+
+    def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
+        targets = self._targets
+        with torch.no_grad():
+            if self._opaque:
+                for leaf in range(start, stop):
+                    targets[leaf].copy_(raw(sources[leaf]))
+                return
+            for leaf in range(start, stop):
+                targets[leaf].copy_(sources[leaf])
+
+    def copy_part(self, source: Any, leaf: int, start: int, stop: int) -> None:
+        # In this thread alone: parts are copied while another thread writes, and torch's threads wait for each other.
+        content = raw(source).detach().reshape(-1).view(torch.uint8).numpy()
+        np.positive(content[start:stop], out=self._views[leaf][start:stop])
+
+    def splits(self, source: Any) -> bool:
+        return bool(
+            source.device.type == "cpu"  # of no other device is the address one of this process's memory
+            and source.is_contiguous()
+            and not source.is_conj()
+            and not source.is_neg()
+            and source.numel()
+        )
+
+    def wait(self) -> None:
+        pass
+
+    def can_wait(self, source: Any) -> bool:
+        return bool(source.device.type == "cpu" and can_wait(source))
+
+    def hold(self, source: Any) -> Any:
+        return hold(source)
+
+    def version(self, held: Any) -> int:
+        return version(held)
+
+    def late(self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = ()) -> LateCopies:
+        return HostCopies(self, self._views, parts, watched)
+
+    def compare(self, parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
+        return compare_on_host(self._views, parts)
+
+
+class AcceleratorBound(TorchBound):
+    """Destinations for tensors of an accelerator: copies are queued on the current stream and run beside the host.
+
+    The image is registered with the driver as pinned memory where that succeeds; else torch copies through its own
+    staging memory, which is correct and slower.
+    """
+
+    late_step = DEVICE_STEP
+    on_device = True
+
+    def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer], device: torch.device) -> None:
+        super().__init__(specs, views)
+        self._device = device
+        self._events: list[Any] = []
+        _pin(self, views)
+
+    def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
+        targets = self._targets
+        with torch.no_grad(), torch.cuda.device(self._device):
+            for leaf in range(start, stop):
+                # A bit left to the copy would be applied to the host's bytes at once, before they have arrived.
+                targets[leaf].copy_(raw(sources[leaf]).resolve_conj().resolve_neg(), non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+
+    def splits(self, source: Any) -> bool:
+        return False
+
+    def can_wait(self, source: Any) -> bool:
+        return can_wait(source)
+
+    def late(self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = ()) -> LateCopies:
+        return DeviceCopies(self._device, self._views, parts, watched)
+
+    def compare(self, parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
+        return compare_on_device(self._device, self._views, parts)
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+        self._events.clear()
+
+
+_pinned: dict[int, int] = {}
+"""Begin -> end of what this process has registered: registering twice is an error that the driver would report later,
+at a call that has nothing to do with it."""
+
+
+def _pin(owner: AcceleratorBound, views: Sequence[Buffer]) -> None:
+    held = [view for view in views if view.size]
+    if not held:
+        return
+    begin = min(view.ctypes.data for view in held) & ~4095
+    end = max(view.ctypes.data + view.size for view in held)
+    if any(begin < other_end and other_begin < end for other_begin, other_end in _pinned.items()):
+        return
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(begin, end - begin, 0)) == 0:
+        _pinned[begin] = end
+        weakref.finalize(owner, _unpin, begin)
+
+
+def _unpin(begin: int) -> None:
+    _pinned.pop(begin, None)
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.cudart().cudaHostUnregister(begin)  # type: ignore[no-untyped-call]
+
+
+class TorchDevice:
+    """Copies tensors of one torch device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.name = f"torch {device}"
+        self.space = str(device)
+
+    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> Bound:
+        if self._device.type == "cuda":
+            return AcceleratorBound(specs, views, self._device)
+        return TorchBound(specs, views)
+
+
+_devices: dict[torch.device, TorchDevice] = {}
+
+
+def device_of(device: torch.device) -> TorchDevice:
+    """What copies tensors of this device; one for each, so that leaves of one are copied together."""
+    found = _devices.get(device)
+    if found is None:
+        found = _devices.setdefault(device, TorchDevice(device))
+    return found

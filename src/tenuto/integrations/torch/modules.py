@@ -1,0 +1,468 @@
+"""Modules <-> entries: what state_dict() says, under names without wrappers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from tenuto.errors import StateError, StateMismatch
+from tenuto.integrations.torch import tensors
+from tenuto.integrations.torch.ddp_replicas import DDPReplicas, replicas
+from tenuto.integrations.torch.meta import device_after, materialise, materialise_part, plans
+from tenuto.integrations.torch.sharded import layout_like, made_like
+from tenuto.integrations.torch.tensors import WatchedTensors
+from tenuto.integrations.torch.wrappers import own_tensors, places
+from tenuto.model.paths import escape, join
+from tenuto.model.records import Json
+from tenuto.state.declarations import Shard, ShardLayout, attached
+from tenuto.state.encode.walker import StateWalker, StructureChanged
+from tenuto.state.frameworks import Refresh, type_name
+from tenuto.state.restore.match import refuse_unmatched
+from tenuto.state.restore.restorer import MODULES, Restorer, Thunk
+from tenuto.state.tree import KEYED, LEAVES, ROOT, items, kind_of, name_of
+
+# --------------------------------------------------------------------------------------------------
+# FSDP2 (`fully_shard`): its hooks around state_dict only put parameters back into their shards, and need not be asked
+# for what they are there for.
+
+_HOME: Final = "torch.distributed.fsdp._fully_shard"
+
+
+def is_its_own(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_HOME)
+
+
+def others(hooks: Iterable[Any]) -> bool:
+    """Whether any of these hooks is somebody else's."""
+    return any(not is_its_own(hook) for hook in hooks)
+
+
+def settling(module: nn.Module) -> list[Callable[[], Any]]:
+    """What puts the module's parameters back into their shards, where a forward pass has left them gathered. No rank
+    waits for another."""
+    return [
+        _called(hook, one)
+        for one in module.modules()
+        for hook in one._state_dict_pre_hooks.values()
+        if is_its_own(hook)
+    ]
+
+
+def _called(hook: Callable[..., Any], module: nn.Module) -> Callable[[], Any]:
+    return lambda: hook(module, "", False)
+
+
+def settle(module: nn.Module) -> None:
+    for put_back in settling(module):
+        put_back()
+
+
+def loaded(module: nn.Module) -> None:
+    """What FSDP2 does after load_state_dict: it looks at the memory that its parameters have now."""
+    for one in module.modules():
+        for hook in list(one._load_state_dict_post_hooks.values()):
+            if is_its_own(hook):
+                hook(one, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Modules that load in their own way: they get what they saved, and decide.
+
+
+def through_load_state_dict(
+    module: nn.Module, node: Json, theirs: dict[str, Json], found: list[ModuleEntry], *, path: str, restorer: Restorer
+) -> None:
+    """Plans load_state_dict(), which decides; what it says that it lacks, or has no place for, is taken over."""
+    keys = {one.name: one.key for one in found}
+    present = {one.name: one.value for one in found}
+    state: OrderedDict[str, Thunk] = OrderedDict()
+    unfit: set[str] = set()
+    for name, child in theirs.items():
+        where = join(path, escape(name))
+        if not restorer.takes(where):
+            continue
+        ours = present.get(name)
+        if isinstance(ours, torch.Tensor) and kind_of(child) in LEAVES and not _fits(ours, child, where, restorer):
+            unfit.add(keys[name])
+            continue
+        layout = layout_like(ours, where) if isinstance(ours, torch.Tensor) and kind_of(child) in LEAVES else None
+        if layout is not None and not restorer.private:
+            state[keys.get(name, name)] = _part(ours, layout, child, where, restorer)
+            continue
+        if isinstance(ours, torch.Tensor) and ours.is_meta and kind_of(child) in LEAVES:
+            number, spec = restorer.spec(child, where)
+            materialise(ours, number, spec, where, restorer)
+        restorer.restored.append(where)
+        device = ours.device if isinstance(ours, torch.Tensor) and not ours.is_meta else restorer.device
+        with restorer.on(device):
+            state[keys.get(name, name)] = restorer.rebuild(bare(child), where, ours)
+    metadata = _metadata_for(module, node)
+    paths = {keys.get(name, name): join(path, escape(name)) for name in (*keys, *theirs)}
+
+    def load() -> None:
+        said = _load(module, state, metadata, path, restorer)
+        where = [[paths.get(key) or join(path, escape(key)) for key in getattr(said, name, ()) if key not in unfit]
+                 for name in ("missing_keys", "unexpected_keys")]  # fmt: skip
+        _take_over(where[0], where[1], restorer)
+
+    restorer.later(path, load, MODULES)
+
+
+def _take_over(missing: Sequence[str], unexpected: Sequence[str], restorer: Restorer) -> None:
+    """Strictness and the report, by what a module has found as it loaded."""
+    asked_for = [where for where in missing if restorer.selection.takes(where)]
+    if restorer.strict and not restorer.selection.everything:
+        refuse_unmatched(() if restorer.apart else unexpected, asked_for)
+    restorer.missing.extend(asked_for)
+    restorer.unexpected.extend(unexpected)
+    if unexpected:
+        aside = {*unexpected}
+        restorer.restored[:] = [where for where in restorer.restored if where not in aside]
+
+
+def _part(ours: Any, layout: ShardLayout, child: Json, path: str, restorer: Restorer) -> Thunk:
+    """What load_state_dict() gets for a part of a global tensor: this rank's part, as the module's own is one."""
+    if ours.is_meta:
+        materialise_part(ours, layout, restorer.spec(child, path)[0], path, restorer)
+    else:
+        restorer.restored.append(path)
+    with restorer.on(device_after(ours, restorer)):
+        made = made_like(ours, layout, child, path, restorer)
+    restorer.created.pop()
+    return made
+
+
+def _fits(ours: torch.Tensor, child: Json, path: str, restorer: Restorer) -> bool:
+    if tensors.is_lazy(ours):
+        return True
+    _, spec = restorer.spec(child, path)
+    layout = attached(ours)
+    shape = tuple(ours.shape) if layout is None or restorer.private else layout.whole
+    if spec.shape == shape and spec.dtype == str(ours.dtype)[6:]:
+        return True
+    restorer.mismatch(ours, path, f"{spec.dtype} {list(spec.shape)}", tensors.words(ours))
+    return False
+
+
+def _load(
+    module: nn.Module, thunks: Mapping[str, Thunk], metadata: Mapping[str, Any], path: str, restorer: Restorer
+) -> Any:
+    """What load_state_dict() returns."""
+    state = OrderedDict((key, thunk()) for key, thunk in thunks.items())
+    state._metadata = metadata  # type: ignore[attr-defined]
+    try:
+        if overrides(module, "load_state_dict") and not _takes_strict(module):
+            return module.load_state_dict(state)
+        return module.load_state_dict(state, strict=restorer.strict and restorer.selection.everything)
+    except RuntimeError as error:
+        raise StateMismatch(f"{path or ROOT}: load_state_dict() refused: {error}", subject=path) from error
+
+
+def _takes_strict(module: nn.Module) -> bool:
+    import inspect
+
+    parameters = inspect.signature(module.load_state_dict).parameters.values()
+    return any(one.name == "strict" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+def _metadata_for(module: nn.Module, node: Json) -> OrderedDict[str, Any]:
+    from tenuto.state.restore.rebuild import plain
+
+    saved = {name_of(prefix): plain(said) for prefix, said in items(node, "meta")} if "meta" in node else {}
+    found: OrderedDict[str, Any] = OrderedDict()
+    for place in places(module):
+        found[place.raw.rstrip(".")] = saved.get(place.canonical.rstrip("."), {"version": 1})
+    return found
+
+
+_EXTRA: Final = "_extra_state"
+_FLAGS: Final = ("param", "buffer", "grad")
+
+
+def overrides(module: nn.Module, *names: str) -> bool:
+    """Whether the class has its own version of a method; torch's own classes are known to keep to the rules."""
+    for name in names:
+        for base in type(module).__mro__:
+            if name in vars(base):
+                if base is not nn.Module and not base.__module__.startswith("torch.nn.modules."):
+                    return True
+                break
+    return False
+
+
+def _saves_its_own_way(module: nn.Module) -> bool:
+    hooks = bool(module._state_dict_hooks) or others(module._state_dict_pre_hooks.values())
+    return hooks or overrides(module, "state_dict", "_save_to_state_dict", "get_extra_state") or _has_extra(module)
+
+
+def _has_extra(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _loads_its_own_way(module: nn.Module) -> bool:
+    before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+    hooks = (before or after) and others([*before.values(), *after.values()])
+    return bool(hooks) or overrides(module, "load_state_dict", "_load_from_state_dict")
+
+
+@dataclass(slots=True)
+class ModuleEntry:
+    """One entry of state_dict(): its key there, its canonical name, and the module's own tensor where it is that."""
+
+    key: str
+    name: str
+    value: Any
+    own: bool
+
+
+def entries(module: nn.Module, path: str) -> tuple[list[ModuleEntry], Mapping[str, Any]]:
+    """What state_dict() says, and its metadata by canonical module prefix.
+
+    A tree of modules that all save in torch's own way need not be asked: their state is their tensors, in order.
+    """
+    if is_plain(module):
+        metadata = {place.canonical.rstrip("."): {"version": place.module._version} for place in places(module)}
+        return [
+            ModuleEntry(raw, name, tensor, True) for raw, name, tensor, kept in own_tensors(module) if kept
+        ], metadata
+    return _asked(module, path)
+
+
+def is_plain(module: nn.Module) -> bool:
+    return not any(_saves_its_own_way(place.module) for place in places(module) if not place.wrapper)
+
+
+def _asked(module: nn.Module, path: str) -> tuple[list[ModuleEntry], Mapping[str, Any]]:
+    state = module.state_dict()
+    if not isinstance(state, Mapping):
+        raise StateError(f"{path or ROOT}: state_dict() of {type_name(type(module))} is no mapping", subject=path)
+    by_raw, by_name = {}, {}
+    for raw, name, tensor, kept in own_tensors(module):
+        if kept:
+            by_raw[raw], by_name[name] = (name, tensor), tensor
+    prefixes = sorted(((place.raw, place.canonical) for place in places(module)), key=lambda pair: -len(pair[0]))
+    found: list[ModuleEntry] = []
+    for key, value in state.items():
+        name = by_raw[key][0] if key in by_raw else key if key in by_name else _canonical(key, prefixes)
+        own = by_name.get(name)
+        same = own is not None and isinstance(value, torch.Tensor) and _same(value, own)
+        found.append(ModuleEntry(key, name, own if same else value, same))
+    canonical = {raw.rstrip("."): name.rstrip(".") for raw, name in prefixes}
+    metadata = getattr(state, "_metadata", None) or {}
+    return found, {canonical.get(raw, raw): said for raw, said in metadata.items()}
+
+
+def _canonical(key: Any, prefixes: list[tuple[str, str]]) -> str:
+    if not isinstance(key, str):
+        raise StateError(f"a module's state_dict() has the key {key!r}, which is no string", subject=repr(key))
+    return next(canonical + key[len(raw) :] for raw, canonical in prefixes if key.startswith(raw))
+
+
+def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether an entry is the module's own tensor (as state_dict() gives it: detached)."""
+    if value is own:
+        return True
+    if value.layout is not torch.strided or own.layout is not torch.strided or value.is_meta != own.is_meta:
+        return value.layout is own.layout and type(value) is not torch.Tensor
+    if tensors.is_lazy(own):
+        return False
+    if value.shape != own.shape or value.dtype is not own.dtype or value.stride() != own.stride():
+        return False
+    return own.is_meta or type(value) is not torch.Tensor or value.data_ptr() == own.data_ptr()
+
+
+# -- down -------------------------------------------------------------------------------------------------------
+
+
+def encode(module: nn.Module, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
+    put_back = settling(module)
+    for put in put_back:
+        put()
+    cells = _Cells(module, path)
+    found, metadata = entries(module, path)
+    said = {"!": "module", "type": type_name(type(module)), "meta": _metadata_node(metadata, writer, path)}
+    same = replicas([module])
+    dense = not same.buffers and all(one.own and _is_ordinary(one.value) for one in found)
+    plain = is_plain(module)
+    if not (dense and plain):
+        known = found if plain else None
+        return {**said, "i": _pairs(found, path, writer, same)}, _again(cells, said, same, put_back, known)
+    looks = WatchedTensors()
+    values = [one.value for one in found]
+    pairs = []
+    for one in found:
+        with _placed(one.value, same, writer):
+            pairs.append([one.name, looks.first(one.value, join(path, escape(one.name)), writer)])
+    node = {**said, "i": pairs}
+
+    def refresh(again: nn.Module, replay: StateWalker) -> Json:
+        cells.check(again)
+        looks.again(replay, values)
+        return node
+
+    return node, refresh
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensors.is_subclass(tensor) and attached(tensor) is None
+
+
+def _placed(tensor: Any, same: DDPReplicas, writer: StateWalker) -> AbstractContextManager[None]:
+    return writer.placed("replicated") if id(tensor) in same.parameters else _ANYWHERE
+
+
+_ANYWHERE: Final = nullcontext()
+
+
+def _pairs(found: list[ModuleEntry], path: str, writer: StateWalker, same: DDPReplicas) -> list[Json]:
+    names: set[str] = set()
+    for one in found:
+        if one.name in names:
+            raise StateError(f"{join(path, escape(one.name))}: two entries of a module have this name", subject=path)
+        names.add(one.name)
+    pairs: list[Json] = []
+    for one in found:
+        layout = same.layout(one.value) if one.own and attached(one.value) is None else None
+        with _placed(one.value, same, writer):
+            value = one.value if layout is None else Shard(one.value, layout)
+            pairs.append([one.name, writer.encode(value, join(path, escape(one.name)))])
+    return pairs
+
+
+def _again(
+    cells: _Cells,
+    said: dict[str, Json],
+    same: DDPReplicas,
+    put_back: Sequence[Callable[[], Any]],
+    known: list[ModuleEntry] | None,
+) -> Refresh:
+    """For modules of which each value must be asked again; where `known` is None their state_dict() too. A tree of
+    modules that save in torch's own way has the same entries as long as everything sits where it sat."""
+
+    def refresh(again: nn.Module, replay: StateWalker) -> Json:
+        for put in put_back:
+            put()
+        cells.check(again)
+        if known is not None:
+            return {**said, "i": _pairs(known, cells.path, replay, same)}
+        found, metadata = entries(again, cells.path)
+        pairs = _pairs(found, cells.path, replay, same)
+        return {**said, "meta": _metadata_node(metadata, replay, cells.path), "i": pairs}
+
+    return refresh
+
+
+def _metadata_node(metadata: Mapping[str, Any], writer: StateWalker, path: str) -> Json:
+    """state_dict()'s metadata where it says more than that a module is of version 1."""
+    return [[prefix, writer.closed(said, path)] for prefix, said in metadata.items() if said != {"version": 1}]
+
+
+class _Cells:
+    """Which tensors and modules sit where, by identity."""
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        self.path = path
+        self._module = module
+        self._cells: list[tuple[dict[str, Any], tuple[tuple[str, Any], ...]]] = []
+        self._others: list[tuple[Any, int]] = []
+        for place in places(module):
+            one = place.module
+            self._cells += [
+                (held, tuple(held.items())) for held in (one._parameters, one._buffers, one._modules) if held
+            ]
+            empty = [held for held in (one._parameters, one._buffers, one._modules) if not held]
+            counted = [*empty, one._non_persistent_buffers_set, one._state_dict_hooks, one._state_dict_pre_hooks]
+            self._others += [(held, len(held)) for held in counted]
+
+    def check(self, module: nn.Module) -> None:
+        """Raises Changed where anything is not what it was."""
+        if module is not self._module:
+            raise StructureChanged
+        for held, size in self._others:
+            if len(held) != size:
+                raise StructureChanged
+        for cell, known in self._cells:
+            if len(cell) != len(known):
+                raise StructureChanged
+            for name, value in known:
+                if cell.get(name, cell) is not value:
+                    raise StructureChanged
+
+
+# -- back -------------------------------------------------------------------------------------------------------
+
+
+def restore(module: nn.Module, node: Json, path: str, restorer: Restorer) -> Thunk:
+    kind = kind_of(node)
+    if kind != "module" and kind not in KEYED:
+        return restorer.mismatch(module, path, restorer.words(node), f"a module ({type_name(type(module))})")
+    theirs = {name_of(key): child for key, child in items(node)}
+    settle(module)
+    found, _ = entries(module, path)
+    direct = all(one.own or one.name.rpartition(".")[2] == _EXTRA for one in found)
+    if not direct or any(_loads_its_own_way(place.module) for place in places(module) if not place.wrapper):
+        pass
+
+        through_load_state_dict(module, node, theirs, found, path=path, restorer=restorer)
+    else:
+        _in_place(module, theirs, found, path, restorer)
+        restorer.later(path, lambda: loaded(module), MODULES)
+    _check_meta(module, path, restorer)
+    return lambda: module
+
+
+def _in_place(
+    module: nn.Module, theirs: dict[str, Json], found: list[ModuleEntry], path: str, restorer: Restorer
+) -> None:
+    for one in found:
+        where = join(path, escape(one.name))
+        if not restorer.takes(where):
+            theirs.pop(one.name, None)
+        elif one.name not in theirs:
+            restorer.missing.append(where)
+        elif one.own:
+            tensors.restore(one.value, theirs.pop(one.name), where, restorer)
+        else:
+            _extra(module, one, theirs.pop(one.name), where, restorer)
+    _left_over(theirs, path, restorer)
+
+
+def _left_over(theirs: dict[str, Json], path: str, restorer: Restorer) -> None:
+    restorer.unexpected.extend(where for name in theirs if restorer.takes(where := join(path, escape(name))))
+
+
+def _extra(module: nn.Module, one: ModuleEntry, node: Json, path: str, restorer: Restorer) -> None:
+    """Extra state: whatever the module's class makes of it."""
+    raw = one.key[: -len(_EXTRA)]
+    owner = next(place.module for place in places(module) if place.raw == raw)
+    value = restorer.rebuild(bare(node), path, one.value)
+    restorer.restored.append(path)
+    restorer.later(path, lambda: owner.set_extra_state(value()), MODULES)
+
+
+def _check_meta(module: nn.Module, path: str, restorer: Restorer) -> None:
+    taken = plans(restorer).taken
+    for _, name, tensor, _ in own_tensors(module):
+        if tensor.is_meta and id(tensor) not in taken:
+            restorer.faults.append(f"{join(path, escape(name))}: a meta tensor that no leaf of the checkpoint fills")
+
+
+def fresh(node: Json, path: str, restorer: Restorer) -> Thunk:
+    """A module's entries where there is no module: a dictionary as state_dict() gives it."""
+    thunks = {
+        name_of(key): restorer.rebuild(bare(child), join(path, escape(name_of(key)))) for key, child in items(node)
+    }
+    return lambda: {name: thunk() for name, thunk in thunks.items()}
+
+
+def bare(node: Json) -> Json:
+    """A leaf's node as state_dict() would give it: a plain tensor."""
+    if isinstance(node, dict) and node.get("!") in (*LEAVES, "sparse"):
+        return {key: value for key, value in node.items() if key not in _FLAGS}
+    return node

@@ -1,0 +1,1 @@
+"""Optimizers as leaves and values, and the way back."""

@@ -1,0 +1,499 @@
+"""Nodes -> optimizers: state found by parameter, filled in place where it is, made where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tenuto.errors import CorruptionError
+from tenuto.integrations.torch import tensors
+from tenuto.integrations.torch.device import TORCH_DTYPES
+from tenuto.integrations.torch.meshes import is_dtensor, local_of
+from tenuto.integrations.torch.meta import device_after
+from tenuto.integrations.torch.optimizers.encode import its_own_way, located
+from tenuto.integrations.torch.sharded import layout_like, made_like, restore_shard, whole_like
+from tenuto.model.paths import join
+from tenuto.model.records import Json
+from tenuto.state.declarations import Shard, attached
+from tenuto.state.frameworks import type_name
+from tenuto.state.restore.entries import key_node
+from tenuto.state.restore.restorer import OPTIMIZERS, Restorer, Thunk
+from tenuto.state.restore.selection import Selection
+from tenuto.state.tree import KEYED, LEAVES, ROOT, is_part, items, kind_of, name_of, segment, sequence, walk
+
+# --------------------------------------------------------------------------------------------------
+# What include= and exclude= leave of an optimizer as it is, where the rest of it is restored.
+
+
+class KeptState:
+    """Of the optimizer at `path`. `names`: the paths of its parameters, by identity."""
+
+    def __init__(self, path: str, names: Mapping[int, str], selection: Selection) -> None:
+        self._path = path
+        self._names = names
+        self._selection = selection
+        self._left: set[int] = set()
+        """The identities of parameters whose state stays, whatever is selected."""
+
+    def leave(self, parameter: torch.Tensor) -> None:
+        """The state of a parameter stays as it is."""
+        self._left.add(id(parameter))
+
+    def entries(self, path: str, present: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The entries at `path` of which nothing is restored."""
+        if self._selection.everything:
+            return {}
+        return {key: value for key, value in present.items() if not self._takes(value, _below(path, key))}
+
+    def _takes(self, value: Any, path: str) -> bool:
+        if type(value) is dict and value:
+            return any(self._takes(one, _below(path, key)) for key, one in value.items())
+        return self._selection.takes(path)
+
+    def of_no_parameter(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        return self.entries(join(self._path, "other"), others)
+
+    def of(self, parameter: torch.Tensor, present: Any) -> dict[Any, Thunk] | Thunk | None:
+        """Of the state of a parameter; None for nothing."""
+        path = join(join(self._path, "state"), self._names[id(parameter)])
+        if id(parameter) in self._left and present is not None:
+            return constants(present) if type(present) is dict else _constant(present)
+        if type(present) is dict:
+            return constants(self.entries(path, present)) or None
+        return None if present is None or self._selection.takes(path) else _constant(present)
+
+    def carry_over(self, said: dict[str, Any], optimizer: Optimizer, groups: Sequence[int | None]) -> None:
+        """Adds it to what `load_state_dict()` is given, which replaces all that the optimizer has. `groups`: None for a
+        group that the checkpoint has nothing of."""
+        if self._selection.everything and None not in groups and not self._left:
+            return
+        now = optimizer.state_dict()
+        state, said_groups = now.pop("state"), now.pop("param_groups")
+        said.update(self.entries(self._path, now))
+        for number, (group, present) in enumerate(zip(optimizer.param_groups, said_groups, strict=True)):
+            options = said["param_groups"][number]
+            where = f"{self._path}/param_groups/{number}"
+            stays = present if groups[number] is None else self.entries(where, present)
+            said["param_groups"][number] = {**stays, **options}
+            for parameter, theirs, ours in zip(group["params"], present["params"], options["params"], strict=True):
+                kept = self.of(parameter, state.pop(theirs, None))
+                if kept is not None:
+                    said["state"][ours] = _beside(called(kept), said["state"].get(ours))
+        said["state"] = self.of_no_parameter(state) | said["state"]
+
+
+def constants(values: Mapping[Any, Any]) -> dict[Any, Thunk]:
+    return {key: _constant(value) for key, value in values.items()}
+
+
+def called(entry: dict[Any, Thunk] | Thunk) -> Any:
+    return entry() if callable(entry) else {key: thunk() for key, thunk in entry.items()}
+
+
+def _constant(value: Any) -> Thunk:
+    return lambda: value
+
+
+def _beside(kept: Any, restored: Any) -> Any:
+    """What stays of a parameter's state, and what comes back of it."""
+    if restored is None:
+        return kept
+    return {**kept, **restored} if type(kept) is dict and type(restored) is dict else restored
+
+
+def _below(path: str, key: Any) -> str:
+    return join(path, segment(key_node(key)))
+
+
+# --------------------------------------------------------------------------------------------------
+# An optimizer's node, taken apart.
+
+
+@dataclass(slots=True)
+class SavedOptimizer:
+    """What an optimizer's node says. `state` and `groups` name parameters by their path."""
+
+    state: list[tuple[str, Json]]
+    other: list[tuple[Json, Json]]
+    groups: list[tuple[list[tuple[str, Json]], list[str]]]
+    extra: list[tuple[str, Json]]
+
+
+def saved_in(node: Json, path: str) -> SavedOptimizer:
+    """CorruptionError for what no optimizer was saved as."""
+    content = {name_of(key): child for key, child in items(node["v"])}
+    state, groups = content.pop("state", None), content.pop("param_groups", None)
+    other = content.pop("other", {"!": "dict", "i": []})
+    if kind_of(state) != "bypath" or type(groups) is not list or kind_of(other) != "dict":
+        raise CorruptionError(f"{path or ROOT}: a malformed optimizer", subject=path)
+    found: list[tuple[list[tuple[str, Json]], list[str]]] = []
+    for group in groups:
+        pairs = [(name_of(key), child) for key, child in items(group)]
+        parameters = [name_of(one) for key, child in pairs if key == "params" for one in sequence(child)]
+        found.append(([(key, child) for key, child in pairs if key != "params"], parameters))
+    return SavedOptimizer(
+        [(name_of(key), child) for key, child in items(state)], items(other), found, list(content.items())
+    )
+
+
+def restore(optimizer: Optimizer, node: Json, path: str, restorer: Restorer) -> Thunk:
+    if kind_of(node) != "optimizer":
+        return restorer.mismatch(optimizer, path, restorer.words(node), f"an optimizer ({type_name(type(optimizer))})")
+    if not restorer.takes_some(node, path):
+        return lambda: optimizer
+    if node.get("type") != type_name(type(optimizer)):
+        restorer.notes.append(
+            f"{path or ROOT}: saved by a {node.get('type')}, restored into a {type_name(type(optimizer))}"
+        )
+    saved = saved_in(node, path)
+    plan = _Plan(optimizer, saved, path, restorer)
+    if its_own_way(optimizer, "load_state_dict") or saved.extra:
+        plan.through_load_state_dict()
+    else:
+        plan.in_place()
+    return lambda: optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One parameter's saved state, and the parameter of the target that it belongs to."""
+
+    parameter: torch.Tensor
+    group: Mapping[str, Any]
+    name: str
+    """The parameter's path in the checkpoint."""
+    node: Json
+    path: str
+    """Where the state lies in the target."""
+
+
+class _Plan:
+    """Restoring one optimizer: which of its parameters and groups are which of the checkpoint's."""
+
+    def __init__(self, optimizer: Optimizer, saved: SavedOptimizer, path: str, restorer: Restorer) -> None:
+        self._optimizer = optimizer
+        self._saved = saved
+        self._path = path
+        self._restorer = restorer
+        self._paths: dict[int, str] = {}
+        self._by_mark: dict[Any, tuple[torch.Tensor, Mapping[str, Any]]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                where = located(restorer.owner(parameter), optimizer, path, number)
+                self._paths[id(parameter)] = where
+                self._name(parameter, where, group)
+        self._kept = KeptState(path, self._paths, restorer.selection)
+        self._groups = self._match_groups()
+        self._on_device = {id(group): self._updates_on_device(number) for number, group in
+                           enumerate(optimizer.param_groups)}  # fmt: skip
+
+    def _name(self, parameter: torch.Tensor, path: str, group: Mapping[str, Any]) -> None:
+        mark = self._restorer.number_at(path)
+        other = self._by_mark.setdefault(mark, (parameter, group))[0]
+        if other is not parameter:
+            self._restorer.mismatched.append(
+                f"{path}: one parameter with {self._paths[id(other)]} in the checkpoint, another in the target"
+            )
+
+    def _marks(self, paths: Sequence[str]) -> set[Any]:
+        return {self._restorer.number_at(path) for path in paths}
+
+    def _match_groups(self) -> list[int | None]:
+        """For each group of the target the number of the saved one with the same parameters; where other ranks have
+        others of them, with these among them. None where no saved one has any of them."""
+        groups, apart = self._optimizer.param_groups, self._restorer.apart
+        theirs = [self._marks(parameters) for _, parameters in self._saved.groups]
+        all_ours = [self._marks([self._paths[id(parameter)] for parameter in group["params"]]) for group in groups]
+        free = list(range(len(theirs)))
+        found: list[int | None] = [None] * len(groups)
+        # Last those without parameters: where other ranks have them all, they are what is left.
+        for number in sorted(range(len(groups)), key=lambda one: not all_ours[one]):
+            ours = all_ours[number]
+            same = [one for one in free if theirs[one] == ours]
+            likely = same or [one for one in free if theirs[one] & ours] or (free if apart and not ours else [])
+            best = max(likely, key=lambda one: (len(theirs[one] & ours), one == number), default=None)
+            if not same and not (apart and best is not None and ours <= theirs[best]):
+                self._differs(number, ours, theirs[best] if best is not None else set())
+            if best is not None:
+                free.remove(best)
+            found[number] = best
+        for left in free:
+            if self._asked_for(left, [key for key, _ in self._saved.groups[left][0]]):
+                self._restorer.unexpected.append(f"{self._path}/param_groups/{left}")
+        return found
+
+    def _asked_for(self, number: int, keys: Iterable[str]) -> bool:
+        """Whether any option of a group is to be restored."""
+        where = f"{self._path}/param_groups/{number}"
+        return any(self._restorer.selection.takes(join(where, segment(key))) for key in keys)
+
+    def _differs(self, number: int, ours: set[Any], theirs: set[Any]) -> None:
+        if not self._asked_for(number, self._optimizer.param_groups[number]):
+            return
+        missing = [path for path in self._paths.values() if self._restorer.number_at(path) in ours - theirs]
+        what = f", among them {missing[0]}" if missing else ""
+        self._restorer.mismatched.append(
+            f"{self._path}/param_groups/{number}: {len(theirs)} parameters in the checkpoint, {len(ours)} in the "
+            f"target, {len(ours & theirs)} of them the same{what}"
+        )
+
+    def _states(self) -> Iterator[_Held]:
+        """What of the saved state is restored."""
+        for name, node in self._saved.state:
+            found = self._by_mark.get(self._restorer.number_at(name))
+            where = join(join(self._path, "state"), name)
+            if found is None:
+                if self._restorer.takes_some(node, where):
+                    self._restorer.unexpected.append(where)
+            else:
+                here = self._paths[id(found[0])]
+                where = join(join(self._path, "state"), here)
+                held = _Held(found[0], found[1], name, node, where)
+                if not self._restorer.takes_some(node, where):
+                    continue
+                if self._fits(held):
+                    yield held
+                else:
+                    self._kept.leave(held.parameter)
+
+    def _fits(self, held: _Held) -> bool:
+        """Whether the saved state can be that of the parameter as it is now; told where it cannot. Where one entry
+        cannot, none is restored: no optimizer goes on from half a state."""
+        restorer, shapes = self._restorer, self._shapes(held)
+        if shapes is not None:
+            restorer.mismatch(None, held.path, *(f"the state of a parameter {list(shape)}" for shape in shapes))
+        entries = [(held.path, held.node, present := self._optimizer.state.get(held.parameter))]
+        if kind_of(held.node) in KEYED:
+            now = present if isinstance(present, dict) else {}
+            entries = [(join(held.path, segment(key)), child, now.get(self._plain_key(key, held.path)))
+                       for key, child in items(held.node) if kind_of(child) not in LEAVES]  # fmt: skip
+        lacking = [
+            f"{where}: a tensor of other tensors ({found[0].get('type')}) in the checkpoint, and none to fill in the "
+            "target: let the optimizer make its state first"
+            for where, child, now in entries
+            if (found := [one for _, one in walk(child) if kind_of(one) == "subclass"])
+            and not (found[0] is child and _is_subclass(now))
+            and restorer.takes_some(child, where)
+        ]
+        restorer.mismatched.extend(lacking)
+        return shapes is None and not lacking
+
+    def _shapes(self, held: _Held) -> tuple[Sequence[int], Sequence[int]] | None:
+        """The shapes of the parameter in the checkpoint and in the target, where the state is of the former."""
+        restorer, leaf = self._restorer, self._restorer.leaf_at(held.name)
+        if leaf is None or tensors.is_lazy(held.parameter):
+            return None
+        layout = layout_like(held.parameter, held.path) if not restorer.private else None
+        theirs = restorer.spec(leaf, held.name)[1].shape
+        ours = tuple(local_of(held.parameter).shape) if layout is None else layout.whole
+        if theirs == ours:
+            return None
+        # A module may save its weight in another shape, and a mark in the state say of a tensor that it is a part: then
+        # the shapes of the optimizer's state tell what it belongs to.
+        found = [restorer.spec(node, held.path)[1].shape for _, node in walk(held.node) if kind_of(node) in LEAVES]
+        if ours in found or not any(found):
+            return None
+        return None if is_part(leaf) and layout is None and theirs not in found else (theirs, ours)
+
+    def _device(self, held: _Held, key: str, node: Json) -> Any:
+        """Where a new state tensor belongs: as it lay relative to its parameter when saved.
+
+        A step count is the exception, as in torch: it lies with the parameter only where the update runs on the device.
+        """
+        ours, host = device_after(held.parameter, self._restorer), torch.device("cpu")
+        if key == "step":
+            return ours if self._on_device[id(held.group)] else host
+        kinds = {one.get("device", "cpu") for _, one in walk(node) if kind_of(one) in LEAVES}
+        return host if kinds <= {"cpu"} and self._restorer.device_at(held.name) != "cpu" else ours
+
+    def _updates_on_device(self, number: int) -> bool:
+        """Whether a group of the target, with the options that it has after the restore, is updated on the device."""
+        group, match = self._optimizer.param_groups[number], self._groups[number]
+        where = f"{self._path}/param_groups/{number}"
+        said = dict(self._saved.groups[match][0]) if match is not None else {}
+        taken = {key: value for key, value in said.items() if self._restorer.selection.takes(join(where, segment(key)))}
+        return any(taken.get(key, group.get(key)) for key in ("capturable", "fused"))
+
+    def _value(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk:
+        """One entry of a parameter's state: filled in place where it is there already, else new."""
+        restorer = self._restorer
+        if kind_of(node) == "subclass":
+            return tensors.restore(now, node, path, restorer)
+        part = self._part(held, key, node, path, now) if kind_of(node) in LEAVES else None
+        if part is not None:
+            return part
+        if kind_of(node) in LEAVES and tensors.is_dense(now) and not now.is_meta:
+            _, spec = restorer.spec(node, path)
+            if spec.shape == now.shape and TORCH_DTYPES.get(spec.dtype) is now.dtype:
+                return tensors.restore(now, node, path, restorer)
+        with restorer.on(self._device(held, key, node)):
+            return restorer.rebuild(node, path)
+
+    def _part(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk | None:
+        """State that lies as its parameter lies, a part of a global tensor, or as a whole beside a parameter that is
+        one; None for any other."""
+        restorer = self._restorer
+        spec = restorer.spec(node, path)[1]
+        kind = TORCH_DTYPES.get(spec.dtype)
+        present = isinstance(now, torch.Tensor) and now.dtype is kind and not now.is_meta
+        if present and is_dtensor(now) and spec.shape == tuple(now.shape) and not restorer.private:
+            return tensors.restore(now, node, path, restorer)
+        if kind is None or key == "step":
+            return None
+        layout = layout_like(held.parameter, held.path)
+        if layout is None:
+            return None
+        if spec.shape != layout.whole or not spec.shape:
+            plain = present and not is_dtensor(now)
+            return (
+                self._whole(held, key, node, path) if not plain and self._lies_whole(held, node, spec.shape) else None
+            )
+        if present and tensors.is_dense(now) and tuple(now.shape) == layout.local and attached(now) is None:
+            return restore_shard(Shard(now, layout), node, path, restorer)
+        with restorer.on(self._device(held, key, node)):
+            return made_like(held.parameter, layout, node, path, restorer)
+
+    def _lies_whole(self, held: _Held, node: Json, shape: Sequence[int]) -> bool:
+        """Whether state of another shape than its parameter, a DTensor, is one too: where it was one when saved, or
+        where nothing of the parameter's state was, and it is more than a number."""
+        if self._restorer.private or not is_dtensor(held.parameter):
+            return False
+        beside = items(held.node) if kind_of(held.node) in KEYED else []
+        return is_part(node) or (bool(shape) and not any(is_part(child) for _, child in beside))
+
+    def _whole(self, held: _Held, key: str, node: Json, path: str) -> Thunk:
+        with self._restorer.on(self._device(held, key, node)):
+            return whole_like(held.parameter, node, path, self._restorer)
+
+    def _plain_key(self, node: Json, path: str) -> Any:
+        return node if type(node) is str else self._restorer.rebuild(node, path)()
+
+    def _other(self) -> dict[Any, Thunk]:
+        """State that belongs to no parameter."""
+        restorer, path = self._restorer, join(self._path, "other")
+        return {self._plain_key(key, path): restorer.rebuild(child, path) for key, child in self._saved.other
+                if restorer.takes_some(child, join(path, segment(key)))}  # fmt: skip
+
+    def _entries(self, held: _Held, present: Any = None) -> dict[Any, Thunk] | Thunk:
+        """The entries of one parameter's state; where it is no dictionary, the state itself. `present`: what is filled
+        in place, or stays."""
+        if kind_of(held.node) not in KEYED:
+            return self._value(held, "", held.node, held.path, present)
+        now = present if isinstance(present, dict) else {}
+        found = constants(self._kept.entries(held.path, now))
+        for key, child in items(held.node):
+            where, plain = join(held.path, segment(key)), self._plain_key(key, held.path)
+            if self._restorer.takes_some(child, where):
+                found[plain] = self._value(held, str(plain), child, where, now.get(plain))
+        return found
+
+    def in_place(self) -> None:
+        present = self._optimizer.state
+        thunks = [(held.parameter, self._entries(held, present.get(held.parameter))) for held in self._states()]
+        restored = {id(parameter) for parameter, _ in thunks}
+        others = [parameter for parameter, _ in self._by_mark.values() if id(parameter) not in restored]
+        rest = [(one, kept) for one in others if (kept := self._kept.of(one, present.get(one))) is not None]
+        other = self._other()
+        options = self._options()
+
+        def apply() -> None:
+            state = self._optimizer.state
+            known = dict(state)
+            state.clear()
+            for parameter, entry in [*rest, *thunks]:
+                state[parameter] = _filled(known.get(parameter), entry)
+            state.update(self._kept.of_no_parameter(known) | called(other))
+            for group, found in options:
+                group.update(called(found))
+
+        self._restorer.later(self._path, apply, OPTIMIZERS)
+
+    def _options(self, *, in_place: bool = True) -> list[tuple[dict[str, Any], dict[str, Thunk]]]:
+        """For each group of the target the saved options; tensors that are there already are filled in place."""
+        restorer = self._restorer
+        found: list[tuple[dict[str, Any], dict[str, Thunk]]] = []
+        for number, (group, match) in enumerate(zip(self._optimizer.param_groups, self._groups, strict=True)):
+            thunks: dict[str, Thunk] = {}
+            for key, node in self._saved.groups[match][0] if match is not None else ():
+                now = group.get(key) if in_place else None
+                where = join(join(join(self._path, "param_groups"), str(number)), segment(key))
+                if not restorer.takes_some(node, where):
+                    continue
+                if now is not None and tensors.is_dense(now) and restorer.words(node) == tensors.words(now):
+                    thunks[key] = tensors.restore(now, node, where, restorer)
+                else:
+                    thunks[key] = restorer.rebuild(node, where, now)
+            found.append((group, thunks))
+        return found
+
+    def through_load_state_dict(self) -> None:
+        """For optimizers that load in their own way; what they cast is put right afterwards."""
+        restorer, optimizer = self._restorer, self._optimizer
+        numbers = {mark: number for number, mark in enumerate(self._by_mark)}
+        present = optimizer.state
+        state = {numbers[restorer.number_at(held.name)]: self._entries(held, _subclasses(present.get(held.parameter)))
+                 for held in self._states()}  # fmt: skip
+        groups = [
+            (thunks, [numbers[restorer.number_at(self._paths[id(one)])] for one in group["params"]])
+            for group, thunks in self._options(in_place=False)
+        ]
+        extra = {key: restorer.rebuild(node, where) for key, node in self._saved.extra
+                 if restorer.takes_some(node, where := join(self._path, segment(key)))}  # fmt: skip
+        other = self._other()
+
+        def apply() -> None:
+            said = called(extra)
+            said["state"] = {number: called(entry) for number, entry in state.items()} | called(other)
+            said["param_groups"] = [called(options) | {"params": held} for options, held in groups]
+            self._kept.carry_over(said, optimizer, self._groups)
+            values = said["state"]
+            said["state"] = {key: _copied(value) for key, value in values.items()}
+            optimizer.load_state_dict(said)
+            for number, (parameter, _) in enumerate(self._by_mark.values()):
+                _put_right(optimizer.state.get(parameter), values.get(number))
+
+        restorer.later(self._path, apply, OPTIMIZERS)
+
+
+def _subclasses(present: Any) -> Any:
+    """Of a parameter's state what only itself can take up what was saved of it."""
+    if type(present) is dict:
+        return {key: value for key, value in present.items() if _is_subclass(value)}
+    return present if _is_subclass(present) else None
+
+
+def _is_subclass(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not is_dtensor(value) and tensors.is_subclass(value)
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if type(value) is dict else value
+
+
+def _filled(now: Any, entry: dict[Any, Thunk] | Thunk) -> Any:
+    made = called(entry)
+    if type(now) is not dict or callable(entry):
+        return made
+    now.clear()
+    now.update(made)
+    return now
+
+
+def _put_right(now: Any, saved: Any) -> None:
+    """Replaces tensors that loading has cast to another type by what was saved."""
+    if not isinstance(now, dict) or not isinstance(saved, dict):
+        return
+    for key, value in saved.items():
+        held = now.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) and held.dtype is not value.dtype:
+            now[key] = value
+
+
+def fresh(node: Json, path: str, restorer: Restorer) -> Thunk:
+    """An optimizer's state where there is no optimizer: a dictionary by the parameters' paths."""
+    return restorer.rebuild(node["v"], path)

@@ -1,0 +1,92 @@
+"""torch's global generators as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tenuto.errors import StateMismatch
+
+
+def capture() -> dict[str, Any]:
+    """`cpu`: uint8 [5056]; `cuda`: one uint8 tensor per device, where this process has used CUDA; `mps` likewise.
+
+    CUDA that nothing has initialised is left alone: no number has been drawn there, and asking would set it up.
+    """
+    out: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        out["cuda"] = list(torch.cuda.get_rng_state_all())
+    if torch.backends.mps.is_available():
+        out["mps"] = torch.mps.get_rng_state()
+    return out
+
+
+def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """Puts the generators back; returns what has no counterpart here, in words."""
+    notes: list[str] = []
+    _set(torch.set_rng_state, state["cpu"], "rng/torch/cpu")
+    devices = list(state.get("cuda", ()))
+    present = torch.cuda.device_count() if devices and torch.cuda.is_available() else 0
+    for number, saved in enumerate(devices[:present]):
+        _set(lambda value, device=number: torch.cuda.set_rng_state(value, device), saved, f"rng/torch/cuda/{number}")
+    if len(devices) > present:
+        notes.append(f"the checkpoint holds generators of {len(devices)} CUDA devices, and {present} are here")
+    if "mps" in state:
+        if torch.backends.mps.is_available():
+            _set(torch.mps.set_rng_state, state["mps"], "rng/torch/mps")
+        else:
+            notes.append("the checkpoint holds the generator of an MPS device, and none is here")
+    return tuple(notes)
+
+
+def derived(part: str, state: Any, seed: int) -> Any:
+    """A new state of the `part` of what `capture` gives, seeded with `seed`, in the form of `state`; None where the
+    device is not here."""
+    if part == "cpu":
+        return _seeded("cpu", seed)
+    if part == "cuda" and torch.cuda.is_available():
+        return [
+            _seeded(f"cuda:{number}", seed + number) for number in range(min(len(state), torch.cuda.device_count()))
+        ]
+    return _seeded("mps", seed) if part == "mps" and torch.backends.mps.is_available() else None
+
+
+def _seeded(device: str, seed: int) -> torch.Tensor:
+    return torch.Generator(device).manual_seed(seed % 2**63).get_state()
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Within the block draws may be made; afterwards torch's CPU generator is where it was."""
+    before = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that belong to a loader, each once: DataLoader hands its own to the sampler that it makes."""
+    found: list[torch.Generator] = []
+    batch_sampler = loader.batch_sampler
+    for owner in (loader, batch_sampler, getattr(batch_sampler, "sampler", None), loader.sampler):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
+            found.append(generator)
+    return found
+
+
+def set_generators(generators: Sequence[torch.Generator], states: Sequence[Any], path: str) -> None:
+    """Sets generators, one state each; StateMismatch where one is no state of such a generator."""
+    for number, (generator, saved) in enumerate(zip(generators, states, strict=True)):
+        _set(generator.set_state, saved, f"{path}/{number}")
+
+
+def _set(setter: Any, saved: Any, path: str) -> None:
+    try:
+        setter(torch.as_tensor(saved, dtype=torch.uint8, device="cpu").contiguous())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise StateMismatch(f"{path} is no state of this generator: {error}", subject=path) from error

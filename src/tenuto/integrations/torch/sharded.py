@@ -1,0 +1,252 @@
+"""Parts of global tensors <-> leaves: DTensors, and tensors of which a layout was declared."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from tenuto.errors import StateError
+from tenuto.integrations.torch import tensors
+from tenuto.integrations.torch.device import TORCH_DTYPES
+from tenuto.integrations.torch.meshes import alone, held_by, is_dtensor, layout_of, local_of
+from tenuto.integrations.torch.tensors import Look, form_of, geometry, look
+from tenuto.model.box import Box
+from tenuto.model.paths import join
+from tenuto.model.records import Json
+from tenuto.state.contract import Sink
+from tenuto.state.declarations import Shard, ShardLayout, attached, everywhere, taken
+from tenuto.state.encode.aliasing import Geometry
+from tenuto.state.encode.walker import SeenLeaf, StateWalker, StructureChanged
+from tenuto.state.frameworks import Refresh
+from tenuto.state.restore.restorer import Restorer, Thunk
+from tenuto.state.tree import LEAVES, ROOT, kind_of, segment
+
+
+def encode_shard(value: Shard, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
+    """A tensor of which a mark says where it lies. StateError where it is not of the shape that was declared."""
+    tensor, layout = value.value, value.layout
+    node, again = _encode(tensor, _declared_local(tensor, layout, path), layout, path, writer)
+
+    def refresh(now: Shard, replay: StateWalker) -> Json:
+        if now.layout != layout:
+            raise StructureChanged
+        return again(now.value, now.value, replay)
+
+    return node, refresh
+
+
+def encode_dtensor(tensor: Any, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
+    """A DTensor: what this rank holds of it."""
+    layout = layout_of(tensor, path)
+    local = local_of(tensor)
+    node, again = _encode(tensor, local, layout, path, writer)
+    kind, spec = type(tensor), tensor._spec
+
+    def refresh(now: Any, replay: StateWalker) -> Json:
+        if type(now) is not kind or not (now._spec is spec or now._spec == spec):
+            raise StructureChanged
+        return again(now, held_by(now), replay)
+
+    return node, refresh
+
+
+class ShardDict:
+    """A dictionary of which all values are tensors, DTensors or shards: told one by one, without a step of the walk for
+    each. `pairs`: keys and nodes."""
+
+    def __init__(self, entries: Mapping[str, Any], path: str, writer: StateWalker) -> None:
+        self.pairs: list[Json] = []
+        self._told: list[tuple[str, type, Refresh]] = []
+        for key, value in entries.items():
+            encode = encode_shard if type(value) is Shard else tensors.encode
+            node, refresh = encode(value, join(path, segment(key)), writer)
+            self.pairs.append([key, node])
+            self._told.append((key, type(value), refresh))
+
+    def again(self, entries: Mapping[str, Any], replay: StateWalker) -> None:
+        if len(entries) != len(self._told):
+            raise StructureChanged
+        for (key, value), (name, kind, refresh) in zip(entries.items(), self._told, strict=True):
+            if type(value) is not kind or key != name:
+                raise StructureChanged
+            refresh(value, replay)
+
+
+def _declared_local(tensor: torch.Tensor, layout: ShardLayout, path: str) -> torch.Tensor:
+    if is_dtensor(tensor) or tuple(tensor.shape) != layout.local:
+        what = "a DTensor" if is_dtensor(tensor) else f"a tensor of shape {list(tensor.shape)}"
+        raise StateError(
+            f"{path or ROOT}: {what} where a part of shape {list(layout.local)} was declared",
+            subject=path or ROOT,
+            hint="declare the tensor as it is now; a DTensor says itself where it lies",
+        )
+    return tensor
+
+
+def _encode(
+    tensor: torch.Tensor, local: torch.Tensor, layout: ShardLayout, path: str, writer: StateWalker
+) -> tuple[Json, Callable[[torch.Tensor, torch.Tensor, StateWalker], Json]]:
+    """Rows of `local`; `tensor` is what the state holds, and what a name of the leaf is known by. What is returned
+    beside the node tells both again."""
+    tensors.check(local, path)
+    if local.layout is not torch.strided:
+        raise StateError(f"{path or ROOT}: a part of a sparse tensor has no representation", subject=path or ROOT)
+    seen = seen_as(tensor, local)
+    known = form_of(seen)
+    if known is None:
+        raise tensors.unknown_type(local, path)
+    if writer.private or (is_dtensor(tensor) and alone(tensor)):
+        place = local.data_ptr() or id(local)
+        node = writer.leaf(
+            path, known.about, known.spec, local, device=known.device, address=place, geometry=known.geometry
+        )
+        layout = everywhere(local.shape)
+    else:
+        told = _told(local, layout)
+        node = writer.rows(path, known.about, known.spec[0], layout, told, device=known.device, tensor=tensor)
+    kind, held = type(tensor), weakref.ref(tensor) if not layout.parts else None
+
+    def refresh(now: torch.Tensor, local: torch.Tensor, replay: StateWalker) -> Json:
+        if type(now) is not kind or seen_as(now, local) != seen or (held is not None and held() is not now):
+            raise StructureChanged
+        for part in layout.parts:
+            source = _source(local, part)
+            replay.again(source, source.data_ptr() or id(local))
+        return node
+
+    return node, refresh
+
+
+def seen_as(tensor: torch.Tensor, local: torch.Tensor) -> Look:
+    """What the local tensor looks like, in the role that the tensor around it has."""
+    found = look(local)
+    return found if tensor is local else (*found[:4], tensor.requires_grad, *found[5:7], look_role(tensor))
+
+
+def look_role(tensor: torch.Tensor) -> str:
+    return "param" if isinstance(tensor, torch.nn.Parameter) else ""
+
+
+def _source(local: torch.Tensor, part: Any) -> torch.Tensor:
+    if not part.cut and local.shape == part.shape:
+        return local
+    piece: torch.Tensor = taken(local.detach(), part).reshape(part.shape)
+    return piece
+
+
+def _told(local: torch.Tensor, layout: ShardLayout) -> list[SeenLeaf]:
+    """The rows of a local tensor. The first one has the extent of all of it: they may lie in each other's gaps."""
+    lies = geometry(local)
+    found: list[SeenLeaf] = []
+    for number, part in enumerate(layout.parts):
+        source = _source(local, part)
+        shape = (lies.shape, layout, number)
+        found.append(
+            (source, source.data_ptr() or id(local), Geometry(lies.space, 0 if number else lies.extent, shape))
+        )
+    return found
+
+
+# -- back ---------------------------------------------------------------------------------------------------------
+
+
+def restore_shard(value: Shard, node: Json, path: str, restorer: Restorer) -> Thunk:
+    tensor, layout = value.value, value.layout
+    if kind_of(node) not in LEAVES:
+        return restorer.mismatch(tensor, path, restorer.words(node), f"a shard of {_words(tensor, layout)}")
+    return _restore(tensor, layout, (_declared_local(tensor, layout, path), node), path, restorer)
+
+
+def restore_dtensor(tensor: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
+    if kind_of(node) not in LEAVES:
+        return restorer.mismatch(tensor, path, restorer.words(node), f"a DTensor {tensors.words(tensor)}")
+    if restorer.private:
+        return _restore(tensor, everywhere(local_of(tensor).shape), (local_of(tensor), node), path, restorer)
+    return _restore(tensor, layout_of(tensor, path), (local_of(tensor), node), path, restorer)
+
+
+def _words(tensor: torch.Tensor, layout: ShardLayout) -> str:
+    return f"{str(tensor.dtype)[6:]} {list(layout.whole)}"
+
+
+def _restore(
+    tensor: torch.Tensor, layout: ShardLayout, into: tuple[torch.Tensor, Json], path: str, restorer: Restorer
+) -> Thunk:
+    """Plans filling the local tensor in `into` with its parts of the leaf of the node beside it."""
+    local, node = into
+    number, spec = restorer.spec(node, path)
+    if TORCH_DTYPES.get(spec.dtype) is not tensor.dtype or spec.shape != layout.whole:
+        return restorer.mismatch(tensor, path, f"{spec.dtype} {list(spec.shape)}", _words(tensor, layout))
+    if local.is_meta:
+        from tenuto.integrations.torch.meta import materialise_part
+
+        return materialise_part(tensor, layout, number, path, restorer)
+    tensors.note_gradient(tensor, node, path, restorer)
+    address = local.data_ptr() or id(local)  # tensors without elements have no address of their own
+    if prod(layout.local) and layout.parts == everywhere(layout.whole).parts:
+        restorer.want_existing(number, tensors.TensorSink(local), path, address, lambda: geometry(local))
+    else:
+        restorer.want_parts(number, sinks(local, layout), path, address, lambda: geometry(local))
+    return lambda: tensor
+
+
+def sinks(local: torch.Tensor, layout: ShardLayout) -> Sequence[tuple[Box, Sink]]:
+    """Where each box that the local tensor holds goes."""
+    return [(Box(part.offsets, part.shape), tensors.TensorSink(taken(local.detach(), part))) for part in layout.parts]
+
+
+def made_like(parameter: Any, layout: ShardLayout, node: Json, path: str, restorer: Restorer) -> Thunk:
+    """Plans a new tensor, on the restorer's device, for a leaf that lies as the parameter it belongs to: a DTensor
+    beside a DTensor."""
+    number, spec = restorer.spec(node, path)
+    restorer.created.append(path)
+    kind = TORCH_DTYPES[spec.dtype]
+    local = torch.empty(layout.local if layout.parts else local_of(parameter).shape, dtype=kind, device=restorer.device)
+    if layout.parts == everywhere(layout.whole).parts:
+        restorer.want(number, tensors.TensorSink(local))
+    else:
+        restorer.want_boxes(number, sinks(local, layout))
+    made = local if not is_dtensor(parameter) else around(local, parameter)
+    return lambda: made
+
+
+def whole_like(parameter: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
+    """Plans a new DTensor, on the restorer's device, that lies as a whole on every rank of the mesh of the parameter
+    that it belongs to, and has not its shape."""
+    number, spec = restorer.spec(node, path)
+    restorer.created.append(path)
+    local = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=restorer.device)
+    restorer.want(number, tensors.TensorSink(local))
+    made = _replicated(local, parameter)
+    return lambda: made
+
+
+def _replicated(local: torch.Tensor, like: Any) -> Any:
+    """A DTensor of which every rank of the mesh of the DTensor `like` holds all. No rank is asked."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, meta = like._spec.mesh, like._spec.tensor_meta
+    meta = meta._replace(shape=local.shape, stride=local.stride(), dtype=local.dtype)
+    kind: Any = DTensor
+    return kind(local, type(like._spec)(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta), requires_grad=False)
+
+
+def around(local: torch.Tensor, like: Any) -> Any:
+    """A DTensor of `local` as the DTensor `like` is one of its own. No rank is asked."""
+    from torch.distributed.tensor import DTensor
+
+    spec = like._spec
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    kind: Any = DTensor
+    return kind(local, replace(spec, tensor_meta=meta), requires_grad=False)
+
+
+def layout_like(tensor: Any, path: str) -> ShardLayout | None:
+    """How what belongs to a parameter, and has its shape, lies: as the parameter itself, where that is a DTensor or was
+    declared; else None."""
+    return layout_of(tensor, path) if is_dtensor(tensor) else attached(tensor)

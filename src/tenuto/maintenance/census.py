@@ -1,0 +1,289 @@
+"""Everything that lies in a repository's store, told apart: checkpoints, unfinished saves, copies, strangers.
+
+One walk over the names, then one read of each save's `begin.json` and of what lies under its manifest's name. What
+cannot be read counts as needed: only an object that was read and understood can ever be called garbage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from tenuto.errors import CorruptionError, ObjectNotFound, StoreDenied, UsageError
+from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
+from tenuto.model.records import Manifest
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
+from tenuto.repo.format.small_records import Begin, decode_begin
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Entry
+
+MARKS: Final = "tombstones/gc"
+OWN: Final = frozenset({"refs", object_names.RUNS, "tombstones", "trash"})
+"""The directories at the top in which Tenuto puts anything."""
+_PROBE: Final = re.compile(r"probe-[0-9a-f]{32}\.json", re.ASCII)
+_TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
+
+State = Literal["committed", "damaged", "unfinished", "closed", "removed", "copied", "foreign"]
+"""committed: has a manifest. damaged: something unreadable lies under the manifest's name, or instead of begin.json.
+unfinished: begun, not committed. closed: carries an aborted mark. removed: `rm` has put its manifest into the trash.
+copied: was written for another place. foreign: holds nothing that says what it is."""
+
+
+@dataclass(slots=True)
+class SaveDirectory:
+    """One step's directory, with what lies elsewhere for it. `manifest`: where `state` is committed without its tree,
+    which nobody here asks for; where it is removed the one in the trash, whole, or None if that cannot be read."""
+
+    id: CheckpointId
+    state: State = "foreign"
+    begin: Begin | None = None
+    manifest: Manifest | None = None
+    save_id: str = ""
+    message: str = ""
+    entries: list[Entry] = field(default_factory=list)
+    trash: list[Entry] = field(default_factory=list)
+    tombstones: list[Entry] = field(default_factory=list)
+    marks: list[Entry] = field(default_factory=list)
+    """What gc's first visit has put."""
+
+    def has(self, file: str) -> bool:
+        name = f"{self.id.directory}/{file}"
+        return any(entry.name == name for entry in self.entries)
+
+    @property
+    def freed(self) -> bool:
+        """Whether a removed checkpoint's objects are gone, or going, by another removal: only its manifest's copy in
+        the trash is left to be cleared away."""
+        return bool(self.tombstones) or not (
+            self.begin or self.has(object_names.BEGIN) or any(True for _ in self.own())
+        )
+
+    def own(self) -> Iterator[Entry]:
+        """What is there of what `begin.json` or the manifest lists, and the notes; not the two themselves. Where an
+        aborted mark stands and `begin.json` is gone, as after a power loss that undid a freeing, what is called like
+        parts of a save."""
+        listed = {*(self.begin.names if self.begin else ()), *self.unlisted()}
+        listed.update(entry.name for entry in (self.manifest.tables if self.manifest else ()))
+        for entry in self.entries:
+            file = entry.name[len(self.id.directory) + 1 :]
+            if file in listed or is_note(file):
+                yield entry
+
+    def unlisted(self) -> list[str]:
+        """File names of what a closed save has left that nothing lists any more."""
+        if self.state != "closed" or self.begin is not None:
+            return []
+        files = [entry.name[len(self.id.directory) + 1 :] for entry in self.entries]
+        return [file for file in files if object_names.is_part(file)]
+
+    def strangers(self) -> Iterator[Entry]:
+        own = {entry.name for entry in self.own()}
+        keep = {f"{self.id.directory}/{file}" for file in (object_names.BEGIN, object_names.MANIFEST)}
+        for entry in self.entries:
+            if entry.name not in own and entry.name not in keep:
+                yield entry
+
+
+@dataclass(slots=True)
+class AttemptDirectory:
+    run: str
+    number: int
+    claimed: bool = False
+    leases: list[Entry] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Census:
+    saves: dict[CheckpointId, SaveDirectory] = field(default_factory=dict)
+    attempts: dict[tuple[str, int], AttemptDirectory] = field(default_factory=dict)
+    refs: list[Entry] = field(default_factory=list)
+    places: list[Entry] = field(default_factory=list)
+    """Where else the repository lies, or whose place this is."""
+    probes: list[Entry] = field(default_factory=list)
+    """Left by a gc that died while it asked for the time."""
+    foreign: list[Entry] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
+    """Directories of somebody else's that may not be looked into."""
+
+    def save(self, id: CheckpointId) -> SaveDirectory:
+        return self.saves.setdefault(id, SaveDirectory(id))
+
+    def attempt(self, run: str, number: int) -> AttemptDirectory:
+        return self.attempts.setdefault((run, number), AttemptDirectory(run, number))
+
+
+def take_census(repo: Repo) -> Census:
+    """Reads names and small objects only; no pack and no index is opened."""
+    census = Census()
+    for entry in everything(repo, repo.store.walk, census.unlisted):
+        if not place(census, entry):
+            census.foreign.append(entry)
+    for save in census.saves.values():
+        classify(repo, save)
+    return census
+
+
+def everything(repo: Repo, below: Callable[[str], Iterable[Entry]], unlisted: list[str]) -> list[Entry]:
+    """All that `below` (the store's `walk` or `leftovers`) finds. Somebody else's directory that may not be listed,
+    such as a disk's lost+found, hides nothing of Tenuto: it is added to `unlisted`, and what else lies at its side,
+    outside any directory, is passed over."""
+    try:
+        return list(below(""))
+    except StoreDenied:
+        found: list[Entry] = []
+    for directory in repo.store.children("").directories:
+        try:
+            found += below(directory)
+        except StoreDenied:
+            if directory in OWN:
+                raise
+            unlisted.append(directory)
+    return found
+
+
+def look_at(repo: Repo, id: CheckpointId) -> SaveDirectory:
+    """The census of one checkpoint alone, taken now."""
+    census = Census()
+    save = census.save(id)
+    places = (id.directory, object_names.trash_directory(id), object_names.tombstone_directory(id), mark_directory(id))
+    for prefix in places:
+        for entry in repo.store.walk(prefix):
+            place(census, entry)
+    classify(repo, save)
+    return save
+
+
+def mark_directory(id: CheckpointId) -> str:
+    """Where gc's first visit leaves its mark."""
+    return f"{MARKS}/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"
+
+
+def is_note(file: str) -> bool:
+    directory, _, number = file.partition("/")
+    return directory == "notes" and object_names.parse_numbered(number) is not None
+
+
+def place(census: Census, entry: Entry) -> bool:
+    """Files one object under what its name says it is; False if no object of Tenuto is called so."""
+    parts = entry.name.split("/")
+    if entry.name == object_names.REPOSITORY:
+        return True
+    if entry.name == object_names.MEMBER or (
+        parts[0] == object_names.PLACES and len(parts) == 2 and object_names.is_place(parts[1])
+    ):
+        census.places.append(entry)
+        return True
+    if parts[0] == "refs" and len(parts) == 4 and object_names.parse_numbered(parts[3]) is not None:
+        census.refs.append(entry)
+        return True
+    if parts[:2] == ["tombstones", "gc"] and len(parts) == 3 and _PROBE.fullmatch(parts[2]):
+        census.probes.append(entry)
+        return True
+    if parts[0] not in (object_names.RUNS, "trash", "tombstones") or len(parts) < 4:
+        return False
+    if parts[0] == "tombstones" and len(parts) == 6 and parts[1] == "gc":
+        parts = ["marks", *parts[2:]]
+    number = parse_attempt(parts[2])
+    if number is None or not is_run(parts[1]):
+        return False
+    if parts[0] == object_names.RUNS and _place_in_attempt(census, parts, number, entry):
+        return True
+    step = parse_step(parts[3])
+    if step is None or len(parts) < 5:
+        return False
+    id = CheckpointId(parts[1], number, step)
+    if parts[0] == object_names.RUNS:
+        census.save(id).entries.append(entry)
+    elif len(parts) != 5 or not _TOKEN.fullmatch(parts[4]):
+        return False
+    elif parts[0] == "trash":
+        census.save(id).trash.append(entry)
+    elif parts[0] == "marks":
+        census.save(id).marks.append(entry)
+    else:
+        census.save(id).tombstones.append(entry)
+    return True
+
+
+def _place_in_attempt(census: Census, parts: list[str], number: int, entry: Entry) -> bool:
+    if parts[3:] == ["attempt.json"]:
+        census.attempt(parts[1], number).claimed = True
+        return True
+    if parts[3] == "lease" and len(parts) == 5 and object_names.parse_numbered(parts[4]) is not None:
+        census.attempt(parts[1], number).leases.append(entry)
+        return True
+    return False
+
+
+def is_run(key: str) -> bool:
+    try:
+        return run_key(key) == key
+    except UsageError:
+        return False
+
+
+def classify(repo: Repo, save: SaveDirectory) -> None:
+    """Sets `state` and what goes with it, from the bytes that lie there now."""
+    begin = _read(repo, object_names.begin_name(save.id), objects.SMALL)
+    manifest = _read(repo, save.id.manifest, MAX_MANIFEST)
+    try:
+        save.begin = decode_begin(begin, save.id) if begin is not None else None
+    except CorruptionError as error:
+        copied = objects.is_copy(object_names.begin_name(save.id), begin or b"")
+        save.state, save.message = "copied" if copied else "damaged", error.message
+        if manifest is None:
+            return
+    save.save_id = save.begin.save_id if save.begin else ""
+    if manifest is not None:
+        _classify_by_manifest(save, manifest)
+    elif save.trash:
+        _classify_by_trash(repo, save)
+    elif save.begin is not None:
+        save.state = "unfinished"
+
+
+def _classify_by_manifest(save: SaveDirectory, data: bytes) -> None:
+    try:
+        outline = decode_outline(data, save.id)  # its digest covers the tree, which need not be read
+        found: Manifest | Aborted = decode_manifest(data, save.id) if outline is None else outline[0]
+    except CorruptionError as error:
+        # With a begin.json of its own the place is no copied directory: there its manifest was replaced. With another's
+        # it is one, whatever has become of the manifest: `Repo.exists` says the same.
+        nothing_else = save.begin is None and save.state != "damaged"
+        copied = save.state == "copied" or (nothing_else and objects.is_copy(save.id.manifest, data))
+        save.state = "copied" if copied else "damaged"
+        save.message = error.message
+        return
+    if isinstance(found, Aborted):
+        # A begin.json that cannot be read leaves the save's objects unknown: then they stay.
+        save.state = save.state if save.message else "closed"
+        save.save_id = save.save_id or found.save_id
+    else:
+        save.state, save.manifest, save.save_id = "committed", found, found.save_id
+
+
+def _classify_by_trash(repo: Repo, save: SaveDirectory) -> None:
+    """Only a removal puts a manifest there. One that is damaged was removed all the same, but cannot come back."""
+    for entry in save.trash:
+        data = _read(repo, entry.name, MAX_MANIFEST)
+        try:
+            found = decode_manifest(data, save.id) if data is not None else None
+        except CorruptionError as error:
+            save.message = f"{entry.name} cannot be read: {error.message}"
+            continue
+        if isinstance(found, Manifest):
+            save.manifest, save.save_id = found, found.save_id
+    if save.manifest is not None or save.begin is not None:
+        save.state = "removed"
+    else:
+        save.state = "damaged"
+
+
+def _read(repo: Repo, name: str, limit: int) -> bytes | None:
+    try:
+        return repo.store.get(name, limit=limit)
+    except ObjectNotFound:
+        return None

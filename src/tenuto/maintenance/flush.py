@@ -1,0 +1,362 @@
+"""Flush: writes what dead processes left in memory to their store, as a checkpoint like any other.
+
+A state is the image of one process, or those of all ranks of a job, where all of them lie on this node.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from tenuto.crashpoints import crashpoint
+from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.memory_tier import slot_file
+from tenuto.engine.memory_tier.eligibility import Adoptable, judge
+from tenuto.engine.memory_tier.image_store import Image, check_image, open_image
+from tenuto.engine.memory_tier.listing import FoundImage, images
+from tenuto.engine.memory_tier.seal import Seal
+from tenuto.engine.memory_tier.slot_file import LastingSlot
+from tenuto.engine.memory_tier.tier import newness
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, Superseded, TenutoError, typed
+from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import Index, Manifest, Receipt
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.repo.commit import begin, commit, put_index
+from tenuto.repo.format.leaf_table import leaf_forms
+from tenuto.repo.format.object_names import index_file
+from tenuto.repo.ownership.claim import Attempt, claim, joined
+from tenuto.repo.repository import Repo
+from tenuto.repo.unfinished import abort, free
+from tenuto.state.contract import Flattened
+from tenuto.state.numpy_arrays import HOST, array_dtype
+from tenuto.store.contract import Bytes
+
+# --------------------------------------------------------------------------------------------------
+# What several ranks have kept in memory, written as the one checkpoint that they would have saved together.
+
+DEADLINE_S: Final = 600.0
+"""How long one rank's part may take longer than another's."""
+
+
+def write_together(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> CheckpointId:
+    """Saves the state whose parts `images` (by rank) are, each rank as a thread of its own. Raises what the first rank
+    raises that another one's trouble does not explain."""
+    board, count = InProcessKVStore(), len(images)
+    saved: dict[int, CheckpointId] = {}
+    failed: dict[int, BaseException] = {}
+
+    def one(rank: int) -> None:
+        try:
+            facts = {"flush": attempt.id}
+            with Agreement.open(ThreadRanks(rank, count, board), facts, DEADLINE_S) as agreement:
+                own = attempt if rank == 0 else joined(repo, attempt.record)
+                saved[rank] = _save(repo, own, images[rank], agreement)
+        except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; raised below
+            failed[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), name=f"tenuto-flush-{rank}") for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise min(failed.items(), key=lambda one: (isinstance(one[1], RankFailed), one[0]))[1]
+    return saved[0]
+
+
+def _save(repo: Repo, attempt: Attempt, image: Image, agreement: Agreement) -> CheckpointId:
+    manifest = image.manifest()
+    flattened = flattened_of(image, manifest, image.repo.index(manifest, image.footer.rank))
+    saver = Saver(repo, attempt.run, lasting=False, party=GroupCommit(repo, agreement, deadline_s=DEADLINE_S))
+    saver.attempt = attempt
+    try:
+        about = ManifestDetails(
+            parent=manifest.parent,
+            metrics=manifest.metrics,
+            progress=manifest.progress,
+            environment=manifest.environment,
+            certificate=manifest.certificate,
+        )
+        save = saver.save(flattened, manifest.id.step, wait=True, about=about)
+        if save.error is not None:
+            raise save.error
+        return save.id
+    finally:
+        saver.close()
+
+
+def flattened_of(image: Image, manifest: Manifest, index: Index) -> Flattened:
+    """An image's leaves as what they were flattened to, their bytes where they lie."""
+    views = []
+    for pack in index.packs:
+        with image.repo.store.open(f"{manifest.id.directory}/{pack.name}") as reader:
+            view = reader.view()
+            assert view is not None
+            views.append(view)
+    declared = leaf_forms(manifest.tree)
+    leaf = range(len(index.specs)) if index.leaf is None else index.leaf.tolist()
+    places = zip(index.pack.tolist(), index.offset.tolist(), index.length.tolist(), index.specs, strict=True)
+    sources = [_array(views[pack][offset : offset + length], spec) for pack, offset, length, spec in places]
+    return Flattened(
+        tree=manifest.tree,
+        private=index.private,
+        specs=tuple(_placed(spec, number in declared) for number, spec in zip(leaf, index.specs, strict=True)),
+        sources=sources,
+        devices=(HOST,),
+        device=[0] * len(sources),
+        fingerprint=f"{image.footer.save_id} {image.footer.rank}",
+        leaf=None if index.leaf is None else leaf,
+        shared=index.tree_leaves,
+    )
+
+
+def _placed(spec: LeafSpec, declared: bool) -> LeafSpec:
+    """An index does not say of a row how it got there; the tree says which leaves somebody has declared."""
+    return replace(spec, placement="per_rank" if spec.private else "box" if declared else "whole")
+
+
+def _array(data: memoryview, spec: LeafSpec) -> np.ndarray[Any, Any]:
+    kind = array_dtype(spec.dtype)
+    return np.ndarray(spec.shape, kind, data) if spec.nbytes else np.empty(spec.shape, kind)
+
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedImage:
+    """An image of a run, and whether the run may go on from it: else `verdict` says why not."""
+
+    found: FoundImage
+    verdict: Adoptable | str
+
+    @property
+    def adoptable(self) -> bool:
+        return not isinstance(self.verdict, str)
+
+
+@dataclass(frozen=True, slots=True)
+class FlushPlan:
+    """What a flush would write: the first of `states` that is whole, each its images by rank. Nothing if there is
+    none."""
+
+    run: str
+    images: tuple[JudgedImage, ...]
+    states: tuple[tuple[JudgedImage, ...], ...]
+
+    @property
+    def chosen(self) -> Seal | None:
+        """The seal of the first image that would be written."""
+        return self.states[0][0].found.footer if self.states else None
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What a flush has written: `id`, of the state that `image` was in memory."""
+
+    id: CheckpointId
+    image: CheckpointId
+    bytes: int
+
+
+def unfit(found: FoundImage) -> str:
+    """Why nobody may go on from an image, whatever its repository says; empty if it is for that to say."""
+    if found.footer is None:
+        return "its process is running" if found.alive else "it was never finished"
+    return "its process is running" if found.alive else ""
+
+
+def judge_found(repo: Repo, found: FoundImage) -> Adoptable | str:
+    """Whether the run that an image is of may go on from it, as far as its seal tells."""
+    if found.footer is None or unfit(found):
+        return unfit(found)
+    return judge(repo, found.footer.id.run, found.footer)
+
+
+def plan_flush(repo: Repo, run: str) -> FlushPlan:
+    """Looks at this node's images of the run, and changes nothing."""
+    judged = []
+    for found in images():
+        if found.footer is not None and found.footer.repository == repo.id and found.footer.id.run == run:
+            judged.append(JudgedImage(found, judge_found(repo, found)))
+    wanted = [one for one in judged if isinstance(one.verdict, Adoptable) and not one.verdict.durable]
+    return FlushPlan(run, tuple(judged), tuple(_states(wanted)))
+
+
+def lacking(found: FoundImage, among: Iterable[FoundImage]) -> list[int]:
+    """The ranks whose images of the same state are not among these; what a restart or a flush needs."""
+    if found.footer is None or found.footer.ranks == 1:
+        return []
+    there = {one.footer.rank for one in among if one.footer is not None and one.footer.save_id == found.footer.save_id}
+    return [rank for rank in range(found.footer.ranks) if rank not in there]
+
+
+def _states(wanted: Sequence[JudgedImage]) -> list[tuple[JudgedImage, ...]]:
+    """Those of which every rank's image is there, newest first."""
+    by_save: dict[str, list[JudgedImage]] = {}
+    for one in wanted:
+        assert one.found.footer is not None
+        by_save.setdefault(one.found.footer.save_id, []).append(one)
+    found = [some for some in by_save.values() if not lacking(some[0].found, [one.found for one in some])]
+    found.sort(key=lambda some: max(map(_newness, some)), reverse=True)
+    return [tuple(sorted(some, key=_rank)) for some in found]
+
+
+def _rank(one: JudgedImage) -> int:
+    assert one.found.footer is not None
+    return one.found.footer.rank
+
+
+def execute(repo: Repo, plan: FlushPlan, *, report: Report | None = None) -> Flushed | None:
+    """Writes the newest whole state under an attempt of its own, which is given back; None if there is none. Its images
+    go then: it is in the store.
+
+    Raises CorruptionError where the image of a process is not what was sealed, and no state of several ranks is, a
+    damaged one of which is passed over, and reported; RunInUse if the run has a live owner, Superseded if another
+    process has gone on with the run since the plan, and errors of the store.
+    """
+    damaged: CorruptionError | None = None
+    for state in plan.states:
+        try:
+            return _flushed(repo, plan.run, state, report)
+        except CorruptionError as error:
+            if len(state) == 1:
+                raise
+            damaged = error
+            if report is not None:
+                report(f"the state that {len(state)} ranks have kept is passed over: {error.message}")
+    if damaged is not None:
+        raise damaged
+    return None
+
+
+def _flushed(repo: Repo, run: str, state: Sequence[JudgedImage], report: Report | None) -> Flushed:
+    with ExitStack() as stack:
+        held: list[LastingSlot] = []
+        opened: list[Image] = []
+        for one in state:
+            assert one.found.footer is not None
+            held.append(stack.enter_context(_held(one.found)))
+            opened.append(_open(repo, held[-1], one.found.footer))
+            stack.callback(opened[-1].close)
+        flushed = _written(repo, run, opened, report)
+        crashpoint("flushed image committed, still in memory")
+        for image in opened:
+            image.close()
+        for slot in held:
+            slot.discard()
+    return flushed
+
+
+def _newness(one: JudgedImage) -> tuple[int, int, int]:
+    assert one.found.footer is not None
+    return newness(one.found.footer)
+
+
+@contextmanager
+def _held(found: FoundImage) -> Iterator[LastingSlot]:
+    try:
+        slot = slot_file.take_slot(found.slot)
+    except OSError as error:
+        raise Superseded(
+            f"the image {found.name} is another process's now: {error.strerror or error}",
+            subject=found.name,
+            hint="tenuto ls --memory",
+        ) from error
+    try:
+        yield slot
+    finally:
+        slot.leave()
+
+
+def _open(repo: Repo, slot: LastingSlot, footer: Seal) -> Image:
+    with slot.descriptor() as descriptor:
+        image = open_image(descriptor, slot.name, chunk_bytes=repo.chunk_bytes)
+    if image is None or image.footer != footer:
+        raise CorruptionError(f"{slot.name} is no longer what it was", subject=slot.name, hint="tenuto ls --memory")
+    return image
+
+
+def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | None) -> Flushed:
+    for image in images:
+        check_image(image, image.repo.index(image.manifest(), image.footer.rank))
+    verdict = _judged(repo, run, images)
+    crashpoint("image to be flushed is whole, run not yet claimed")
+    try:
+        # Looked at again right before the claim is put: one that commits nothing would hide what came meanwhile.
+        look = partial(_judged, repo, run, images)
+        attempt = claim(repo, run, verdict.base, wait_s=0.0, report=report, look=look)
+    except CheckpointNotFound as error:
+        raise _gone_on(repo, run, error.message) from error
+    try:
+        _judged(repo, run, images)  # as seen now that nobody else can claim unseen
+        if len(images) == 1:
+            return _commit(repo, attempt, images[0])
+        id = write_together(repo, attempt, images)
+        return Flushed(id, images[0].footer.id, repo.manifest(id).bytes)
+    finally:
+        attempt.release()
+
+
+def _judged(repo: Repo, run: str, images: Sequence[Image]) -> Adoptable:
+    """What all of them may be gone on from. Superseded."""
+    found: list[Adoptable] = []
+    for image in images:
+        verdict = judge(repo, run, image.footer)
+        if isinstance(verdict, str):
+            raise _gone_on(repo, run, verdict)
+        found.append(verdict)
+    if len(set(found)) > 1:
+        raise _gone_on(repo, run, "its images belong to different lines of training")
+    return found[0]
+
+
+def _commit(repo: Repo, attempt: Attempt, image: Image) -> Flushed:
+    """The same bytes under an identity of its own, put in the order of every save."""
+    manifest = image.manifest()
+    index, old = image.repo.index(manifest, image.footer.rank), manifest.id
+    id = CheckpointId(attempt.run, attempt.number, old.step)
+    names = [*(pack.name for pack in index.packs), index_file(index.rank)]
+    begin(attempt, id.step, manifest.save_id, names)
+    try:
+        receipts: list[Receipt] = []
+        for pack in index.packs:
+            with image.repo.store.open(f"{old.directory}/{pack.name}") as reader:
+                view = reader.view()
+                assert view is not None
+                receipts.append(
+                    repo.store.put_if_absent(f"{id.directory}/{pack.name}", Bytes(view), token=manifest.save_id)
+                )
+        crashpoint("flushed pack durable, index not yet")
+        receipt, entry = put_index(repo, id, index)
+        crashpoint("flushed image written, not committed")
+        commit(repo, replace(manifest, id=id, indexes=(entry,)), [*receipts, receipt])
+    except TenutoError:
+        _close(repo, id, manifest.save_id, names)
+        raise
+    return Flushed(id, old, manifest.bytes)
+
+
+def _close(repo: Repo, id: CheckpointId, save_id: str, names: Sequence[str]) -> None:
+    """What a failed flush put goes, as far as the store lets it; the next claim sees to the rest."""
+    try:
+        if abort(repo, id, save_id, by="the flush failed"):
+            free(repo, id, names=names)
+    except TenutoError:
+        pass  # the store is in trouble, which is being raised
+
+
+def _gone_on(repo: Repo, run: str, why: str) -> Superseded:
+    return Superseded(
+        f"the image in memory is not written: {why}", subject=run, hint=typed("tenuto", "ls", repo.url, "--run", run)
+    )

@@ -1,0 +1,326 @@
+"""Gc: frees what no manifest, ref or live save reaches, in two visits with a grace between them.
+
+The first visit marks, the second deletes what still is unreached. It deletes only names that a save listed itself;
+what cannot be read or was not written by Tenuto counts as reached (I6). Before it deletes, it takes the manifest's
+name for an aborted mark, so that neither a late commit nor an undelete can come to rely on what goes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tenuto.crashpoints import crashpoint
+from tenuto.errors import CorruptionError, TenutoError
+from tenuto.maintenance.census import Census, SaveDirectory, everything, is_note, look_at, place, take_census
+from tenuto.maintenance.gc_marks import age_s, probe, put_mark, standing_marks, take_back_marks
+from tenuto.maintenance.replica_tidy import ForgottenSave, free_forgotten, unknown
+from tenuto.maintenance.undelete import GRACE_S
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Manifest
+from tenuto.repo.format import object_names
+from tenuto.repo.ownership.lease import read_last
+from tenuto.repo.ownership.owner_watch import Finished, finished_runs, may_still_save
+from tenuto.repo.refs import list_refs
+from tenuto.repo.repository import Repo
+from tenuto.repo.tombstones import dead_tombstones, put_tombstone, stands, take_back
+from tenuto.repo.unfinished import abort, free
+from tenuto.store.contract import Entry
+from tenuto.store.names import TEMPORARY
+
+# --------------------------------------------------------------------------------------------------
+# Deletes what a save has left that nothing reaches: only names that it listed itself, and `begin.json` last;
+# where that is gone behind an aborted mark, names of a save's own form.
+
+
+def close(repo: Repo, save: SaveDirectory, *, by: str) -> bool:
+    """Takes the manifest's name for an aborted mark: from now on nobody can commit this save, or bring it back. False
+    if it has a manifest after all."""
+    return abort(repo, save.id, save.save_id or secrets.token_hex(16), by=by)
+
+
+def sweep(repo: Repo, save: SaveDirectory, *, keep_begin: bool) -> None:
+    """Deletes the objects of a save that has been closed: packs, indexes and notes, then the copies in the trash, then
+    begin.json. `keep_begin`: its process may still put more, so that somebody has to come back."""
+    if not free(repo, save.id, names=listed(repo, save), keep_begin=True):
+        return
+    crashpoint("objects swept, copy in trash still there")
+    repo.store.delete([entry.name for entry in save.trash])
+    if not keep_begin:
+        repo.store.delete([object_names.begin_name(save.id)])
+
+
+def listed(repo: Repo, save: SaveDirectory) -> list[str]:
+    """File names of packs and indexes that the save's begin.json or manifest lists, also through its indexes; of a
+    closed save without begin.json those that are called so."""
+    names = {*(save.begin.names if save.begin else ()), *save.unlisted()}
+    if save.manifest is not None:
+        names.update(entry.name for entry in save.manifest.tables)
+        if save.begin is None:
+            names.update(_packs(repo, save.manifest))
+    return sorted(names)
+
+
+def listed_names(repo: Repo, save: SaveDirectory) -> set[str]:
+    """Full names of everything that the save may have put: what it listed, what lists it, and its notes."""
+    files = {*listed(repo, save), object_names.BEGIN, object_names.MANIFEST}
+    prefix = len(save.id.directory) + 1
+    notes = {entry.name for entry in save.entries if is_note(entry.name[prefix:])}
+    return notes | {f"{save.id.directory}/{file}" for file in files}
+
+
+def _packs(repo: Repo, manifest: Manifest) -> set[str]:
+    """The packs that the manifest's indexes name, as far as those can be read."""
+    found: set[str] = set()
+    for rank in range(len(manifest.indexes)):
+        try:
+            found.update(pack.name for pack in repo.packs(manifest, rank))
+        except CorruptionError:
+            continue
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """One save that nothing reaches. `left_s`: seconds of grace that are left, 0 if it goes now."""
+
+    id: CheckpointId
+    reason: str
+    objects: int
+    bytes: int
+    marked: bool
+    left_s: float
+
+    @property
+    def due(self) -> bool:
+        return self.marked and self.left_s <= 0
+
+    def __str__(self) -> str:
+        what = "delete" if self.due else f"marked, {self.left_s / 3600:,.1f} h left" if self.marked else "mark"
+        return f"{self.id}  {what}: {self.reason}, {self.objects} objects, {self.bytes / 2**20:,.1f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class GcPlan:
+    """`garbage`: to be marked, waiting, or due. `odds`: single names to be deleted, each with its reason: temporaries
+    and copies in the trash that outlived their use, leases of superseded attempts. `void`: marks that speak of nothing
+    any more, and tombstones of removers that died. `kept`: saves that look like garbage and are left alone, each with
+    the reason. `forgotten`: what other places of the repository still hold of saves that it no longer knows."""
+
+    where: str
+    grace_s: float
+    garbage: tuple[Garbage, ...]
+    odds: tuple[tuple[str, str], ...]
+    void: tuple[str, ...]
+    kept: tuple[tuple[CheckpointId, str], ...]
+    finished: tuple[tuple[str, int], ...]
+    forgotten: tuple[ForgottenSave, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """What executing it frees."""
+        return sum(found.bytes for found in self.garbage if found.due) + sum(found.bytes for found in self.forgotten)
+
+    def __str__(self) -> str:
+        due = sum(found.due for found in self.garbage)
+        lines = [f"gc of {self.where}: {due} saves to delete, {self.bytes / 2**20:,.1f} MiB"]
+        lines += [f"  {found}" for found in self.garbage]
+        lines += [f"  {name}  delete: {reason}" for name, reason in self.odds]
+        lines += [f"  {found.id}  delete from {found.place}: no longer known" for found in self.forgotten]
+        lines += [f"  {id}  left alone: {reason}" for id, reason in self.kept]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What a visit did. `spared`: was due, and something came to need it, or could not be read, since the plan.
+    `forgotten`: saves freed in other places."""
+
+    marked: tuple[CheckpointId, ...]
+    deleted: tuple[CheckpointId, ...]
+    bytes: int
+    odds: int
+    spared: tuple[tuple[CheckpointId, str], ...] = ()
+    forgotten: int = 0
+
+
+def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None = None) -> GcPlan:
+    """What a visit would mark and delete. `grace_s`: seconds between mark and deletion, by the store's own clock; to
+    read that, one small object is put and deleted again.
+
+    `finished`: runs known to have no live owner; by default found out where it matters, which takes 15 s if one lived
+    on another host and did not say goodbye. Raises CorruptionError where a ref cannot be read: it may name anything.
+    """
+    census = take_census(repo)
+    named = {ref.id for ref in list_refs(repo)}
+    open_runs = {save.id.run for save in census.saves.values() if save.state in ("unfinished", "closed")}
+    known = finished_runs(repo, sorted(open_runs)) if finished is None else dict(finished)
+    with probe(repo) as name:
+        now_ns = repo.store.stat(name).modified_ns
+        void = list(_dead_tombstones(repo, census, name))
+    garbage, kept = [], []
+    for save in sorted(census.saves.values(), key=lambda save: save.id):
+        reached = _reached(repo, save, named, known)
+        marks = [] if reached else standing_marks(repo, save)
+        void += [entry.name for entry in save.marks if entry not in marks]
+        if not reached:
+            age = max((age_s(repo, mark, now_ns) for mark in marks), default=0.0)
+            garbage.append(_garbage(save, marked=bool(marks), left_s=max(0.0, grace_s - age)))
+        elif save.state in ("unfinished", "removed", "damaged", "closed"):
+            kept.append((save.id, reached))
+    forgotten, ahead = unknown(repo)
+    kept += ahead
+    odds = tuple(_odds(repo, census, now_ns, grace_s))
+    return GcPlan(
+        repo.url,
+        grace_s,
+        tuple(garbage),
+        odds,
+        tuple(void),
+        tuple(kept),
+        tuple(sorted(known.items())),
+        forgotten,
+    )
+
+
+def execute(repo: Repo, plan: GcPlan) -> GcReport:
+    """Marks, and deletes what is due and still unreached, each after one more look."""
+    finished = dict(plan.finished)
+    repo.store.delete(plan.void)
+    marked, deleted, spared = [], [], []
+    nbytes = 0
+    for found in plan.garbage:
+        if found.due:
+            try:
+                why = _delete(repo, found.id, finished)
+            except CorruptionError as error:
+                why = error.message
+            if why:
+                spared.append((found.id, why))
+            else:
+                deleted.append(found.id)
+                nbytes += found.bytes
+        elif not found.marked:
+            put_mark(repo, look_at(repo, found.id))
+            marked.append(found.id)
+    repo.store.delete([name for name, _ in plan.odds])
+    lost = [one for one in plan.forgotten if free_forgotten(repo, one)]
+    nbytes += sum(one.bytes for one in lost)
+    return GcReport(tuple(marked), tuple(deleted), nbytes, len(plan.odds), tuple(spared), len(lost))
+
+
+def _delete(repo: Repo, id: CheckpointId, finished: Finished) -> str:
+    """Deletes one marked save; or says why it is spared."""
+    stone = put_tombstone(repo, id, reason="gc")
+    crashpoint("tombstone put, manifest still there")
+    try:
+        save = look_at(repo, id)
+        why = _reached(repo, save, {ref.id for ref in list_refs(repo)}, finished)
+        if not why and not standing_marks(repo, save):
+            why = "its mark has been taken back"
+        if not why and not stands(repo, stone):
+            why = "its tombstone has been taken back"
+        if not why and not close(repo, save, by="gc"):
+            why = "it has a manifest"
+        if not why:
+            # What has been in the trash had been committed: no writer is left that could put more of it.
+            sweep(repo, save, keep_begin=not save.trash and may_still_save(repo, id, finished))
+            take_back_marks(repo, save.marks)
+    except TenutoError:
+        take_back(repo, stone)
+        raise
+    take_back(repo, stone)
+    return why
+
+
+def _reached(repo: Repo, save: SaveDirectory, named: set[CheckpointId], finished: Finished) -> str:
+    """Why a save is not garbage; empty if it is."""
+    if save.state == "committed":
+        return "it has a manifest"
+    if save.state in ("copied", "foreign", "damaged"):
+        return save.message or "it was not written by Tenuto for this place"
+    if save.id in named:
+        return "a ref names it"
+    if save.state == "closed":
+        return "" if _anything_left(save) else "nothing is left of it"
+    if save.state == "unfinished" and may_still_save(repo, save.id, finished):
+        return "its process may still be saving it"
+    if save.state == "unfinished" and not _claimed(repo, save.id):
+        return "its attempt has no readable record"
+    return ""
+
+
+def _dead_tombstones(repo: Repo, census: Census, now_name: str) -> Iterator[str]:
+    """Those of dead removers that only hold others up. One whose remover had begun to delete tells a claim where to go
+    on, and stays until nothing is left there."""
+    for run in repo.runs():
+        for stone in dead_tombstones(repo, run, now_name=now_name, dead_below=0):
+            save = census.saves.get(stone.id)
+            begun = save is not None and save.state in ("unfinished", "closed") and _anything_left(save)
+            if not begun:
+                yield stone.name
+
+
+def _anything_left(save: SaveDirectory) -> bool:
+    return save.begin is not None or bool(save.trash) or any(True for _ in save.own())
+
+
+def _claimed(repo: Repo, id: CheckpointId) -> bool:
+    try:
+        return repo.find_attempt(id.run, id.attempt) is not None
+    except CorruptionError:
+        return False
+
+
+def _garbage(save: SaveDirectory, *, marked: bool, left_s: float) -> Garbage:
+    reason = {
+        "unfinished": "a save that its process never finished",
+        "closed": "a save that was aborted",
+        "removed": "removed by hand",
+    }[save.state]
+    own = list(save.own())
+    return Garbage(save.id, reason, len(own), sum(entry.length for entry in own), marked, left_s)
+
+
+def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[tuple[str, str]]:
+    """Single names older than the grace that nothing will ever read."""
+
+    def old(entry: Entry) -> bool:
+        return age_s(repo, entry, now_ns) >= grace_s
+
+    for save in census.saves.values():
+        if save.state == "committed" and not save.tombstones:
+            yield from ((e.name, "a copy of a manifest that is in its place") for e in save.trash if old(e))
+    yield from ((entry.name, "left by a gc that died") for entry in census.probes if old(entry))
+    for entry in everything(repo, repo.store.leftovers, []):
+        if _was_ours(repo, census, entry) and old(entry):
+            yield entry.name, "left over from an unfinished put"
+    closed_below = {run: _closing_attempt(repo, run) for run in {run for run, _ in census.attempts}}
+    for attempt in census.attempts.values():
+        if attempt.number < closed_below[attempt.run] and all(old(beat) for beat in attempt.leases):
+            yield from ((beat.name, "the lease of a superseded attempt") for beat in attempt.leases)
+
+
+def _was_ours(repo: Repo, census: Census, leftover: Entry) -> bool:
+    """Whether a temporary was to become an object of Tenuto. Those of open saves go with the save."""
+    directory, _, file = leftover.name.rpartition("/")
+    final = Entry(f"{directory}/{file.partition(TEMPORARY)[0]}", 0)
+    alone = Census()
+    if not place(alone, final):
+        return False
+    for id, there in alone.saves.items():
+        save = census.saves.get(id)
+        if there.entries:
+            return save is not None and save.state == "committed" and final.name in listed_names(repo, save)
+    return True
+
+
+def _closing_attempt(repo: Repo, run: str) -> int:
+    """The highest attempt whose lease says that everything below it is closed; 0 if none does. Leases below it are
+    never asked again."""
+    for number in reversed(repo.attempts(run)):
+        beat = read_last(repo, run, number)[1]
+        if beat is not None and beat.closed:
+            return number
+    return 0

@@ -1,0 +1,682 @@
+"""One checkpoint's structure: every object that it needs is there, of the right length, and agrees with the others."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from tenuto.codec.digest import DIGEST_BYTES, digest
+from tenuto.engine.read.chunk_runs import ChunkRun, chunk_runs, halves
+from tenuto.engine.staging.buffer_layout import stored_name
+from tenuto.errors import (
+    CheckpointNotFound,
+    CorruptionError,
+    FormatTooNew,
+    ObjectNotFound,
+    RepositoryError,
+    ShardMismatch,
+    StateError,
+    StoreError,
+    TenutoError,
+    typed,
+)
+from tenuto.maintenance.census import AttemptDirectory, SaveDirectory, is_note
+from tenuto.maintenance.replica_tidy import targets
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import dtype
+from tenuto.model.records import AttemptRecord, Index, Json, Manifest
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.content_digest import content_digest, joint_digest, rank_digest
+from tenuto.repo.format.safetensors import Header, parse_header
+from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
+from tenuto.repo.format.small_records import decode_attempt, decode_begin, decode_lease
+from tenuto.repo.notes import notes
+from tenuto.repo.refs import numbers
+from tenuto.repo.replicated.access import away, copies_of, elsewhere
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.repository import Repo
+from tenuto.sharding.coverage import check_coverage
+from tenuto.state.tree import leaf_paths
+from tenuto.store.contract import Entry, Reader, Store
+from tenuto.units import count
+
+# --------------------------------------------------------------------------------------------------
+# What a verification says: one finding for each thing that is not as it was saved, or that is worth a look.
+
+Severity = Literal["error", "info"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`error`: an object of Tenuto is damaged or missing. `info`: unusual, and no harm: shown, never touched."""
+
+    id: CheckpointId | None
+    severity: Severity
+    message: str
+    leaf: str | None = None
+    """Path of the first leaf concerned."""
+    object: str | None = None
+    offset: int | None = None
+    """Bytes from the object's first byte."""
+    harms_restore: bool = True
+    """Whether the state cannot be restored bit for bit because of it (errors only)."""
+    unseen: int = 0
+    """How many packs it speaks of that were not looked at: they may lie on a node that is not found from here."""
+
+    def __str__(self) -> str:
+        where = [part for part in (str(self.id) if self.id else "", self.leaf or "") if part]
+        place = self.object or ""
+        if self.offset is not None:
+            place += f" at byte {self.offset}"
+        head = ", ".join([*where, *([place] if place else [])])
+        return f"{self.severity}: {head}: {self.message}" if head else f"{self.severity}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was found. `bytes_read` counts the bytes of packs and indexes; `every_byte` says whether packs were read."""
+
+    findings: tuple[Finding, ...]
+    checked: tuple[CheckpointId, ...]
+    bytes_read: int
+    objects: int
+    every_byte: bool
+    seconds: float = 0.0
+    unnoted: StoreError | None = None
+    """Why a note could not be put; what came after it was read, and has none."""
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == "error")
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    @property
+    def unseen(self) -> int:
+        """How many packs were not looked at."""
+        return sum(finding.unseen for finding in self.findings)
+
+    def of(self, id: CheckpointId) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.id == id)
+
+    def damaged(self) -> tuple[CheckpointId, ...]:
+        """The checkpoints that cannot be restored bit for bit."""
+        return tuple(
+            sorted({finding.id for finding in self.errors if finding.id is not None and finding.harms_restore})
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# What verify says of attempts and their leases, and what these say of manifests that are gone.
+
+
+@dataclass(slots=True)
+class LostManifests:
+    """Tells a checkpoint that has lost its manifest from a save that never had one, by what else speaks of it."""
+
+    named: dict[CheckpointId, str] = field(default_factory=dict)
+    """Checkpoints that attempts go on from, or refs name, and which of them does."""
+    closed_below: dict[str, int] = field(default_factory=dict)
+    """Run to the highest attempt whose lease says that no unfinished save is left below it."""
+
+    def evidence(self, save: SaveDirectory) -> str:
+        """Why this save, which has a begin.json and no manifest, must have had one; empty if nothing tells."""
+        if save.tombstones:
+            return ""  # a removal that was cut short: the next claim ends it
+        prefix = len(save.id.directory) + 1
+        if any(is_note(entry.name[prefix:]) for entry in save.entries):
+            return "notes were added to it"
+        if save.id in self.named:
+            return self.named[save.id]
+        complete = save.begin is not None and all(save.has(file) for file in save.begin.names)
+        if complete and save.id.attempt < self.closed_below.get(save.id.run, 0):
+            return "all else of it is there, and a later attempt has closed every unfinished save"
+        return ""
+
+
+def attempt_findings(
+    repo: Repo, found: AttemptDirectory, copies: set[tuple[str, int]], lost: LostManifests
+) -> Iterator[Finding]:
+    """Its record and its lease. A copied directory is added to `copies`."""
+    name = object_names.attempt_name(found.run, found.number)
+    data = _get(repo, name)
+    record: AttemptRecord | None = None
+    try:
+        record = decode_attempt(data, found.run, found.number) if data is not None else None
+    except CorruptionError as error:
+        if objects.is_copy(name, data or b""):
+            copies.add((found.run, found.number))
+            message = f"a copied directory, never chosen, kept or deleted: {error.message}"
+            yield Finding(None, "info", message, object=name)
+        else:
+            yield _error(name, error.message)
+    if record is not None:
+        if record.repository not in ("", repo.id):
+            yield _error(name, f"belongs to another repository than {object_names.REPOSITORY} says")
+        if record.parent is not None:
+            lost.named[record.parent] = f"attempt {found.number} of run {found.run} goes on from it"
+    for beat in found.leases:
+        yield from _beat(repo, found, beat, record, lost)
+
+
+def _beat(
+    repo: Repo, found: AttemptDirectory, beat: Entry, record: AttemptRecord | None, lost: LostManifests
+) -> Iterator[Finding]:
+    data = _get(repo, beat.name)
+    if data is None:
+        return
+    try:
+        number = object_names.parse_numbered(beat.name.rpartition("/")[2]) or 0
+        lease = decode_lease(data, found.run, found.number, number)
+    except CorruptionError as error:
+        copied: Severity = "info" if record is None and objects.is_copy(beat.name, data) else "error"
+        yield Finding(None, copied, error.message, object=beat.name, harms_restore=False)
+        return
+    if record is not None and (lease.id, lease.parent) != (record.id, record.parent):
+        yield _error(beat.name, f"was not written by the owner of {object_names.attempt_name(found.run, found.number)}")
+    elif lease.closed:
+        lost.closed_below[found.run] = max(found.number, lost.closed_below.get(found.run, 0))
+
+
+def _error(name: str, message: str) -> Finding:
+    return Finding(None, "error", message, object=name, harms_restore=False)
+
+
+def _get(repo: Repo, name: str) -> bytes | None:
+    try:
+        return repo.store.get(name, limit=objects.SMALL)
+    except ObjectNotFound:
+        return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows of numbered objects (notes, versions of a ref): what is damaged, was put there from elsewhere, or is gone.
+
+
+@dataclass(frozen=True, slots=True)
+class Oddity:
+    """Something about one object of a row."""
+
+    name: str
+    severity: Severity
+    message: str
+
+
+def row_oddities(repo: Repo, directory: str, numbers: Sequence[int]) -> Iterator[Oddity]:
+    """What is wrong with `<directory>/<n>.json` for these numbers. None is ever removed by itself: a gap is a loss."""
+    read: dict[int, dict[str, Json]] = {}
+    for number in sorted(numbers):
+        name = object_names.numbered(directory, number)
+        try:
+            read[number] = canonical_json.open_seal(repo.store.get(name, limit=objects.SMALL), name=name)
+        except ObjectNotFound:
+            continue
+        except CorruptionError as error:
+            yield Oddity(name, "error", error.message)
+    own = {number for number, found in read.items() if found.get("path") == object_names.numbered(directory, number)}
+    for number, found in read.items():
+        name = object_names.numbered(directory, number)
+        if number not in own:
+            # Where nothing is in its place a person has copied the row; beside objects that are, one was replaced.
+            yield Oddity(name, "error" if own else "info", f"a copy of {str(found.get('path'))[:300]!r}")
+        elif is_strange(repo, found):
+            yield Oddity(name, "error", "belongs to another repository")
+    if own:
+        for number in sorted(set(range(1, max(own))) - set(numbers)):
+            yield Oddity(object_names.numbered(directory, number), "error", "is missing, although a later one is there")
+
+
+def is_strange(repo: Repo, found: dict[str, Json]) -> bool:
+    """Whether an object says that it was written for another repository. Those of earlier versions do not say."""
+    return bool(found.get("repository", repo.id) != repo.id)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reads every byte of a checkpoint's packs and compares each chunk with its digest, several pieces at once.
+
+PAGE = 4096
+
+
+class _Buffers(threading.local):
+    """One page-aligned buffer for each reading thread, so that a reader may go past the page cache."""
+
+    buffer: memoryview | None = None
+
+    def of(self, nbytes: int) -> memoryview:
+        if self.buffer is None or len(self.buffer) < nbytes:
+            self.buffer = memoryview(mmap.mmap(-1, -(-nbytes // PAGE) * PAGE))
+        return self.buffer[:nbytes]
+
+
+class Scan:
+    """One checkpoint's packs against one index.
+
+    `on_bytes(n)` is called after each piece, from any thread. `run` returns one finding for each damaged leaf.
+    """
+
+    def __init__(self, store: Store, id: CheckpointId, index: Index, *, on_bytes: Callable[[int], None]) -> None:
+        self._store = store
+        self._id = id
+        self._index = index
+        self._on_bytes = on_bytes
+        self._expected = np.ascontiguousarray(index.digests).tobytes()
+        self._buffers = _Buffers()
+        self._readers: dict[int, Reader] = {}
+
+    def run(self, usable: set[int], threads: int) -> list[Finding]:
+        """Scans the packs numbered in `usable` (present, and as long as they should be)."""
+        found: list[Finding] = []
+        try:
+            for number in sorted(usable):
+                try:
+                    self._readers[number] = self._store.open(self._name(number))
+                except StoreError as error:
+                    found.append(
+                        Finding(self._id, "error", f"cannot be opened: {error.message}", object=self._name(number))
+                    )
+            todo = [piece for piece in chunk_runs(self._index) if piece.pack in self._readers]
+            if len(todo) <= 1:
+                bad = [fault for piece in todo for fault in self._piece(piece)]
+            else:
+                with ThreadPoolExecutor(max(1, threads), thread_name_prefix="tenuto-verify") as pool:
+                    bad = [fault for faults in pool.map(self._piece, todo) for fault in faults]
+        finally:
+            for reader in self._readers.values():
+                reader.close()
+        return [*found, *self._by_leaf(bad)]
+
+    def _name(self, number: int) -> str:
+        return f"{self._id.directory}/{self._index.packs[number].name}"
+
+    def _piece(self, piece: ChunkRun) -> list[tuple[int, int, int, str]]:
+        """The damaged chunks of a piece: leaf, pack, offset, and what is wrong."""
+        reader = self._readers[piece.pack]
+        low, high = piece.start, piece.stop
+        if reader.alignment > 1:
+            low, high = low // PAGE * PAGE, -(-high // PAGE) * PAGE
+        view = self._buffers.of(high - low)
+        try:
+            reader.read_into(low, view)
+        except (CorruptionError, StoreError) as error:
+            if len(piece.row) > 1:
+                # Somewhere in it: halves find the chunk that cannot be read, and check the others.
+                return [fault for half in halves(piece) for fault in self._piece(half)]
+            return [(int(piece.leaf[0]), piece.pack, piece.start, f"cannot be read: {error.message}")]
+        bad = []
+        expected = self._expected
+        rows = zip(piece.begin.tolist(), piece.end.tolist(), piece.row.tolist(), strict=True)
+        for place, (begin, end, row) in enumerate(rows):
+            if digest(view[begin - low : end - low]) != expected[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]:
+                bad.append((int(piece.leaf[place]), piece.pack, begin, f"{end - begin} bytes are not what was saved"))
+        self._on_bytes(piece.stop - piece.start)
+        return bad
+
+    def _by_leaf(self, bad: list[tuple[int, int, int, str]]) -> list[Finding]:
+        """One finding a leaf, at its first damaged chunk: a lost disk must not print a million lines."""
+        first: dict[int, tuple[int, int, str]] = {}
+        count: dict[int, int] = {}
+        for leaf, pack, offset, message in bad:
+            count[leaf] = count.get(leaf, 0) + 1
+            if leaf not in first or offset < first[leaf][1]:
+                first[leaf] = (pack, offset, message)
+        return [
+            Finding(
+                self._id,
+                "error",
+                message if count[leaf] == 1 else f"{message} (and {count[leaf] - 1} more chunks of this leaf)",
+                leaf=self._index.specs[leaf].path,
+                object=self._name(pack),
+                offset=offset,
+            )
+            for leaf, (pack, offset, message) in sorted(first.items())
+        ]
+
+
+Small = TypeVar("Small")
+UNREADABLE = (CorruptionError, RepositoryError, StoreError)
+
+
+@dataclass(frozen=True, slots=True)
+class PackCopy:
+    """One copy of a pack, whose leaves are worth reading. `flawed`: whether something else of it is wrong. `told`: what
+    is said of it begins so."""
+
+    store: Store
+    flawed: bool
+    told: str
+
+
+@dataclass(slots=True)
+class Inspection:
+    """What was found of one checkpoint. `mirrors`: the places that are to have each of its packs, where there are
+    several. `packs[i]`: by its number which copies of each pack of `indexes[i]` are worth
+    reading."""
+
+    id: CheckpointId
+    mirrors: Sequence[Store] = ()
+    findings: list[Finding] = field(default_factory=list)
+    manifest: Manifest | None = None
+    indexes: list[Index] = field(default_factory=list)
+    packs: list[dict[int, list[PackCopy]]] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    """Packs that may lie on a node that is not found from here."""
+    lacking: Counter[str] = field(default_factory=Counter)
+    """How many objects each mirror lacks."""
+    objects: int = 0
+    bytes_read: int = 0
+
+    def error(
+        self, message: str, name: str, *, leaf: str | None = None, offset: int | None = None, harms: bool = True
+    ) -> None:
+        self.findings.append(Finding(self.id, "error", message, leaf, name, offset, harms))
+
+    @property
+    def harmed(self) -> bool:
+        return any(finding.severity == "error" and finding.harms_restore for finding in self.findings)
+
+
+def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> Inspection:
+    """Reads everything of a checkpoint except what lies behind its packs' headers. `manifest`: the one to go by, where
+    it does not lie in its place."""
+    mirrors = targets(repo)
+    found = Inspection(id, mirrors if len(mirrors) > 1 else ())
+    try:
+        found.manifest = repo.manifest(id) if manifest is None else manifest
+    except FormatTooNew:
+        raise
+    except UNREADABLE as error:
+        found.error(_words(error), id.manifest)
+        return found
+    found.objects += 1
+    _read_indexes(repo, found, found.manifest)
+    _check_copies(repo, found, found.manifest)
+    for url, lacking in found.lacking.items():
+        if lacking:
+            brings = typed("tenuto", "replicate", repo.url)
+            message = f"{url} lacks {count(lacking, 'object')} of it: `{brings}` brings what can be read elsewhere"
+            found.findings.append(Finding(found.id, "info", message, harms_restore=False))
+    _check_begin(repo, found, found.manifest)
+    _check_attempt(repo, found)
+    _check_notes(repo, found)
+    return found
+
+
+def _check_copies(repo: Repo, found: Inspection, manifest: Manifest) -> None:
+    """What other places have of the manifest, and of what says where leaves lie: byte for byte what it has to be. A
+    node's own place has the indexes of its own ranks; a mirror all."""
+    places = repo.store
+    if not isinstance(places, ReplicatedStore):
+        return
+    wanted = [(f"{found.id.directory}/{entry.name}", entry.length, entry.digest) for entry in manifest.tables]
+    try:
+        data = repo.manifest_bytes(found.id)
+        wanted.append((found.id.manifest, len(data), digest(data)))
+    except (CheckpointNotFound, *UNREADABLE):
+        pass  # of one that was removed; what is damaged has been told
+    for store in places.others:
+        for name, length, expected in wanted:
+            try:
+                if digest(store.get(name, limit=length)) == expected:
+                    continue
+                message = "is not what it has to be"
+            except ObjectNotFound:
+                found.lacking[store.url] += store in found.mirrors
+                continue
+            except UNREADABLE as error:
+                message = _words(error)
+            found.error(f"in {store.url}: {message}", name, harms=False)
+
+
+def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
+    boxes = _read_boxes(repo, found, manifest)
+    for rank, entry in enumerate(manifest.indexes):
+        index = _read_index(repo, found, manifest, rank, boxes)
+        if index is None:
+            continue
+        found.objects += 1
+        found.bytes_read += entry.length
+        found.indexes.append(index)
+        found.packs.append({number: _pack_copies(repo, found, index, number) for number in range(len(index.packs))})
+    if found.unseen:
+        unseen, first = len(found.unseen), found.unseen[0]
+        message = f"{count(unseen, 'pack')} not looked at; the first {elsewhere(repo.store)}"
+        found.findings.append(Finding(found.id, "info", message, object=first, harms_restore=False, unseen=unseen))
+    if len(found.indexes) == len(manifest.indexes):
+        _check_totals(found, manifest, boxes)
+
+
+def _read_boxes(repo: Repo, found: Inspection, manifest: Manifest) -> BoxTable | None:
+    """The table of parts, whether it has every element of every leaf once; None where there is none to go by."""
+    if manifest.boxes is None:
+        return None
+    name = f"{found.id.directory}/{manifest.boxes.name}"
+    try:
+        boxes = repo.boxes(manifest)
+        assert boxes is not None, "the manifest names one"
+    except FormatTooNew:
+        raise
+    except (*UNREADABLE, StateError) as error:
+        found.error(_words(error), name)
+        return None
+    found.objects += 1
+    found.bytes_read += manifest.boxes.length
+    try:
+        check_coverage(saved_boxes(boxes, leaf_paths(manifest.tree)))
+    except ShardMismatch as error:
+        found.error(f"does not have every element of every leaf once: {error.message}", name, leaf=error.subject)
+    return boxes
+
+
+def _read_index(repo: Repo, found: Inspection, manifest: Manifest, rank: int, boxes: BoxTable | None) -> Index | None:
+    name = f"{found.id.directory}/{manifest.indexes[rank].name}"
+    try:
+        if boxes is None or manifest.boxes is None:
+            return repo.index(manifest, rank)
+        table = repo.table(manifest, rank)
+        index = table.index(manifest.tree)
+    except FormatTooNew:
+        raise
+    except UNREADABLE as error:
+        found.error(_words(error), name)
+        return None
+    try:
+        check_rank(boxes, table, f"{found.id.directory}/{manifest.boxes.name}")
+    except CorruptionError as error:
+        found.error(error.message, f"{found.id.directory}/{manifest.boxes.name}")
+    return index
+
+
+def _check_totals(found: Inspection, manifest: Manifest, boxes: BoxTable | None) -> None:
+    nbytes = sum(pack.length for index in found.indexes for pack in index.packs)
+    leaves = boxes.leaves if boxes is not None else sum(len(index.specs) for index in found.indexes)
+    if (nbytes, leaves) != (manifest.bytes, manifest.leaves) and (boxes is None) == (manifest.boxes is None):
+        message = f"counts {manifest.leaves} leaves in {manifest.bytes} bytes, its indexes {leaves} in {nbytes}"
+        found.error(message, found.id.manifest, harms=False)
+    if (boxes is None) == (manifest.boxes is None) and _content(found, manifest, boxes) != manifest.content:
+        found.error("its content digest is not that of its leaves", found.id.manifest)
+
+
+def _content(found: Inspection, manifest: Manifest, boxes: BoxTable | None) -> str:
+    """The content digest, reckoned anew from what the objects say."""
+    if boxes is not None:
+        ranks = [rank_digest(index) for index in found.indexes]
+        return joint_digest(canonical_json.spell(manifest.tree), boxes, ranks)
+    return content_digest(
+        manifest.tree,
+        [spec for index in found.indexes for spec in index.specs],
+        np.concatenate([index.digests for index in found.indexes]),
+        chunk_bytes=manifest.chunk_bytes,
+        private=[index.private for index in found.indexes],
+    )
+
+
+def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> list[PackCopy]:
+    """The copies of one pack whose leaves are worth reading. What is wrong with one harms nobody while another is as it
+    should be."""
+    name = f"{found.id.directory}/{index.packs[number].name}"
+    stores = copies_of(repo.store, name)
+    if not stores and away(repo.store):
+        found.unseen.append(name)
+        return []
+    found.lacking.update(store.url for store in found.mirrors if store not in stores)
+    stores = stores or [repo.store]
+    looks = [_look(store, found.id, index, number) for store in stores]
+    copies = [
+        PackCopy(store, bool(look.findings), f"in {store.url}: " if len(stores) > 1 else "")
+        for store, look in zip(stores, looks, strict=True)
+    ]
+    _take(found, copies, [look.findings for look in looks])
+    found.objects += sum(look.read for look in looks)
+    found.bytes_read += sum(look.read for look in looks) * index.packs[number].header_length
+    return [copy for copy, look in zip(copies, looks, strict=True) if look.stands]
+
+
+def _take(found: Inspection, copies: Sequence[PackCopy], findings: Sequence[Sequence[Finding]]) -> None:
+    """Adds what was found of the copies of one pack. It harms where no copy is left of which nothing is wrong."""
+    harms = all(copy.flawed or some for copy, some in zip(copies, findings, strict=True))
+    for copy, some in zip(copies, findings, strict=True):
+        found.findings += [replace(one, message=copy.told + one.message, harms_restore=harms) for one in some]
+
+
+@dataclass(slots=True)
+class _Look:
+    """What one copy of a pack looks like without its leaves. `read`: whether its header could be read; `stands`:
+    whether its leaves are worth reading."""
+
+    findings: list[Finding] = field(default_factory=list)
+    read: bool = False
+    stands: bool = False
+
+
+def _look(store: Store, id: CheckpointId, index: Index, number: int) -> _Look:
+    """Presence, length and header of one copy of a pack."""
+    pack, look = index.packs[number], _Look()
+    name = f"{id.directory}/{pack.name}"
+
+    def wrong(message: str, leaf: str | None, offset: int | None = None) -> None:
+        look.findings.append(Finding(id, "error", message, leaf, name, offset))
+
+    try:
+        with store.open(name) as reader:
+            if reader.length != pack.length:
+                leaf = _first_leaf(index, number, beyond=reader.length)
+                wrong(f"is {reader.length} bytes long; {pack.length} were saved", leaf)
+                return look
+            block = np.empty(pack.header_length, np.uint8)
+            reader.read_into(0, block.data)
+    except ObjectNotFound:
+        wrong("is missing", _first_leaf(index, number))
+        return look
+    except UNREADABLE as error:
+        wrong(_words(error), _first_leaf(index, number))
+        return look
+    look.read = look.stands = True
+    if digest(block) != pack.header_digest:
+        wrong("its header is not what was saved", _first_leaf(index, number), 0)
+        return look
+    try:
+        header = parse_header(block.data, name=name, file_length=pack.length)
+    except CorruptionError as error:
+        wrong(_words(error), _first_leaf(index, number), 0)
+        return look
+    for leaf, message in _disagreements(header, index, number):
+        wrong(message, leaf)
+    return look
+
+
+def scan(found: Inspection, *, on_bytes: Callable[[int], None], threads: int) -> None:
+    """Reads every byte of the packs that stand, each copy, and adds what is wrong."""
+    for index, packs in zip(found.indexes, found.packs, strict=True):
+        stores = {id(copy.store): copy.store for copies in packs.values() for copy in copies}
+        said: dict[tuple[int, str], list[Finding]] = {}
+        for key, store in stores.items():
+            numbers = {number for number, copies in packs.items() if any(copy.store is store for copy in copies)}
+            for finding in Scan(store, found.id, index, on_bytes=on_bytes).run(numbers, threads):
+                said.setdefault((key, finding.object or ""), []).append(finding)
+            found.bytes_read += sum(index.packs[one].length - index.packs[one].header_length for one in numbers)
+        for number, copies in packs.items():
+            name = f"{found.id.directory}/{index.packs[number].name}"
+            _take(found, copies, [said.get((id(copy.store), name), []) for copy in copies])
+
+
+def _disagreements(header: Header, index: Index, number: int) -> Iterator[tuple[str | None, str]]:
+    """Where a pack's own header says something else than the index: another tool would read other bytes than we do."""
+    if header.metadata.get("tenuto.save_id") != index.save_id:
+        yield None, "its header carries another save's id"
+    rows = np.flatnonzero(index.pack == number).tolist()
+    for row in rows:
+        spec, start = index.specs[row], int(index.offset[row])
+        entry = header.get(stored_name(spec))
+        code = dtype(spec.dtype).code or "U8"
+        stop = start + int(index.length[row])
+        if entry is None or (entry.start, entry.stop, entry.code) != (start, stop, code):
+            yield spec.path, "the pack's header and the index do not agree on this leaf"
+    if len(header) != len(rows):
+        yield None, f"its header names {len(header)} leaves, the index {len(rows)}"
+
+
+def _first_leaf(index: Index, number: int, *, beyond: int = 0) -> str | None:
+    """Path of the first leaf in a pack that ends behind byte `beyond`."""
+    rows = np.flatnonzero((index.pack == number) & (index.offset + index.length > beyond))
+    return index.specs[int(rows[np.argmin(index.offset[rows])])].path if len(rows) else None
+
+
+def _check_begin(repo: Repo, found: Inspection, manifest: Manifest) -> None:
+    name = object_names.begin_name(found.id)
+    begin = _read_small(repo, found, name, lambda data: decode_begin(data, found.id))
+    if begin is None:
+        return
+    if begin.save_id != manifest.save_id:
+        found.error("belongs to another save than the manifest", name, harms=False)
+    named = {entry.name for entry in manifest.tables}
+    named.update(pack.name for index in found.indexes for pack in index.packs)
+    if not named <= set(begin.names):
+        found.error(f"does not list {', '.join(sorted(named - set(begin.names)))}", name, harms=False)
+
+
+def _check_attempt(repo: Repo, found: Inspection) -> None:
+    id = found.id
+    name = object_names.attempt_name(id.run, id.attempt)
+    _read_small(repo, found, name, lambda data: decode_attempt(data, id.run, id.attempt))
+
+
+def _read_small(repo: Repo, found: Inspection, name: str, decode: Callable[[bytes], Small]) -> Small | None:
+    """What the object says; None where it cannot be read, which is a finding that harms no restore."""
+    try:
+        read = decode(repo.store.get(name, limit=objects.SMALL))
+    except FormatTooNew:
+        raise
+    except UNREADABLE as error:
+        found.error(_words(error), name, harms=False)
+        return None
+    found.objects += 1
+    return read
+
+
+def _check_notes(repo: Repo, found: Inspection) -> None:
+    directory = object_names.notes_directory(found.id)
+    there = numbers(repo, directory)
+    for odd in row_oddities(repo, directory, there):
+        found.findings.append(Finding(found.id, odd.severity, odd.message, object=odd.name, harms_restore=False))
+    try:
+        found.objects += len(notes(repo, found.id, report=_reported_already))
+    except StoreError as error:
+        found.error(_words(error), error.subject or directory, harms=False)
+
+
+def _reported_already(message: str) -> None:
+    """What is wrong with a note was found in its row."""
+
+
+def _words(error: TenutoError) -> str:
+    return "is missing" if isinstance(error, ObjectNotFound) else error.message

@@ -1,0 +1,225 @@
+"""Remove (`rm`): a checkpoint's manifest goes into the trash. Its packs stay until gc, and until then it can come back.
+
+The order (I2): a tombstone, so that whoever comes to need the checkpoint sees it; a look at who needs it, so that
+whoever came before is seen; the copy in the trash; the manifest; the tombstone taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tenuto.crashpoints import crashpoint
+from tenuto.errors import (
+    AlreadyExists,
+    CheckpointNotFound,
+    CorruptionError,
+    ObjectNotFound,
+    RemovalRefused,
+    TenutoError,
+    typed,
+)
+from tenuto.events import Emitter, Removed
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Note
+from tenuto.repo.format import object_names
+from tenuto.repo.format.manifest import MAX_MANIFEST
+from tenuto.repo.lineage import walk
+from tenuto.repo.notes import notes
+from tenuto.repo.ownership.owner_watch import Finished, finished_runs, is_finished
+from tenuto.repo.refs import list_refs
+from tenuto.repo.repository import Repo
+from tenuto.repo.tombstones import Tombstone, put_tombstone, stands, take_back
+from tenuto.store.contract import Bytes
+
+# --------------------------------------------------------------------------------------------------
+# Who needs a checkpoint: what a removal asks after it has announced itself, and before it removes anything.
+
+
+@dataclass(frozen=True, slots=True)
+class Dependent:
+    """`reason` follows "it is needed: ". `hint`: what to do first. `forcible`: nobody but a person can mind."""
+
+    reason: str
+    hint: str
+    forcible: bool = False
+
+
+def dependents(repo: Repo, id: CheckpointId, finished: Finished) -> list[Dependent]:
+    """Everything that needs `id` now. Raises CorruptionError where a ref cannot be read: it may mean `id`."""
+    return [*_refs(repo, id), *(need for run in repo.runs() for need in _run(repo, run, id, finished))]
+
+
+def _refs(repo: Repo, id: CheckpointId) -> Iterator[Dependent]:
+    for ref in list_refs(repo):
+        if ref.id == id:
+            way = (
+                typed("tenuto", "tag", repo.url, ref.name, "--delete")
+                if ref.kind == "tag"
+                else f"clear the {ref.kind} first"
+            )
+            yield Dependent(f"{ref.kind} {ref.name!r} names it", way)
+
+
+def _run(repo: Repo, run: str, id: CheckpointId, finished: Finished) -> Iterator[Dependent]:
+    """What a run would go on from: `latest`, and if that is known to be damaged the newest that is not."""
+    line = walk(repo, run)
+    first = next(line, None)
+    if first is None:
+        return
+    whole: CheckpointId | None = first
+    while whole is not None and is_suspect(repo, whole):
+        whole = next(line, None)
+    if id not in (first, whole):
+        return
+    what = "what `latest` means in" if id == first else "the newest not known to be damaged in"
+    if is_finished(repo, run, finished):
+        yield Dependent(
+            f"it is {what} run {run!r}", f"--force removes it; run {run!r} then goes on from an older one", True
+        )
+    else:
+        yield Dependent(f"it is {what} run {run!r}, which a process is training now", "stop that process first")
+
+
+def is_suspect(repo: Repo, id: CheckpointId) -> bool:
+    """Whether the last verification that left a note found it damaged."""
+    return standing(repo, id) == "suspect"
+
+
+def standing(repo: Repo, id: CheckpointId) -> str:
+    """What the last verification noted: verified, suspect, or empty if none did. Damaged notes are passed over."""
+    return standing_of(notes(repo, id, report=_pass))
+
+
+def standing_of(told: Sequence[Note]) -> str:
+    kinds = [note.kind for note in told if note.kind in ("verified", "proven", "suspect")]
+    return "" if not kinds else "suspect" if kinds[-1] == "suspect" else "verified"
+
+
+def _pass(message: str) -> None:
+    """A damaged note says nothing about the checkpoint; verify reports it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """One checkpoint to be removed, and what stands in the way. `bytes`: what gc will free later; 0 if nobody knows."""
+
+    id: CheckpointId
+    bytes: int
+    needs: tuple[Dependent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RemovePlan:
+    """`finished`: runs whose owner was found dead, with the attempt's number."""
+
+    where: str
+    removals: tuple[Removal, ...]
+    force: bool = False
+    finished: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(removal.bytes for removal in self.removals)
+
+    @property
+    def refused(self) -> tuple[Removal, ...]:
+        return tuple(removal for removal in self.removals if _blocking(removal.needs, force=self.force))
+
+    def __str__(self) -> str:
+        lines = [f"remove {len(self.removals)} of {self.where}, {self.bytes / 2**20:,.1f} MiB after gc"]
+        for removal in self.removals:
+            blocking = _blocking(removal.needs, force=self.force)
+            why = f"refused: {'; '.join(need.reason for need in blocking)}" if blocking else "removed"
+            lines.append(f"  {removal.id}  {why}")
+        return "\n".join(lines)
+
+
+def plan_remove(
+    repo: Repo, ids: Sequence[CheckpointId], *, force: bool = False, finished: Finished | None = None
+) -> RemovePlan:
+    """What removing `ids` would do. `force` removes also what a run that nobody trains on would go on from.
+
+    `finished`: runs known to have no live owner; by default found out, which takes 15 s if one lived on another host
+    and did not say goodbye. Raises CheckpointNotFound. A refusal is in the plan; executing it raises.
+    """
+    for id in ids:
+        if not repo.exists(id):
+            raise CheckpointNotFound(
+                f"no checkpoint {id} at {repo.url}",
+                subject=str(id),
+                hint=f"{typed('tenuto', 'ls', repo.url)} shows those there are",
+            )
+    known = finished_runs(repo, repo.runs()) if finished is None else dict(finished)
+    removals = tuple(Removal(id, _bytes(repo, id), tuple(dependents(repo, id, known))) for id in dict.fromkeys(ids))
+    # The oldest goes first: cut short, the removal of a whole run leaves its newest checkpoints.
+    ordered = tuple(sorted(removals, key=lambda removal: removal.id))
+    return RemovePlan(repo.url, ordered, force, tuple(sorted(known.items())))
+
+
+def execute(repo: Repo, plan: RemovePlan, *, emitter: Emitter | None = None) -> tuple[CheckpointId, ...]:
+    """Removes; returns what was removed. Raises RemovalRefused, before anything is removed if the plan says so already,
+    else at the first checkpoint that somebody has come to need since (those before it are removed)."""
+    if plan.refused:
+        raise refusal(plan.refused[0].id, _blocking(plan.refused[0].needs, force=plan.force))
+    removed = []
+    for removal in plan.removals:
+        remove(repo, removal.id, finished=dict(plan.finished), force=plan.force)
+        removed.append(removal.id)
+        (emitter or Emitter()).emit(Removed(removal.id, "removed by hand; `undelete` can bring it back until gc"))
+    return tuple(removed)
+
+
+def remove(repo: Repo, id: CheckpointId, *, finished: Finished, force: bool) -> None:
+    """One checkpoint, by the order above."""
+    stone = put_tombstone(repo, id, reason="rm")
+    crashpoint("tombstone put, manifest still there")
+    try:
+        blocking = _blocking(dependents(repo, id, finished), force=force)
+        if blocking:
+            raise refusal(id, blocking)
+        _put_into_trash(repo, stone)
+        crashpoint("copy in trash, manifest still there")
+        if not stands(repo, stone):
+            raise RemovalRefused(
+                f"{id} was not removed: its tombstone has been taken back by a claim of the run",
+                subject=str(id),
+                hint=typed("tenuto", "rm", repo.url, id),
+            )
+        repo.store.delete([id.manifest])
+        repo.store.settle(id.manifest)
+    except TenutoError:
+        take_back(repo, stone)
+        raise
+    crashpoint("manifest removed, packs still there")
+    take_back(repo, stone)
+
+
+def refusal(id: CheckpointId, blocking: Sequence[Dependent]) -> RemovalRefused:
+    reasons = "; ".join(need.reason for need in blocking)
+    return RemovalRefused(f"{id} is not removed: {reasons}", subject=str(id), hint=blocking[0].hint)
+
+
+def _put_into_trash(repo: Repo, stone: Tombstone) -> None:
+    """The manifest's bytes, damaged or not, under a name that no earlier removal has used."""
+    try:
+        data = repo.store.get(stone.id.manifest, limit=MAX_MANIFEST)
+    except ObjectNotFound:
+        raise CheckpointNotFound(f"{stone.id} was removed meanwhile", subject=str(stone.id)) from None
+    token = stone.name.rpartition("/")[2].removesuffix(".json")
+    name = f"{object_names.trash_directory(stone.id)}/{token}.json"
+    try:
+        repo.store.put_if_absent(name, Bytes(data), token=token)
+    except AlreadyExists:
+        repo.store.settle(name)  # our own: the reply to an earlier try was lost
+
+
+def _blocking(found: Sequence[Dependent], *, force: bool) -> list[Dependent]:
+    return [need for need in found if not (force and need.forcible)]
+
+
+def _bytes(repo: Repo, id: CheckpointId) -> int:
+    try:
+        return repo.manifest(id).bytes
+    except CorruptionError:
+        return 0

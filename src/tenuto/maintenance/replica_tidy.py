@@ -1,0 +1,212 @@
+"""The other places of a repository kept in step with its home: what it no longer knows goes, manifests come.
+
+Each node sees to its own directory. Nothing is put there before the home has the save's `begin.json`, and that is
+the last that is removed there: what lies in a place without one, under a step that is not the newest, is nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from tenuto.errors import CorruptionError, ObjectNotFound, StoreError
+from tenuto.maintenance.census import is_note, is_run
+from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
+from tenuto.repo.format.small_records import decode_attempt
+from tenuto.repo.replicated.members import node_of
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Store
+from tenuto.store.names import TEMPORARY
+
+SET_BACK: Final = "it is left alone. Was the home set back?"
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenSave:
+    """What a place holds of a save that the home no longer knows. `bytes`: of its packs."""
+
+    place: str
+    id: CheckpointId
+    bytes: int
+
+
+def tidy_replicas(repo: Repo, newest: CheckpointId) -> int:
+    """Looks through the run of `newest`, which has just been committed, in every place that this process puts packs
+    into; how many saves were freed there. What goes wrong with one save, or in one place, is told, and keeps nothing
+    else from being looked at."""
+    places, freed = repo.store, 0
+    if isinstance(places, ReplicatedStore):
+        for place in places.members:
+            try:
+                ids = [id for id in _saves(place, newest.run) if id <= newest]  # others are perhaps under way
+            except StoreError as error:
+                places.tell_once(place, "tidying", f"{place.url} cannot be tidied: {error.message}")
+                continue
+            for id in ids:
+                try:
+                    freed += _tidied(places, place, id, newest.run)
+                except (StoreError, CorruptionError) as error:
+                    places.tell_once(place, f"tidying {id.attempt}", f"{id} in {place.url}: {error.message}")
+    return freed
+
+
+def _tidied(places: ReplicatedStore, place: Store, id: CheckpointId, run: str) -> bool:
+    """Whether it was freed there."""
+    # An older save that was aborted has no writer left, though its begin.json stays until the next claim.
+    if _is_known(places.home, id) and not _is_aborted(places.home, id):
+        _follow(places, place, id)
+        return False
+    if _is_ahead(places, place, id):
+        message = f"{place.url} has {id}, and {places.url} does not know it: {SET_BACK}"
+        places.tell_once(place, run, message)
+        return False
+    return _free(place, id)
+
+
+def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[CheckpointId, str]]]:
+    """What the places that are found here hold of saves that the home does not know: those that it has let go of, and
+    those that it ought to know, each with what is to be said of it."""
+    places, gone, ahead = repo.store, [], []
+    if not isinstance(places, ReplicatedStore) or places.of:
+        return (), []
+    for place in places.others:
+        for key in filter(is_run, place.children(object_names.RUNS).directories):
+            for id in _saves(place, key):
+                if _is_known(places.home, id):
+                    continue
+                if _is_ahead(places, place, id):
+                    ahead.append((id, f"{place.url} has it, and the home does not know it: {SET_BACK}"))
+                else:
+                    packs = [entry.length for entry in place.walk(id.directory) if object_names.is_pack(entry.name)]
+                    gone.append(ForgottenSave(place.url, id, sum(packs)))
+    return tuple(gone), ahead
+
+
+def free_forgotten(repo: Repo, found: ForgottenSave) -> bool:
+    """Frees it, unless the home has come to know it. Whether it did."""
+    places = repo.store
+    assert isinstance(places, ReplicatedStore), "found there"
+    place = next(store for store in places.others if store.url == found.place)
+    if _is_known(places.home, found.id) or _is_ahead(places, place, found.id):
+        return False
+    _free(place, found.id)
+    return True
+
+
+def targets(repo: Repo) -> list[Store]:
+    """The places that are to hold every pack: the home, and those that are no node's own."""
+    places = repo.store
+    if not isinstance(places, ReplicatedStore):
+        return [repo.store]
+    return [places.home, *(store for store in places.others if not node_of(store))]
+
+
+def _saves(place: Store, run: str) -> Iterator[CheckpointId]:
+    for key in place.children(object_names.run_directory(run)).directories:
+        attempt = parse_attempt(key)
+        if attempt is not None:
+            for name in place.children(object_names.attempt_directory(run, attempt)).directories:
+                step = parse_step(name)
+                if step is not None:
+                    yield CheckpointId(run, attempt, step)
+
+
+def _follow(places: ReplicatedStore, place: Store, id: CheckpointId) -> None:
+    """What the home has of it: its manifest too, or no longer. A name in the place is looked for before the home is
+    asked for it: what is put is in the home first."""
+    here = object_names.MANIFEST in place.children(id.directory).objects
+    try:
+        places.home.stat(id.manifest)
+    except ObjectNotFound:
+        place.delete([id.manifest] if here else [])
+    else:
+        places.follower(place).bring(id.manifest)
+
+
+def _free(place: Store, id: CheckpointId) -> bool:
+    """Whether there was a pack of it."""
+    prefix = len(id.directory) + 1
+    own = [entry.name for entry in place.walk(id.directory) if _is_own(entry.name[prefix:])]
+    left = [entry.name for entry in place.leftovers(id.directory) if _is_ours(_final(entry.name)[prefix:])]
+    place.delete([id.manifest])
+    place.delete([*own, *left])
+    place.delete([object_names.begin_name(id)])
+    return any(map(object_names.is_pack, own))
+
+
+def _is_known(home: Store, id: CheckpointId) -> bool:
+    """Whether the home has its `begin.json`, or its manifest. Asked by name: a listing may be older than what it
+    lists."""
+    try:
+        home.stat(object_names.begin_name(id))
+        return True
+    except ObjectNotFound:
+        pass
+    try:
+        home.stat(id.manifest)
+    except ObjectNotFound:
+        return False
+    return not _is_aborted(home, id)
+
+
+def _is_aborted(home: Store, id: CheckpointId) -> bool:
+    """Whether a mark says so: one that was read and understood, for a small checkpoint's manifest is no longer."""
+    try:
+        if home.stat(id.manifest).length > MAX_ABORTED:
+            return False
+        return isinstance(decode_manifest(home.get(id.manifest, limit=MAX_ABORTED), id), Aborted)
+    except (ObjectNotFound, CorruptionError):
+        return False
+
+
+def _is_ahead(places: ReplicatedStore, place: Store, id: CheckpointId) -> bool:
+    """Whether nothing of it is freed although the home does not know it: it was saved under a claim that the home does
+    not have, or is a checkpoint beyond all that the home knows to have been saved under it."""
+    if not places.follower(place).is_of_home(id.manifest):
+        return True
+    if _is_aborted(places.home, id):
+        return False
+    try:
+        found = decode_manifest(place.get(id.manifest, limit=MAX_MANIFEST), id)
+    except ObjectNotFound:
+        return False
+    except CorruptionError:
+        return True
+    return not isinstance(found, Aborted) and id.step > _last_known(places, id)
+
+
+def _last_known(places: ReplicatedStore, id: CheckpointId) -> int:
+    """The step that the attempt of `id` is known to have come to: as the next one says, or its last save."""
+    home = places.home
+    numbers = map(parse_attempt, home.children(object_names.run_directory(id.run)).directories)
+    later = min((number for number in numbers if number is not None and number > id.attempt), default=None)
+    known = [-1]
+    if later is not None:
+        try:
+            name = object_names.attempt_name(id.run, later)
+            record = decode_attempt(home.get(name, limit=objects.SMALL), id.run, later)
+        except (CorruptionError, ObjectNotFound):
+            return -1
+        if record.parent is not None and (record.parent.run, record.parent.attempt) == (id.run, id.attempt):
+            known.append(record.parent.step)
+        if record.before is not None and record.before[0] == id.attempt:
+            known.append(record.before[1])
+        return max(known)
+    steps = map(parse_step, home.children(object_names.attempt_directory(id.run, id.attempt)).directories)
+    return max((step for step in steps if step is not None), default=-1)
+
+
+def _is_ours(file: str) -> bool:
+    return _is_own(file) or file in (object_names.BEGIN, object_names.MANIFEST)
+
+
+def _is_own(file: str) -> bool:
+    return object_names.is_part(file) or is_note(file)
+
+
+def _final(name: str) -> str:
+    return name.partition(TEMPORARY)[0]

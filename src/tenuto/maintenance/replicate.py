@@ -1,0 +1,142 @@
+"""Replicate: every place that is to hold checkpoints gets what it lacks of them, from where it lies.
+
+To the home comes what lies only on a node; to each other place that is no node's own whatever it lacks: packs, and
+what it takes to read them there by themselves, its manifest last. Every byte is verified on the way. What goes wrong
+with one checkpoint, or in one place, keeps nothing from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tenuto.engine.read.copy_packs import copy_packs
+from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError, TenutoError
+from tenuto.events import Emitter, Progress
+from tenuto.maintenance.replica_tidy import targets
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Manifest
+from tenuto.repo.format import object_names
+from tenuto.repo.replicated.access import away, copies_of
+from tenuto.repo.replicated.replica import UnreachableReplica, holds
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """What one place lacks of a checkpoint, by name: `packs`, of so many `bytes`, and small objects. `id`: None for
+    what belongs to no checkpoint."""
+
+    id: CheckpointId | None
+    target: str
+    packs: tuple[str, ...]
+    small: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatePlan:
+    """`unfound`: packs that lie in no place that is found from here. `away`: places that are not found. `failed`: what
+    kept a checkpoint from being looked at."""
+
+    where: str
+    copies: tuple[Copying, ...]
+    unfound: tuple[str, ...]
+    away: tuple[UnreachableReplica, ...]
+    failed: tuple[TenutoError, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.bytes for one in self.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicateReport:
+    """`bytes`: of the packs that were copied. `failed`: what could not be, and why."""
+
+    bytes: int
+    failed: tuple[TenutoError, ...]
+
+
+def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
+    """What is lacking where, newest first. What has gone meanwhile is passed over."""
+    copies: list[Copying] = []
+    unfound: list[str] = []
+    failed: list[TenutoError] = []
+    found = targets(repo)
+    for id in sorted(ids, reverse=True):
+        try:
+            for one in _lacking(repo, repo.manifest(id), found, unfound):
+                copies.append(one)
+        except CheckpointNotFound:
+            continue
+        except (CorruptionError, StoreError) as error:
+            failed.append(error)
+    for target in found[1:]:
+        refs = tuple(entry.name for entry in repo.store.walk("refs") if not holds(target, entry.name))
+        if refs:
+            copies.append(Copying(None, target.url, (), refs, 0))
+    return ReplicatePlan(repo.url, tuple(copies), tuple(unfound), tuple(away(repo.store)), tuple(failed))
+
+
+def _lacking(repo: Repo, manifest: Manifest, found: Sequence[Store], unfound: list[str]) -> list[Copying]:
+    packs: dict[str, list[tuple[str, int]]] = {target.url: [] for target in found}
+    for rank in range(len(manifest.indexes)):
+        for pack in repo.packs(manifest, rank):
+            name = f"{manifest.id.directory}/{pack.name}"
+            have = {store.url for store in copies_of(repo.store, name)}
+            if not have:
+                unfound.append(name)
+            for url in packs.keys() - have if have else ():
+                packs[url].append((name, pack.length))
+    copies = []
+    for number, target in enumerate(found):
+        wanted = packs[target.url]
+        small = [name for name in _small(repo, manifest) if number and not holds(target, name)]
+        if wanted or small:
+            names, nbytes = tuple(name for name, _ in wanted), sum(nbytes for _, nbytes in wanted)
+            copies.append(Copying(manifest.id, target.url, names, tuple(small), nbytes))
+    return copies
+
+
+def _small(repo: Repo, manifest: Manifest) -> list[str]:
+    """What a place needs to show a checkpoint by itself, in the order in which it is put."""
+    directory = manifest.id.directory
+    notes = [entry.name for entry in repo.store.walk(object_names.notes_directory(manifest.id))]
+    return [*(f"{directory}/{entry.name}" for entry in manifest.tables), manifest.id.manifest, *notes]
+
+
+def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) -> ReplicateReport:
+    """Copies what it can."""
+    emit, done = emitter or Emitter(), 0
+    failed: list[TenutoError] = []
+    places = {target.url: target for target in targets(repo)}
+
+    def told(name: str, nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if emit.listened:
+            emit.emit(Progress("replicate", plan.where, done, plan.bytes))
+
+    for copying in plan.copies:
+        target = places[copying.target]
+        try:
+            before = [name for name in copying.small if object_names.is_index(name)]
+            _bring(repo, target, before)
+            if copying.packs and copying.id is not None:
+                copy_packs(repo, repo.manifest(copying.id), frozenset(copying.packs), target, told)
+            _bring(repo, target, [name for name in copying.small if name not in before])
+        except CheckpointNotFound:
+            continue
+        except (CorruptionError, StoreError) as error:
+            failed.append(error)
+    return ReplicateReport(done, tuple(failed))
+
+
+def _bring(repo: Repo, target: Store, names: Sequence[str]) -> None:
+    places = repo.store
+    if isinstance(places, ReplicatedStore) and target is not places.home:
+        for name in names:
+            places.follower(target).bring(name)

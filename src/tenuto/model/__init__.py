@@ -1,0 +1,1 @@
+"""Values that every layer shares: identities, boxes, leaves, records, canonical JSON."""

@@ -1,0 +1,397 @@
+"""What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=, hours=)`, `keep.all()`."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from tenuto.errors import UsageError
+from tenuto.model.ids import CheckpointId
+from tenuto.policy.numbers import duration, metric_name, min_or_max, whole_number
+
+# --------------------------------------------------------------------------------------------------
+# The keep side: what a policy is told, what it answers, how policies combine, and what none of them may remove.
+#
+# Retention (I7) never removes the checkpoint that `latest` means, the last verified one on the walk of I4, one that is
+# pinned, tagged, held, needed by something else or being copied, whatever the policy says.
+
+LEFT_BEHIND = "on a line of training that was left behind"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """One checkpoint of the run that is judged; checkpoints of other runs are not offered."""
+
+    id: CheckpointId
+    walk: int | None = None
+    """Position on the walk of I4, `latest` lowest; None: on a line of training that was left behind."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """As logged with the step and as noted later, the later one counting."""
+    verified: bool = False
+    """Every byte was read and found good, and nothing suspect was noted since."""
+    suspect: bool = False
+    """Damage was noted, and no verification since."""
+    created_s: float | None = None
+    """When it was saved, in seconds since 1970 by the clock of the machine that saved it; None if nothing says it.
+    Two clocks disagree, and one may run backward: by this alone nothing is ever newer."""
+    pinned: bool = False
+    tags: tuple[str, ...] = ()
+    held: bool = False
+    being_copied: bool = False
+    needed_by: tuple[str, ...] = ()
+    """What else relies on it, in words: "run b was started from it"."""
+
+    @property
+    def age_key(self) -> tuple[int, int]:
+        """Higher is newer: attempts are claimed one after another, and steps only grow inside one."""
+        return (self.id.attempt, self.id.step)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepVerdict:
+    id: CheckpointId
+    keep: bool
+    reason: str
+    """In words that follow "kept: " or "removed: "."""
+
+    def __str__(self) -> str:
+        return f"{'kept' if self.keep else 'removed'}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """What one policy alone thinks of one checkpoint."""
+
+    keep: bool
+    reason: str
+
+
+class KeepPolicy(ABC):
+    """What to keep. Policies combine with `|`: what any of them keeps is kept.
+
+    To write one, implement `judge`. It must be a function of its arguments alone. What I7 protects is kept around it.
+    """
+
+    @abstractmethod
+    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
+        """One opinion for each of `history`, which is newest first."""
+
+    def metrics(self) -> frozenset[str]:
+        """Names of the metrics that this policy judges by, so that one that is never logged can be warned of."""
+        return frozenset()
+
+    @final
+    def decide(self, history: Sequence[CheckpointFacts]) -> list[KeepVerdict]:
+        """One verdict for each checkpoint, in the order given. Raises UsageError if one is given twice."""
+        if len({facts.id for facts in history}) != len(history):
+            raise UsageError("the history names a checkpoint twice")
+        newest_first = sorted(history, key=lambda facts: facts.age_key, reverse=True)
+        opinions = self.judge(newest_first)
+        assert len(opinions) == len(newest_first), f"{self!r} did not judge every checkpoint"
+        protected = protections(newest_first)
+        verdicts = {}
+        for facts, opinion in zip(newest_first, opinions, strict=True):
+            reasons = [*protected[facts.id], *([opinion.reason] if opinion.keep else [])]
+            keep = bool(reasons)
+            verdicts[facts.id] = KeepVerdict(facts.id, keep, "; ".join(reasons) if keep else opinion.reason)
+        return [verdicts[facts.id] for facts in history]
+
+    @final
+    def __or__(self, other: KeepPolicy) -> KeepPolicy:
+        second: object = other  # a checker refuses what is none; not everybody runs one
+        if not isinstance(second, KeepPolicy):
+            raise UsageError(
+                f"{self!r} | {other!r} does not combine: the second one does not say what to keep",
+                hint="combine keep.latest(n), keep.best(n, metric) and keep.every(...) with |; on.end() goes to save=",
+            )
+        return Union(_parts(self) + _parts(other))
+
+
+@dataclass(frozen=True, slots=True)
+class Union(KeepPolicy):
+    """Keeps what any of `parts` keeps; all reasons are told."""
+
+    parts: tuple[KeepPolicy, ...]
+
+    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
+        judged = [part.judge(history) for part in self.parts]
+        return [_joined(opinions) for opinions in zip(*judged, strict=True)]
+
+    def metrics(self) -> frozenset[str]:
+        return frozenset().union(*(part.metrics() for part in self.parts))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[str]]:
+    """Why I7 keeps each checkpoint; an empty list where it does not."""
+    walk = sorted((facts for facts in history if facts.walk is not None), key=lambda facts: facts.walk or 0)
+    # Where the run goes on from another run's checkpoint, that one is what `latest` means; its own newest stays too.
+    latest = walk[0].id if walk else None
+    newest = "what latest means" if walk and walk[0].walk == 0 else "the newest of this run that leads to latest"
+    # What a restore would fall back to: latest itself, unless it is known to be damaged.
+    whole = next((facts.id for facts in walk if not facts.suspect), None)
+    last_verified = next((facts.id for facts in walk if facts.verified), None)
+    return {
+        facts.id: [
+            *([newest] if facts.id == latest else []),
+            *(["the newest not known to be damaged"] if facts.id == whole != latest else []),
+            *(["the last one verified"] if facts.id == last_verified else []),
+            *(["pinned"] if facts.pinned else []),
+            *([f"tagged {', '.join(facts.tags)}"] if facts.tags else []),
+            *(["held"] if facts.held else []),
+            *(["being copied to another tier"] if facts.being_copied else []),
+            *facts.needed_by,
+        ]
+        for facts in history
+    }
+
+
+def _parts(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
+    return policy.parts if isinstance(policy, Union) else (policy,)
+
+
+def _joined(opinions: Sequence[Opinion]) -> Opinion:
+    keep = any(opinion.keep for opinion in opinions)
+    reasons = [opinion.reason for opinion in opinions if opinion.keep == keep]
+    return Opinion(keep, "; ".join(dict.fromkeys(reasons)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Milestones: one checkpoint of each span of steps or hours, kept for good.
+
+
+class Milestones(KeepPolicy):
+    """The first whole checkpoint of each span, and damaged ones before it: those may be repaired."""
+
+    @abstractmethod
+    def span(self, facts: CheckpointFacts) -> int | None:
+        """The number of the span that the checkpoint lies in; None where it can be no milestone."""
+
+    @abstractmethod
+    def name(self, span: int) -> str:
+        """What a milestone of this span is called, in words."""
+
+    @abstractmethod
+    def outside(self) -> str:
+        """Why a checkpoint lies in no span."""
+
+    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
+        taken: dict[int, CheckpointFacts] = {}
+        kept: dict[object, Opinion] = {}
+        for facts in sorted(history, key=_first_comes_first):
+            span = self.span(facts)
+            if span is None or span in taken:
+                continue
+            words = f"{'damaged, but ' if facts.suspect else ''}{self.name(span)}"
+            kept[facts.id] = Opinion(True, words if facts.walk is not None else f"{words}, {LEFT_BEHIND}")
+            if not facts.suspect:
+                taken[span] = facts
+        return [kept.get(facts.id) or Opinion(False, self._lost(facts, taken)) for facts in history]
+
+    def _lost(self, facts: CheckpointFacts, taken: dict[int, CheckpointFacts]) -> str:
+        span = self.span(facts)
+        return self.outside() if span is None else f"{self.name(span)} is step {taken[span].id.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps(Milestones):
+    steps: int
+
+    def span(self, facts: CheckpointFacts) -> int | None:
+        return None if 0 < facts.id.step < self.steps else facts.id.step // self.steps
+
+    def name(self, span: int) -> str:
+        return f"the milestone of step {span * self.steps}"
+
+    def outside(self) -> str:
+        return f"before the first milestone, step {self.steps}"
+
+    def __repr__(self) -> str:
+        return f"keep.every(steps={self.steps})"
+
+
+@dataclass(frozen=True, slots=True)
+class EveryHours(Milestones):
+    hours: float
+
+    def span(self, facts: CheckpointFacts) -> int | None:
+        return None if facts.created_s is None else math.floor(facts.created_s / (self.hours * 3600))
+
+    def name(self, span: int) -> str:
+        return f"the milestone of its {self.hours:g} hours"
+
+    def outside(self) -> str:
+        return "does not say when it was saved"
+
+    def __repr__(self) -> str:
+        return f"keep.every(hours={self.hours:g})"
+
+
+def _first_comes_first(facts: CheckpointFacts) -> tuple[int, int, int]:
+    """The line of training that goes on, in the order in which it was saved; then what was left behind, of later
+    attempts first. No clock takes part."""
+    if facts.walk is not None:
+        return (0, -facts.walk, 0)
+    return (1, -facts.id.attempt, facts.id.step)
+
+
+def latest(n: int) -> KeepPolicy:
+    """Keeps the newest `n`, first of the line of training that leads to `latest`, then, where places are free, of lines
+    that were left behind. One known to be damaged takes no place, and stays while a whole one older than it does."""
+    return Latest(whole_number(n, "keep.latest({})"))
+
+
+def best(n: int, metric: str, mode: Literal["min", "max"] = "min") -> KeepPolicy:
+    """Keeps the `n` with the lowest (`mode="max"`: highest) `metric`; of equal ones the newer. NaN is never best.
+
+    A checkpoint that lacks the metric is judged only if a newer one has it; until then it is kept, as its metric may
+    still be noted. A damaged one takes no place. After a rollback both the best of the whole run and the best of the
+    line that goes on are kept.
+    """
+    name = metric_name(metric, 'keep.best(3, "val_loss")')
+    return Best(whole_number(n, f"keep.best({{}}, {name!r})"), name, min_or_max(mode, name))
+
+
+def every(*, steps: int | None = None, hours: float | None = None) -> KeepPolicy:
+    """Keeps milestones for good; of both given, those of either.
+
+    steps: the first checkpoint at or after each multiple of so many steps, and before the next (step 0 counts; what
+    lies between it and the first multiple does not). hours: the first of each span of so many hours, counted from
+    1970-01-01 00:00 UTC (24: of each day), by the time that the saving machine's clock said. "First" means first
+    saved. A clock that runs backward only puts a checkpoint into a span that has its milestone already; one that ran
+    ahead makes a milestone of its own. One that does not say when it was saved is no milestone of hours.
+
+    One known to be damaged takes no place, and stays where it would be the milestone. After a rollback the line of
+    training that goes on comes first; a milestone that was left behind stays until that line has reached its place.
+    """
+    parts: list[KeepPolicy] = []
+    if steps is not None:
+        parts.append(EverySteps(whole_number(steps, "keep.every(steps={})")))
+    if hours is not None:
+        parts.append(EveryHours(duration(hours, "keep.every(hours={})")))
+    if not parts:
+        raise UsageError("keep.every() of what?", hint="write keep.every(steps=1000) or keep.every(hours=24)")
+    return parts[0] if len(parts) == 1 else Union(tuple(parts))
+
+
+def all() -> KeepPolicy:
+    """Keeps everything."""
+    return All()
+
+
+@dataclass(frozen=True, slots=True)
+class All(KeepPolicy):
+    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
+        return [Opinion(True, "everything is kept") for _ in history]
+
+    def __repr__(self) -> str:
+        return "keep.all()"
+
+
+@dataclass(frozen=True, slots=True)
+class Latest(KeepPolicy):
+    n: int
+
+    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
+        words = "the newest" if self.n == 1 else f"the newest {self.n}"
+        live = [facts for facts in history if facts.walk is not None]
+        left = [facts for facts in history if facts.walk is None]
+        opinions: dict[object, Opinion] = {}
+        free = self.n
+        for line, suffix in ((live, ""), (left, f", {LEFT_BEHIND}")):
+            for facts in line:
+                if free == 0:
+                    opinions[facts.id] = Opinion(False, f"not among {words}{suffix}")
+                elif facts.suspect:
+                    opinions[facts.id] = Opinion(True, f"damaged, and newer than the last of {words}{suffix}")
+                else:
+                    free -= 1
+                    opinions[facts.id] = Opinion(True, f"{self._place(self.n - free)}{suffix}")
+        return [opinions[facts.id] for facts in history]
+
+    def _place(self, place: int) -> str:
+        if place == 1:
+            return "the newest" if self.n == 1 else f"newest of {self.n}"
+        return f"{_ordinal(place)} newest of {self.n}"
+
+    def __repr__(self) -> str:
+        return f"keep.latest({self.n})"
+
+
+@dataclass(frozen=True, slots=True)
+class Best(KeepPolicy):
+    n: int
+    metric: str
+    mode: Literal["min", "max"]
+
+    def metrics(self) -> frozenset[str]:
+        return frozenset({self.metric})
+
+    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
+        ranked = self._ranked(history)
+        of_run, of_line = self._first(ranked), self._first([facts for facts in ranked if facts.walk is not None])
+        winners = {facts.id for facts in (*of_run, *of_line)}
+        newest_with = next((facts.age_key for facts in history if self.metric in facts.metrics), None)
+        opinions = []
+        for facts in history:
+            if facts.id in winners:
+                opinions.append(Opinion(True, self._won(facts, of_run)))
+            elif newest_with is None or facts.age_key > newest_with:
+                opinions.append(Opinion(True, f"{self.metric} may still be noted for it"))
+            else:
+                opinions.append(Opinion(False, self._lost(facts, of_run)))
+        return opinions
+
+    def _ranked(self, history: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
+        """Those that have the metric, best first, the newer of equals first."""
+        sign = 1.0 if self.mode == "min" else -1.0
+        with_metric = [facts for facts in history if not math.isnan(self._value(facts))]
+        return sorted(with_metric, key=lambda facts: sign * self._value(facts))
+
+    def _first(self, ranked: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
+        """The first n whole ones, and the damaged ones among them: those may be repaired, and take no place."""
+        first: list[CheckpointFacts] = []
+        places = self.n
+        for facts in ranked:
+            if not places:
+                break
+            first.append(facts)
+            places -= not facts.suspect
+        return first
+
+    def _value(self, facts: CheckpointFacts) -> float:
+        return float(facts.metrics.get(self.metric, math.nan))
+
+    def _won(self, facts: CheckpointFacts, of_run: Sequence[CheckpointFacts]) -> str:
+        reason = f"{'damaged, but ' if facts.suspect else ''}{self._words()} ({self._value(facts):g})"
+        if facts.walk is None:
+            return f"{reason}, {LEFT_BEHIND}"
+        return reason if facts in of_run else f"{reason} of the line of training that goes on"
+
+    def _lost(self, facts: CheckpointFacts, of_run: Sequence[CheckpointFacts]) -> str:
+        if self.metric not in facts.metrics:
+            return f"has no {self.metric}, and a newer one has"
+        if math.isnan(self._value(facts)):
+            return f"{self.metric} is nan"
+        value, last = self._value(facts), self._value(of_run[-1])
+        if value == last:
+            return f"not {self._words()} ({value:g}, and a newer one has the same)"
+        bar = "the best" if self.n == 1 else f"{_ordinal(self.n)} best"
+        return f"not {self._words()} ({value:g}; {bar} is {last:g})"
+
+    def _words(self) -> str:
+        return f"the best by {self.metric}" if self.n == 1 else f"among the best {self.n} by {self.metric}"
+
+    def __repr__(self) -> str:
+        return f"keep.best({self.n}, {self.metric!r}, mode={self.mode!r})"
+
+
+def _ordinal(number: int) -> str:
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{({1: 'st', 2: 'nd', 3: 'rd'}).get(number % 10, 'th')}"

@@ -1,0 +1,95 @@
+"""Checks of the numbers and names that a policy is given."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Literal, SupportsIndex, cast
+
+from tenuto.errors import UsageError
+
+
+def whole_number(value: object, call: str) -> int:
+    """`value` as a positive int; `call` is how the user wrote it, with {} where the value stood."""
+    hint = f"give a whole number of at least 1, such as {call.format(3)}"
+    if isinstance(value, bool):
+        raise UsageError(f"{call.format(repr(value))} is no count", hint=hint)
+    try:
+        number = operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        raise UsageError(f"{call.format(repr(value))} is no whole number", hint=hint) from None
+    if number < 1:
+        raise UsageError(f"{call.format(repr(value))} would never be reached", hint=hint)
+    return number
+
+
+def duration(value: object, call: str) -> float:
+    """`value` as a positive, finite number of any unit."""
+    hint = f"give a number above zero, such as {call.format(10)}"
+    if isinstance(value, (bool, str, bytes)):
+        raise UsageError(f"{call.format(repr(value))} is no duration", hint=hint)
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"{call.format(repr(value))} is no duration", hint=hint) from None
+    if not math.isfinite(number) or number <= 0:
+        raise UsageError(f"{call.format(repr(value))} is no duration that can pass", hint=hint)
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """By how much a metric has to change: an amount, or (`relative`) a part of the value it is compared with."""
+
+    amount: float
+    relative: bool = False
+
+    def at(self, value: float) -> float:
+        """The amount, where `value` is what it is compared with."""
+        return self.amount * abs(value) if self.relative and self.amount else self.amount
+
+    def reached(self, change: float, value: float) -> bool:
+        """Whether `change`, counted from `value`, is something and at least this: decimal places are no obstacle."""
+        least = self.at(value)
+        return change > 0 and (change >= least or math.isclose(change, least, rel_tol=1e-9))
+
+    def __repr__(self) -> str:
+        return f"'{self.amount * 100:g}%'" if self.relative else f"{self.amount:g}"
+
+
+def margin(value: object, call: str, *, least: Literal["zero", "above zero"]) -> Margin:
+    """`value` as a margin: a finite number, or a string such as "5%". UsageError below zero, or (`least`) at it."""
+    hint = f"give a number, such as {call.format(0.01)}, or a part of the value, such as {call.format(repr('5%'))}"
+    number, relative = value, False
+    if isinstance(value, str) and value.strip().endswith("%"):
+        number, relative = value.strip()[:-1], True
+    if isinstance(value, (bool, bytes)) or (isinstance(value, str) and not relative):
+        raise UsageError(f"{call.format(repr(value))} is no margin", hint=hint)
+    try:
+        amount = float(number) / (100 if relative else 1)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"{call.format(repr(value))} is no margin", hint=hint) from None
+    if not math.isfinite(amount) or amount < 0 or (least == "above zero" and amount == 0):
+        raise UsageError(f"{call.format(repr(value))} is no margin that a metric can pass", hint=hint)
+    return Margin(amount, relative)
+
+
+def metric_name(value: object, call: str) -> str:
+    """`value` as the name of a metric; `call` is how a user writes it."""
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{value!r} names no metric", hint=f"give the name that `log` is given: {call}")
+    return value
+
+
+def min_or_max(value: object, metric: str) -> Literal["min", "max"]:
+    """`value` as the way in which a metric gets better."""
+    if value == "min":
+        return "min"
+    if value == "max":
+        return "max"
+    raise UsageError(
+        f"mode={value!r} is neither 'min' nor 'max'",
+        subject=metric,
+        hint="'min': the lowest is the best (a loss); 'max': the highest is (an accuracy)",
+    )

@@ -1,0 +1,1 @@
+"""How the processes of a job agree: sessions, rounds, votes and heartbeats over a key-value store."""

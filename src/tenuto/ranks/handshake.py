@@ -1,0 +1,388 @@
+"""How the ranks find each other: a session that only processes which are there now can be part of.
+
+The board may still hold what earlier incarnations wrote, and be used by processes that come back late. So each rank
+says hello with a number drawn now (a nonce); the coordinator answers with an offer that names the nonces it has seen
+and a session id drawn now; who finds his own nonce in an offer knows that it is meant for him, and acknowledges under
+that id, which nobody can have known before. The session is open once all ranks of one offer have acknowledged it, with
+facts equal to the coordinator's. An offer with stale hellos is acknowledged by nobody, and followed by another.
+
+Facts are compared only with those who acknowledge (or complain of an offer) by a number drawn now: what a dead
+process left behind can delay, and is never an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tenuto.errors import RanksDisagree, RanksError, RanksMissing, RankStoreLost
+from tenuto.ranks.contract import KVStore
+from tenuto.ranks.heartbeats import NAMED
+from tenuto.ranks.message import Message, decode, failure
+from tenuto.ranks.session import OFFER, ROOT, Session
+from tenuto.ranks.timeouts import Deadline, Settings
+
+# --------------------------------------------------------------------------------------------------
+# What is said before there is a session: who a rank is, and which session the coordinator offers to whom.
+#
+# What cannot be read is nobody's: the board may hold anything from before.
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who a rank is. `nonce` is drawn for one handshake of one process; `facts` have to be equal on all ranks."""
+
+    rank: int
+    world_size: int
+    facts: Mapping[str, str]
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+    who: str = field(default_factory=lambda: f"{socket.gethostname()} pid {os.getpid()}")
+
+    def encode(self) -> bytes:
+        names = ("rank", "world_size", "nonce", "who")
+        return json.dumps({**{name: getattr(self, name) for name in names}, "facts": dict(self.facts)}).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes | None) -> Hello | None:
+        """None for what is no hello: a leftover of something else."""
+        try:
+            values = json.loads(raw or b"null")
+            return cls(
+                int(values["rank"]),
+                int(values["world_size"]),
+                {str(name): str(value) for name, value in values["facts"].items()},
+                str(values["nonce"]),
+                str(values["who"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """`nonces`: of the hellos that it answers, by rank; `by`: the coordinator's own."""
+
+    session: str
+    world_size: int
+    by: str
+    nonces: Mapping[int, str]
+
+    def encode(self) -> bytes:
+        return json.dumps(
+            {"session": self.session, "world_size": self.world_size, "by": self.by, "nonces": dict(self.nonces)}
+        ).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes | None) -> Offer | None:
+        try:
+            values: dict[str, Any] = json.loads(raw or b"null")
+            nonces = {int(rank): str(nonce) for rank, nonce in values["nonces"].items()}
+            return cls(str(values["session"]), int(values["world_size"]), str(values["by"]), nonces)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+PHASE: Final = "handshake"
+_BEYOND: Final = 1024
+"""Ranks of a larger job that are told at once what is wrong; the others are at their deadline."""
+
+
+class Handshake:
+    """One rank's part in it. `run` returns the session, or raises."""
+
+    def __init__(self, board: KVStore, hello: Hello, settings: Settings) -> None:
+        self.board = board
+        self.hello = hello
+        self.settings = settings
+        self.session = self._named("none")
+        self.acknowledged = False
+        self._complained: set[str] = set()
+
+    def run(self, deadline: Deadline) -> Session:
+        """Raises RanksMissing, RanksDisagree, RankFailed, RankStoreLost."""
+        self._put(self._door("hello", self.hello.rank), self.hello.encode())
+        try:
+            self.session.wait(
+                self._look, lambda: self._over(deadline), _raised, missing=self.missing, deadline=deadline, phase=PHASE
+            )
+        except RanksError as error:
+            if not self._declined(error):
+                raise
+        return self._named(self.session.id)
+
+    def _over(self, deadline: Deadline) -> RanksError | None:
+        if not deadline.passed:
+            return None
+        missing = self.missing()
+        told = [self.told_of(rank) for rank in missing[:NAMED]]
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        return RanksMissing(
+            f"{PHASE}: rank {self.hello.rank} waited {deadline.seconds:g} s for {', '.join(told)}{more}",
+            subject=PHASE,
+            hint="were all processes of the job started, with the same world size, and do they come to the same call?",
+            ranks=tuple(missing),
+            phase=PHASE,
+        )
+
+    def _declined(self, error: RanksError) -> bool:
+        """The session must not open any more, as this rank raises `error`. Whether it is open already.
+
+        Raises what it was declined with before.
+        """
+        if not self.acknowledged:
+            return False
+        message = failure(self.session.id, PHASE, self.hello.rank, error)
+        try:
+            standing = self.session.settle(self.session.key("open"), message, self.settings.answer_s)
+        except RankStoreLost:
+            return False  # the others find out by themselves
+        told = standing.error(self.hello.rank)
+        if told is not None and told.message != error.message:
+            raise told from error
+        return told is None
+
+    def told_of(self, rank: int) -> str:
+        """What is known of a rank that is missing."""
+        return f"rank {rank}, which has offered no session to this process"
+
+    def missing(self) -> list[int]:
+        return [0]
+
+    def _look(self, timeout: float) -> bool | None:
+        raise NotImplementedError
+
+    def _named(self, id: str) -> Session:
+        """The session of that id, as this rank would take part in it."""
+        return Session(id, self.hello.rank, self.hello.world_size, self.board, self.settings)
+
+    def _door(self, *parts: str | int) -> str:
+        return "/".join([ROOT, "door", *map(str, parts)])
+
+    def _put(self, key: str, value: bytes) -> None:
+        self.session.ask(lambda timeout: self.board.put(key, value, timeout=timeout), PHASE)
+
+    def _refuse(self, error: RanksDisagree, nonces: list[str]) -> None:
+        for nonce in nonces:
+            self._put(self._door("refused", nonce), failure(nonce, PHASE, self.hello.rank, error).encode())
+
+    def _heed(self, raw: bytes | None) -> None:
+        """Raises what somebody has refused this very process for."""
+        if raw is not None:
+            error = decode(raw, self.hello.nonce, PHASE).error(self.hello.rank)
+            if error is not None:
+                self.board.delete([self._door("refused", self.hello.nonce)], timeout=self.settings.answer_s)
+                raise error
+
+    def _claimed_twice(self, other: Hello) -> RanksDisagree:
+        return RanksDisagree(
+            f"{PHASE}: two processes say that they are rank {self.hello.rank}: {self.hello.who} and {other.who}",
+            subject=f"rank {self.hello.rank}",
+            hint="give each process of a job its own rank, and each job its own directory or store",
+            ranks=(self.hello.rank,),
+            phase=PHASE,
+        )
+
+
+class MemberHandshake(Handshake):
+    """A rank that is not the coordinator."""
+
+    def __init__(self, board: KVStore, hello: Hello, settings: Settings) -> None:
+        super().__init__(board, hello, settings)
+        self._silent = [0]
+        self._foreign = ""
+        """Who has offered a session to a job of another size."""
+
+    def _look(self, timeout: float) -> bool | None:
+        keys = [OFFER, self._door("hello", self.hello.rank), self._door("hello", 0)]
+        raw_offer, raw_mine, raw_first = self.board.get_many(keys, timeout=timeout)
+        self._heed(self.board.get(self._door("refused", self.hello.nonce), timeout=timeout))
+        # What opened is looked for after the offer: once it stands, a later offer is meant for a later handshake.
+        if self.acknowledged and self._is_open(timeout):
+            return True
+        first, mine, offer = Hello.decode(raw_first), Hello.decode(raw_mine), Offer.decode(raw_offer)
+        if mine is not None and mine.nonce != self.hello.nonce:
+            error = self._claimed_twice(mine)
+            self._refuse(error, [mine.nonce, *([first.nonce] if first else []), *([offer.by] if offer else [])])
+            raise error
+        if offer is not None:
+            self._answer(offer)
+        return None
+
+    def _over(self, deadline: Deadline) -> RanksError | None:
+        if deadline.passed and self.acknowledged:
+            ranks = range(1, self.hello.world_size)
+            keys = [self.session.key("ack", rank) for rank in ranks]
+            acks = self.board.get_many(keys, timeout=self.session.patience_s(deadline))
+            self._silent = [rank for rank, ack in zip(ranks, acks, strict=True) if ack is None] or [0]
+        elif deadline.passed and self._foreign:
+            # Only now: what a dead process was refused for says nothing about this job, as long as another may come.
+            raw = self.board.get(self._door("refused", self._foreign), timeout=self.session.patience_s(deadline))
+            error = decode(raw, self._foreign, PHASE).error(self.hello.rank) if raw is not None else None
+            if isinstance(error, RanksError):
+                return error
+        return super()._over(deadline)
+
+    def missing(self) -> list[int]:
+        return self._silent
+
+    def told_of(self, rank: int) -> str:
+        """Where a session was offered, all others have to answer it, and then the coordinator."""
+        if not self.acknowledged:
+            return super().told_of(rank)
+        return f"rank {rank}, which has not {'answered' if rank else 'opened'} the session that was offered"
+
+    def _answer(self, offer: Offer) -> None:
+        if offer.nonces.get(self.hello.rank) == self.hello.nonce:
+            if offer.session != self.session.id:
+                session = self._named(offer.session)
+                self._put(session.key("ack", self.hello.rank), self.hello.encode())
+                self.session.id, self.acknowledged = session.id, True
+        elif offer.world_size != self.hello.world_size and offer.by not in self._complained:
+            self._complained.add(offer.by)
+            self._foreign = offer.by
+            self._put(self._door("stray", offer.by), self.hello.encode())
+
+    def _is_open(self, timeout: float) -> bool:
+        raw = self.board.get(self.session.key("open"), timeout=timeout)
+        if raw is None:
+            return False
+        error = decode(raw, self.session.id, PHASE).error(self.hello.rank)
+        if error is not None:
+            raise error
+        return True
+
+
+class CoordinatorHandshake(Handshake):
+    """The coordinator."""
+
+    def __init__(self, board: KVStore, hello: Hello, settings: Settings) -> None:
+        super().__init__(board, hello, settings)
+        self._hellos: dict[int, Hello] = {0: hello}
+        self._offered: dict[int, str] = {}
+        self._offered_at = settings.clock.now()
+        self._acked: set[int] = {0}
+        self.abandoned: list[str] = []
+        """Sessions that were offered, and then others in their place."""
+
+    def missing(self) -> list[int]:
+        """Those that have not answered this very process."""
+        return [rank for rank in range(self.hello.world_size) if rank not in self._acked] or [0]
+
+    def _look(self, timeout: float) -> bool | None:
+        self._read_hellos(timeout)
+        self._read_refusals(timeout)
+        nonces = {rank: hello.nonce for rank, hello in self._hellos.items()}
+        complete = len(nonces) == self.hello.world_size
+        if nonces != self._offered and self._due(complete):
+            self._offer(nonces)
+        if self._offered:
+            self._read_acks(timeout)
+            if complete and len(self._acked) == self.hello.world_size:
+                return self._opened(timeout)
+        return None
+
+    def _due(self, complete: bool) -> bool:
+        """Ranks that come one by one, or in place of stale hellos, are not each an offer."""
+        if complete and not self._offered:
+            return True
+        pause_s = self.settings.probe_s / 10 if complete else self.settings.probe_s
+        return self.settings.clock.now() - self._offered_at >= pause_s
+
+    def told_of(self, rank: int) -> str:
+        hello = self._hellos.get(rank)
+        if hello is None:
+            return f"rank {rank}, which has not come"
+        return f"rank {rank} ({hello.who}), which said hello and then nothing"
+
+    def _read_hellos(self, timeout: float) -> None:
+        ranks = range(self.hello.world_size)
+        for rank, raw in zip(
+            ranks, self.board.get_many([self._door("hello", rank) for rank in ranks], timeout=timeout), strict=True
+        ):
+            hello = Hello.decode(raw)
+            if hello is not None and hello.rank == rank:
+                self._hellos[rank] = hello
+        if self._hellos[0].nonce != self.hello.nonce:
+            error = self._claimed_twice(self._hellos[0])
+            self._refuse_all(error)
+            raise error
+
+    def _read_refusals(self, timeout: float) -> None:
+        try:
+            self._heed(self.board.get(self._door("refused", self.hello.nonce), timeout=timeout))
+        except RanksDisagree as error:
+            self._refuse_all(error)
+            raise
+        stray = Hello.decode(self.board.get(self._door("stray", self.hello.nonce), timeout=timeout))
+        if stray is not None:
+            self._compare(stray)
+
+    def _offer(self, nonces: dict[int, str]) -> None:
+        if self._offered:
+            self.abandoned.append(self.session.id)
+        self._offered, self._offered_at = nonces, self.settings.clock.now()
+        self._acked = {0}
+        self.acknowledged = True
+        self.session.id = secrets.token_hex(16)
+        offer = Offer(self.session.id, self.hello.world_size, self.hello.nonce, nonces)
+        self._put(OFFER, offer.encode())
+
+    def _read_acks(self, timeout: float) -> None:
+        ranks = [rank for rank in self._offered if rank not in self._acked]
+        raws = self.board.get_many([self.session.key("ack", rank) for rank in ranks], timeout=timeout)
+        for rank, raw in zip(ranks, raws, strict=True):
+            answer = Hello.decode(raw)
+            if answer is not None and answer.nonce == self._offered[rank]:
+                self._compare(answer)
+                self._acked.add(rank)
+
+    def _compare(self, other: Hello) -> None:
+        mine = {"world size": str(self.hello.world_size), **self.hello.facts}
+        theirs = {"world size": str(other.world_size), **other.facts}
+        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        if not names:
+            return
+        told = "; ".join(
+            f"{name} is {mine.get(name)!r} on rank 0 ({self.hello.who}) and {theirs.get(name)!r} on rank {other.rank} "
+            f"({other.who})"
+            for name in names
+        )
+        error = RanksDisagree(
+            f"{PHASE}: the ranks disagree: {told}",
+            subject=", ".join(names),
+            hint="start all processes of a job with the same arguments, and give each job its own directory or store",
+            ranks=(0, other.rank),
+            phase=PHASE,
+        )
+        self._refuse_all(error, other.nonce, *self._beyond(other.world_size))
+        raise error
+
+    def _beyond(self, world_size: int) -> list[str]:
+        """Those who take the job for a larger one. Who comes later finds what this rank leaves under its own number."""
+        if world_size <= self.hello.world_size:
+            return []
+        ranks = range(self.hello.world_size, min(world_size, self.hello.world_size + _BEYOND))
+        keys = [self._door("hello", rank) for rank in ranks]
+        raws = self.session.ask(lambda timeout: self.board.get_many(keys, timeout=timeout), PHASE)
+        return [self.hello.nonce, *(hello.nonce for hello in map(Hello.decode, raws) if hello is not None)]
+
+    def _refuse_all(self, error: RanksDisagree, *more: str) -> None:
+        own = {self.hello.nonce} - set(more)
+        nonces = {hello.nonce for hello in self._hellos.values()} | set(more)
+        self._refuse(error, sorted(nonces - own))
+
+    def _opened(self, timeout: float) -> bool:
+        message = Message(self.session.id, PHASE, 0)
+        error = self.session.settle(self.session.key("open"), message, timeout).error(0)
+        if error is not None:
+            raise error
+        return True
+
+
+def _raised(error: RanksError) -> bool:
+    raise error

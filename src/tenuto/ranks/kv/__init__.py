@@ -1,0 +1,1 @@
+"""The key-value stores that ranks may share."""

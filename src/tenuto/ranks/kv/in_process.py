@@ -1,0 +1,67 @@
+"""A board in this process: for one rank, and for many ranks that are threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tenuto.ranks.contract import KVStore
+
+
+class InProcessKVStore:
+    """What is put is there for all who hold this object."""
+
+    holder: Final = None
+    longest_pause_s: Final = 0.005
+
+    def __init__(self) -> None:
+        self.name = f"this process's memory at {id(self):#x}"
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def put(self, key: str, value: bytes, *, timeout: float) -> None:
+        with self._lock:
+            self._values[key] = bytes(value)
+
+    def put_if_absent(self, key: str, value: bytes, *, timeout: float) -> bytes:
+        with self._lock:
+            return self._values.setdefault(key, bytes(value))
+
+    def get(self, key: str, *, timeout: float) -> bytes | None:
+        with self._lock:
+            return self._values.get(key)
+
+    def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes | None]:
+        with self._lock:
+            return [self._values.get(key) for key in keys]
+
+    def delete(self, keys: Sequence[str], *, timeout: float) -> None:
+        with self._lock:
+            for key in keys:
+                self._values.pop(key, None)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def keys(self) -> list[str]:
+        """What is there, sorted; for tests of what is left behind."""
+        with self._lock:
+            return sorted(self._values)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadRanks:
+    """One of many ranks in one process: for tests and simulations. All are handed the same board."""
+
+    rank: int
+    world_size: int
+    shared: KVStore = field(repr=False)
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    def board(self) -> KVStore:
+        return self.shared

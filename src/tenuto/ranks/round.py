@@ -1,0 +1,301 @@
+"""One matter that the ranks agree on, once: each may post to it, the coordinator collects and announces.
+
+What comes of a topic stands under one key that is written only once, by whoever is first: the coordinator's
+announcement, a rank's failure, or the failure of who gave up waiting. So all ranks learn the same, also one that was
+stopped in between and comes back later.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Final, TypeVar
+
+from tenuto.errors import RankFailed, RanksError, RanksMissing, RankStoreLost, UsageError
+from tenuto.ranks.contract import VoteResult
+from tenuto.ranks.message import Message, decode, failure
+from tenuto.ranks.session import Session
+from tenuto.ranks.timeouts import Deadline
+
+Found = TypeVar("Found")
+
+REASON: Final = 2000
+"""Characters of a reason that are told to the others."""
+
+
+class Round:
+    """As a context manager: an exception that leaves the block fails the topic on all ranks, and its end ends it here.
+
+    `phase` is what errors and reports call it; the methods take a narrower one.
+    """
+
+    def __init__(
+        self, session: Session, kind: str, number: int, low: Callable[[], int], ended: Callable[[Round, int], None]
+    ) -> None:
+        self.kind = kind
+        self.number = number
+        self.name = f"{kind}/{number}"
+        self.phase = f"{kind} {number}"
+        self.posted = False
+        self.over = False
+        self._session = session
+        self._low = low
+        self._ended = ended
+        self._lowest = 0
+        self._found: dict[int, Message] = {}
+        self._unheard: list[int] = []
+        self._each = False
+
+    @property
+    def register(self) -> str:
+        """The key of what comes of it."""
+        return self._session.key("topics", self.kind, self.number, "outcome")
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this rank collects and announces."""
+        return self._session.is_coordinator
+
+    def post_key(self, rank: int) -> str:
+        return self._session.key("topics", self.kind, self.number, "posts", rank)
+
+    def answer_key(self, rank: int) -> str:
+        return self._session.key("topics", self.kind, self.number, "answers", rank)
+
+    def post(self, data: bytes, *, again: bool = False) -> None:
+        """Tells the coordinator. One round trip, waits for nobody. Raises RankStoreLost; then the coordinator counts on
+        it no longer, unless it is to be told `again`."""
+        message = Message(self._session.id, self.name, self._session.rank, facts={"low": self._low()}, data=data)
+        try:
+            self._put(self.post_key(self._session.rank), message)
+        except RankStoreLost:
+            if not again:
+                self._session.roll.give_up(self.name)
+            raise
+        self.posted = True
+
+    def _put(self, key: str, message: Message) -> None:
+        session, raw = self._session, message.encode()
+        session.ask(lambda timeout: session.board.put(key, raw, timeout=timeout), self.phase)
+
+    def collect(self, deadline: Deadline | float, phase: str = "") -> list[bytes]:
+        """On the coordinator: what each rank has posted, by rank.
+
+        Raises RanksMissing, RankFailed, RanksDisagree and RankStoreLost; the first three on all ranks alike.
+        """
+        self._only_coordinator("collect")
+        result = self._wait(self._look_at_posts, self._missing, deadline, phase)
+        if isinstance(result, Message):
+            raise self._announced()
+        return result
+
+    def collected(self) -> list[bytes] | None:
+        """`collect` in one look, without waiting: None while posts are missing."""
+        self._only_coordinator("collect")
+        return self._session.ask(self._look_at_posts, self.phase)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._session.world_size) if rank not in self._found] or self._unheard
+
+    def _look_at_posts(self, timeout: float) -> list[bytes] | None:
+        session = self._session
+        missing = [rank for rank in range(session.world_size) if rank not in self._found]
+        keys = [self.register, *map(self.post_key, missing)]
+        outcome, *raws = session.board.get_many(keys, timeout=timeout)
+        if outcome is not None:
+            self._understood(decode(outcome, session.id, self.name))
+        for rank, raw in zip(missing, raws, strict=True):
+            if raw is not None:
+                self._found[rank] = decode(raw, session.id, self.name, rank)
+        if len(self._found) < session.world_size:
+            return None
+        self._unheard = session.roll.silent(list(range(1, session.world_size)), timeout)
+        if self._unheard:
+            return None
+        self._refuse_if_given_up()
+        self._lowest = min(int(message.facts["low"]) for message in self._found.values())
+        return [self._found[rank].data for rank in range(session.world_size)]
+
+    def _refuse_if_given_up(self) -> None:
+        session, ranks = self._session, self._session.watch.given_up(self.name)
+        if ranks:
+            error = RanksMissing(
+                f"{self.phase}: while rank {session.rank} was stopped, or {session.board.name} did not answer, "
+                f"{session.watch.describe(ranks)} gave up",
+                subject=self.phase,
+                hint=f"look what stopped rank {session.rank} or the place where the ranks meet",
+                ranks=tuple(ranks),
+                phase=self.phase,
+            )
+            self._understood(self._settle(failure(session.id, self.name, session.rank, error)))
+
+    def announce(self, data: bytes, each: Sequence[bytes] = ()) -> None:
+        """On the coordinator: what came of it, for all ranks. `each`: by rank, what is for that rank alone (`answer`):
+        of what differs between thousands of ranks each reads its own.
+
+        Raises what the topic has failed with if it has: RankFailed, RanksMissing; and RankStoreLost.
+        """
+        self._only_coordinator("announce")
+        for rank, one in enumerate(each):
+            self._each = True
+            self._put(self.answer_key(rank), Message(self._session.id, self.name, self._session.rank, data=one))
+        token = {"token": secrets.token_hex(8)}
+        message = Message(self._session.id, self.name, self._session.rank, facts=token, data=data)
+        standing = self._settle(message)
+        self._understood(standing)
+        if standing.facts != message.facts:
+            raise self._announced()
+
+    def hear(self, deadline: Deadline | float, phase: str = "") -> bytes:
+        """What the coordinator has announced. Raises RanksMissing, RankFailed, RanksDisagree, RankStoreLost."""
+        session, silent = self._session, [0]
+
+        def look(timeout: float) -> Message | None:
+            raw = session.board.get(self.register, timeout=timeout)
+            if raw is None and self.posted and (session.is_coordinator or until.passed):
+                self._who_is_silent(silent, timeout)
+            return None if raw is None else decode(raw, session.id, self.name)
+
+        until = deadline if isinstance(deadline, Deadline) else session.settings.deadline(deadline)
+        heard: Message = self._wait(look, lambda: silent, until, phase)
+        return self._understood(heard).data
+
+    def answer(self) -> bytes:
+        """What was announced for this rank alone, once the announcement has been heard. Raises RanksDisagree where
+        nothing was, RankStoreLost."""
+        session, key = self._session, self.answer_key(self._session.rank)
+        raw = session.ask(lambda timeout: session.board.get(key, timeout=timeout), self.phase)
+        return decode(raw or b"", self._session.id, self.name, 0).data
+
+    def gather(self, data: bytes, deadline: Deadline | float, phase: str = "") -> list[bytes]:
+        """On every rank: what each has given, by rank. Raises what `collect` does."""
+        self.post(data)
+        if self._session.is_coordinator:
+            all_data = self.collect(deadline, phase)
+            lengths = json.dumps([len(each) for each in all_data]).encode()
+            self.announce(b"\n".join([lengths, b"".join(all_data)]))
+            return all_data
+        lengths, _, rest = self.hear(deadline, phase).partition(b"\n")
+        parts, begin = [], 0
+        for length in json.loads(lengths):
+            parts.append(rest[begin : begin + length])
+            begin += length
+        return parts
+
+    def vote(self, ok: bool, reason: str, deadline: Deadline | float, phase: str = "") -> VoteResult:
+        """On every rank the same verdict. `reason` counts where not `ok`.
+
+        Raises RanksMissing, RankFailed, RanksDisagree, RankStoreLost.
+        """
+        self.post(b"" if ok else b"\n" + reason[:REASON].encode("utf-8", "replace"))
+        if self._session.is_coordinator:
+            votes = enumerate(self.collect(deadline, phase))
+            verdict = VoteResult({rank: vote[1:].decode("utf-8", "replace") for rank, vote in votes if vote})
+            self.announce(json.dumps(dict(verdict.reasons)).encode())
+            return verdict
+        reasons: Mapping[str, str] = json.loads(self.hear(deadline, phase))
+        return VoteResult({int(rank): text for rank, text in reasons.items()})
+
+    def fail(self, reason: str, phase: str = "") -> bool:
+        """This rank has failed: every rank that waits for this topic, or comes to, raises RankFailed.
+
+        Whether the failure stands; not if the coordinator had announced before, or the board is lost. Raises nothing:
+        it is called where something else has been raised.
+        """
+        rank, phase = self._session.rank, phase or self.phase
+        error = RankFailed(
+            f"{phase}: rank {rank} has failed: {reason[:REASON]}",
+            subject=f"rank {rank}",
+            hint=f"look at the log of rank {rank}",
+            ranks=(rank,),
+            phase=phase,
+        )
+        try:
+            return self._settle(failure(self._session.id, self.name, rank, error)).kind != "data"
+        except RanksError:
+            return False
+
+    def check(self) -> None:
+        """One look, without waiting: raises what the topic has failed with, if it has, and RankStoreLost."""
+        self.outcome()
+
+    def outcome(self) -> bytes | None:
+        """As `check`; what has been announced, if anything has been."""
+        raw = self._session.ask(lambda timeout: self._session.board.get(self.register, timeout=timeout), self.phase)
+        return None if raw is None else self._understood(decode(raw, self._session.id, self.name)).data
+
+    def end(self) -> None:
+        """This rank needs nothing more of it. When none does, it is removed from the board."""
+        if not self.over:
+            self.over = True
+            self._ended(self, self._lowest)
+
+    def keys(self, *, every: bool = False) -> list[str]:
+        """The keys that it may have on the board. every: also those that only another process can know of."""
+        ranks = range(self._session.world_size)
+        answers = map(self.answer_key, ranks) if every or self._each else ()
+        return [self.register, *map(self.post_key, ranks), *answers]
+
+    def __enter__(self) -> Round:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not (isinstance(error, RanksError) and error.phase):
+            self.fail(f"{type(error).__name__}: {error}")
+        self.end()
+
+    def _wait(
+        self,
+        look: Callable[[float], Found | Message | None],
+        missing: Callable[[], list[int]],
+        deadline: Deadline | float,
+        phase: str,
+    ) -> Found | Message:
+        session, phase = self._session, phase or self.phase
+        until = deadline if isinstance(deadline, Deadline) else session.settings.deadline(deadline)
+
+        def give_up(error: RanksError) -> Found | Message:
+            """Giving up is decided for all ranks; what was decided before it stands."""
+            return self._understood(self._settle(failure(session.id, self.name, session.rank, error)))
+
+        def over() -> RanksError | None:
+            return session.over(missing(), until, phase)
+
+        try:
+            return session.wait(look, over, give_up, missing=missing, deadline=until, phase=phase)
+        except RankStoreLost:
+            session.roll.give_up(self.name)
+            raise
+
+    def _settle(self, message: Message) -> Message:
+        settle = self._session.settle
+        return self._session.ask(lambda timeout: settle(self.register, message, timeout), self.phase)
+
+    def _who_is_silent(self, silent: list[int], timeout: float) -> None:
+        """Where this rank has posted, all have to: who waits names those that have not."""
+        ranks = range(self._session.world_size)
+        raws = self._session.board.get_many([self.post_key(rank) for rank in ranks], timeout=timeout)
+        silent[:] = [rank for rank, raw in zip(ranks, raws, strict=True) if raw is None] or [0]
+
+    def _understood(self, outcome: Message) -> Message:
+        error = outcome.error(self._session.rank)
+        if error is not None:
+            raise error
+        return outcome
+
+    def _only_coordinator(self, what: str) -> None:
+        if not self._session.is_coordinator:
+            raise UsageError(
+                f"only the coordinator can {what}, and this is rank {self._session.rank}",
+                subject=self.name,
+                hint="post to the topic, and hear what comes of it",
+            )
+
+    def _announced(self) -> UsageError:
+        return UsageError(
+            f"{self.name} has been announced already", subject=self.name, hint="open a topic of its own for each matter"
+        )

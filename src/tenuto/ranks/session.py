@@ -1,0 +1,188 @@
+"""One meeting of the ranks of a job: its keys on the board, and the one loop in which everything is waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, TypeVar
+
+from tenuto.errors import RankFailed, RanksError, RanksMissing, RankStoreLost
+from tenuto.ranks.contract import KVStore
+from tenuto.ranks.heartbeats import RankWatch, StallGuard
+from tenuto.ranks.message import Message, decode
+from tenuto.ranks.timeouts import Deadline, Settings
+
+Result = TypeVar("Result")
+
+ROOT: Final = "tenuto"
+OFFER: Final = f"{ROOT}/door/offer"
+"""The key under which the coordinator offers a session."""
+_FIRST_PAUSE_S: Final = 0.001
+_PAUSE_SHARE: Final = 0.1
+"""Of the time waited so far: so much longer than it must does a wait take at most."""
+_EACH_S: Final = 20e-6
+"""Of a pause for each rank: together they ask the board 50,000 times a second at most, until pauses are longest."""
+_BEHIND_S: Final = 2.0
+"""After so long it is told for whom the coordinator waits, and again after twice the time, as long as it waits."""
+_SHORTEST_S: Final = 0.05
+"""A question to the board gets at least so long, however near the deadline is."""
+
+
+class Session:
+    """`id` is in every key and every message, and is drawn anew for each meeting: nothing of another can be here."""
+
+    def __init__(self, id: str, rank: int, world_size: int, board: KVStore, settings: Settings) -> None:
+        self.id = id
+        self.rank = rank
+        self.world_size = world_size
+        self.board = board
+        self.settings = settings
+        self.watch = RankWatch(board, self.beat_key, settings)
+        self.roll = StallGuard(board, self.key, self.watch, settings)
+        self.phase = ""
+        """What this rank does, as it last reported."""
+        self.behind: Callable[[str, Sequence[int], float], None] | None = None
+        """Called on the coordinator, by whichever thread waits: for what, for which ranks, and for how long so far."""
+        self._waiting: list[str] = []
+        self._lock = threading.Lock()
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    def key(self, *parts: str | int) -> str:
+        return "/".join([ROOT, "sessions", self.id, *map(str, parts)])
+
+    def beat_key(self, rank: int) -> str:
+        return self.key("beat", rank)
+
+    @property
+    def story(self) -> str:
+        """What this rank does, and for what it waits."""
+        with self._lock:
+            waiting = f"waiting for {self._waiting[-1]}" if self._waiting else ""
+        return ", ".join(part for part in (self.phase, waiting) if part)
+
+    @contextmanager
+    def _told(self, phase: str) -> Iterator[None]:
+        with self._lock:
+            self._waiting.append(phase)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.remove(phase)
+
+    def ask(self, question: Callable[[float], Result], phase: str) -> Result:
+        """What `question(timeout)` returns; asked again while the board does not answer, for `answer_s`."""
+        deadline = self.settings.deadline(self.settings.answer_s)
+        while True:
+            try:
+                return question(max(deadline.remaining_s, _SHORTEST_S))
+            except RankStoreLost as error:
+                if error.lasting or deadline.passed:
+                    raise self.lost(error, phase, []) from error
+            self.settings.clock.sleep(min(self.board.longest_pause_s, deadline.remaining_s))
+
+    def settle(self, key: str, message: Message, timeout: float) -> Message:
+        """Decides what stands under `key`, once and for all ranks: `message`, or what was decided before it."""
+        raw = self.board.put_if_absent(key, message.encode(), timeout=timeout)
+        return decode(raw, self.id, message.topic)
+
+    def wait(
+        self,
+        look: Callable[[float], Result | None],
+        over: Callable[[], RanksError | None],
+        give_up: Callable[[RanksError], Result],
+        *,
+        missing: Callable[[], Sequence[int]],
+        deadline: Deadline,
+        phase: str,
+    ) -> Result:
+        """What `look(timeout)` returns once it is not None, or what `give_up` makes of the reason that `over` gives.
+
+        `over` has to give one at the deadline. Raises RankStoreLost where the board does not answer, at the deadline at
+        the latest.
+        """
+        clock, longest_s = self.settings.clock, self.board.longest_pause_s
+        began, least_s = clock.now(), max(_FIRST_PAUSE_S, self.world_size * _EACH_S)
+        told_s = _BEHIND_S
+        with self._told(phase):
+            while True:
+                reason: RanksError | None = None
+                try:
+                    found = look(self.patience_s(deadline))
+                    if found is not None:
+                        return found
+                    reason = over()
+                except RankStoreLost as error:
+                    if error.lasting or deadline.passed:
+                        raise self.lost(error, phase, missing()) from error
+                if reason is not None:
+                    return give_up(reason)
+                if self.behind is not None and self.is_coordinator and clock.now() - began >= told_s:
+                    told_s *= 2
+                    self.behind(phase, [rank for rank in missing() if rank != self.rank], clock.now() - began)
+                pause = min(max((clock.now() - began) * _PAUSE_SHARE, least_s), longest_s)
+                clock.sleep(min(pause, max(deadline.remaining_s, _FIRST_PAUSE_S)))
+
+    def patience_s(self, deadline: Deadline) -> float:
+        """How long one question to the board may take."""
+        return max(_SHORTEST_S, min(self.settings.answer_s, deadline.remaining_s))
+
+    def over(self, missing: Sequence[int], deadline: Deadline, phase: str) -> RanksError | None:
+        """Why waiting for those that are `missing` is in vain, if it is: they have left, are dead, or it is late."""
+        others = [rank for rank in missing if rank != self.rank]
+        late = deadline.passed
+        if others and (late or self.watch.due(others)):
+            self.watch.look(others, self.patience_s(deadline))
+        left = self.watch.left(others)
+        if left:
+            return _left(left, phase)
+        dead = self.watch.dead(others)
+        if not dead and not late:
+            return None
+        how = (
+            f"within {deadline.seconds:g} s"
+            if not dead
+            else f"and will not: no sign of life for {self.settings.dead_after_s:g} s"
+        )
+        accused = tuple(dead or missing)
+        return RanksMissing(
+            f"{phase}: rank {self.rank} waited for {self.watch.describe(accused)}, which did not come {how}",
+            subject=phase,
+            hint="look at these ranks' logs and nodes: stopped, killed, or slower than the deadline allows?",
+            ranks=accused,
+            phase=phase,
+        )
+
+    def lost(self, error: RankStoreLost, phase: str, missing: Sequence[int]) -> RankStoreLost:
+        """`error` as who waits raises it: with the phase, and the ranks that are concerned."""
+        if error.phase:
+            return error
+        holder = self.board.holder
+        others = [rank for rank in missing if rank != self.rank]
+        served = "" if holder is None else f"; rank {holder} serves it"
+        waited = f"; waited for {self.watch.describe(others)}" if others else ""
+        told = RankStoreLost(
+            f"{phase}: {error.message}{served}{waited}",
+            subject=error.subject,
+            hint=error.hint,
+            ranks=tuple(others) if holder is None else (holder,),
+            phase=phase,
+        )
+        told.lasting = error.lasting
+        return told
+
+
+def _left(left: dict[int, str], phase: str) -> RankFailed:
+    rank, reason = next(iter(left.items()))
+    more = f" (as {len(left) - 1} more have)" if len(left) > 1 else ""
+    return RankFailed(
+        f"{phase}: rank {rank} has left the job{more}: {reason}",
+        subject=f"rank {rank}",
+        hint=f"look at the log of rank {rank}",
+        ranks=tuple(left),
+        phase=phase,
+    )

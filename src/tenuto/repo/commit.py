@@ -1,0 +1,116 @@
+"""A save's beginning and its end. `commit` is the one place where a checkpoint comes into being."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tenuto.codec.digest import digest
+from tenuto.crashpoints import crashpoint
+from tenuto.errors import AlreadyExists, SaveFailed, Superseded
+from tenuto.model.canonical_json import Spelled
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Index, IndexEntry, Manifest, Receipt
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.index import ShapeRows, encode_index
+from tenuto.repo.format.manifest import encode_manifest
+from tenuto.repo.format.object_names import index_file
+from tenuto.repo.format.small_records import Begin, encode_begin
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.repository import Repo
+from tenuto.repo.unfinished import abort, free
+
+
+def begin(attempt: Attempt, step: int, save_id: str, names: Sequence[str]) -> CheckpointId:
+    """Says what a save will write: `names` are file names in the checkpoint's directory. Before any other object of it.
+
+    Raises Superseded if the run was claimed since; SaveFailed if this attempt has used the step before. The attempt is
+    checked again afterwards: a claimer that does not see this save is seen here.
+    """
+    attempt.check()
+    id = CheckpointId(attempt.run, attempt.number, step)
+    name = object_names.begin_name(id)
+    for file in names:
+        assert object_names.is_file(file), f"{file!r} cannot be an object of a checkpoint"
+    data = encode_begin(Begin(id, save_id, tuple(names), attempt.parent))
+    store = attempt.repo.store
+    if object_names.MANIFEST in store.children(id.directory).objects:
+        raise _used(id)
+    try:
+        objects.put(store, name, data, token=save_id)
+    except AlreadyExists:
+        raise _used(id) from None
+    try:
+        attempt.check()
+    except Superseded:
+        abort(attempt.repo, id, save_id, by="the run was claimed by another process")
+        free(attempt.repo, id)
+        raise
+    crashpoint("save begun")
+    return id
+
+
+def commit(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt], *, tree: Spelled | None = None) -> CheckpointId:
+    """Makes the checkpoint exist: one create-if-absent of its manifest, after everything it names is durable (I1).
+    `tree`: the manifest's, where it is spelled.
+
+    Raises Superseded if the save was aborted by a newer attempt; StoreError where it is not known whether the manifest
+    arrived: `abort` then finds out.
+    """
+    _assert_durable(repo, manifest, receipts)
+    try:
+        objects.put(repo.store, manifest.id.manifest, encode_manifest(manifest, tree), token=manifest.save_id)
+    except AlreadyExists:
+        raise Superseded(
+            f"the save of {manifest.id} cannot commit: run {manifest.id.run!r} was claimed since, and the save closed",
+            subject=manifest.id.run,
+            hint="stop this process, or the one that runs now",
+        ) from None
+    return manifest.id
+
+
+def _assert_durable(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt]) -> None:
+    """I1: for every index and table that the manifest names, and every pack that those name, there is a receipt of this
+    store."""
+    durable = {receipt.name: receipt.length for receipt in receipts if receipt.store == repo.store.url}
+    tables = () if manifest.boxes is None else (manifest.boxes,)
+    for entry in (*manifest.indexes, *tables):
+        wanted = [(entry.name, entry.length)]
+        if entry is not manifest.boxes and durable.get(f"{manifest.id.directory}/{entry.name}") == entry.length:
+            wanted += _packs_of(repo, manifest, entry)
+        for file, length in wanted:
+            name = f"{manifest.id.directory}/{file}"
+            if durable.get(name) != length:
+                raise SaveFailed(
+                    f"I1: {name} ({length} bytes) has no receipt from {repo.url}; the manifest is not put", subject=name
+                )
+
+
+def _packs_of(repo: Repo, manifest: Manifest, entry: IndexEntry) -> list[tuple[str, int]]:
+    """The packs that an index names, read back from the store: as a reader of the checkpoint will find them."""
+    rank = int(entry.name.removeprefix("rank-").removesuffix(".index"))
+    return [(pack.name, pack.length) for pack in repo.packs(manifest, rank)]
+
+
+def _used(id: CheckpointId) -> SaveFailed:
+    return SaveFailed(
+        f"attempt {id.attempt} of run {id.run!r} has begun a save of step {id.step} before",
+        subject=str(id),
+        hint="the next step saves again; a new Checkpointer can save this one",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Indexes put into a store. Packs themselves are put by the engine, from the image; the receipts of both go to
+# `commit`.
+
+
+def put_index(repo: Repo, id: CheckpointId, index: Index, rows: ShapeRows | None = None) -> tuple[Receipt, IndexEntry]:
+    """Puts one rank's index, durably; the entry is for the manifest. AlreadyExists if it is there with other bytes.
+    `rows`: those of the index's leaves, where they are at hand."""
+    return put_object(repo, id, index_file(index.rank), encode_index(index, id, rows), index.save_id)
+
+
+def put_object(repo: Repo, id: CheckpointId, file: str, data: bytes, save_id: str) -> tuple[Receipt, IndexEntry]:
+    """Puts a table of a checkpoint, durably; the entry is for the manifest. AlreadyExists as above."""
+    receipt = objects.put(repo.store, f"{id.directory}/{file}", data, token=save_id)
+    return receipt, IndexEntry(file, len(data), digest(data))

@@ -1,0 +1,1 @@
+"""The bytes of each object of a repository, written and strictly read."""

@@ -1,0 +1,107 @@
+"""Tables as safetensors files of one-dimensional columns: indexes, the table of parts, what ranks tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+
+from tenuto.errors import CorruptionError
+from tenuto.model import canonical_json
+from tenuto.model.records import Json
+from tenuto.repo.format.safetensors import Header, build_header, parse_header
+
+Array = np.ndarray[Any, Any]
+Kind = tuple[str, str, str]
+"""Name, safetensors dtype, numpy dtype."""
+_ALIGN: Final = 64
+_SAVE_ID: Final = "tenuto.save_id"
+_WIDTHS: Final[Mapping[str, tuple[str, int]]] = {
+    "U8": ("|u1", 1),
+    "U16": ("<u2", 2),
+    "U32": ("<u4", 4),
+    "U64": ("<u8", 8),
+}
+"""Numbers from 0 on: numpy's name of each dtype, and its bytes."""
+_SHORT_HEADER: Final = 4096
+"""Headers up to so many bytes are remembered: thousands of ranks have tables of one form."""
+
+
+def encode_columns(
+    columns: Mapping[str, Array], kinds: Sequence[Kind], *, save_id: str = "", narrow: bool = False
+) -> bytes:
+    """The bytes of a table. `kinds` with the widest first: then each column is aligned for its items. narrow:
+    `narrowest` of them."""
+    if narrow:
+        kinds = narrowest(columns, kinds)
+    parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in kinds]
+    entries = tuple((name, code, (part.size,)) for (name, code, _), part in zip(kinds, parts, strict=True))
+    return b"".join([_built(entries, save_id), *(part.tobytes() for part in parts)])
+
+
+def narrowest(columns: Mapping[str, Array], kinds: Sequence[Kind]) -> list[Kind]:
+    """The kinds in which each column takes as few bytes as its largest number needs, the widest first."""
+    found = [_narrowed(columns[kind[0]], kind) for kind in kinds]
+    return sorted(found, key=lambda kind: -_WIDTHS[kind[1]][1])
+
+
+def _narrowed(column: Array, kind: Kind) -> Kind:
+    name, widest, _ = kind
+    largest = int(column.max()) if column.size and widest != "U8" else 0
+    code = next(code for code, (_, size) in _WIDTHS.items() if code == widest or largest < 1 << 8 * size)
+    return name, code, _WIDTHS[code][0]
+
+
+@lru_cache(256)
+def _built(entries: tuple[tuple[str, str, tuple[int]], ...], save_id: str) -> bytes:
+    return build_header(entries, {_SAVE_ID: save_id} if save_id else {}, align=_ALIGN)
+
+
+def decode_columns(
+    data: bytes, kinds: Sequence[Kind], *, more: Sequence[Kind] = (), narrow: bool = False, name: str, what: str
+) -> dict[str, Array]:
+    """The columns by name, views of `data`: exactly those of `kinds`, or these and those of `more`. narrow: a column
+    may be of fewer bytes an item than `kinds` say. CorruptionError that says it is no `what`."""
+    header = _header(data, name)
+    wanted = [*more, *kinds] if more and more[0][0] in header else kinds
+    if header.keys() != {column for column, _, _ in wanted}:
+        raise CorruptionError(f"{name} does not have the columns of {what}", subject=name)
+    columns = {}
+    for column, widest, _ in wanted:
+        entry = header[column]
+        narrower = narrow and entry.code in _WIDTHS and _WIDTHS[entry.code][1] < _WIDTHS[widest][1]
+        if (entry.code != widest and not narrower) or len(entry.shape) != 1:
+            raise CorruptionError(f"{name}: the column {column!r} is no row of {widest}", subject=name)
+        kind = _WIDTHS[entry.code][0]
+        columns[column] = np.frombuffer(data, dtype=kind, count=entry.shape[0], offset=entry.start)
+    return columns
+
+
+def _header(data: bytes, name: str) -> Header:
+    length = 8 + int.from_bytes(data[:8], "little")
+    if not 8 < length <= min(_SHORT_HEADER, len(data)):
+        return parse_header(data, name=name)
+    try:
+        return _parsed(bytes(data[:length]), len(data))
+    except CorruptionError:
+        return parse_header(data, name=name)  # which says whose header it is
+
+
+@lru_cache(256)
+def _parsed(block: bytes, file_length: int) -> Header:
+    """Nobody changes what is found: equal blocks have one."""
+    return parse_header(block, name="", file_length=file_length)
+
+
+def encode_json(value: Json) -> Array:
+    """A value as a column of bytes."""
+    return np.frombuffer(canonical_json.dumps(value), np.uint8)
+
+
+def decode_json(columns: Mapping[str, Array], column: str, name: str) -> Json:
+    try:
+        return canonical_json.loads(columns[column].tobytes())
+    except CorruptionError as error:
+        raise CorruptionError(f"{name}: the column {column!r}: {error.message}", subject=name) from None

@@ -1,0 +1,166 @@
+"""The leaves of an index, each made when it is asked for: a table of columns costs nothing to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, overload
+
+import numpy as np
+
+from tenuto.errors import CorruptionError
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import Json
+from tenuto.state.contract import Flattened, Form
+from tenuto.state.tree import leaf_nodes, leaf_paths
+
+Array = np.ndarray[Any, Any]
+
+
+class LeafSpecs(Sequence[LeafSpec]):
+    """Row i is the leaf `paths[i]`, of the dtype `names[code[i]]` and the shape `dims[bounds[i]:bounds[i + 1]]`; rows
+    from `shared` on are private. With `origin` and `whole`, which are cut like `dims`, a row is the part of its leaf
+    that begins there. Equal to any sequence of equal leaves."""
+
+    __slots__ = ("_bounds", "_code", "_dims", "_made", "_names", "_parts", "paths", "shared", "trees")
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        *,
+        names: Sequence[str],
+        code: Array,
+        dims: Array,
+        bounds: Array,
+        shared: int,
+        trees: tuple[Json, Json] = (None, None),
+        origin: Array | None = None,
+        whole: Array | None = None,
+    ) -> None:
+        """`trees`: the shared and the private one, whose leaves the paths have been found to be."""
+        self.paths = paths
+        self.trees = trees
+        self.shared = shared
+        self._names = names
+        self._code: list[int] = code.tolist()
+        self._dims: list[int] = dims.tolist()
+        self._bounds: list[int] = bounds.tolist()
+        self._parts = None if origin is None or whole is None else (origin.tolist(), whole.tolist())
+        self._made: dict[int, LeafSpec] = {}
+
+    def __len__(self) -> int:
+        return len(self._code)
+
+    @overload
+    def __getitem__(self, row: int) -> LeafSpec: ...
+    @overload
+    def __getitem__(self, row: slice) -> tuple[LeafSpec, ...]: ...
+    def __getitem__(self, row: int | slice) -> LeafSpec | tuple[LeafSpec, ...]:
+        found = self._made.get(row) if type(row) is int else None
+        if found is not None:
+            return found
+        if isinstance(row, slice):
+            return tuple(self[one] for one in range(*row.indices(len(self))))
+        if not -len(self) <= row < len(self):
+            raise IndexError(row)
+        at = row % len(self)
+        cut = slice(self._bounds[at], self._bounds[at + 1])
+        shape = tuple(self._dims[cut])
+        offsets = whole = None
+        if self._parts is not None and tuple(self._parts[1][cut]) != shape:
+            offsets, whole = (tuple(one[cut]) for one in self._parts)
+        path, name = self.paths[at], self._names[self._code[at]]
+        made = self._made[at] = LeafSpec(path, name, shape, at >= self.shared, offsets, whole)
+        return made
+
+    def __iter__(self) -> Iterator[LeafSpec]:
+        if self._parts is not None:
+            return (self[row] for row in range(len(self)))
+        if len(self._made) < len(self):
+            private = [row >= self.shared for row in range(len(self))]
+            names, shapes = zip(*self.forms(), strict=True)
+            self._made = dict(enumerate(map(LeafSpec, self.paths, names, shapes, private)))
+        return iter(self._made[row] for row in range(len(self)))
+
+    def forms(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each."""
+        shapes: Iterable[tuple[int, ...]]
+        width = self._bounds[1] if len(self) else 0
+        if width and self._bounds == list(range(0, width * len(self) + 1, width)):
+            shapes = zip(*[iter(self._dims)] * width, strict=True)  # all of as many dimensions: cut in one go
+        else:
+            shapes = [tuple(self._dims[start:stop]) for start, stop in pairwise(self._bounds)]
+        return list(zip(map(self._names.__getitem__, self._code), shapes, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Specs({len(self)} leaves)"
+
+
+# --------------------------------------------------------------------------------------------------
+# The leaves of a state, each as a whole: what matching needs to know of them, whoever holds which rows.
+
+
+class LeafTable(Sequence[LeafSpec]):
+    """The leaves of a shared tree, then those of a private one (None: there is none), by number.
+
+    `forms` are dtype and whole shape of each. Raises CorruptionError for trees that have another number of leaves, or
+    that `flatten` cannot have made.
+    """
+
+    def __init__(self, tree: Json, private: Json, forms: Sequence[Form]) -> None:
+        shared = leaf_paths(tree)
+        self.paths: Sequence[str] = shared + (leaf_paths(private) if private is not None else [])
+        self.trees = (tree, private)
+        self.shared = len(shared)
+        self._forms = list(forms)
+        if len(self._forms) != len(self.paths):
+            raise CorruptionError(
+                f"{len(self._forms)} leaves are described, the trees name {len(self.paths)}",
+                hint="`tenuto verify WHERE` names all that is damaged",
+            )
+
+    def forms(self) -> Sequence[Form]:
+        return self._forms
+
+    def __len__(self) -> int:
+        return len(self._forms)
+
+    @overload
+    def __getitem__(self, leaf: int) -> LeafSpec: ...
+    @overload
+    def __getitem__(self, leaf: slice) -> Sequence[LeafSpec]: ...
+    def __getitem__(self, leaf: int | slice) -> LeafSpec | Sequence[LeafSpec]:
+        if isinstance(leaf, slice):
+            return [self[one] for one in range(*leaf.indices(len(self)))]
+        number = range(len(self))[leaf]
+        return LeafSpec(self.paths[number], *self._forms[number], number >= self.shared)
+
+
+def leaf_forms(tree: Json) -> dict[int, Form]:
+    """Leaf number -> dtype and whole shape, of the leaves whose nodes say so: those that a rank may hold a part of."""
+    found: dict[int, Form] = {}
+    for path, node in leaf_nodes(tree):
+        if node["!"] == "leaf" and "dtype" in node:
+            shape = node.get("shape")
+            if type(node["dtype"]) is not str or type(shape) is not list or not all(map(_is_length, shape)):
+                raise CorruptionError(f"{path}: a leaf without a shape", subject=path)
+            found[node["n"]] = (node["dtype"], tuple(shape))
+    return found
+
+
+def _is_length(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def forms_of(flattened: Flattened) -> list[Form]:
+    """Dtype and whole shape of every leaf that the trees of one rank name, by number."""
+    numbers = range(len(flattened.specs)) if flattened.leaf is None else flattened.leaf
+    found = leaf_forms(flattened.tree)
+    found.update((number, (spec.dtype, spec.leaf_shape)) for number, spec in zip(numbers, flattened.specs, strict=True))
+    return [found[number] for number in range(len(found))]

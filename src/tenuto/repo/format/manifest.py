@@ -1,0 +1,169 @@
+"""The manifest, and the aborted mark that takes its name when a save must not commit any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tenuto.concurrency.gc_pause import collector_paused
+from tenuto.errors import CorruptionError
+from tenuto.model import canonical_json
+from tenuto.model.canonical_json import Spelled, tag_number, untag_number
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import IndexEntry, Json, Manifest
+from tenuto.repo.format import objects
+from tenuto.repo.format.object_names import check_file
+from tenuto.repo.format.objects import Fields, checkpoint_json
+from tenuto.repo.format.small_records import check_parent
+
+MAX_MANIFEST: Final = 1 << 30
+MAX_ABORTED: Final = 4096
+"""An aborted mark is never longer: a longer object under a manifest's name is a manifest."""
+MAX_CHUNK: Final = 1 << 30
+_MAX_RANKS: Final = 100_000
+_TREE: Final = b',"tree":'
+_TREES: Final = 16
+"""How many places are tried that look like the beginning of the tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """This save will never be a checkpoint. `save_id`: the one that was closed, or empty where nobody knows it."""
+
+    id: CheckpointId
+    save_id: str
+    by: str
+
+
+def encode_manifest(manifest: Manifest, tree: Spelled | None = None) -> bytes:
+    """The bytes of the manifest; equal manifests have equal bytes. `tree`: the manifest's, where it is spelled."""
+    id = manifest.id
+    assert tree is None or tree.value is manifest.tree, "another tree"
+    return objects.encode(
+        "manifest",
+        id.manifest,
+        {
+            **({} if manifest.boxes is None else {"boxes": _entry(manifest.boxes)}),
+            "attempt": id.attempt,
+            "bytes": manifest.bytes,
+            "certificate": dict(manifest.certificate),
+            "chunk_bytes": manifest.chunk_bytes,
+            "content": manifest.content,
+            "created": manifest.created,
+            "environment": dict(manifest.environment),
+            "indexes": [_entry(entry) for entry in manifest.indexes],
+            "leaves": manifest.leaves,
+            "metrics": {name: tag_number(float(value)) for name, value in manifest.metrics.items()},
+            "parent": checkpoint_json(manifest.parent),
+            "progress": dict(manifest.progress),
+            "run": id.run,
+            "save_id": manifest.save_id,
+            "step": id.step,
+            "tree": manifest.tree if tree is None else tree,
+        },
+    )
+
+
+def _entry(entry: IndexEntry) -> Json:
+    return {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name}
+
+
+def encode_aborted(mark: Aborted) -> bytes:
+    data = objects.encode("aborted", mark.id.manifest, {"by": mark.by, "save_id": mark.save_id})
+    assert len(data) <= MAX_ABORTED
+    return data
+
+
+@collector_paused
+def decode_manifest(data: bytes, id: CheckpointId) -> Manifest | Aborted:
+    """What lies under the manifest's name of `id`. CorruptionError if damaged, a copy, or contradicting itself."""
+    try:
+        found = objects.decode("manifest", id.manifest, data)
+    except CorruptionError:
+        if len(data) > MAX_ABORTED or not data.startswith(b'{"by":'):
+            raise
+        found = objects.decode("aborted", id.manifest, data)
+        return Aborted(id, found.text("save_id"), found.text("by"))
+    return _manifest(found, id, _tree(found))
+
+
+def decode_outline(data: bytes, id: CheckpointId) -> tuple[Manifest, int, int] | None:
+    """The manifest without its tree, and where in `data` the tree's own text begins and ends; None where that cannot be
+    told (an aborted mark, or a newer writer's further keys), so that `decode_manifest` has to be asked.
+
+    The digest covers the tree as well, and has been checked. CorruptionError like `decode_manifest`.
+    """
+    canonical_json.check_seal(data, name=id.manifest)
+    stop = len(data) - canonical_json.TAIL
+    place = -1
+    for _ in range(_TREES):
+        place = data.find(_TREE, place + 1, stop)
+        if place < 0:
+            return None
+        head = data[:place] + b"}"
+        try:
+            values = canonical_json.loads(head)
+        except CorruptionError:
+            continue  # a key of this name further in
+        found = objects.checked("manifest", id.manifest, values)
+        return None if found is None else (_manifest(found, id, None), place + len(_TREE), stop)
+    return None
+
+
+def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
+    if (found.text("run"), found.whole("attempt"), found.whole("step")) != (id.run, id.attempt, id.step):
+        raise found.refuse("names another checkpoint than its own")
+    parent = found.checkpoint("parent")
+    check_parent(parent, id.run, id.attempt + 1, found)
+    indexes = _indexes(found)
+    if len(indexes) > 1 and "boxes" not in found.values:
+        raise found.refuse("names several ranks' indexes and no table of parts")
+    return Manifest(
+        id=id,
+        save_id=found.hex("save_id", 32),
+        tree=tree,
+        indexes=indexes,
+        content=found.hex("content", 64),
+        bytes=found.whole("bytes"),
+        leaves=found.whole("leaves"),
+        chunk_bytes=found.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK),
+        parent=parent,
+        metrics=_metrics(found),
+        progress=found.mapping("progress"),
+        environment=found.mapping("environment"),
+        certificate=found.mapping("certificate"),
+        created=found.text("created"),
+        boxes=_read_entry(found, found.values["boxes"]) if "boxes" in found.values else None,
+    )
+
+
+def _tree(found: Fields) -> Json:
+    if "tree" not in found.values:
+        raise found.refuse("has no tree")
+    return found.values["tree"]
+
+
+def _metrics(found: Fields) -> dict[str, float]:
+    try:
+        return {name: float(untag_number(value)) for name, value in found.mapping("metrics").items()}
+    except (CorruptionError, OverflowError) as error:
+        raise found.refuse(f"a metric is no number: {error}") from None
+
+
+def _read_entry(found: Fields, value: Json) -> IndexEntry:
+    inner = found.inner(value, "an index entry")
+    return IndexEntry(
+        name=check_file(inner.text("name"), subject=found.name),
+        length=inner.whole("length", minimum=8),
+        digest=bytes.fromhex(inner.hex("digest", 32)),
+    )
+
+
+def _indexes(found: Fields) -> tuple[IndexEntry, ...]:
+    rows = found.sequence("indexes")
+    if not 1 <= len(rows) <= _MAX_RANKS:
+        raise found.refuse(f"names {len(rows)} indexes")
+    entries = [_read_entry(found, row) for row in rows]
+    if len({entry.name for entry in entries}) != len(entries):
+        raise found.refuse("names an index twice")
+    return tuple(entries)

@@ -1,0 +1,166 @@
+"""Where everything lies in a store, and which file names a checkpoint's own directory may hold."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from tenuto.errors import CorruptionError
+from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
+from tenuto.store.names import TEMPORARY
+
+REPOSITORY: Final = "tenuto.json"
+MEMBER: Final = "tenuto-member.json"
+"""In a place that is not the home: whose it is."""
+PLACES: Final = "places"
+"""In the home: which other places there are."""
+RUNS: Final = "runs"
+BEGIN: Final = "begin.json"
+MANIFEST: Final = "manifest.json"
+ATTEMPT: Final = "attempt.json"
+BOXES: Final = "boxes.index"
+NOTES: Final = "notes"
+
+_PACKS: Final = (".safetensors", ".pack")
+_PART: Final = re.compile(r"rank-[0-9]{5,}(\.index|(\.[0-9]{2,})?\.safetensors)", re.ASCII)
+_PLACE: Final = re.compile(r"[0-9a-f]{12}-[0-9a-f]{32}\.json", re.ASCII)
+_FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
+_RESERVED: Final = frozenset({BEGIN, MANIFEST, NOTES})
+_NUMBERED: Final = re.compile(r"([1-9][0-9]{0,17})\.json", re.ASCII)
+
+
+def run_directory(run: str) -> str:
+    return f"{RUNS}/{run_key(run)}"
+
+
+def attempt_directory(run: str, attempt: int) -> str:
+    return f"{run_directory(run)}/{attempt_key(attempt)}"
+
+
+def attempt_name(run: str, attempt: int) -> str:
+    return f"{attempt_directory(run, attempt)}/{ATTEMPT}"
+
+
+def lease_directory(run: str, attempt: int) -> str:
+    return f"{attempt_directory(run, attempt)}/lease"
+
+
+def begin_name(id: CheckpointId) -> str:
+    return f"{id.directory}/{BEGIN}"
+
+
+def index_file(rank: int) -> str:
+    return f"rank-{rank:05d}.index"
+
+
+def notes_directory(id: CheckpointId) -> str:
+    return f"{id.directory}/{NOTES}"
+
+
+def attempt_trash(run: str, attempt: int) -> str:
+    return f"trash/{run_key(run)}/{attempt_key(attempt)}"
+
+
+def trash_directory(id: CheckpointId) -> str:
+    """Where `rm` keeps the manifest's copy, until gc takes the packs too."""
+    return f"{attempt_trash(id.run, id.attempt)}/{step_key(id.step)}"
+
+
+def tombstone_directory(id: CheckpointId) -> str:
+    return f"tombstones/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"
+
+
+def numbered(directory: str, number: int) -> str:
+    return f"{directory}/{number}.json"
+
+
+def parse_numbered(file: str) -> int | None:
+    """The number in `<n>.json`, or None for any other spelling."""
+    found = _NUMBERED.fullmatch(file)
+    return int(found[1]) if found else None
+
+
+def is_place(file: str) -> bool:
+    """Whether an object of the list of places is called so."""
+    return _PLACE.fullmatch(file) is not None
+
+
+def is_file(name: object) -> bool:
+    """Whether `name` may name a pack or an index inside a checkpoint's own directory: nothing that leads out of it."""
+    return isinstance(name, str) and _FILE.fullmatch(name) is not None and name not in _RESERVED
+
+
+def is_part(file: str) -> bool:
+    """Whether a save of Tenuto's own calls a pack or an index so."""
+    return file == BOXES or _PART.fullmatch(file) is not None
+
+
+def check_file(name: object, *, subject: str) -> str:
+    """Returns `name` if `is_file`, else CorruptionError: `subject` is the object that holds it."""
+    if not isinstance(name, str) or not is_file(name):
+        raise CorruptionError(
+            f"{subject} names {str(name)[:120]!r}, which no object of a checkpoint can be called", subject=subject
+        )
+    return name
+
+
+def step_in(attempt: str, name: str) -> tuple[int, str] | None:
+    """For an object below the attempt's directory: (step, rest of the name below the step), or None if in no step."""
+    if not name.startswith(attempt + "/"):
+        return None
+    key, slash, rest = name[len(attempt) + 1 :].partition("/")
+    step = parse_step(key)
+    return None if step is None or not slash else (step, rest)
+
+
+def is_pack(name: str) -> bool:
+    """Whether `name` is a pack's: what lies in the places that are meant for packs, and need not be in the home."""
+    return name.endswith(_PACKS) and _in_step(name)
+
+
+def is_index(name: str) -> bool:
+    return name.endswith(".index") and _in_step(name)
+
+
+def is_copied(name: str) -> bool:
+    """Whether what lies under `name` in the home is copied to the places of packs: what says where leaves lie in them,
+    what is known of a checkpoint, and what it is called."""
+    parts = name.split("/")
+    if parts[0] == "refs":
+        return True
+    rest = parts[4:]
+    known = rest[:1] == [NOTES] or (len(rest) == 1 and (rest[0] == MANIFEST or is_index(name)))
+    return known and is_step("/".join(parts[:4]))
+
+
+def _in_step(name: str) -> bool:
+    return is_step(name.rpartition("/")[0])
+
+
+def is_step(prefix: str) -> bool:
+    """Whether `prefix` is the directory of a save."""
+    parts = prefix.split("/")
+    return (
+        len(parts) == 4
+        and parts[0] == RUNS
+        and parse_attempt(parts[2]) is not None
+        and parse_step(parts[3]) is not None
+    )
+
+
+def is_spread(name: str) -> bool:
+    """Whether an object, or a temporary of it, may lie in other places than the home."""
+    final = name.partition(TEMPORARY)[0]
+    return is_pack(final) or is_copied(final) or (final.endswith(f"/{BEGIN}") and _in_step(final))
+
+
+def step_of(name: str) -> str | None:
+    """The directory of the save that an object belongs to; None for one that belongs to none."""
+    directory = "/".join(name.split("/")[:4])
+    return directory if is_step(directory) and name != directory else None
+
+
+def attempt_of(name: str) -> str | None:
+    """The directory of the attempt that an object belongs to."""
+    parts = name.split("/")
+    return "/".join(parts[:3]) if len(parts) > 3 and parts[0] == RUNS and parse_attempt(parts[2]) is not None else None

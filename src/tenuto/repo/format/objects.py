@@ -1,0 +1,149 @@
+"""Small objects: sealed canonical JSON with a kind and a format number, read strictly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tenuto.errors import AlreadyExists, CorruptionError, FormatTooNew, ObjectNotFound, UsageError
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Json, Receipt
+from tenuto.store.contract import Bytes, Store
+
+FORMAT: Final = 1
+"""Raised when a reader of the format before it would go wrong; fields that a reader may pass over do not raise it."""
+SMALL: Final = 16 << 20
+"""Bytes that an object other than a manifest or an index may have."""
+_HEX: Final = re.compile(r"[0-9a-f]+")
+
+
+def encode(kind: str, name: str, body: Mapping[str, Json | canonical_json.Spelled]) -> bytes:
+    """The bytes of an object of this kind that will lie under `name`."""
+    return canonical_json.seal({**body, "format": FORMAT, "kind": kind, "path": name})
+
+
+def decode(kind: str, name: str, data: bytes) -> Fields:
+    """The fields of an object read from `name`. CorruptionError if it is damaged, a copy, or of another kind."""
+    found = Fields(canonical_json.open_seal(data, name=name), name)
+    check_format(found)
+    if found.values.get("path") != name:
+        canonical_json.unseal(data, name=name)
+    if found.values.get("kind") != kind:
+        raise CorruptionError(f"{name} is a {str(found.values.get('kind'))[:40]!r}, not a {kind}", subject=name)
+    return found
+
+
+def checked(kind: str, name: str, values: Json) -> Fields | None:
+    """Fields that were cut out of a sealed object read from `name`: None where `decode` would refuse or say more."""
+    if not isinstance(values, dict) or values.get("path") != name or values.get("kind") != kind:
+        return None
+    found = Fields(values, name)
+    check_format(found)
+    return found
+
+
+def is_copy(name: str, data: bytes) -> bool:
+    """Whether `data`, read from `name`, is whole but was written under another name."""
+    try:
+        return bool(canonical_json.open_seal(data, name=name).get("path") != name)
+    except CorruptionError:
+        return False
+
+
+def check_format(found: Fields) -> None:
+    number = found.whole("format")
+    if number > FORMAT:
+        raise FormatTooNew(
+            f"{found.name} has format {number}; this version reads formats up to {FORMAT}",
+            subject=found.name,
+            hint="read it with the Tenuto that wrote it, or a newer one",
+        )
+
+
+def put(store: Store, name: str, data: bytes, *, token: str) -> Receipt:
+    """Puts `data`, which only this writer can have written (it holds a random id of its own).
+
+    AlreadyExists if somebody else's object has the name; one that equals `data` is this writer's own, whose reply was
+    lost, and counts once it is settled.
+    """
+    try:
+        return store.put_if_absent(name, Bytes(data), token=token)
+    except AlreadyExists as taken:
+        try:
+            there = store.get(name, limit=len(data))
+        except (ObjectNotFound, CorruptionError):
+            raise taken from None
+        if there != data:
+            raise
+        store.settle(name)
+        return Receipt(name, len(data), store.url)
+
+
+class Fields:
+    """Typed access to an object's fields; what is absent or of another type is a CorruptionError that names both."""
+
+    __slots__ = ("name", "values")
+
+    def __init__(self, values: dict[str, Json], name: str) -> None:
+        self.values = values
+        self.name = name
+
+    def refuse(self, message: str) -> CorruptionError:
+        return CorruptionError(f"{self.name}: {message}", subject=self.name)
+
+    def _get(self, key: str, kind: type, what: str) -> Any:
+        value = self.values.get(key)
+        if type(value) is not kind:
+            raise self.refuse(f"{key!r} is no {what}")
+        return value
+
+    def text(self, key: str, *, limit: int = 4096) -> str:
+        value: str = self._get(key, str, "string")
+        if len(value) > limit:
+            raise self.refuse(f"{key!r} is longer than {limit} characters")
+        return value
+
+    def hex(self, key: str, length: int) -> str:
+        value = self.text(key)
+        if len(value) != length or not _HEX.fullmatch(value):
+            raise self.refuse(f"{key!r} is not {length} hexadecimal digits")
+        return value
+
+    def whole(self, key: str, *, minimum: int = 0, maximum: int = canonical_json.MAX_INTEGER) -> int:
+        value: int = self._get(key, int, "whole number")
+        if not minimum <= value <= maximum:
+            raise self.refuse(f"{key!r} is {value}, which is not within {minimum} and {maximum}")
+        return value
+
+    def flag(self, key: str) -> bool:
+        return bool(self._get(key, bool, "truth value"))
+
+    def mapping(self, key: str) -> dict[str, Json]:
+        found: dict[str, Json] = self._get(key, dict, "object")
+        return found
+
+    def sequence(self, key: str) -> list[Json]:
+        found: list[Json] = self._get(key, list, "list")
+        return found
+
+    def inner(self, value: Json, what: str) -> Fields:
+        """The fields of an object inside this one."""
+        if not isinstance(value, dict):
+            raise self.refuse(f"{what} is no object")
+        return Fields(value, self.name)
+
+    def checkpoint(self, key: str) -> CheckpointId | None:
+        """A checkpoint's identity, or None where the field is null."""
+        if self.values.get(key, 0) is None:
+            return None
+        inner = Fields(self.mapping(key), self.name)
+        try:
+            return CheckpointId(inner.text("run"), inner.whole("attempt", minimum=1), inner.whole("step"))
+        except UsageError as error:
+            raise self.refuse(f"{key!r} is no checkpoint: {error.message}") from None
+
+
+def checkpoint_json(id: CheckpointId | None) -> Json:
+    return None if id is None else {"attempt": id.attempt, "run": id.run, "step": id.step}

@@ -1,0 +1,147 @@
+"""What a claim, a lease and a save say of themselves: `attempt.json`, `lease/<n>.json` and `begin.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tenuto.errors import CorruptionError
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import AttemptRecord, Json, Owner
+from tenuto.repo.format import objects
+from tenuto.repo.format.object_names import attempt_name, begin_name, check_file, lease_directory, numbered
+from tenuto.repo.format.objects import Fields, checkpoint_json
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """What a save will write: `names` are file names inside the checkpoint's directory. `parent` is its attempt's."""
+
+    id: CheckpointId
+    save_id: str
+    names: tuple[str, ...]
+    parent: CheckpointId | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """One beat of an attempt's lease. `id`, `parent`: the attempt's own, said again so that no single damaged object
+    hides where it came from. `closed`: no unfinished save of an earlier attempt is left. `released`: the owner is done.
+    """
+
+    number: int
+    id: str
+    parent: CheckpointId | None
+    closed: bool
+    released: bool
+
+
+def encode_attempt(record: AttemptRecord) -> bytes:
+    return objects.encode(
+        "attempt",
+        attempt_name(record.run, record.number),
+        {
+            "attempt": record.number,
+            **({} if record.before is None else {"before": {"attempt": record.before[0], "step": record.before[1]}}),
+            "created": record.created,
+            "id": record.id,
+            "owner": owner_json(record.owner),
+            "parent": checkpoint_json(record.parent),
+            "repository": record.repository,
+            "run": record.run,
+        },
+    )
+
+
+def decode_attempt(data: bytes, run: str, number: int) -> AttemptRecord:
+    name = attempt_name(run, number)
+    found = objects.decode("attempt", name, data)
+    if found.text("run") != run or found.whole("attempt") != number:
+        raise found.refuse("names another attempt than its own")
+    parent = found.checkpoint("parent")
+    check_parent(parent, run, number, found)
+    repository = found.text("repository") if "repository" in found.values else ""
+    return AttemptRecord(
+        run,
+        number,
+        found.hex("id", 32),
+        parent,
+        read_owner(found),
+        found.text("created"),
+        repository,
+        _before(found),
+    )
+
+
+def _before(found: Fields) -> tuple[int, int] | None:
+    if "before" not in found.values:
+        return None
+    inner = found.inner(found.mapping("before"), "'before'")
+    return inner.whole("attempt", minimum=1), inner.whole("step")
+
+
+def check_parent(parent: CheckpointId | None, run: str, number: int, found: Fields) -> None:
+    """A parent is a lower attempt of the run, or another run's: so the walk within a run always goes down."""
+    if parent is not None and parent.run == run and parent.attempt >= number:
+        raise found.refuse(f"has the parent {parent}, which is not lower than attempt {number} itself")
+
+
+def owner_json(owner: Owner) -> Json:
+    return {
+        "boot": owner.boot,
+        "host": owner.host,
+        "pid": owner.pid,
+        "pid_namespace": owner.pid_namespace,
+        "started": owner.started,
+        "user": owner.user,
+    }
+
+
+def read_owner(found: Fields) -> Owner:
+    inner = Fields(found.mapping("owner"), found.name)
+    return Owner(
+        host=inner.text("host"),
+        boot=inner.text("boot"),
+        pid_namespace=inner.text("pid_namespace"),
+        pid=inner.whole("pid"),
+        started=inner.text("started"),
+        user=inner.text("user"),
+    )
+
+
+def encode_begin(begin: Begin) -> bytes:
+    return objects.encode(
+        "begin",
+        begin_name(begin.id),
+        {"names": sorted(begin.names), "parent": checkpoint_json(begin.parent), "save_id": begin.save_id},
+    )
+
+
+def decode_begin(data: bytes, id: CheckpointId) -> Begin:
+    name = begin_name(id)
+    found = objects.decode("begin", name, data)
+    names = tuple(check_file(file, subject=name) for file in found.sequence("names"))
+    if len(set(names)) != len(names):
+        raise CorruptionError(f"{name} lists a name twice", subject=name)
+    parent = found.checkpoint("parent")
+    check_parent(parent, id.run, id.attempt, found)
+    return Begin(id, found.hex("save_id", 32), names, parent)
+
+
+def encode_lease(lease: LeaseRecord, run: str, attempt: int) -> bytes:
+    return objects.encode(
+        "lease",
+        numbered(lease_directory(run, attempt), lease.number),
+        {
+            "closed": lease.closed,
+            "id": lease.id,
+            "parent": checkpoint_json(lease.parent),
+            "released": lease.released,
+        },
+    )
+
+
+def decode_lease(data: bytes, run: str, attempt: int, number: int) -> LeaseRecord:
+    found = objects.decode("lease", numbered(lease_directory(run, attempt), number), data)
+    parent = found.checkpoint("parent")
+    check_parent(parent, run, attempt, found)
+    return LeaseRecord(number, found.hex("id", 32), parent, found.flag("closed"), found.flag("released"))

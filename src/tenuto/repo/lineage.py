@@ -1,0 +1,224 @@
+"""Which checkpoint a run means: the walk of invariant I4.
+
+The committed steps of the highest attempt, descending; then its parent attempt's, from the parent step down; and so on,
+across runs where a run was forked from another. An attempt with no commit and no parent is passed over. No clock,
+modification time or movable pointer takes part.
+
+Damage must not hide what is older. A damaged manifest is yielded like any other: reading it says what is wrong, and the
+reader goes on. Where an attempt's record is damaged or gone, its parent is taken from what else the attempt wrote; if
+nothing says it, the walk goes on with the next lower attempt, and reports that it does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RunNotFound, UsageError, typed
+from tenuto.model.ids import CheckpointId, run_key
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.small_records import decode_begin, decode_lease
+from tenuto.repo.refs import find_tag, is_name, list_tags
+from tenuto.repo.repository import Repo, known_runs
+
+Report = Callable[[str], None]
+
+_TOLD_BY: Final = 16
+"""Saves of an attempt that are asked for its parent, where its own record does not tell."""
+_ID: Final = re.compile(r"(?:([^/]+)/)?a([0-9]{1,18})/(?:step-)?([0-9]{1,18})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where an attempt came from. `known` is False where nothing readable says it."""
+
+    parent: CheckpointId | None
+    known: bool = True
+
+
+def walk(
+    repo: Repo,
+    run: str,
+    *,
+    below: int | None = None,
+    report: Report | None = None,
+    known: Container[CheckpointId] = frozenset(),
+    withdrawn: Container[int] = frozenset(),
+) -> Iterator[CheckpointId]:
+    """The run's checkpoints in the order in which `latest` would mean them, lazily: the first costs one listing of the
+    attempts and one of the newest. `below`: as if no attempt from this number on had been claimed. `known`: checkpoints
+    that the caller has just found to be there, so that nobody need look again. `withdrawn`: attempts of this run that
+    the caller claimed and gave back unused, as if they had never been claimed: their parents would hide what was
+    committed before them.
+
+    `report` is told of damage that the walk goes around. Bounded by the attempts that exist, whatever they say.
+    """
+    run = run_key(run)
+    say: Report = report or (lambda message: None)
+    visited: set[tuple[str, int]] = set()
+    own = run
+    place = _highest(repo, run, below, withdrawn)
+    beginning, top = True, None
+    while place is not None and (run, place) not in visited:
+        visited.add((run, place))
+        empty = True
+        for step in repo.steps(run, place):
+            id = CheckpointId(run, place, step)
+            if (top is None or step <= top) and (id in known or repo.exists(id)):
+                empty = False
+                yield id
+        origin = _origin(repo, run, place, say, unclaimed=empty and beginning)
+        if origin.parent is not None:
+            run, place, top = origin.parent.run, origin.parent.attempt, origin.parent.step
+            beginning = False
+        elif not origin.known or (beginning and empty):
+            beginning, top = True, None
+            place = _highest(repo, run, place, withdrawn if run == own else ())
+        else:
+            return
+
+
+def latest(
+    repo: Repo,
+    run: str,
+    *,
+    below: int | None = None,
+    report: Report | None = None,
+    withdrawn: Container[int] = frozenset(),
+) -> CheckpointId | None:
+    """What the run means now, or None if it has no checkpoint. Damaged or not: reading it tells."""
+    return next(walk(repo, run, below=below, report=report, withdrawn=withdrawn), None)
+
+
+def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> CheckpointId:
+    """The checkpoint that a person means: a step, "latest", a tag, or a whole identity (`a0007/500`, `gpt/a0007/500`).
+
+    A step that several attempts have is the first on the walk, else the highest attempt's. Raises RunNotFound or
+    CheckpointNotFound, which name what there is.
+    """
+    if isinstance(step, CheckpointId):
+        return _existing(repo, step)
+    if isinstance(step, str) and step != "latest":
+        found = _ID.fullmatch(step)
+        if found:
+            return _existing(repo, CheckpointId(found[1] or run, int(found[2]), int(found[3])))
+        if may_be_tag(step):
+            return _tagged(repo, step)
+        step = int(step)
+    if step == "latest":
+        newest = latest(repo, run)
+        if newest is None:
+            raise _none_in(repo, run)
+        return newest
+    return _by_step(repo, run, int(step))
+
+
+def may_be_tag(step: str) -> bool:
+    """Whether `resolve` would look for a tag of this name: then the run plays no part."""
+    return step != "latest" and _ID.fullmatch(step) is None and not (step.isascii() and step.isdigit())
+
+
+def _tagged(repo: Repo, name: str) -> CheckpointId:
+    """A tag is the repository's: it may mean a checkpoint of another run."""
+    hint = "give a step, latest, a tag, or attempt/step such as a0007/500"
+    if not is_name(name):
+        raise UsageError(f"{name!r} names no checkpoint", subject=name, hint=hint)
+    id = find_tag(repo, name)
+    if id is None:
+        tags = ", ".join(list_tags(repo)) or "none"
+        raise CheckpointNotFound(
+            f"{name!r} names no checkpoint: it is neither a step nor a tag; tags that there are: {tags}",
+            subject=name,
+            hint=hint,
+        )
+    return _existing(repo, id)
+
+
+def _by_step(repo: Repo, run: str, step: int) -> CheckpointId:
+    steps: set[int] = set()
+    for id in walk(repo, run):
+        if id.step == step:
+            return id
+        steps.add(id.step)
+    for number in reversed(repo.attempts(run)):
+        there = repo.committed(run, number)
+        if step in there:
+            return CheckpointId(run, number, step)
+        steps.update(there)
+    if not steps:
+        raise _none_in(repo, run)
+    near = sorted(sorted(steps, key=lambda other: abs(other - step))[:5])
+    raise CheckpointNotFound(
+        f"run {run!r} has no checkpoint of step {step}; the nearest are {', '.join(map(str, near))}",
+        subject=f"{run}/{step}",
+        hint=f"{typed('tenuto', 'ls', repo.url)} shows all",
+    )
+
+
+def _existing(repo: Repo, id: CheckpointId) -> CheckpointId:
+    if repo.exists(id):
+        return id
+    if not repo.attempts(id.run):
+        raise _none_in(repo, id.run)
+    there = ", ".join(map(str, repo.committed(id.run, id.attempt)[:10])) or "none"
+    raise CheckpointNotFound(
+        f"no checkpoint {id} at {repo.url}; steps of that attempt: {there}",
+        subject=str(id),
+        hint=f"{typed('tenuto', 'ls', repo.url)} shows all",
+    )
+
+
+def _none_in(repo: Repo, run: str) -> RunNotFound | CheckpointNotFound:
+    if repo.attempts(run):
+        return CheckpointNotFound(f"run {run!r} at {repo.url} has no checkpoint yet", subject=run)
+    runs = repo.runs()
+    close = difflib.get_close_matches(run_key(run), runs, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"{typed('tenuto', 'ls', repo.url)} shows what there is"
+    return RunNotFound(f"no run {run!r} at {repo.url}; {known_runs(runs)}", subject=run, hint=hint)
+
+
+def _highest(repo: Repo, run: str, below: int | None, without: Container[int]) -> int | None:
+    numbers = (number for number in repo.attempts(run) if number not in without)
+    return max((number for number in numbers if below is None or number < below), default=None)
+
+
+def _origin(repo: Repo, run: str, number: int, say: Report, *, unclaimed: bool) -> _Origin:
+    """The attempt's parent. `unclaimed`: an absent record is no loss, for nothing was committed and nobody named it."""
+    try:
+        record = repo.find_attempt(run, number)
+        if record is not None:
+            return _Origin(record.parent)
+        if unclaimed:
+            return _Origin(None)
+        trouble = f"attempt {number} of run {run} has no record of its own"
+    except CorruptionError as error:
+        trouble = error.message
+    told = _told_by_others(repo, run, number)
+    if told is None:
+        say(f"{trouble}; what it was restored from is not known, the walk goes on with the next lower attempt")
+        return _Origin(None, known=False)
+    say(f"{trouble}; its parent was taken from its other objects")
+    return told
+
+
+def _told_by_others(repo: Repo, run: str, number: int) -> _Origin | None:
+    """The parent as the attempt's lease or one of its saves says it."""
+    directory = object_names.lease_directory(run, number)
+    for file in repo.store.children(directory).objects:
+        beat = object_names.parse_numbered(file)
+        if beat is not None:
+            try:
+                data = repo.store.get(f"{directory}/{file}", limit=objects.SMALL)
+                return _Origin(decode_lease(data, run, number, beat).parent)
+            except (ObjectNotFound, CorruptionError):
+                continue
+    for step in repo.steps(run, number)[:_TOLD_BY]:
+        id = CheckpointId(run, number, step)
+        try:
+            return _Origin(decode_begin(repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id).parent)
+        except (ObjectNotFound, CorruptionError):
+            continue
+    return None

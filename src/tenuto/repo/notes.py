@@ -1,0 +1,56 @@
+"""Notes: facts about a checkpoint learned after its commit. Appended, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, UsageError
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Json, Note
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.refs import append, numbers
+from tenuto.repo.repository import Repo, now_text
+
+KINDS = frozenset({"metric", "verified", "suspect", "proven"})
+
+
+def add_note(repo: Repo, id: CheckpointId, kind: str, body: Mapping[str, Json]) -> Note:
+    """Adds a note to a checkpoint that exists. Numbers beyond JSON have to be tagged by the caller (`tag_number`).
+
+    Raises CheckpointNotFound; UsageError for an unknown kind; Unserialisable for a body that JSON cannot hold.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"{kind!r} is no kind of note; there are {', '.join(sorted(KINDS))}", subject=kind)
+    if not repo.exists(id):
+        raise CheckpointNotFound(f"no checkpoint {id} at {repo.url} to add a note to", subject=str(id))
+    content: dict[str, Json] = {"body": dict(body), "created": now_text(), "note": kind}
+    directory = object_names.notes_directory(id)
+    number = append(repo, directory, "note", content)
+    if not repo.exists(id):  # removed meanwhile, and whoever removed it may have passed here already
+        repo.store.delete([object_names.numbered(directory, number)])
+        raise CheckpointNotFound(f"checkpoint {id} was removed while a note was added to it", subject=str(id))
+    return Note(number, kind, dict(body))
+
+
+def notes(repo: Repo, id: CheckpointId, *, report: Callable[[str], None] | None = None) -> list[Note]:
+    """The checkpoint's notes in the order in which they were added; of kinds that this version does not know, too.
+
+    A damaged one raises CorruptionError, or is told to `report` and passed over. A copy from elsewhere is no note.
+    """
+    directory = object_names.notes_directory(id)
+    found = []
+    for number in numbers(repo, directory):
+        name = object_names.numbered(directory, number)
+        try:
+            data = repo.store.get(name, limit=objects.SMALL)
+            if objects.is_copy(name, data):
+                continue
+            fields = objects.decode("note", name, data)
+            found.append(Note(number, fields.text("note"), fields.mapping("body")))
+        except ObjectNotFound:
+            continue  # the checkpoint is being removed
+        except CorruptionError as error:
+            if report is None:
+                raise
+            report(error.message)
+    return found

@@ -1,0 +1,1 @@
+"""Who owns a run: claims, leases, and whether an owner is still alive."""

@@ -1,0 +1,379 @@
+"""Attempts: who trains on a run now. Claimed by create-if-absent, never removed, never renumbered."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from tenuto.crashpoints import crashpoint
+from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, RunInUse, Superseded, TenutoError, typed
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId, check_run, run_key
+from tenuto.model.records import AttemptRecord
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.small_records import LeaseRecord, decode_attempt, encode_attempt
+from tenuto.repo.lineage import latest
+from tenuto.repo.ownership.lease import BEAT_S, Lease, Trouble, read_last
+from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, held_here, let_go, take_hold
+from tenuto.repo.process import judge, this_process
+from tenuto.repo.repository import Repo, now_text
+from tenuto.repo.tombstones import dead_tombstones, is_tombstoned, take_back
+from tenuto.repo.unfinished import close_save, close_unfinished
+
+_POLL_S: Final = 0.25
+DYING_S: Final = 60.0
+"""How long an owner that is alive is waited for: it may be dying."""
+
+Report = Callable[[str], None]
+
+
+class Attempt:
+    """A claimed attempt: the fencing token of one process. Every object that a save of it writes lies under it."""
+
+    def __init__(self, repo: Repo, record: AttemptRecord, lease: Lease | None) -> None:
+        """`lease`: None where another process of the job keeps it."""
+        self.repo = repo
+        self.record = record
+        self.unsettled: set[CheckpointId] = set()
+        """Saves of this process whose manifests may be seen and are not known to be durable, those under way among
+        them: nothing else may go because of them."""
+        self._lease = lease
+        self._pid = os.getpid()
+
+    @property
+    def run(self) -> str:
+        return self.record.run
+
+    @property
+    def number(self) -> int:
+        return self.record.number
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def parent(self) -> CheckpointId | None:
+        return self.record.parent
+
+    def __repr__(self) -> str:
+        return f"Attempt({self.run}/{self.number})"
+
+    def check(self) -> None:
+        """Raises Superseded if a higher attempt has been claimed. One listing."""
+        for number in self.repo.attempts(self.run):
+            if number <= self.number:
+                continue
+            try:
+                newer = self.repo.find_attempt(self.run, number)
+                if newer is None:
+                    continue
+                who = f"process {newer.owner.pid} of {newer.owner.user} on {newer.owner.host}"
+            except CorruptionError:
+                who = "a process whose record is damaged"
+            raise Superseded(
+                f"run {self.run!r} has been claimed as attempt {number} by {who}; attempt {self.number} saves no more",
+                subject=self.run,
+                hint="let one of the two processes train, or give each a run of its own",
+            )
+
+    def release(self, timeout: float | None = None) -> None:
+        """Says that this process is done with the run. Once, until `resume`; in a forked child it does nothing. Raises
+        what `Lease.release` raises: the run then counts as used until its lease runs out."""
+        if os.getpid() == self._pid and self._lease is not None:
+            let_go(self.repo, self.run, self.number)
+            self._lease.release(timeout)
+
+    def resume(self) -> None:
+        """Holds the run again after `release`, so that nobody takes this process for gone. Raises Superseded if
+        somebody has claimed the run since, and errors of the store: it is released again then. In a forked child it
+        only checks."""
+        try:
+            if os.getpid() == self._pid and self._lease is not None:
+                take_hold(self.repo, self.run, self.number)
+                # Before the check: whoever looks from here on finds an owner, whoever has claimed before is found. One
+                # who looked before the beat and claims after the check is met at the commit, as ever.
+                self._lease.resume()
+            self.check()
+        except BaseException:
+            try:
+                self.release()
+            except TenutoError:
+                pass  # the run counts as used until the lease runs out: what is raised matters more
+            raise
+
+
+def joined(repo: Repo, record: AttemptRecord) -> Attempt:
+    """The attempt that the coordinator of this job has claimed, as its other processes know it: it is not theirs to
+    release."""
+    return Attempt(repo, record, None)
+
+
+def announced(repo: Repo, record: bytes) -> Attempt:
+    """Returns the attempt that rank 0 has claimed and announced. CorruptionError for what is no record of one."""
+    said = canonical_json.loads(record)
+    return joined(repo, decode_attempt(record, str(said["run"]), int(said["attempt"])))
+
+
+def claim(
+    repo: Repo,
+    run: str,
+    parent: CheckpointId | None,
+    *,
+    takeover: bool = False,
+    wait_s: float | None = None,
+    observe: OwnerWatch | None = None,
+    beat_s: float = BEAT_S,
+    trouble: Trouble | None = None,
+    report: Report | None = None,
+    look: Callable[[], object] | None = None,
+    withdrawn: set[int] | None = None,
+) -> Attempt:
+    """Claims the run's next attempt, whose training goes on from `parent` (None: from nothing).
+
+    A dead owner is claimed over at once; one that may be dying is waited for, `wait_s` (a minute) at most, and then
+    raises RunInUse, or is claimed over with `takeover`. `observe`: a watch begun earlier (before the restore), so that
+    waiting for a lease to run out has begun too. Afterwards unfinished saves of earlier attempts are closed and freed.
+
+    Raises CheckpointNotFound if `parent` vanished or is being removed: where that was seen only after the claim, the
+    attempt stays, as one that goes on from there and has no commit, and the caller chooses anew and claims again. The
+    caller walks I4 again after the claim, with `below=attempt.number`; if the answer is another than `parent`, it
+    restores that and claims again.
+
+    An attempt that stays unused hides what was committed between its parent and itself. So `look` is called when the
+    owner before has ended, right before the claim is put: what it raises ends the claim, and nothing was put. An owner
+    that is claimed over alive is not looked at first: only the claim stops it. `withdrawn`: the number of an attempt
+    that was put and given back is added; whoever claims again walks as if it had never been.
+
+    `trouble` is told of lease beats that fail, `report` of damage that was passed
+    over, and of waiting.
+    """
+    run = run_key(check_run(run))
+    watch = observe or OwnerWatch(repo, run)
+    say: Report = report or (lambda message: None)
+    patience = DYING_S if wait_s is None else wait_s
+    record, previous = _put_claim(repo, run, parent, watch, takeover=takeover, wait_s=patience, say=say, look=look)
+    crashpoint("attempt claimed")
+    lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
+    attempt = Attempt(repo, record, lease)
+    take_hold(repo, run, record.number)
+    lease.start()
+    try:
+        _take_back_tombstones(repo, record, previous, say)
+        _rely_on(repo, parent)
+        _close_earlier(repo, record, lease, previous, say)
+    except BaseException:
+        if withdrawn is not None:
+            withdrawn.add(record.number)
+        try:
+            attempt.release()
+        except TenutoError as error:
+            say(f"the attempt just claimed cannot be released, others will watch its lease: {error.message}")
+        raise
+    return attempt
+
+
+def _put_claim(
+    repo: Repo,
+    run: str,
+    parent: CheckpointId | None,
+    watch: OwnerWatch,
+    *,
+    takeover: bool,
+    wait_s: float,
+    say: Report,
+    look: Callable[[], object] | None,
+) -> tuple[AttemptRecord, OwnerFinding]:
+    deadline = watch.clock.now() + wait_s
+    waiting = False
+    while True:
+        found = watch.look()
+        over = watch.clock.now() >= deadline
+        ended = found.verdict in ("free", "dead")
+        if ended or (takeover and (over or found.verdict == "here")):
+            if parent is not None and not repo.exists(parent):
+                raise CheckpointNotFound(
+                    f"there is no checkpoint {parent} to go on from",
+                    subject=str(parent),
+                    hint=f"{typed('tenuto', 'ls', repo.url)} shows what is left",
+                )
+            if ended and look is not None:
+                look()
+            record = _try_put(repo, run, found.number + 1, parent)
+            if record is not None:
+                return record, found
+            continue
+        # An owner elsewhere whose lease has not been watched for long enough is neither: that ends within the ttl, but
+        # for a store that is too slow to tell.
+        hopeless = watch.clock.now() >= deadline + DYING_S
+        if found.verdict == "here" or (over and found.verdict == "alive") or hopeless:
+            raise _in_use(repo, run, found)
+        if not waiting:
+            say(f"run {run} is owned by {_who(found)}; waiting for that to end")
+            waiting = True
+        watch.clock.sleep(_POLL_S)
+
+
+def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> AttemptRecord | None:
+    """The claim of the first number from `number` on that no copied directory occupies; None if somebody was faster."""
+    while True:
+        if parent is not None and parent.run == run and parent.attempt >= number:
+            raise CheckpointNotFound(f"there is no checkpoint {parent} to go on from", subject=str(parent))
+        before = _reached(repo, run, number - 1)
+        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text(), repo.id, before)
+        try:
+            objects.put(repo.store, object_names.attempt_name(run, number), encode_attempt(record), token=record.id)
+            return record
+        except AlreadyExists:
+            try:
+                if repo.find_attempt(run, number) is not None:
+                    return None
+            except CorruptionError:
+                return None
+            number += 1
+
+
+def _reached(repo: Repo, run: str, number: int) -> tuple[int, int] | None:
+    """How far an attempt has come: a place that has more of it knows more than its home."""
+    steps = repo.steps(run, number) if number else []
+    return (number, steps[0]) if steps else None
+
+
+def _in_use(repo: Repo, run: str, found: OwnerFinding) -> RunInUse:
+    where = "this very process" if found.verdict == "here" else _who(found)
+    return RunInUse(
+        f"run {run!r} at {repo.url} is in use: attempt {found.number} belongs to {where} ({found.reason})",
+        subject=run,
+        hint="stop that process, use another run name, or pass takeover=True",
+    )
+
+
+def _who(found: OwnerFinding) -> str:
+    if found.record is None:
+        return "a process whose record is damaged"
+    owner = found.record.owner
+    return f"process {owner.pid} of {owner.user} on {owner.host}"
+
+
+def _rely_on(repo: Repo, parent: CheckpointId | None) -> None:
+    """The claim is durable by now, so a remover that comes later sees it; one that came before is seen here."""
+    if parent is None:
+        return
+    repo.store.settle(parent.manifest)
+    if not repo.exists(parent) or is_tombstoned(repo, parent):
+        raise CheckpointNotFound(
+            f"checkpoint {parent} was removed, or is being removed, while it was being claimed",
+            subject=str(parent),
+            hint=f"{typed('tenuto', 'ls', repo.url)} shows what is left",
+        )
+
+
+def _take_back_tombstones(repo: Repo, record: AttemptRecord, previous: OwnerFinding, say: Report) -> None:
+    """Of dead removers; where one had removed the manifest already, what is left goes too."""
+    now_name = object_names.attempt_name(record.run, record.number)
+    dead_below = record.number if previous.verdict in ("dead", "free") else 0
+    for stone in dead_tombstones(repo, record.run, now_name=now_name, dead_below=dead_below):
+        if stone.id.attempt < record.number:
+            close_save(repo, stone.id, by="its removal was cut short", owner_dead=True, report=say)
+        take_back(repo, stone)
+    parent = record.parent
+    if parent is not None and parent.run != record.run:
+        # A fork: nobody may ever claim that run again, and what died there must not hold this one up.
+        for stone in dead_tombstones(repo, parent.run, now_name=now_name, dead_below=0):
+            if stone.id == parent:
+                take_back(repo, stone)
+
+
+def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: OwnerFinding, say: Report) -> None:
+    """Closes unfinished saves of earlier attempts, highest first, down to one that has seen to all below it.
+
+    Leases are removed only after this attempt's own lease durably says that everything below is closed: so there always
+    is one that says so, and a claim never has to look at every attempt there has ever been. An owner that still lives
+    (it was claimed over) may put objects yet: then nothing is said, and the next claim looks again.
+    """
+    by = f"attempt {record.number} claimed run {record.run}"
+    dead: list[int] = []
+    all_dead = True
+    for number in reversed([n for n in repo.attempts(record.run) if n < record.number]):
+        last = read_last(repo, record.run, number)[1]
+        gone = previous.verdict == "dead" if number == previous.number else _is_gone(repo, record.run, number, last)
+        close_unfinished(repo, record.run, number, by=by, owner_dead=gone, report=say)
+        if gone:
+            dead.append(number)
+        all_dead = all_dead and gone
+        if last is not None and last.closed:
+            break
+    if not all_dead:
+        return
+    try:
+        lease.say_closed()
+    except TenutoError as error:
+        say(f"the lease could not say that earlier saves are closed: {error}")
+        return
+    for number in dead:
+        directory = object_names.lease_directory(record.run, number)
+        names = [entry.name for entry in repo.store.walk(directory)]
+        names += [entry.name for entry in repo.store.leftovers(directory)]
+        repo.store.delete(names)
+
+
+def _is_gone(repo: Repo, run: str, number: int, last: LeaseRecord | None) -> bool:
+    """Whether the owner of an attempt below the previous one has ended. Where only its lease could tell, it counts as
+    ended: somebody has claimed over it, and watched it, before."""
+    try:
+        record = repo.find_attempt(run, number)
+    except CorruptionError:
+        return True
+    if record is None or (last is not None and last.released and last.id == record.id):
+        return True
+    if record.owner == this_process():
+        return not held_here(repo, run, number)
+    return judge(record.owner) != "alive"
+
+
+# --------------------------------------------------------------------------------------------------
+# Claiming a run for one piece of work, to go on from what is its newest checkpoint then.
+
+CLAIMS = 3
+"""How often it is tried where others keep committing."""
+
+
+class _Newer(Exception):
+    """Another checkpoint is the newest by now; no claim was put."""
+
+
+def claim_for_maintenance(
+    repo: Repo,
+    run: str,
+    newest: CheckpointId | None,
+    parent: CheckpointId | None,
+    *,
+    withdrawn: set[int],
+    wait_s: float | None = None,
+    report: Report | None = None,
+) -> Attempt | None:
+    """Claims the run, going on from `parent`, if `newest` is what `latest` means both before and after; None where it
+    is not, and the claim, if it was put, is given back: the caller looks again. An owner that was waited for commits
+    at its end. `withdrawn` and the rest: as `claim`, whose errors it raises.
+    """
+    try:
+        look = partial(_assert_newest, repo, run, newest, withdrawn)
+        attempt = claim(repo, run, parent, wait_s=wait_s, report=report, look=look, withdrawn=withdrawn)
+    except _Newer:
+        return None
+    unused = True
+    try:
+        unused = latest(repo, run, below=attempt.number, withdrawn=withdrawn) != newest
+    finally:
+        if unused:
+            withdrawn.add(attempt.number)
+            attempt.release()
+    return None if unused else attempt
+
+
+def _assert_newest(repo: Repo, run: str, newest: CheckpointId | None, withdrawn: set[int]) -> None:
+    if latest(repo, run, withdrawn=withdrawn) != newest:
+        raise _Newer

@@ -1,0 +1,136 @@
+"""An attempt's lease: a counter that moves while its owner lives.
+
+An observer on another host watches the counter on its own clock. So a beat is a new object, `lease/<n>.json`, and no
+clock of the owner's is in it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from tenuto.concurrency.deadlines import within
+from tenuto.errors import CorruptionError, ObjectNotFound, TenutoError
+from tenuto.model.records import AttemptRecord
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.small_records import LeaseRecord, decode_lease, encode_lease
+from tenuto.repo.repository import Repo
+
+BEAT_S: Final = 3.0
+TTL_S: Final = 15.0
+"""An observer takes a lease for dead whose counter has not moved for this long on the observer's clock."""
+_RELEASE_S: Final = 10.0
+"""How long `release` waits for the store, if it is not told otherwise."""
+
+Trouble = Callable[[TenutoError], None]
+
+
+def read_last(repo: Repo, run: str, attempt: int) -> tuple[int, LeaseRecord | None]:
+    """The counter (0 where there is no lease), and the newest beat that can be read."""
+    directory = object_names.lease_directory(run, attempt)
+    numbers = sorted(
+        n for f in repo.store.children(directory).objects if (n := object_names.parse_numbered(f)) is not None
+    )
+    for number in reversed(numbers):
+        try:
+            data = repo.store.get(object_names.numbered(directory, number), limit=objects.SMALL)
+            return numbers[-1], decode_lease(data, run, attempt, number)
+        except (ObjectNotFound, CorruptionError):
+            continue
+    return (numbers[-1] if numbers else 0), None
+
+
+class Lease:
+    """The beating side. One per claimed attempt; a daemon thread puts a beat every `interval_s`.
+
+    A beat that fails is reported to `trouble` (from the thread) and tried again at the next: the store may be back, and
+    until then only observers elsewhere may take the owner for dead. A forked child holds a copy that does nothing.
+    """
+
+    def __init__(
+        self, repo: Repo, record: AttemptRecord, *, interval_s: float = BEAT_S, trouble: Trouble | None = None
+    ):
+        self._repo = repo
+        self._record = record
+        self._interval_s = interval_s
+        self._trouble = trouble or (lambda error: None)
+        self._pid = os.getpid()
+        self._number = 0
+        self._closed = False
+        self._released = False
+        self._stop = threading.Event()
+        self._beating = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Puts the first beat, then goes on by itself."""
+        self._try_beat()
+        self._go_on()
+
+    def resume(self) -> None:
+        """Beats again after `release`, the first time now. Nothing where it beats, and in a forked child. Raises
+        StoreError if that beat cannot be put: while the last one says released, everybody takes the owner for gone."""
+        if not self._released or os.getpid() != self._pid:
+            return
+        self._released = False
+        self.beat()
+        self._go_on()
+
+    def beat(self) -> None:
+        """Puts the next beat, and removes the one before the last. Raises StoreError."""
+        with self._beating:
+            self._put(released=False)
+
+    def say_closed(self) -> None:
+        """From the next beat on, and one is put now: no unfinished save of an earlier attempt is left."""
+        self._closed = True
+        self.beat()
+
+    def release(self, timeout: float | None = None) -> None:
+        """Ends the beating, with a last beat that says so. Once, until `resume`; nothing in a forked child. Raises
+        StoreError if that beat cannot be put, DeadlineExceeded if the store hangs for `timeout` seconds (10 if not
+        given): observers then wait for the ttl."""
+        if self._released or os.getpid() != self._pid:
+            return
+        self._released = True
+        self._stop.set()
+        timeout = _RELEASE_S if timeout is None else timeout
+        what = f"giving back attempt {self._record.number} of run {self._record.run}"
+        within(timeout, what, self._last_beat, subject=self._record.run)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def _last_beat(self) -> None:
+        with self._beating:
+            if self._released:  # else it hung for so long that the owner has gone on meanwhile
+                self._put(released=True)
+
+    def _go_on(self) -> None:
+        self._stop = threading.Event()
+        name = f"tenuto-lease-{self._record.run}-{self._record.number}"
+        self._thread = threading.Thread(target=self._run, args=(self._stop,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(self._interval_s) and os.getpid() == self._pid:
+            self._try_beat()
+
+    def _try_beat(self) -> None:
+        try:
+            with self._beating:
+                if not self._stop.is_set():
+                    self._put(released=False)
+        except TenutoError as error:
+            self._trouble(error)
+
+    def _put(self, *, released: bool) -> None:
+        record = self._record
+        self._number += 1
+        beat = LeaseRecord(self._number, record.id, record.parent, self._closed, released)
+        directory = object_names.lease_directory(record.run, record.number)
+        name = object_names.numbered(directory, self._number)
+        objects.put(self._repo.store, name, encode_lease(beat, record.run, record.number), token=record.id)
+        if self._number > 2:
+            self._repo.store.delete([object_names.numbered(directory, self._number - 2)])

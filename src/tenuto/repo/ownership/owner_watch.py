@@ -1,0 +1,176 @@
+"""Watching the owner of a run, from here: by its process where this host can tell, else by its lease."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from tenuto.errors import CorruptionError
+from tenuto.model.ids import CheckpointId, run_key
+from tenuto.model.records import AttemptRecord
+from tenuto.repo.ownership.lease import BEAT_S, TTL_S, read_last
+from tenuto.repo.process import MonotonicClock, judge, this_process
+from tenuto.repo.repository import Repo
+
+SLOW_S: Final = 2 * BEAT_S
+"""A store that takes longer to answer one look may have answered its owner's beats no sooner: that time tells nothing
+of the owner."""
+
+_held: Final[set[tuple[int, str, str, int]]] = set()
+"""(pid, repository id, run, attempt) of what this process has claimed and not released; a forked child's pid
+differs."""
+_held_lock: Final = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerFinding:
+    """What is known of the run's owner. `number`: the highest attempt that somebody claimed, 0 if none.
+
+    free: nobody has ever claimed the run. dead, alive: known. here: this very process. unknown: its lease has to be
+    watched for longer.
+    """
+
+    verdict: Literal["free", "dead", "alive", "here", "unknown"]
+    number: int = 0
+    record: AttemptRecord | None = None
+    reason: str = ""
+
+
+class OwnerWatch:
+    """Watches one run. Each `look` is one listing and a few small reads; a lease is judged by what two looks, at least
+    `ttl_s` apart on this process's own clock, have seen of it. Begun before a restore, it has decided when that is
+    done.
+    """
+
+    def __init__(self, repo: Repo, run: str, *, clock: MonotonicClock | None = None, ttl_s: float = TTL_S) -> None:
+        self.repo = repo
+        self.run = run_key(run)
+        self.clock = clock or MonotonicClock()
+        self._ttl_s = ttl_s
+        self._seen: tuple[int, int] | None = None
+        self._since = 0.0
+        self._moved = False
+
+    def look(self) -> OwnerFinding:
+        began = self.clock.now()
+        number, record = self._owner()
+        if number == 0:
+            return OwnerFinding("free")
+        counter, beat = read_last(self.repo, self.run, number)
+        if beat is not None and beat.released and (record is None or beat.id == record.id):
+            return OwnerFinding("dead", number, record, "it has released its lease")
+        if record is not None:
+            verdict = judge(record.owner)
+            if verdict == "dead":
+                return OwnerFinding("dead", number, record, "its process has ended")
+            if record.owner == this_process():
+                if held_here(self.repo, self.run, number):
+                    return OwnerFinding("here", number, record, "which has not closed it")
+                return OwnerFinding("dead", number, record, "this process has closed it")
+            if verdict == "alive":
+                return OwnerFinding("alive", number, record, "its process is running")
+        return self._watched(number, record, counter, began)
+
+    def _owner(self) -> tuple[int, AttemptRecord | None]:
+        """The highest attempt that somebody claimed; its record is None where it is damaged."""
+        for number in reversed(self.repo.attempts(self.run)):
+            try:
+                record = self.repo.find_attempt(self.run, number)
+            except CorruptionError:
+                return number, None
+            if record is not None or self.repo.committed(self.run, number):
+                return number, record
+        return 0, None
+
+    def _watched(self, number: int, record: AttemptRecord | None, counter: int, began: float) -> OwnerFinding:
+        now = self.clock.now()
+        if self._seen is None or self._seen[0] != number:
+            self._seen, self._since, self._moved = (number, counter), now, False
+        elif self._seen[1] != counter:
+            self._seen, self._since, self._moved = (number, counter), now, True
+        elif now - began > SLOW_S:
+            self._since = now
+        # What this look has read may be as old as its beginning: the lease may have moved since then.
+        if began - self._since >= self._ttl_s:
+            return OwnerFinding("dead", number, record, f"its lease has not moved for {began - self._since:.0f} s")
+        if self._moved:
+            return OwnerFinding("alive", number, record, "its lease moves")
+        return OwnerFinding("unknown", number, record, "its lease is being watched")
+
+
+def take_hold(repo: Repo, run: str, number: int) -> None:
+    with _held_lock:
+        _held.add((os.getpid(), repo.id, run, number))
+
+
+def let_go(repo: Repo, run: str, number: int) -> None:
+    with _held_lock:
+        _held.discard((os.getpid(), repo.id, run, number))
+
+
+def held_here(repo: Repo, run: str, number: int) -> bool:
+    """Whether this process has claimed the attempt and not released it."""
+    with _held_lock:
+        return (os.getpid(), repo.id, run, number) in _held
+
+
+# --------------------------------------------------------------------------------------------------
+# Which runs nobody trains on now: judged by the process where this host can tell, else by watching the lease.
+
+Finished = Mapping[str, int]
+"""Run to the number of its highest attempt, for the runs whose owner was found dead. Once dead, an attempt stays so; a
+higher number seen later is a new owner."""
+
+_POLL_S = 0.5
+
+
+def finished_runs(repo: Repo, runs: Iterable[str], watches: Iterable[OwnerWatch] = ()) -> dict[str, int]:
+    """Looks at the owner of each run. Takes as long as a lease's ttl (15 s) where an owner lived on another host and
+    has not released its lease; else no time. `watches`: begun earlier, or with a clock of the caller's."""
+    begun = {watch.run: watch for watch in watches}
+    waiting = [begun.get(run) or OwnerWatch(repo, run) for run in runs]
+    found: dict[str, int] = {}
+    while waiting:
+        again = []
+        for watch in waiting:
+            seen = watch.look()
+            if seen.verdict == "dead":
+                found[watch.run] = seen.number
+            elif seen.verdict == "unknown":
+                again.append(watch)
+        if again:
+            again[0].clock.sleep(_POLL_S)
+        waiting = again
+    return found
+
+
+def is_finished(repo: Repo, run: str, finished: Finished) -> bool:
+    """Whether the owner that was found dead still is the run's last one."""
+    known = finished.get(run)
+    return known is not None and not any(_counts(repo, run, n) for n in repo.attempts(run) if n > known)
+
+
+def may_still_save(repo: Repo, id: CheckpointId, finished: Finished) -> bool:
+    """Whether the attempt that `id` lies under may have a save in flight: the run's last one, unless found dead. One
+    without a readable record is given the benefit of the doubt."""
+    higher = any(_claimed(repo, id.run, n) for n in repo.attempts(id.run) if n > id.attempt)
+    return not higher and not is_finished(repo, id.run, finished)
+
+
+def _claimed(repo: Repo, run: str, number: int) -> bool:
+    """Whether this attempt certainly was claimed."""
+    try:
+        return repo.find_attempt(run, number) is not None
+    except CorruptionError:
+        return False
+
+
+def _counts(repo: Repo, run: str, number: int) -> bool:
+    """Whether this attempt may have been claimed; a directory that is a copy, or that nobody claimed, was not."""
+    try:
+        return repo.find_attempt(run, number) is not None
+    except CorruptionError:
+        return True

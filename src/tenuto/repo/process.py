@@ -1,0 +1,133 @@
+"""Whether the process that owns something still lives, as far as this host can tell.
+
+Process ids are only compared within one boot and one pid namespace, and a pid alone names nobody: it is used again. So
+an owner says boot, namespace, pid and start time. A killed child that nobody has reaped keeps its pid and start time as
+a zombie, and is dead all the same.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import psutil  # type: ignore[import-untyped]
+
+from tenuto.model.records import Owner
+
+LivenessVerdict = Literal["dead", "alive", "unknown"]
+
+_LINUX: Final = sys.platform == "linux"
+_STAT: Final = "/proc/{pid}/stat"
+_DEAD_STATES: Final = frozenset("ZXx")
+
+
+@dataclass(frozen=True, slots=True)
+class MonotonicClock:
+    """This process's own monotonic clock. Clocks of two processes are never compared."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    started: str
+    zombie: bool
+
+
+def this_process() -> Owner:
+    """Who this is. Read anew each time: a forked child is somebody else."""
+    pid = os.getpid()
+    found = _look(pid)
+    return Owner(
+        host=socket.gethostname(),
+        boot=_boot(),
+        pid_namespace=_pid_namespace(),
+        pid=pid,
+        started=found.started if found else "",
+        user=_user(),
+    )
+
+
+def judge(owner: Owner) -> LivenessVerdict:
+    """Dead or alive if this host can tell, else unknown: then the lease has to be watched."""
+    if not owner.boot or not owner.pid_namespace or not owner.started:
+        return "unknown"
+    if (owner.boot, owner.pid_namespace, owner.host) != (_boot(), _pid_namespace(), socket.gethostname()):
+        return "unknown"
+    found = _look(owner.pid)
+    if found is None:
+        # A /proc that hides other users' processes looks the same as one without the process.
+        return "unknown" if _answers(owner.pid) else "dead"
+    return "dead" if found.zombie or found.started != owner.started else "alive"
+
+
+def _look(pid: int) -> _Process | None:
+    if pid <= 0:
+        return None
+    return _look_in_proc(pid) if _LINUX else _look_by_psutil(pid)
+
+
+def _look_in_proc(pid: int) -> _Process | None:
+    try:
+        text = Path(_STAT.format(pid=pid)).read_text("ascii", "replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # The second field is the program's name in brackets, and may hold anything, brackets and spaces too.
+    fields = text.rpartition(")")[2].split()
+    return _Process(started=fields[19], zombie=fields[0] in _DEAD_STATES)
+
+
+def _look_by_psutil(pid: int) -> _Process | None:
+    try:
+        process = psutil.Process(pid)
+        return _Process(repr(process.create_time()), process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.ZombieProcess:
+        return _Process("", zombie=True)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+
+
+def _answers(pid: int) -> bool:
+    """Whether some process has this pid; signal 0 only asks."""
+    if not 0 < pid < 2**31:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _boot() -> str:
+    if not _LINUX:
+        return repr(psutil.boot_time())
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    if not _LINUX:
+        return "host"
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return str(os.getuid())

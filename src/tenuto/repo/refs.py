@@ -1,0 +1,179 @@
+"""Refs: small versioned names that keep a checkpoint. `refs/<kind>/<name>/<n>.json`, the highest number wins.
+
+kind: `tag` (a name for people), `pin` (retention keeps it), `hold` (a machine needs it for now). They are the
+repository's, not a run's: a tag put again, in whatever run, has moved.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from tenuto.errors import (
+    AlreadyExists,
+    CheckpointNotFound,
+    CorruptionError,
+    ObjectNotFound,
+    StoreUnavailable,
+    UsageError,
+)
+from tenuto.model.ids import CheckpointId, run_key
+from tenuto.model.records import Json
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.object_names import numbered
+from tenuto.repo.format.objects import checkpoint_json
+from tenuto.repo.repository import Repo, now_text
+from tenuto.repo.tombstones import is_tombstoned
+
+# --------------------------------------------------------------------------------------------------
+# Rows of numbered objects, `<directory>/<n>.json`: append-only, the highest wins where only one counts.
+
+_TRIES: Final = 100
+
+
+def numbers(repo: Repo, directory: str) -> list[int]:
+    """The numbers there are, ascending."""
+    found = (object_names.parse_numbered(file) for file in repo.store.children(directory).objects)
+    return sorted(number for number in found if number is not None)
+
+
+def append(repo: Repo, directory: str, kind: str, body: dict[str, Json]) -> int:
+    """Puts `body` under the next number, and returns that. `id` is drawn here: so a lost reply can be told."""
+    token = secrets.token_hex(16)
+    number = max(numbers(repo, directory), default=0)
+    for _ in range(_TRIES):
+        number += 1
+        name = object_names.numbered(directory, number)
+        try:
+            data = objects.encode(kind, name, {**body, "id": token, "repository": repo.id})
+            objects.put(repo.store, name, data, token=token)
+            return number
+        except AlreadyExists:
+            continue
+    raise StoreUnavailable(f"no free number below {directory} in {_TRIES} tries: others put faster", subject=directory)
+
+
+Kind = Literal["tag", "pin", "hold"]
+KINDS: Final[tuple[Kind, ...]] = ("hold", "pin", "tag")
+
+
+LATEST: Final = "latest"
+"""What no tag may be called: it always means the newest checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    kind: str
+    name: str
+    id: CheckpointId
+
+
+def check_tag(name: object) -> str:
+    """`name` if a checkpoint can be tagged so: a name that can stand where a step is expected, and means no step."""
+    if not isinstance(name, str) or not is_name(name) or name == LATEST or name.isdigit():
+        raise UsageError(
+            f"{name!r} cannot be a tag",
+            subject=str(name),
+            hint="use lower-case letters, digits and . _ = -, at most 100, not digits alone, and not the word latest",
+        )
+    return name
+
+
+def find_tag(repo: Repo, name: str) -> CheckpointId | None:
+    """The checkpoint that is tagged so, None if none is. Raises CorruptionError like `read_ref`."""
+    return read_ref(repo, "tag", name) if is_name(name) else None
+
+
+def list_tags(repo: Repo) -> dict[str, CheckpointId]:
+    """Every tag that points somewhere, by name. Raises CorruptionError like `read_ref`."""
+    return {ref.name: ref.id for ref in list_refs(repo, kinds=("tag",))}
+
+
+def put_ref(repo: Repo, kind: Kind, name: str, id: CheckpointId) -> Ref:
+    """Points the ref at a checkpoint, and relies on it from now on. Raises CheckpointNotFound if that is gone or going:
+    the ref then points where it pointed before. One whose newest version is damaged is mended so: nobody knows where it
+    pointed, and it points nowhere if the checkpoint goes right now."""
+    directory = _directory(kind, check_tag(name) if kind == "tag" else name)
+    before: CheckpointId | None = None
+    if not is_damaged(repo, kind, name):
+        before = read_ref(repo, kind, name)
+    elif _is_going(repo, id):
+        raise _gone(id)
+    _put(repo, directory, id)
+    repo.store.settle(id.manifest)
+    if _is_going(repo, id):
+        _put(repo, directory, before)
+        raise _gone(id)
+    return Ref(kind, name, id)
+
+
+def clear_ref(repo: Repo, kind: Kind, name: str) -> None:
+    """The ref points at nothing from now on; its history stays."""
+    if is_damaged(repo, kind, name) or read_ref(repo, kind, name) is not None:
+        _put(repo, _directory(kind, name), None)
+
+
+def read_ref(repo: Repo, kind: Kind, name: str) -> CheckpointId | None:
+    """Where the ref points, None if nowhere. CorruptionError if its newest version cannot be read: nobody may then act
+    as if it pointed nowhere."""
+    directory = _directory(kind, name)
+    for number in reversed(numbers(repo, directory)):
+        place = numbered(directory, number)
+        try:
+            data = repo.store.get(place, limit=objects.SMALL)
+        except ObjectNotFound:
+            continue
+        if not objects.is_copy(place, data):
+            return objects.decode("ref", place, data).checkpoint("to")
+    return None
+
+
+def is_damaged(repo: Repo, kind: Kind, name: str) -> bool:
+    """Whether the ref's newest version cannot be read. It holds up every removal until a new version is put."""
+    try:
+        read_ref(repo, kind, name)
+    except CorruptionError:
+        return True
+    return False
+
+
+def list_refs(repo: Repo, kinds: Sequence[Kind] = KINDS) -> list[Ref]:
+    """Every ref that points somewhere, by kind and name. Raises CorruptionError like `read_ref`."""
+    found = []
+    for kind in kinds:
+        for name in repo.store.children(f"refs/{kind}").directories:
+            if is_name(name):
+                id = read_ref(repo, kind, name)
+                if id is not None:
+                    found.append(Ref(kind, name, id))
+    return found
+
+
+def _is_going(repo: Repo, id: CheckpointId) -> bool:
+    return not repo.exists(id) or is_tombstoned(repo, id)
+
+
+def _gone(id: CheckpointId) -> CheckpointNotFound:
+    return CheckpointNotFound(f"checkpoint {id} is not there, or is being removed", subject=str(id))
+
+
+def _put(repo: Repo, directory: str, id: CheckpointId | None) -> None:
+    append(repo, directory, "ref", {"created": now_text(), "to": checkpoint_json(id)})
+
+
+def _directory(kind: Kind, name: str) -> str:
+    if kind not in KINDS or not is_name(name):
+        raise UsageError(
+            f"{kind} {name!r} cannot name a ref", subject=name, hint="use lower-case letters, digits and . _ = -"
+        )
+    return f"refs/{kind}/{name}"
+
+
+def is_name(name: str) -> bool:
+    """Whether a ref can be called so."""
+    try:
+        return run_key(name) == name
+    except UsageError:
+        return False

@@ -1,0 +1,1 @@
+"""One repository in several places: a home, and replicas that keep packs."""

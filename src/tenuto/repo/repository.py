@@ -1,0 +1,348 @@
+"""A repository: one store, opened, with what it holds by name. Reading only, but for its creation."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from tenuto.codec.digest import CHUNK_BYTES, DIGEST_NAME, digest
+from tenuto.errors import (
+    AlreadyExists,
+    CheckpointNotFound,
+    CorruptionError,
+    NotARepository,
+    ObjectNotFound,
+    RepositoryError,
+    StoreError,
+    UsageError,
+    typed,
+)
+from tenuto.model.ids import CheckpointId, parse_attempt, parse_step, run_key
+from tenuto.model.records import AttemptRecord, Index, IndexEntry, Json, Manifest, PackEntry
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
+from tenuto.repo.format.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Aborted, decode_manifest
+from tenuto.repo.format.object_names import REPOSITORY
+from tenuto.repo.format.shard_table import BoxTable, decode_boxes
+from tenuto.repo.format.small_records import decode_attempt
+from tenuto.repo.replicated.access import turn_away
+from tenuto.repo.replicated.members import join, known, one_of_many
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.state.tree import leaf_paths
+from tenuto.store.contract import Bytes, Store, is_unreadable
+from tenuto.version import __version__
+
+# --------------------------------------------------------------------------------------------------
+# For the error where no repository is: the nearest place that is one. A bounded look, for local places above too.
+
+_ABOVE: Final = 8
+_BELOW: Final = 64
+
+
+def nearby(store: Store) -> str | None:
+    """The URL or path of a repository one level below, or at most eight levels above; None if there is none."""
+    place = store.url.rstrip("/")
+    try:
+        for directory in store.children("").directories[:_BELOW]:
+            if REPOSITORY in store.children(directory).objects:
+                return f"{place}/{directory}"
+    except StoreError:
+        return None  # only the hint is lost; what is wrong with the place is said by the read that came before
+    return _above(store.url)
+
+
+def _above(url: str) -> str | None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("", "file"):
+        return None
+    path = Path(unquote(parts.path) if parts.scheme else url).absolute()
+    for parent in list(path.parents)[:_ABOVE]:
+        try:
+            if (parent / REPOSITORY).is_file():
+                return str(parent)
+        except OSError:
+            continue
+    return None
+
+
+def now_text() -> str:
+    """The wall clock, for a person's eye, and for milestones of hours: nothing else is decided by it."""
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+class Repo:
+    """What is in `store`. `id`: 32 hexadecimal digits, drawn at creation; `chunk_bytes`: the size of a leaf's
+    chunks."""
+
+    def __init__(self, store: Store, id: str, chunk_bytes: int) -> None:
+        self.store = store
+        self.id = id
+        self.chunk_bytes = chunk_bytes
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    @classmethod
+    def open(cls, store: Store) -> Repo:
+        """Raises NotARepository, naming one found nearby; CorruptionError; FormatTooNew. Writes nothing."""
+        try:
+            data = store.get(object_names.REPOSITORY, limit=objects.SMALL)
+        except ObjectNotFound:
+            near = nearby(store)
+            raise NotARepository(
+                f"there is no Tenuto repository at {store.url}",
+                subject=store.url,
+                hint=f"there is one at {near}"
+                if near
+                else "tenuto.Checkpointer and tenuto.save create one by writing to it",
+            ) from None
+        return cls._read(store, data)
+
+    @classmethod
+    def create_or_open(cls, store: Store, *, chunk_bytes: int = CHUNK_BYTES) -> Repo:
+        """Opens the repository, creating it where there is none, beside whatever else lies there. However many
+        processes create it at once, all end with one repository. RepositoryError for a place that is not its home."""
+        try:
+            data = store.get(object_names.REPOSITORY, limit=objects.SMALL)
+        except ObjectNotFound:
+            data = cls._create(store, chunk_bytes)
+        repo = cls._read(store, data)
+        if isinstance(repo.store, ReplicatedStore) and repo.store.of:
+            raise one_of_many(store.url, repo.store.of)
+        # Another process may have made it a moment ago: what is put from now on relies on it.
+        store.settle(object_names.REPOSITORY)
+        join(repo.store, repo.id)
+        return repo
+
+    @classmethod
+    def _create(cls, store: Store, chunk_bytes: int) -> bytes:
+        if not 1 <= chunk_bytes <= MAX_CHUNK:
+            raise UsageError(f"a chunk cannot have {chunk_bytes} bytes")
+        if not store.probe().commits:
+            raise RepositoryError(
+                f"{store.url} cannot hold checkpoints: it lets a second writer replace an object that exists",
+                subject=store.url,
+                hint="choose a place on a local file system, or one with hard links",
+            )
+        id = secrets.token_hex(16)
+        body: dict[str, Json] = {
+            "chunk_bytes": chunk_bytes,
+            "created": now_text(),
+            "digests": {"chunk": DIGEST_NAME, "content": "sha-256", "object": DIGEST_NAME},
+            "id": id,
+            "version": __version__,
+        }
+        data = objects.encode("repository", object_names.REPOSITORY, body)
+        try:
+            store.put_if_absent(object_names.REPOSITORY, Bytes(data), token=id)
+        except AlreadyExists:
+            return store.get(object_names.REPOSITORY, limit=objects.SMALL)
+        return data
+
+    @classmethod
+    def _read(cls, store: Store, data: bytes) -> Repo:
+        try:
+            found = objects.decode("repository", object_names.REPOSITORY, data)
+        except CorruptionError as error:
+            raise CorruptionError(
+                f"{object_names.REPOSITORY} at {store.url} is not Tenuto's, or damaged: {error.message}",
+                subject=object_names.REPOSITORY,
+            ) from None
+        names = found.mapping("digests")
+        if names != {"chunk": DIGEST_NAME, "content": "sha-256", "object": DIGEST_NAME}:
+            raise found.refuse("uses digests that this version does not know")
+        id = found.hex("id", 32)
+        return cls(known(store, id), id, found.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK))
+
+    def runs(self) -> list[str]:
+        """The runs that have an attempt, by directory name, sorted. Foreign directories are passed over."""
+        return [
+            key for key in self.store.children(object_names.RUNS).directories if _is_run(key) and self.attempts(key)
+        ]
+
+    def attempts(self, run: str) -> list[int]:
+        """The numbers of the run's attempt directories, ascending. One that nobody claimed, or a copy, may be among
+        them: `find_attempt` tells."""
+        found = (parse_attempt(key) for key in self.store.children(object_names.run_directory(run)).directories)
+        return sorted(number for number in found if number is not None)
+
+    def find_attempt(self, run: str, number: int) -> AttemptRecord | None:
+        """What the attempt says of itself, or None if nobody claimed it or its directory is a copy of another.
+        CorruptionError if its record is damaged."""
+        name = object_names.attempt_name(run, number)
+        try:
+            data = self.store.get(name, limit=objects.SMALL)
+        except ObjectNotFound:
+            return None
+        return None if objects.is_copy(name, data) else decode_attempt(data, run_key(run), number)
+
+    def attempt(self, run: str, number: int) -> AttemptRecord:
+        """Raises CheckpointNotFound where there is no such attempt, CorruptionError where its record is damaged."""
+        found = self.find_attempt(run, number)
+        if found is None:
+            raise CheckpointNotFound(f"run {run!r} has no attempt {number} at {self.url}", subject=f"{run}/{number}")
+        return found
+
+    def steps(self, run: str, attempt: int) -> list[int]:
+        """The steps that have a directory in the attempt, descending, committed or not: one listing, nothing is
+        read."""
+        keys = self.store.children(object_names.attempt_directory(run, attempt)).directories
+        return sorted((step for key in keys if (step := parse_step(key)) is not None), reverse=True)
+
+    def committed(self, run: str, attempt: int) -> list[int]:
+        """The attempt's committed steps, descending. A damaged manifest counts: its checkpoint exists, and reading it
+        says what is wrong with it."""
+        return [step for step in self.steps(run, attempt) if self.exists(CheckpointId(run, attempt, step))]
+
+    def exists(self, id: CheckpointId) -> bool:
+        """Whether the checkpoint is there: a manifest of its own, damaged or not, that is no aborted mark. One that
+        cannot be read is none of its own where the directory's `begin.json` was written for another place."""
+        try:
+            data = self.store.get(id.manifest, limit=MAX_MANIFEST)
+        except ObjectNotFound:
+            return False
+        except CorruptionError:
+            return True
+        except StoreError as error:
+            if not is_unreadable(error):
+                raise
+            return True  # it must not hide what is older, nor be taken for gone
+        if len(data) > MAX_ABORTED and b',"path":"%b",' % id.manifest.encode() in data:
+            return True  # no aborted mark, no copy: a large tree need not be parsed to be counted
+        try:
+            return isinstance(decode_manifest(data, id), Manifest)
+        except CorruptionError:
+            begun = self._begun_here(id)
+            return bool(begun) if objects.is_copy(id.manifest, data) else begun is not False
+
+    def _begun_here(self, id: CheckpointId) -> bool | None:
+        """Whether a save was begun in this very place, None where nothing tells. Then a copy under its manifest's name
+        has replaced the one that was there; and where it is False the directory is a copy, in which what cannot be read
+        was damaged before it was copied."""
+        name = object_names.begin_name(id)
+        try:
+            return not objects.is_copy(name, self.store.get(name, limit=objects.SMALL))
+        except (ObjectNotFound, CorruptionError):
+            return None
+
+    def manifest(self, id: CheckpointId) -> Manifest:
+        """Raises CheckpointNotFound if the checkpoint is not there (or its save was aborted), CorruptionError if its
+        manifest is damaged or a copy of another's."""
+        found = self.mark(id)
+        if found is None:
+            raise self._not_found(id, "there is none")
+        if isinstance(found, Aborted):
+            raise self._not_found(id, "its save was never finished")
+        return found
+
+    def manifest_bytes(self, id: CheckpointId) -> bytes:
+        """The manifest as it is stored. Raises like `manifest`."""
+        data = self._read_manifest(id)
+        if data is None or isinstance(decode_manifest(data, id), Aborted):
+            raise self._not_found(id, "there is none, or its save was never finished")
+        return data
+
+    def mark(self, id: CheckpointId) -> Manifest | Aborted | None:
+        """What lies under the manifest's name, None if nothing does. CorruptionError if it is damaged or a copy."""
+        data = self._read_manifest(id)
+        return None if data is None else decode_manifest(data, id)
+
+    def _read_manifest(self, id: CheckpointId) -> bytes | None:
+        try:
+            return self.store.get(id.manifest, limit=MAX_MANIFEST)
+        except ObjectNotFound:
+            return None
+
+    def _not_found(self, id: CheckpointId, why: str) -> CheckpointNotFound:
+        return CheckpointNotFound(
+            f"no checkpoint {id} at {self.url}: {why}",
+            subject=str(id),
+            hint=f"{typed('tenuto', 'ls', self.url)} shows those that exist",
+        )
+
+    def index(self, manifest: Manifest, rank: int = 0) -> Index:
+        """One rank's index, its length and digest checked against the manifest before it is parsed."""
+        name = f"{manifest.id.directory}/{object_names.index_file(rank)}"
+        data = self.index_bytes(manifest.id, _entry(manifest, rank))
+        found = decode_index(data, id=manifest.id, rank=rank, tree=manifest.tree)
+        if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
+            raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
+        return found
+
+    def table(self, manifest: Manifest, rank: int = 0) -> Table:
+        """The rows of one rank's index, without the paths that the trees have. Raises like `index`."""
+        found = decode_table(self.index_bytes(manifest.id, _entry(manifest, rank)), id=manifest.id, rank=rank)
+        if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
+            raise CorruptionError(f"{found.name} belongs to another save than its manifest", subject=found.name)
+        return found
+
+    def boxes(self, manifest: Manifest, leaves: int | None = None) -> BoxTable | None:
+        """Which rank has which part of which leaf; None where one rank has them all. Raises like `index`. `leaves`: of
+        the manifest's tree, where that is known."""
+        entry = manifest.boxes
+        if entry is None:
+            return None
+        data = self.index_bytes(manifest.id, entry)
+        return decode_boxes(
+            data,
+            id=manifest.id,
+            save_id=manifest.save_id,
+            ranks=len(manifest.indexes),
+            leaves=len(leaf_paths(manifest.tree)) if leaves is None else leaves,
+        )
+
+    def packs(self, manifest: Manifest, rank: int = 0) -> tuple[PackEntry, ...]:
+        """The packs that one rank's index names; nothing else of it is read, nor of the tree. Raises like `index`."""
+        entry = _entry(manifest, rank)
+        save_id, packs = decode_packs(self.index_bytes(manifest.id, entry), id=manifest.id, rank=rank)
+        if save_id != manifest.save_id:
+            name = f"{manifest.id.directory}/{entry.name}"
+            raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
+        return packs
+
+    def index_bytes(self, id: CheckpointId, entry: IndexEntry) -> bytes:
+        """An index's bytes, whole, as its entry in the manifest says. CorruptionError if missing or different."""
+        name = f"{id.directory}/{entry.name}"
+        if entry.length > MAX_INDEX:
+            raise CorruptionError(f"{name} claims {entry.length} bytes; at most {MAX_INDEX} are read", subject=name)
+        while True:
+            try:
+                data = self.store.get(name, limit=entry.length)
+            except ObjectNotFound:
+                raise CorruptionError(f"{name} is missing, which the manifest of {id} names", subject=name) from None
+            if len(data) != entry.length:
+                wrong = f"{name} has {len(data)} bytes, the manifest says {entry.length}"
+            elif digest(data) != entry.digest:
+                wrong = f"{name} is damaged: its digest is not the one in the manifest"
+            else:
+                return data
+            if not turn_away(self.store, name):
+                raise CorruptionError(wrong, subject=name)
+
+
+def _entry(manifest: Manifest, rank: int) -> IndexEntry:
+    wanted = object_names.index_file(rank)
+    # By rank: of thousands of indexes not each is looked at for each.
+    for entry in chain(manifest.indexes[rank : rank + 1], manifest.indexes):
+        if entry.name == wanted:
+            return entry
+    raise CorruptionError(f"the manifest of {manifest.id} names no index {wanted}", subject=manifest.id.manifest)
+
+
+def _is_run(key: str) -> bool:
+    try:
+        return run_key(key) == key
+    except UsageError:
+        return False
+
+
+def known_runs(runs: Iterable[str]) -> str:
+    """For a message: the runs there are, or that there are none."""
+    names = list(runs)
+    return f"there are: {', '.join(names[:20])}{', …' if len(names) > 20 else ''}" if names else "there are no runs yet"

@@ -1,0 +1,118 @@
+"""Tombstones: the announcement that a checkpoint is about to be removed.
+
+Who removes puts one, and only then looks whether somebody needs the checkpoint. Who comes to need it puts its own
+object, and only then looks for a tombstone. Whichever comes second sees the other, and gives way.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from tenuto.errors import CorruptionError, ObjectNotFound, UsageError
+from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
+from tenuto.model.records import Owner
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.small_records import owner_json, read_owner
+from tenuto.repo.process import judge, this_process
+from tenuto.repo.repository import Repo, now_text
+
+STALE_S: Final = 900.0
+"""Seconds by the store's own clock after which a remover on another host counts as dead. A removal takes seconds, and a
+remover looks for its own tombstone again right before it deletes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """`attempt`: the attempt that removes by retention; 0 for a person's or gc's removal."""
+
+    name: str
+    id: CheckpointId
+    owner: Owner
+    reason: str
+    attempt: int = 0
+
+
+def put_tombstone(repo: Repo, id: CheckpointId, *, reason: str, attempt: int = 0) -> Tombstone:
+    """Announces the removal of `id`. The caller looks for who needs it afterwards, not before."""
+    token = secrets.token_hex(16)
+    name = f"{object_names.tombstone_directory(id)}/{token}.json"
+    stone = Tombstone(name, id, this_process(), reason, attempt)
+    body = {
+        "attempt": attempt,
+        "created": now_text(),
+        "owner": owner_json(stone.owner),
+        "reason": reason,
+        "repository": repo.id,
+    }
+    objects.put(repo.store, name, objects.encode("tombstone", name, body), token=token)
+    return stone
+
+
+def stands(repo: Repo, stone: Tombstone) -> bool:
+    """Whether the tombstone is still there; a remover asks right before it deletes anything."""
+    directory, _, file = stone.name.rpartition("/")
+    return file in repo.store.children(directory).objects
+
+
+def is_tombstoned(repo: Repo, id: CheckpointId) -> bool:
+    """Whether somebody is about to remove `id`. A tombstone that cannot be read counts."""
+    return bool(repo.store.children(object_names.tombstone_directory(id)).objects)
+
+
+def take_back(repo: Repo, stone: Tombstone) -> None:
+    repo.store.delete([stone.name])
+
+
+def dead_tombstones(repo: Repo, run: str, *, now_name: str, dead_below: int) -> list[Tombstone]:
+    """The tombstones in `run` whose removers are dead.
+
+    Dead is: no such process any more, where this host can tell; the retention of an attempt below `dead_below` (all of
+    which the caller has found dead); else a tombstone that was put STALE_S before the object `now_name`, which the
+    caller put just now, by the store's clock.
+    """
+    found = []
+    now_ns = repo.store.stat(now_name).modified_ns
+    for entry in repo.store.walk(f"tombstones/{run}"):
+        stone = _read(repo, entry.name)
+        if stone is None:
+            continue
+        verdict = judge(stone.owner)
+        if verdict == "dead" or (
+            verdict == "unknown" and (0 < stone.attempt < dead_below or _is_stale(repo, stone, now_ns))
+        ):
+            found.append(stone)
+    return found
+
+
+def _is_stale(repo: Repo, stone: Tombstone, now_ns: int) -> bool:
+    try:
+        return now_ns - repo.store.stat(stone.name).modified_ns > STALE_S * 1e9
+    except ObjectNotFound:
+        return False
+
+
+def _read(repo: Repo, name: str) -> Tombstone | None:
+    """The tombstone, or None if it vanished, is a copy, or is damaged: then nobody can say whose it is, and it
+    stays."""
+    id = _id_of(name)
+    if id is None:
+        return None
+    try:
+        found = objects.decode("tombstone", name, repo.store.get(name, limit=objects.SMALL))
+        return Tombstone(name, id, read_owner(found), found.text("reason"), found.whole("attempt"))
+    except (ObjectNotFound, CorruptionError):
+        return None
+
+
+def _id_of(name: str) -> CheckpointId | None:
+    match name.split("/"):
+        case ["tombstones", run, attempt_key, step_key, _]:
+            attempt, step = parse_attempt(attempt_key), parse_step(step_key)
+            if attempt is not None and step is not None:
+                try:
+                    return CheckpointId(run, attempt, step)
+                except UsageError:
+                    return None
+    return None

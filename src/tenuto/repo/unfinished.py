@@ -1,0 +1,113 @@
+"""Saves that began and will never commit: closed, and their objects freed.
+
+Only names that the save's own `begin.json` lists are touched, and their temporaries; `begin.json` goes last, so that a
+process that dies here leaves the next one everything it needs. The aborted mark stays.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+
+from tenuto.crashpoints import crashpoint
+from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.manifest import MAX_ABORTED, Aborted, encode_aborted
+from tenuto.repo.format.small_records import decode_begin
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import is_unreadable
+from tenuto.store.names import TEMPORARY
+
+Report = Callable[[str], None]
+
+
+def abort(repo: Repo, id: CheckpointId, save_id: str, *, by: str = "the save failed") -> bool:
+    """Takes the manifest's name for an aborted mark, so that this save can never commit. False if it has committed.
+
+    True also where a mark is there already. CorruptionError if what lies there cannot be read.
+    """
+    mark = Aborted(id, save_id, by[:200])
+    try:
+        objects.put(repo.store, id.manifest, encode_aborted(mark), token=save_id)
+    except AlreadyExists:
+        return _is_aborted(repo, id)
+    return True
+
+
+def _is_aborted(repo: Repo, id: CheckpointId) -> bool:
+    """CorruptionError if what lies there cannot be read: then nothing is to be freed, and nothing else held up."""
+    try:
+        return isinstance(repo.mark(id), Aborted)
+    except StoreError as error:
+        if not is_unreadable(error):
+            raise
+        raise CorruptionError(error.message, subject=error.subject) from error
+
+
+def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin: bool = False) -> bool:
+    """Deletes the objects of an aborted save; False, touching nothing, if there is no aborted mark.
+
+    `names`: file names that the caller knows it wrote, where `begin.json` may be gone. `keep_begin`: the save's process
+    may still live and put more, so that somebody has to come back.
+    """
+    if not _is_aborted(repo, id):
+        return False
+    # Somebody else may have put it a moment ago. Were it lost with the power, a commit could come after the freeing.
+    repo.store.settle(id.manifest)
+    begun = object_names.begin_name(id)
+    files = {file for file in names if object_names.is_file(file)}
+    try:
+        files.update(decode_begin(repo.store.get(begun, limit=objects.SMALL), id).names)
+    except ObjectNotFound:
+        pass  # freed before, or never begun: what the caller knows is all there is
+    wanted = {f"{id.directory}/{file}" for file in files}
+    temporary_of = wanted | {begun, id.manifest}
+    leftovers = [e.name for e in repo.store.leftovers(id.directory) if e.name.partition(TEMPORARY)[0] in temporary_of]
+    # Only a checkpoint that once existed has notes: its removal was cut short.
+    directory = object_names.notes_directory(id)
+    notes = [
+        f"{directory}/{file}" for file in repo.store.children(directory).objects if object_names.parse_numbered(file)
+    ]
+    repo.store.delete([*sorted(wanted), *leftovers, *notes])
+    if not keep_begin:
+        repo.store.delete([begun])
+    return True
+
+
+def close_unfinished(repo: Repo, run: str, attempt: int, *, by: str, owner_dead: bool, report: Report) -> None:
+    """Closes and frees every unfinished save of an earlier attempt. What is damaged is reported and left as it is."""
+    for step in repo.steps(run, attempt):
+        close_save(repo, CheckpointId(run, attempt, step), by=by, owner_dead=owner_dead, report=report)
+
+
+def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, report: Report) -> None:
+    """Closes and frees one save of an earlier attempt, unless it is a checkpoint, or one in the trash, or was freed.
+
+    A checkpoint whose removal was cut short after its manifest was gone looks the same, and is freed the same way.
+    """
+    here = repo.store.children(id.directory).objects
+    if object_names.BEGIN not in here:
+        return
+    try:
+        if object_names.MANIFEST not in here:
+            # A checkpoint in the trash has lost its manifest too, and can still come back.
+            if repo.store.children(object_names.trash_directory(id)).objects:
+                return
+            if not abort(repo, id, _save_id(repo, id), by=by):
+                return
+            crashpoint("unfinished save marked aborted, objects still there")
+        elif repo.store.stat(id.manifest).length > MAX_ABORTED:
+            return
+        free(repo, id, keep_begin=not owner_dead)
+    except ObjectNotFound:
+        return  # removed meanwhile by somebody who knew what it was
+    except CorruptionError as error:
+        report(f"an unfinished save was left as it is: {error.message}")
+
+
+def _save_id(repo: Repo, id: CheckpointId) -> str:
+    try:
+        return decode_begin(repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id).save_id
+    except (ObjectNotFound, CorruptionError):
+        return secrets.token_hex(16)  # nobody's: the mark counts, not whose save it closed

@@ -1,0 +1,1 @@
+"""Who holds, writes and reads which box of each leaf."""

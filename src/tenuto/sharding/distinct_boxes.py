@@ -1,0 +1,112 @@
+"""Distinct boxes and who holds them: replicas of one box are one cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tenuto.errors import ShardMismatch
+from tenuto.sharding.coalesce import cut
+from tenuto.sharding.holdings import Column, Holdings, begins, dot, every, paces, rising, volumes
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DistinctBoxes:
+    """`holders[start[c] .. start[c + 1] - 1]` are the lines of Holdings that are cell c, by rank; cells are in order of
+    leaf, then of where they begin."""
+
+    holders: Column
+    start: Column
+
+    def __len__(self) -> int:
+        return len(self.start) - 1
+
+    @property
+    def counts(self) -> Column:
+        """How many ranks hold each cell."""
+        return np.diff(self.start)
+
+    @property
+    def first(self) -> Column:
+        """The line of each cell's lowest rank."""
+        return self.holders[self.start[:-1]]
+
+
+def distinct_boxes(held: Holdings) -> DistinctBoxes:
+    """The distinct boxes of `held`, which `check` has passed. Boxes without items are none; of a leaf without any items
+    the box of the lowest rank is one. ShardMismatch where a rank has one box twice."""
+    size = volumes(held.whole)
+    lines = _with_items(held, size)
+    leaf, offsets, shape = held.leaf[lines], held.offsets[lines], held.shape[lines]
+    pace = paces(held.whole)[leaf] * (size[leaf] > 0)[:, None]
+    # Two numbers name a box of items: its first and its last one.
+    first = begins(np.maximum(size, 1))[leaf] + dot(offsets, pace)
+    last = first + dot(shape - 1, pace)
+    order = rising(first)  # ranks stay in order
+    if ((first[order[1:]] == first[order[:-1]]) & (last[order[1:]] != last[order[:-1]])).any():
+        order = np.lexsort((last, first))  # boxes that begin alike and end elsewhere: there is something wrong
+    first, last = first[order], last[order]
+    begun = np.concatenate([np.ones(1, bool), (first[1:] != first[:-1]) | (last[1:] != last[:-1])])[: len(order)]
+    found = DistinctBoxes(lines[order], np.append(np.flatnonzero(begun), len(order)))
+    rank = held.rank[found.holders]
+    twice = np.flatnonzero((rank[1:] == rank[:-1]) & ~begun[1:])
+    if len(twice):
+        at = int(found.holders[twice[0]])
+        raise ShardMismatch(
+            f"{held.path(at)}: rank {held.rank[at]} holds the box {held.box(at)} twice", subject=held.path(at)
+        )
+    return found
+
+
+def _with_items(held: Holdings, size: Column) -> Column:
+    """The lines that count."""
+    lines = np.flatnonzero(every(held.shape > 0))
+    nothing = np.flatnonzero(size[held.leaf] == 0)
+    if not len(nothing):
+        return lines
+    one_each = nothing[np.unique(held.leaf[nothing], return_index=True)[1]]
+    return np.sort(np.concatenate([lines, one_each]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplicaSets:
+    """Sets of ranks that hold the same cells. `of[c]` is the set of cell c; `example[s]` a cell of set s, `size[s]` how
+    many ranks it has."""
+
+    of: Column
+    example: Column
+    size: Column
+
+
+def replica_sets(held: Holdings, found: DistinctBoxes) -> ReplicaSets:
+    """The sets of ranks that hold each cell."""
+    counts, rank = found.counts, held.rank[found.holders].astype(np.uint64)
+    if not len(found):
+        return ReplicaSets(counts, counts, counts)
+    with np.errstate(over="ignore"):
+        marks = np.add.reduceat(_mixed(rank), found.start[:-1]) ^ _mixed(counts.astype(np.uint64))
+    _, example, of = np.unique(marks, return_index=True, return_inverse=True)
+    # Two sets with one mark are improbable, and must not be taken for one.
+    cell, within = cut(counts, 1)
+    same = counts == counts[example[of]]
+    place = found.start[example[of]][cell] + np.minimum(within, counts[example[of]][cell] - 1)
+    same &= np.logical_and.reduceat(rank == rank[place], found.start[:-1])
+    odd = np.flatnonzero(~same)
+    of[odd] = len(example) + np.arange(len(odd))
+    example = np.concatenate([example, odd])
+    # In the order of the cells that they were met in.
+    order = np.argsort(example)
+    place_of = np.empty(len(order), np.int64)
+    place_of[order] = np.arange(len(order))
+    return ReplicaSets(place_of[of], example[order], counts[example[order]])
+
+
+def _mixed(value: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Numbers spread over 64 bits (splitmix64)."""
+    value = (value + np.uint64(1)) * _ODD
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

@@ -1,0 +1,373 @@
+"""From one layout to another: for every box that a rank wants, the parts of saved boxes that make it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from tenuto.errors import ShardMismatch
+from tenuto.sharding.coalesce import cut
+from tenuto.sharding.coverage import Fault, first_fault
+from tenuto.sharding.holdings import (
+    LIMIT,
+    Column,
+    Flags,
+    Holdings,
+    Matrix,
+    begins,
+    check,
+    dot,
+    every,
+    item_name,
+    leaf_name,
+    paces,
+    renumbered,
+    volumes,
+)
+from tenuto.sharding.slices import Region, box_region
+
+# --------------------------------------------------------------------------------------------------
+# Which boxes of one layout meet which of another, without comparing each with each.
+#
+# Axis by axis: the saved boxes of a leaf that take the same interval of the first axis are one slab, whatever they do
+# along the others; a wanted box meets few slabs, and within each of them few intervals of the next axis. So a grid of
+# ranks costs what is met along each axis, and not the product. Intervals are looked up by where they begin, among those
+# of about the same length, so that one long interval does not make all that begin behind it candidates.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxColumns:
+    """`offsets` and `shape` int64 [n, d], all with items; `group` [n], numbers without gaps: only boxes of one group
+    can meet."""
+
+    group: Column
+    offsets: Matrix
+    shape: Matrix
+
+
+def intersect(saved: BoxColumns, wanted: BoxColumns, extent: Matrix) -> tuple[Column, Column]:
+    """Every pair of a wanted and a saved box with an item in common: (wanted, saved), in that order.
+
+    `extent` [groups, d]: where the boxes of each group end at most.
+    """
+    node, root = saved.group, np.arange(len(extent))
+    who, at = np.arange(len(wanted.group)), wanted.group
+    for axis in range(extent.shape[1]):
+        begin, length = saved.offsets[:, axis], saved.shape[:, axis]
+        low, long = wanted.offsets[:, axis], wanted.shape[:, axis]
+        ends = extent[:, axis]
+        if np.array_equal(length, ends[saved.group]):
+            continue  # every saved box is all along this axis, so it is met
+        slabs = _Slabs(node, begin, length, ends[root])
+        who, at = slabs.met(who, at, low, long)
+        node, root = slabs.node, root[slabs.parent]
+    # What is left are distinct boxes; should several saved ones be the same box, each is met.
+    order = np.argsort(node, kind="stable")
+    first = np.searchsorted(node[order], np.arange(len(root) + 1))
+    pair, within = cut(np.diff(first)[at], 1)
+    who, line = who[pair], order[first[at[pair]] + within]
+    sort = np.lexsort((line, who))
+    return who[sort], line[sort]
+
+
+class _Slabs:
+    """The distinct intervals of one axis below each node."""
+
+    def __init__(self, node: Column, begin: Column, length: Column, extent: Column) -> None:
+        """`extent[v]`: where the boxes of node v end at most."""
+        kind = np.frexp(length.astype(np.float64))[1].astype(np.int64)
+        kinds, kind = np.unique(kind, return_inverse=True)
+        nodes, classes = len(extent), len(kinds)
+        code = node * classes + kind
+        group = renumbered(code, nodes * classes)
+        groups = int(group.max(initial=-1)) + 1
+        owner = np.zeros(groups, np.int64)
+        owner[group] = node
+        if extent[owner].astype(np.float64).sum() >= LIMIT:
+            raise ShardMismatch("the leaves are too large to be looked up in")
+        self._base = begins(extent[owner])
+        self._first = np.searchsorted(owner, np.arange(nodes + 1))
+        """The groups of each node: one for each class of lengths."""
+        self._longest = np.zeros(groups, np.int64)
+        np.maximum.at(self._longest, group, length)
+        key = self._base[group] + begin
+        order = np.lexsort((length, key))
+        key, length = key[order], length[order]
+        fresh = np.concatenate([np.ones(1, bool), (key[1:] != key[:-1]) | (length[1:] != length[:-1])])[: len(order)]
+        self.node = np.empty(len(order), np.int64)
+        self.node[order] = np.cumsum(fresh) - 1
+        """The slab of each saved box."""
+        self._key, self._end = key[fresh], (key + length)[fresh]
+        self.parent = owner[group[order]][fresh]
+
+    def met(self, who: Column, at: Column, low: Column, long: Column) -> tuple[Column, Column]:
+        """The slabs that boxes `who` at nodes `at` meet, whose intervals are `low[who]` and `long[who]` long."""
+        pair, within = cut(np.diff(self._first)[at], 1)
+        group = self._first[at[pair]] + within
+        who = who[pair]
+        base, begin = self._base[group], low[who]
+        first = np.searchsorted(self._key, base + np.maximum(begin - self._longest[group] + 1, 0))
+        last = np.searchsorted(self._key, base + begin + long[who])
+        pair, within = cut(last - first, 1)
+        slab = first[pair] + within
+        kept = self._end[slab] > (base + begin)[pair]
+        return who[pair[kept]], slab[kept]
+
+
+# --------------------------------------------------------------------------------------------------
+# What a region of a whole leaf takes from one part of it: which items there, and where they go.
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """`region` of the part fills `where` of the result, whose axes are the leaf's (a number leaves one of length 1)."""
+
+    region: Region
+    where: tuple[slice, ...]
+
+
+def overlap(found: Region, whole: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]) -> Overlap | None:
+    """The items of a region of a leaf of shape `whole` that lie in its part of `shape` at `offsets`; None for none."""
+    if not found.size or not prod(shape):
+        return None
+    place, first = found.first, 0
+    pace, part_pace = prod(whole), prod(shape)
+    counts, strides, where = [], [], []
+    for axis, (length, extent) in enumerate(zip(whole, shape, strict=True)):
+        pace, part_pace = pace // length, part_pace // extent
+        low, place = divmod(place, pace)
+        # A single item has no step to speak of.
+        step = max(found.strides[axis] // pace, 1) if found.counts[axis] > 1 else 1
+        begin = max(-(-(offsets[axis] - low) // step), 0)
+        end = min(-(-(offsets[axis] + extent - low) // step), found.counts[axis])
+        if begin >= end:
+            return None
+        first += (low + begin * step - offsets[axis]) * part_pace
+        counts.append(end - begin)
+        strides.append(step * part_pace)
+        last = found.counts[axis]
+        where.append(slice(last - end, last - begin) if found.flipped[axis] else slice(begin, end))
+    inside = Region(first, tuple(counts), tuple(strides), found.flipped, tuple(counts))
+    return Overlap(inside, tuple(where))
+
+
+def bands(one: Overlap, items: int) -> Iterator[Overlap]:
+    """The same in bands of about `items` items along the first axis of more than one, and at least one line each."""
+    region = one.region
+    axis = next((axis for axis, count in enumerate(region.counts) if count > 1), None)
+    if axis is None or region.size <= items:
+        yield one
+        return
+    count = region.counts[axis]
+    step = max(items // (region.size // count), 1)
+    for low in range(0, count, step):
+        high = min(low + step, count)
+        begin = count - high if region.flipped[axis] else low
+        counts = (*region.counts[:axis], high - low, *region.counts[axis + 1 :])
+        start = one.where[axis].start
+        where = (*one.where[:axis], slice(start + low, start + high), *one.where[axis + 1 :])
+        first = region.first + begin * region.strides[axis]
+        yield Overlap(Region(first, counts, region.strides, region.flipped, counts), where)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reshard:
+    """Line i: the items that line `wanted[i]` of the wanted Holdings takes from line `saved[i]` of the saved ones, a
+    box of `shape[i]` that begins at `saved_offsets[i]` of the saved box and at `wanted_offsets[i]` of the wanted one.
+
+    In order of `wanted`, then `saved`. Every item of every wanted box is in exactly one line.
+    """
+
+    wanted: Column
+    saved: Column
+    wanted_offsets: Matrix
+    saved_offsets: Matrix
+    shape: Matrix
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+
+def reshard(saved: Holdings, wanted: Holdings) -> Reshard:
+    """What every wanted box takes from which saved one; leaves are numbered alike in both.
+
+    Wanted boxes may overlap, and may be only one rank's. ShardMismatch, naming the leaf, where it has another whole
+    shape or bytes an item in the checkpoint, and where an item is missing there or is there twice.
+    """
+    check(saved)
+    check(wanted)
+    lines, others, groups = _of_same_leaves(saved, wanted)
+    axes = max(saved.whole.shape[1], wanted.whole.shape[1])
+    have = BoxColumns(
+        groups[saved.leaf[lines]], _wide(saved.offsets[lines], axes, 0), _wide(saved.shape[lines], axes, 1)
+    )
+    want = BoxColumns(
+        groups[wanted.leaf[others]], _wide(wanted.offsets[others], axes, 0), _wide(wanted.shape[others], axes, 1)
+    )
+    extent = _wide(wanted.whole[np.flatnonzero(groups >= 0)], axes, 1)
+    who, which = intersect(have, want, extent)
+    low = np.maximum(have.offsets[which], want.offsets[who])
+    high = np.minimum(have.offsets[which] + have.shape[which], want.offsets[who] + want.shape[who])
+    inside = low - want.offsets[who]
+    fault = first_fault(who, inside, high - low, want.shape)
+    if fault is not None:
+        raise _error(wanted, int(others[fault.group]), fault)
+    return Reshard(others[who], lines[which], inside, low - have.offsets[which], high - low)
+
+
+def _of_same_leaves(saved: Holdings, wanted: Holdings) -> tuple[Column, Column, Column]:
+    """The lines with items of both sides whose leaves are wanted; and by leaf its number among these, or -1."""
+    others = np.flatnonzero(every(wanted.shape > 0))
+    asked = np.zeros(wanted.leaves, bool)
+    asked[wanted.leaf] = True
+    _check_leaves(saved, wanted, asked)
+    asked = np.zeros(wanted.leaves, bool)
+    asked[wanted.leaf[others]] = True
+    groups = np.where(asked, np.cumsum(asked) - 1, -1)
+    known = saved.leaf < wanted.leaves
+    known[known] = asked[saved.leaf[known]]
+    return np.flatnonzero(known & every(saved.shape > 0)), others, groups
+
+
+def _check_leaves(saved: Holdings, wanted: Holdings, asked: Flags) -> None:
+    """That what is wanted of the checkpoint is in it, and the same there."""
+    leaves = np.flatnonzero(asked)
+    missing = leaves[leaves >= saved.leaves]
+    if len(missing):
+        path = leaf_name(wanted.paths, int(missing[0]))
+        raise ShardMismatch(
+            f"{path}: the checkpoint has no such leaf",
+            subject=path,
+            hint="`tenuto show WHERE` lists the leaves that it has",
+        )
+    axes = max(saved.whole.shape[1], wanted.whole.shape[1])
+    here, there = _wide(wanted.whole[leaves], axes, 1), _wide(saved.whole[leaves], axes, 1)
+    differs = (here != there).any(axis=1) | (wanted.ndim[leaves] != saved.ndim[leaves])
+    if differs.any():
+        leaf = int(leaves[np.argmax(differs)])
+        path = leaf_name(wanted.paths, leaf)
+        was, now = (tuple(one.whole[leaf, : one.ndim[leaf]].tolist()) for one in (saved, wanted))
+        raise ShardMismatch(f"{path}: of shape {was} in the checkpoint, and of {now} here", subject=path)
+    size = np.full(max(saved.leaves, wanted.leaves), -1, np.int64)
+    size[saved.leaf] = saved.itemsize
+    other = (size[wanted.leaf] >= 0) & (size[wanted.leaf] != wanted.itemsize)
+    if other.any():
+        at = int(np.argmax(other))
+        path, was, now = wanted.path(at), size[wanted.leaf[at]], wanted.itemsize[at]
+        raise ShardMismatch(f"{path}: items of {was} bytes in the checkpoint, and of {now} here", subject=path)
+
+
+def _wide(lines: Matrix, axes: int, fill: int) -> Matrix:
+    """With as many columns of padding as the other side has."""
+    return np.pad(lines, ((0, 0), (0, axes - lines.shape[1])), constant_values=fill)
+
+
+def _error(wanted: Holdings, at: int, fault: Fault) -> ShardMismatch:
+    path, box = wanted.path(at), wanted.box(at)
+    place = [one + offset for one, offset in zip(fault.place, box.offsets, strict=False)]
+    said = "is not in the checkpoint" if not fault.times else f"is {fault.times} times in the checkpoint"
+    return ShardMismatch(
+        f"{path}: {item_name(place)} {said}; rank {wanted.rank[at]} wants {box}",
+        subject=path,
+        hint="`tenuto verify WHERE` names all that is damaged",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# A part of a saved box as bytes: which runs of the saved row go where in the wanted one, in which chunks.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Run i: `length[i]` bytes from `source[i]` of the saved row on go to `target[i]` of the wanted box's bytes, both
+    row-major. `line[i]` is the line of the Reshard, and the runs are in that order; no two of a line can be one."""
+
+    line: Column
+    source: Column
+    target: Column
+    length: Column
+
+    def __len__(self) -> int:
+        return len(self.line)
+
+
+def runs(plan: Reshard, saved: Holdings, wanted: Holdings) -> tuple[Column, Column]:
+    """For each line of `plan`, how many runs it has and the bytes of each. One where all lies in one run."""
+    axis = _inner(plan, _shapes(plan, saved, wanted))
+    behind = paces(plan.shape)[np.arange(len(plan)), axis]
+    items = plan.shape[np.arange(len(plan)), axis] * behind
+    return volumes(plan.shape) // np.maximum(items, 1), items * saved.itemsize[plan.saved]
+
+
+def pieces(plan: Reshard, saved: Holdings, wanted: Holdings) -> Pieces:
+    """The runs of every line. For parts of many short runs `regions` is cheaper to read by, and says the same."""
+    theirs, mine = _shapes(plan, saved, wanted)
+    count, length = runs(plan, saved, wanted)
+    axis = _inner(plan, (theirs, mine))
+    line, number = cut(count, 1)
+    outer = np.arange(plan.shape.shape[1]) < axis[:, None]
+    lengths = np.where(outer, plan.shape, 1)
+    steps = paces(lengths)
+    from_pace, to_pace = paces(theirs), paces(mine)
+    source = dot(plan.saved_offsets, from_pace)[line]
+    target = dot(plan.wanted_offsets, to_pace)[line]
+    for one in range(plan.shape.shape[1]):
+        if not outer[:, one].any():
+            break
+        place = number // steps[line, one] % lengths[line, one]
+        source += place * from_pace[line, one]
+        target += place * to_pace[line, one]
+    itemsize = saved.itemsize[plan.saved][line]
+    return Pieces(line, source * itemsize, target * itemsize, length[line])
+
+
+def regions(plan: Reshard, saved: Holdings, lines: slice | Column = slice(None)) -> list[Region]:
+    """For each line, what it asks of its saved row, as a lazy reader takes it. The items then go to
+    `wanted_offsets` and `shape` of the wanted box's array, which may be a view with any strides."""
+    columns = (saved.shape[plan.saved[lines]], plan.saved_offsets[lines], plan.shape[lines])
+    return [box_region(*map(tuple, line)) for line in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def chunk_ranges(found: Pieces, row: Column, length: Column, *, chunk_bytes: int) -> tuple[Column, Column, Column]:
+    """The bytes of saved rows to read, in whole chunks, each chunk once: (row, low, high), by row and place.
+
+    `row[i]` is the row that run i is of (any number that tells rows apart), `length[i]` the bytes of that row. A range
+    is as long as wanted chunks lie side by side. With the rows' offsets in their packs these are what `coalesce` takes.
+    """
+    order = np.lexsort((found.source, row))
+    row, length = row[order], length[order]
+    low = found.source[order] // chunk_bytes
+    high = -(-(found.source + found.length)[order] // chunk_bytes)
+    if not len(order):
+        return row, low, high
+    first = np.concatenate([np.ones(1, bool), row[1:] != row[:-1]])
+    # The furthest end so far within each row: the rows are put far apart first.
+    apart = (np.cumsum(first) - 1) * (int(high.max()) + 1)
+    reach = np.maximum.accumulate(high + apart) - apart
+    first[1:] |= low[1:] > reach[:-1]
+    starts = np.flatnonzero(first)
+    stop = np.minimum(np.maximum.reduceat(high, starts) * chunk_bytes, length[starts])
+    return row[starts], low[starts] * chunk_bytes, stop
+
+
+def _shapes(plan: Reshard, saved: Holdings, wanted: Holdings) -> tuple[Matrix, Matrix]:
+    axes = plan.shape.shape[1]
+    both = ((saved.shape, plan.saved), (wanted.shape, plan.wanted))
+    theirs, mine = (
+        np.pad(shape[lines], ((0, 0), (0, axes - shape.shape[1])), constant_values=1) for shape, lines in both
+    )
+    return theirs, mine
+
+
+def _inner(plan: Reshard, shapes: tuple[Matrix, Matrix]) -> Column:
+    """The axis at which runs begin: along all behind it the part is all of both boxes."""
+    partly = np.zeros(plan.shape.shape, bool)
+    for one in shapes:
+        partly |= plan.shape != one
+    axes = plan.shape.shape[1]
+    last = axes - 1 - np.argmax(partly[:, ::-1], axis=1)
+    found: Column = np.where(partly.any(axis=1), last, 0)
+    return found

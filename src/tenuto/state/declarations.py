@@ -1,0 +1,355 @@
+"""Where the elements of a local tensor lie in a global one: which cut of it is which box."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any, Final, Literal
+
+from tenuto.errors import UsageError
+
+Span = tuple[int, int]
+"""Begin and end of a run of indices."""
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoxPart:
+    """One box of the whole. `cut` are the spans of the local tensor's leading dimensions that hold it (none: all of the
+    tensor), in the same row-major order."""
+
+    cut: tuple[Span, ...]
+    offsets: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """How a local tensor of shape `local` lies in a global one of shape `whole`.
+
+    No parts: this rank holds nothing of it. `placement` is "replicated" where every rank that holds anything holds all
+    of it.
+    """
+
+    whole: Shape
+    local: Shape
+    parts: tuple[BoxPart, ...]
+    placement: Literal["box", "replicated"] = "box"
+
+
+def taken(tensor: Any, part: BoxPart) -> Any:
+    """The view of a local tensor that is `part`, in the local tensor's own number of dimensions."""
+    return tensor[tuple(slice(start, stop) for start, stop in part.cut)] if part.cut else tensor
+
+
+def everywhere(shape: Sequence[int]) -> ShardLayout:
+    """The whole tensor, on every rank."""
+    return ShardLayout(tuple(shape), tuple(shape), (_all_of(shape),), "replicated")
+
+
+def nowhere(shape: Sequence[int]) -> ShardLayout:
+    """A tensor that other ranks hold: its local copy does not count."""
+    return ShardLayout(tuple(shape), tuple(shape), (), "replicated")
+
+
+def nothing(whole: Shape, local: Shape, placement: Literal["box", "replicated"] = "box") -> ShardLayout:
+    """A local tensor without elements. One of a tensor that has none at all is that tensor: somebody must hold it."""
+    return ShardLayout(whole, local, () if prod(whole) else (_all_of(whole),), placement)
+
+
+def _all_of(shape: Sequence[int]) -> BoxPart:
+    return BoxPart((), (0,) * len(shape), tuple(shape))
+
+
+def at_offsets(local: Sequence[int], whole: Sequence[int], offsets: Sequence[int]) -> ShardLayout:
+    """A local tensor that is one box. `whole` may have more dimensions than it: the box is 1 wide in the first ones."""
+    local, whole, offsets = tuple(local), tuple(whole), tuple(offsets)
+    more = len(whole) - len(local)
+    if more < 0:
+        raise UsageError(f"a tensor of shape {list(local)} is no part of one of shape {list(whole)}", hint="whole=")
+    layout = checked(ShardLayout(whole, local, (BoxPart((), offsets, (1,) * more + local),)))
+    return layout if prod(local) else nothing(whole, local)
+
+
+def in_boxes(
+    local: Sequence[int], whole: Sequence[int], boxes: Iterable[tuple[slice | tuple[slice, ...], Sequence[int]]]
+) -> ShardLayout:
+    """A local tensor that is several boxes: for each the slice (or slices, from the first dimension on) of the local
+    tensor, and where in the whole that begins."""
+    local, whole = tuple(local), tuple(whole)
+    parts = []
+    for where, offsets in boxes:
+        slices = (where,) if isinstance(where, slice) else tuple(where)
+        if len(slices) > len(local) or any(one.step not in (None, 1) for one in slices):
+            raise UsageError(f"{where!r} does not cut a tensor of shape {list(local)}", hint="slices without a step")
+        cut = tuple(one.indices(length)[:2] for one, length in zip(slices, local, strict=False))
+        shape = tuple(max(stop - start, 0) for start, stop in cut) + local[len(cut) :]
+        parts.append(BoxPart(cut, tuple(offsets), (1,) * (len(whole) - len(shape)) + shape))
+    found = checked(ShardLayout(whole, local, tuple(part for part in parts if prod(part.shape))))
+    return found if found.parts else nothing(whole, local)
+
+
+def fused_along(local: Sequence[int], sizes: Sequence[int] | None, dim: int, rank: int, of: int) -> ShardLayout:
+    """The share of rank `rank` of `of` in parameters of `sizes` along `dim` that lie behind one another: of each of
+    them an equal part. Without `sizes` there is one of them."""
+    local = tuple(local)
+    if not -len(local) <= dim < len(local) or not 0 <= rank < of:
+        raise UsageError(f"rank {rank} of {of} along dimension {dim} of a tensor of shape {list(local)} is none")
+    dim %= len(local)
+    sizes = (local[dim] * of,) if sizes is None else tuple(sizes)
+    if any(size % of for size in sizes) or sum(sizes) != local[dim] * of:
+        raise UsageError(
+            f"sizes {list(sizes)} over {of} ranks are no tensor of shape {list(local)} along dimension {dim}",
+            hint="sizes= are those of the whole parameters, and each is cut into equal parts; else shard(…, boxes=)",
+        )
+    whole = (*local[:dim], sum(sizes), *local[dim + 1 :])
+    spans: list[Span] = []
+    begin = 0
+    for size in sizes:
+        width = size // of
+        spans.append((begin + rank * width, begin + (rank + 1) * width))
+        begin += size
+    return crossed(whole, {dim: spans})
+
+
+def flat_range(length: int, whole: Sequence[int], begin: int) -> ShardLayout:
+    """Elements `begin..begin+length-1` of a row-major tensor of shape `whole`, as a local tensor of one dimension."""
+    whole = tuple(whole)
+    if begin < 0 or begin + length > prod(whole):
+        raise UsageError(
+            f"elements {begin} to {begin + length} are not in a tensor of shape {list(whole)}", hint="begin= and whole="
+        )
+    parts: list[BoxPart] = []
+    at = begin
+    while at < begin + length:
+        offsets, shape = _largest_box(at, begin + length, whole)
+        parts.append(BoxPart(((at - begin, at - begin + prod(shape)),), offsets, shape))
+        at += prod(shape)
+    return ShardLayout(whole, (length,), tuple(parts)) if parts else nothing(whole, (length,))
+
+
+def _largest_box(at: int, end: int, whole: Shape) -> tuple[Shape, Shape]:
+    """Offsets and shape of the largest box that is a run of elements from `at` on, before `end`."""
+    offsets, rest = [], at
+    for inner in (prod(whole[dim + 1 :]) for dim in range(len(whole))):
+        offsets.append(rest // inner)
+        rest %= inner
+    for dim in range(len(whole)):
+        inner = prod(whole[dim + 1 :])
+        count = min((end - at) // inner, whole[dim] - offsets[dim])
+        if count and not any(offsets[dim + 1 :]):
+            return tuple(offsets), (1,) * dim + (count,) + whole[dim + 1 :]
+    return tuple(offsets), (1,) * len(whole)
+
+
+def crossed(
+    whole: Shape, spans: dict[int, list[Span]], *, placement: Literal["box", "replicated"] = "box"
+) -> ShardLayout:
+    """The layout of a local tensor that holds, along each dimension in `spans`, these spans of the whole one behind
+    another, and all of every other dimension."""
+    every = [joined(spans[dim]) if dim in spans else [(0, length)] for dim, length in enumerate(whole)]
+    local = tuple(sum(stop - start for start, stop in found) for found in every)
+    if 0 in local:
+        return nothing(whole, local, placement)
+    if all(len(found) == 1 for found in every):
+        return ShardLayout(whole, local, (BoxPart((), tuple(found[0][0] for found in every), local),), placement)
+    last = max(dim for dim, found in enumerate(every) if len(found) > 1)
+    parts = []
+    for chosen in product(*(list(zip(found, _behind(found), strict=True)) for found in every)):
+        cut = tuple(here for _, here in chosen[: last + 1])
+        shape = tuple(stop - start for (start, stop), _ in chosen)
+        parts.append(BoxPart(cut, tuple(span[0] for span, _ in chosen), shape))
+    return ShardLayout(whole, local, tuple(parts), placement)
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """The same indices in the same order, in as few spans as there can be."""
+    found: list[Span] = []
+    for start, stop in spans:
+        if start == stop:
+            continue
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _behind(spans: Sequence[Span]) -> list[Span]:
+    """Where each lies when they lie behind one another."""
+    found: list[Span] = []
+    at = 0
+    for start, stop in spans:
+        found.append((at, at + stop - start))
+        at += stop - start
+    return found
+
+
+def checked(layout: ShardLayout) -> ShardLayout:
+    """The layout itself; UsageError where its parts do not lie in the whole, or do not make up the local tensor."""
+    for part in layout.parts:
+        inside = len(part.offsets) == len(part.shape) == len(layout.whole) and all(
+            begin >= 0 and begin + length <= size
+            for begin, length, size in zip(part.offsets, part.shape, layout.whole, strict=True)
+        )
+        if not inside:
+            raise UsageError(
+                f"a box of shape {list(part.shape)} at {list(part.offsets)} does not lie in {list(layout.whole)}",
+                hint="offsets= and whole= are those of the global tensor",
+            )
+    held = sum(prod(part.shape) for part in layout.parts)
+    if held != prod(layout.local) or _overlap([_spans(part.cut, layout.local) for part in layout.parts]):
+        raise UsageError(
+            f"the boxes are {held} elements of a local tensor of shape {list(layout.local)}, or overlap in it",
+            hint="every element of the local tensor lies in exactly one of the boxes",
+        )
+    if _overlap([_spans_at(part) for part in layout.parts]):
+        raise UsageError("two of the boxes overlap in the whole tensor", hint="each begins where no other lies")
+    return layout
+
+
+def _spans(cut: tuple[Span, ...], local: Shape) -> list[Span]:
+    return [*cut, *((0, length) for length in local[len(cut) :])]
+
+
+def _spans_at(part: BoxPart) -> list[Span]:
+    return [(begin, begin + length) for begin, length in zip(part.offsets, part.shape, strict=True)]
+
+
+def _overlap(boxes: Sequence[Sequence[Span]]) -> bool:
+    return any(
+        all(one[0] < other[1] and other[0] < one[1] for one, other in zip(first, second, strict=True))
+        for number, first in enumerate(boxes)
+        for second in boxes[:number]
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What a user says about how a value relates to the ranks: a part of a global tensor, a replica, a rank's own.
+#
+# A mark stands in the state in place of the value. It is no part of the checkpoint's tree: what is saved under a mark
+# loads into a target without one, and the other way round.
+
+
+@dataclass(eq=False)
+class Shard:
+    """A local tensor or array, and where it lies in the global one. Made by `shard`, `fused` and `flat`."""
+
+    value: Any
+    layout: ShardLayout
+
+
+@dataclass(eq=False)
+class Replicated:
+    """A value that is the same on every rank that has it. Made by `replicated`."""
+
+    value: Any
+
+
+@dataclass(eq=False)
+class PerRank:
+    """A value that belongs to this rank alone. Made by `per_rank`."""
+
+    value: Any
+
+
+MARKS: Final = frozenset({Shard, Replicated, PerRank})
+
+
+def shard(
+    tensor: Any,
+    *,
+    whole: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
+    boxes: Iterable[tuple[slice | tuple[slice, ...], Sequence[int]]] | None = None,
+    dim: int | None = None,
+    rank: int | None = None,
+    of: int | None = None,
+) -> Shard:
+    """Declares that `tensor` (of torch or numpy) is this rank's part of a global tensor.
+
+    Say it in one of three ways. `whole=` and `offsets=`: the global shape, and where in it the tensor begins; `whole`
+    may have more dimensions than the tensor, which then is 1 wide in the first ones (an expert of a stack). `dim=`,
+    `rank=` and `of=`: equal parts along a dimension, this one the `rank`-th. `whole=` and `boxes=`: several boxes, each
+    as a slice of the tensor (or a tuple of slices, from the first dimension on) and its offsets in the whole.
+
+    Put what this returns into the state in place of the tensor, or give it to `declare`. Raises UsageError for boxes
+    that do not lie in the whole or do not make up the tensor.
+    """
+    local = _shape(tensor)
+    if boxes is not None and whole is not None and offsets is None and dim is None:
+        return Shard(tensor, in_boxes(local, whole, boxes))
+    if offsets is not None and whole is not None and dim is None:
+        return Shard(tensor, at_offsets(local, whole, offsets))
+    if dim is not None and rank is not None and of is not None and whole is None:
+        return Shard(tensor, fused_along(local, None, dim, rank, of))
+    raise UsageError(
+        "a shard needs whole= and offsets=, or whole= and boxes=, or dim=, rank= and of=",
+        hint="shard(tensor, whole=(vocabulary, width), offsets=(first_row, 0))",
+    )
+
+
+def fused(tensor: Any, *, sizes: Sequence[int], rank: int, of: int, dim: int = 0) -> Shard:
+    """Declares this rank's part of parameters that are fused into one tensor, as query, key and value or gate and up.
+
+    `sizes` are the whole parameters' lengths along `dim`, in order. Each of them is cut into `of` equal parts, and
+    `tensor` holds the `rank`-th of each, one behind another. The checkpoint has the whole parameters, fused, so that it
+    loads at any other degree of tensor parallelism. Raises UsageError where the sizes do not fit.
+    """
+    return Shard(tensor, fused_along(_shape(tensor), sizes, dim, rank, of))
+
+
+def flat(tensor: Any, *, whole: Sequence[int], begin: int) -> Shard:
+    """Declares that `tensor`, of one dimension, is elements `begin` and following of a flattened (row-major) tensor of
+    shape `whole`: a partition as ZeRO makes them. Raises UsageError where they do not lie in it."""
+    shape = _shape(tensor)
+    if len(shape) != 1:
+        raise UsageError(f"a flat partition has one dimension, not the shape {list(shape)}", hint="tensor.view(-1)")
+    return Shard(tensor, flat_range(shape[0], whole, begin))
+
+
+def replicated(value: Any) -> Replicated:
+    """Declares that a value, with everything in it, is the same on every rank that has it.
+
+    Replicas are compared at the first save and every 50th; what nothing declares is compared at every save.
+    """
+    return Replicated(value)
+
+
+def per_rank(value: Any) -> PerRank:
+    """Declares that a value, with everything in it, belongs to this rank alone: each rank saves its own."""
+    return PerRank(value)
+
+
+# -- what is declared of a tensor itself -------------------------------------------------------------------------------
+
+_ATTRIBUTE: Final = "_tenuto_layout"
+"""Where a tensor carries what was declared of it: with it as long as it lives, and no weak reference to it, because a
+tensor to which something holds one cannot be given memory on load."""
+
+_counted = [0]
+
+
+def declarations() -> int:
+    """A number that changes when anything is declared."""
+    return _counted[0]
+
+
+def attach(tensor: Any, layout: ShardLayout) -> None:
+    """Declares the layout of a tensor, wherever it is met."""
+    _counted[0] += 1
+    setattr(tensor, _ATTRIBUTE, layout)
+
+
+def attached(tensor: Any) -> ShardLayout | None:
+    """What was declared of a tensor itself."""
+    return getattr(tensor, _ATTRIBUTE, None) if _counted[0] else None
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    shape = getattr(tensor, "shape", None)
+    if shape is None:
+        raise UsageError(f"a {type(tensor).__name__} is no tensor", hint="declare a tensor of torch or an array")
+    return tuple(int(length) for length in shape)

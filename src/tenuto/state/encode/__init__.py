@@ -1,0 +1,1 @@
+"""A state becomes leaves and a tree of plain values."""

@@ -1,0 +1,203 @@
+"""Plain values without children <-> nodes, exactly typed: every value comes back as the type and the bits it was.
+
+A node is JSON. What JSON has itself (null, true, integers up to 2^53, finite floats, strings) is its own node; all else
+is an object whose "!" names the kind.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime as dt
+import decimal
+import fractions
+import pathlib
+import random
+import struct
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from tenuto.errors import CorruptionError, Unserialisable
+from tenuto.model.canonical_json import tag_number, untag_number
+from tenuto.model.records import Json
+
+INLINE_BYTES: Final = 1024
+"""bytes of this length or more become a leaf."""
+
+_PATHS: Final[dict[str, type[pathlib.PurePath]]] = {
+    "PurePosixPath": pathlib.PurePosixPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+    "PosixPath": pathlib.PosixPath if sys.platform != "win32" else pathlib.PurePosixPath,
+    "WindowsPath": pathlib.PureWindowsPath,
+}
+
+
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _unb64(text: Any) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def encode_text(value: str) -> Json:
+    """A string; one with lone surrogates as tagged bytes, because JSON would join two halves into one character."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return {"!": "str", "v": _b64(value.encode("utf-8", "surrogatepass"))}
+    return value
+
+
+def _text(node: Json) -> str:
+    value = decode_atom(node)
+    if type(value) is not str:
+        raise CorruptionError("a text is no string")
+    return value
+
+
+def _offset(zone: dt.tzinfo | None) -> Json:
+    if zone is None:
+        return None
+    if type(zone) is not dt.timezone:
+        raise Unserialisable(
+            f"a time zone of type {type(zone).__qualname__} has no exact representation",
+            hint="use datetime.timezone with a fixed offset",
+        )
+    offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
+    return [offset.days, offset.seconds, offset.microseconds, encode_text(name[0]) if name else None]
+
+
+def _zone(node: Json) -> dt.timezone | None:
+    if node is None:
+        return None
+    days, seconds, micros, name = node
+    offset = dt.timedelta(days, seconds, micros)
+    if name is not None:
+        return dt.timezone(offset, _text(name))
+    return dt.timezone(offset) if offset else dt.UTC
+
+
+def _encode_time(value: dt.time) -> Json:
+    return [value.hour, value.minute, value.second, value.microsecond, value.fold, _offset(value.tzinfo)]
+
+
+def _time(parts: Json) -> dt.time:
+    hour, minute, second, micro, fold, zone = parts
+    return dt.time(hour, minute, second, micro, tzinfo=_zone(zone), fold=fold)
+
+
+def _random_state(value: random.Random) -> Json:
+    version, words, gauss = value.getstate()
+    if version != 3:
+        raise Unserialisable(f"a random.Random of state version {version} is not known")
+    return {
+        "!": "random",
+        "v": _b64(struct.pack(f"<{len(words)}I", *words)),
+        "gauss": None if gauss is None else tag_number(gauss),
+    }
+
+
+def _random_words(node: Json) -> tuple[int, tuple[int, ...], float | None]:
+    data = _unb64(node["v"])
+    if len(data) != 625 * 4:
+        raise CorruptionError(f"the state of a random.Random has {len(data)} bytes, not 2500")
+    return 3, struct.unpack("<625I", data), None if node["gauss"] is None else float(untag_number(node["gauss"]))
+
+
+def _new_random(node: Json) -> random.Random:
+    made = random.Random()
+    made.setstate(_random_words(node))
+    return made
+
+
+def random_state(node: Json, path: str) -> Any:
+    """What random.Random.setstate takes."""
+    return decode_atom(node, path).getstate()
+
+
+def encode_scalar(value: np.generic) -> Json:
+    array = np.asarray(value)
+    if array.dtype.hasobject or np.dtype(array.dtype.str) != array.dtype:
+        raise Unserialisable(f"a numpy scalar of type {array.dtype} has no representation")
+    return {"!": "npscalar", "dtype": array.dtype.str, "v": _b64(array.tobytes())}
+
+
+def _scalar(node: Json) -> Any:
+    kind, data = np.dtype(str(node["dtype"])), _unb64(node["v"])
+    if kind.hasobject or kind.itemsize != len(data):
+        raise CorruptionError(f"a numpy scalar of type {kind} has {len(data)} bytes")
+    return np.zeros((), kind)[()] if not data else np.frombuffer(data, kind)[0]
+
+
+def _path(value: pathlib.PurePath) -> Json:
+    return {"!": "path", "type": type(value).__name__, "v": encode_text(str(value))}
+
+
+Encoder = Callable[[Any], Json]
+
+ENCODERS: Final[dict[type, Encoder]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    int: tag_number,
+    float: tag_number,
+    str: encode_text,
+    complex: lambda v: {"!": "complex", "v": [tag_number(v.real), tag_number(v.imag)]},
+    type(Ellipsis): lambda v: {"!": "ellipsis"},
+    range: lambda v: {"!": "range", "v": [tag_number(v.start), tag_number(v.stop), tag_number(v.step)]},
+    dt.datetime: lambda v: {"!": "datetime", "v": [v.year, v.month, v.day, _encode_time(v.timetz())]},
+    dt.date: lambda v: {"!": "date", "v": [v.year, v.month, v.day]},
+    dt.time: lambda v: {"!": "time", "v": _encode_time(v)},
+    dt.timedelta: lambda v: {"!": "timedelta", "v": [v.days, v.seconds, v.microseconds]},
+    decimal.Decimal: lambda v: {"!": "decimal", "v": str(v)},
+    fractions.Fraction: lambda v: {"!": "fraction", "v": [tag_number(v.numerator), tag_number(v.denominator)]},
+    uuid.UUID: lambda v: {"!": "uuid", "v": v.hex},
+    random.Random: _random_state,
+    **dict.fromkeys((pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath), _path),
+}
+
+DECODERS: Final[dict[str, Callable[[Json], Any]]] = {
+    "int": untag_number,
+    "float": untag_number,
+    "str": lambda n: _unb64(n["v"]).decode("utf-8", "surrogatepass"),
+    "bytes": lambda n: _unb64(n["v"]),
+    "bytearray": lambda n: bytearray(_unb64(n["v"])),
+    "complex": lambda n: complex(*(float(untag_number(part)) for part in n["v"])),
+    "ellipsis": lambda n: ...,
+    "range": lambda n: range(*(int(untag_number(part)) for part in n["v"])),
+    "datetime": lambda n: dt.datetime.combine(dt.date(*n["v"][:3]), _time(n["v"][3])),
+    "date": lambda n: dt.date(*n["v"]),
+    "time": lambda n: _time(n["v"]),
+    "timedelta": lambda n: dt.timedelta(*n["v"]),
+    "decimal": lambda n: decimal.Decimal(n["v"]),
+    "fraction": lambda n: fractions.Fraction(*(int(untag_number(part)) for part in n["v"])),
+    "uuid": lambda n: uuid.UUID(hex=n["v"]),
+    "path": lambda n: _PATHS[n["type"]](_text(n["v"])),
+    "npscalar": _scalar,
+    "random": _new_random,
+}
+
+
+def encode_bytes(value: bytes | bytearray) -> Json:
+    return {"!": type(value).__name__, "v": _b64(bytes(value))}
+
+
+def decode_atom(node: Json, path: str = "") -> Any:
+    """The value of an atom's node. Raises CorruptionError for what no atom's node can be."""
+    if not isinstance(node, dict):
+        if isinstance(node, list):
+            raise CorruptionError(f"{path or 'the state'}: a list where a single value belongs", subject=path)
+        return node
+    decoder = DECODERS.get(node["!"]) if isinstance(node.get("!"), str) else None
+    if decoder is None:
+        raise CorruptionError(
+            f"{path or 'the state'}: {node.get('!')!r} is no kind of plain value that is known here", subject=path
+        )
+    try:
+        return decoder(node)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, ArithmeticError, binascii.Error) as error:
+        raise CorruptionError(f"{path or 'the state'}: a malformed {node['!']} value ({error})", subject=path) from None

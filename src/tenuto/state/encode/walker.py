@@ -1,0 +1,533 @@
+"""Walking the state down: values become nodes, tensors become leaves.
+
+One walk serves both the first look and every later one. What only frameworks know goes through `_foreign`: at first the
+adapter encodes and leaves a *refresh* behind; later that refresh tells the present sources, and raises `Changed` where
+the structure is no longer what it was.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenuto.errors import StateError, TenutoError, Unserialisable
+from tenuto.model.leaf import LeafSpec, Placement
+from tenuto.model.paths import METADATA, join
+from tenuto.model.records import Json
+from tenuto.state import frameworks
+from tenuto.state.contract import Device
+from tenuto.state.declarations import MARKS, PerRank, Replicated, Shard, ShardLayout
+from tenuto.state.encode.aliasing import Geometry
+from tenuto.state.encode.atoms import ENCODERS, encode_bytes
+from tenuto.state.encode.containers import CONTAINERS, DICTIONARIES
+from tenuto.state.frameworks import is_stateful, type_name
+from tenuto.state.tree import MAX_DEPTH, OWN, PRIVATE, ROOT, segment
+
+# --------------------------------------------------------------------------------------------------
+# What a walk down a state has met, as columns.
+
+
+@dataclass(slots=True)
+class LeafSequence:
+    """Every leaf in the order met, aliases included."""
+
+    sources: list[Any] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    geometries: list[Geometry] = field(default_factory=list)
+    specs: list[LeafSpec] = field(default_factory=list)
+    devices: list[Device] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    """The row of each, or of the one that it aliases."""
+    leaf: list[int] = field(default_factory=list)
+    """The leaf number of each row: a leaf has several rows where this rank holds several boxes of it."""
+    without: list[LeafSpec] = field(default_factory=list)
+    """The leaves of which this rank holds nothing, as they are as a whole: they have no row."""
+
+    def firsts(self) -> list[int]:
+        """For each leaf met, the position of the one that is stored: its own, where it is no alias."""
+        stored: list[int] = []
+        found: list[int] = []
+        for position, number in enumerate(self.numbers):
+            if number == len(stored):
+                stored.append(position)
+            found.append(stored[number])
+        return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Which tensors of a state an optimizer may hold, and where they lie.
+
+
+def owners(root: Any, path: str = "") -> dict[int, tuple[Any, str]]:
+    """Identity -> (tensor, path) for every tensor that an optimizer may hold, the first path winning.
+
+    The tensors are held, so that no identity is reused while the table lives.
+    """
+    found: dict[int, tuple[Any, str]] = {}
+    stack: set[int] = set()
+
+    def visit(value: Any, where: str) -> None:
+        kind = type(value)
+        if kind in ENCODERS or id(value) in stack:
+            return
+        if kind in MARKS:
+            visit(value.value, where)
+            return
+        stack.add(id(value))
+        adapter = frameworks.adapter_for(kind)
+        if adapter is not None:
+            for tensor, name in adapter.owners(value, where):
+                found.setdefault(id(tensor), (tensor, name))
+        else:
+            for key, child in _members(value):
+                visit(child, join(where, key))
+        stack.discard(id(value))
+
+    visit(root, path)
+    return found
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            if type(key) is str or type(key) in ENCODERS:
+                yield segment(ENCODERS[type(key)](key)), child
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from zip((segment(name) for name in value._fields), value, strict=True)
+    elif isinstance(value, list | tuple | collections.deque):
+        for number, child in enumerate(value):
+            yield str(number), child
+    elif dataclasses.is_dataclass(value) and not is_stateful(value):
+        for one in dataclasses.fields(value):
+            if hasattr(value, one.name):
+                yield segment(one.name), getattr(value, one.name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Leaves as a walk tells them: numbers, rows, and which of them are the same memory.
+
+SeenLeaf = tuple[Any, int, Geometry]
+"""One row: its source, address and geometry."""
+
+
+class LeafRecorder:
+    """The leaves that one walk has met so far, shared ones first, then those of this rank alone."""
+
+    def __init__(self) -> None:
+        self.leaves = LeafSequence()
+        self.count = 0
+        self._private = False
+        self._placement: Placement = "whole"
+        self._base = 0
+        self._first: dict[int, int] = {}
+        """Address -> position of the leaf that was met there first."""
+        self._others: dict[int, dict[Geometry, int]] = {}
+        """Address -> row of every leaf that was met there, where there are several."""
+        self._nowhere: dict[int, tuple[Any, int]] = {}
+        """Identity -> a tensor of which this rank holds nothing, kept for as long as the walk takes, and its leaf."""
+
+    def begin_private(self) -> None:
+        """What follows belongs to this rank alone; its leaves are numbered from 0 again in its own tree."""
+        self._private = True
+        self._placement = "per_rank"
+        self._nowhere.clear()
+        self._base = self.count
+        self._first.clear()
+        self._others.clear()
+
+    @property
+    def private(self) -> bool:
+        """Whether what is told now belongs to this rank alone."""
+        return self._private
+
+    @contextmanager
+    def placed(self, placement: Placement) -> Iterator[None]:
+        """What is told inside is placed like this; what belongs to one rank stays so."""
+        before = self._placement
+        self._placement = before if self._private else placement
+        try:
+            yield
+        finally:
+            self._placement = before
+
+    def leaf(
+        self,
+        path: str,
+        about: Json,
+        spec: tuple[str, tuple[int, ...]],
+        source: Any,
+        *,
+        device: Device,
+        address: int,
+        geometry: Geometry,
+    ) -> Json:
+        """A leaf, or an alias of one seen before: its node, which also carries `about`."""
+        where = _checked_path(path)
+        leaves = self.leaves
+        row = self._met(source, address, geometry)
+        if row != len(leaves.specs):
+            return {"!": "alias", "n": leaves.leaf[row] - self._base, **about}
+        leaves.specs.append(LeafSpec(where, spec[0], spec[1], self._private, placement=self._placement))
+        leaves.leaf.append(self.count)
+        leaves.devices.append(device)
+        self.count += 1
+        return {"!": "leaf", "n": leaves.leaf[row] - self._base, **about}
+
+    def rows(
+        self,
+        path: str,
+        about: Json,
+        dtype: str,
+        layout: ShardLayout,
+        told: Sequence[SeenLeaf],
+        *,
+        device: Device,
+        tensor: Any,
+    ) -> Json:
+        """A leaf of which this rank holds the parts of `layout`, `told` one by one; or an alias of one seen before.
+
+        Its node says dtype and whole shape too, because there is no row to say so where a rank holds nothing. `tensor`
+        is what two names of such a leaf have in common.
+        """
+        where, leaves = _checked_path(path), self.leaves
+        about = {**about, "dtype": dtype, "shape": list(layout.whole)}
+        if not told:
+            number = self._nowhere.setdefault(id(tensor), (tensor, self.count))[1]
+            if number == self.count:
+                leaves.without.append(LeafSpec(where, dtype, layout.whole))
+                self.count += 1
+                return {"!": "leaf", "n": number - self._base, **about}
+            return {"!": "alias", "n": number - self._base, **about}
+        first, new = -1, len(leaves.specs)
+        placement = layout.placement if self._placement != "per_rank" else "per_rank"
+        for part, (source, address, geometry) in zip(layout.parts, told, strict=True):
+            row = self._met(source, address, geometry)
+            first = row if first < 0 else first
+            if row == len(leaves.specs):
+                # A part that is the whole is a leaf like any other: so one rank alone can save what many can.
+                cut = layout.placement == "box" and part.shape != layout.whole
+                begin, whole = (part.offsets, layout.whole) if cut else (None, None)
+                leaves.specs.append(
+                    LeafSpec(where, dtype, part.shape, self._private, begin, whole, placement=placement)
+                )
+                leaves.leaf.append(self.count)
+                leaves.devices.append(device)
+        if first < new:
+            return {"!": "alias", "n": leaves.leaf[first] - self._base, **about}
+        self.count += 1
+        return {"!": "leaf", "n": self.count - 1 - self._base, **about}
+
+    def _met(self, source: Any, address: int, geometry: Geometry) -> int:
+        """The row of the memory that a leaf lies in: that of what lay there before, or the next one."""
+        leaves = self.leaves
+        position, row = len(leaves.sources), len(leaves.specs)
+        leaves.sources.append(source)
+        leaves.addresses.append(address)
+        leaves.geometries.append(geometry)
+        if self._first.setdefault(address, position) != position:
+            row = self._among_others(address, geometry)
+        leaves.numbers.append(row)
+        return row
+
+    def _among_others(self, address: int, geometry: Geometry) -> int:
+        """The row that is this very memory, where some row lies at this address already."""
+        found = self._others.get(address)
+        if found is None:
+            first = self._first[address]
+            found = self._others[address] = {self.leaves.geometries[first]: self.leaves.numbers[first]}
+        return found.setdefault(geometry, len(self.leaves.specs))
+
+    def again(self, source: Any, address: int) -> None:
+        """A leaf met again, in the place it had at first."""
+        self.leaves.sources.append(source)
+        self.leaves.addresses.append(address)
+
+
+def _checked_path(path: str) -> str:
+    where = path or ROOT
+    if where == METADATA:
+        raise Unserialisable(f"a leaf cannot be called {METADATA}", subject=where, hint="rename the entry")
+    if '#k:{"!":"str"' in where:
+        raise Unserialisable(f"{where}: a key with a lone surrogate cannot name a tensor", subject=where)
+    return where
+
+
+class StructureChanged(Exception):
+    """The structure is not what it was at the last full look."""
+
+
+@dataclass(slots=True)
+class WalkStep:
+    """One value of a framework met on the walk, or a dictionary of nothing else: where, and how to tell its sources
+    again."""
+
+    path: str
+    kind: type
+    refresh: frameworks.Refresh | None = None
+    values: frozenset[type] = frozenset()
+    """Of a dictionary told as a whole: the types of its values."""
+
+
+class _Entries:
+    """What a step for a dictionary as a whole has for a kind: no value is one."""
+
+
+class StateWalker(LeafRecorder):
+    """One walk over a state. `root` is what optimizers' parameters are looked up in."""
+
+    def __init__(self, root: Any, private_root: Any = None, *, script: Sequence[WalkStep] | None = None) -> None:
+        super().__init__()
+        self.script: list[WalkStep] = list(script) if script is not None else []
+        self.root = root
+        self.extra: dict[str, Any] = {}
+        """What an adapter keeps for the time of one walk."""
+        self._private_root = private_root
+        self._replaying = script is not None
+        self._cursor = 0
+        self._open: set[int] = set()
+        self._inline = False
+        self._owners: dict[int, tuple[Any, str]] | None = None
+        self._own: list[tuple[str, Any]] = []
+        """Path and value of what was found to belong to this rank alone."""
+
+    # -- the walk ------------------------------------------------------------------------------------------
+
+    def own(self) -> list[tuple[str, Any]]:
+        """What the walk has found to belong to this rank alone, path by path, and no longer has to be told."""
+        found, self._own = self._own, []
+        return found
+
+    def mark(self, value: Any, path: str) -> Json:
+        """The node of what a user's mark says about a value."""
+        if isinstance(value, Shard):
+            kind = type(value.value)
+            adapter = frameworks.adapter_for(kind)
+            if adapter is None:
+                raise Unserialisable(
+                    f"{path or ROOT}: a {type_name(kind)} is no tensor that can be a shard", subject=path
+                )
+            return self._foreign(value, Shard, path, adapter.encode_shard)
+        if isinstance(value, PerRank) and not self._private:
+            if self._inline:
+                raise Unserialisable(f"{path}: a key cannot belong to one rank", subject=path)
+            self._note(PerRank, path)
+            self._own.append((path or ROOT, value.value))
+            return {"!": OWN, "at": path or ROOT}
+        self._note(PerRank if isinstance(value, PerRank) else Replicated, path)
+        with self.placed("replicated"):
+            return self.encode(value.value, path)
+
+    def _note(self, kind: type, path: str) -> None:
+        """Leaves a step of the script that has nothing to tell, so that a mark which comes or goes is seen."""
+        if self._inline:
+            return
+        if not self._replaying:
+            self.script.append(WalkStep(path, kind))
+            return
+        step = self.script[self._cursor] if self._cursor < len(self.script) else None
+        if step is None or step.kind is not kind or step.path != path:
+            raise StructureChanged
+        self._cursor += 1
+
+    def encode(self, value: Any, path: str) -> Json:
+        """The node of any value. Unserialisable, naming the path, for what has none."""
+        kind = type(value)
+        if self._replaying and not self._inline and self._cursor < len(self.script):
+            step = self.script[self._cursor]
+            # What the walk below would come to as well: no type of a framework is an atom or a container.
+            if step.kind is kind and step.path == path and frameworks.registered(kind) is None and step.refresh:
+                self._cursor += 1
+                return step.refresh(value, self)
+        encoder = ENCODERS.get(kind)
+        if encoder is not None:
+            try:
+                return encoder(value)
+            except Unserialisable as error:
+                raise _located(error, path) from None
+        container = CONTAINERS.get(kind)
+        if container is not None:
+            with self._inside(value, path):
+                return container(self, value, path)
+        return self._other(value, kind, path)
+
+    def encode_root(self, state: Any, path: str = "") -> Json:
+        """The state as a whole: any mapping is entries, also one that is no dict."""
+        if (
+            isinstance(state, Mapping)
+            and frameworks.adapter_for(type(state)) is None
+            and frameworks.registered(type(state)) is None
+        ):
+            with self._inside(state, path):
+                return {"!": "dict", "i": self.entries(state, path)}
+        return self.encode(state, path)
+
+    def entries(self, held: Mapping[Any, Any], path: str) -> list[Json]:
+        """The pairs of a dictionary; one that a framework's adapter tells as a whole is one step of the script."""
+        if self._inline or type(held) not in DICTIONARIES:
+            return self.pairs(held.items(), path)
+        if self._replaying:
+            step = self.script[self._cursor] if self._cursor < len(self.script) else None
+            if step is None or step.kind is not _Entries or step.path != path or step.refresh is None:
+                return self.pairs(held.items(), path)
+            if any(map(frameworks.registered, step.values)):
+                raise StructureChanged
+            self._cursor += 1
+            again: list[Json] = step.refresh(held, self)
+            return again
+        kinds = frozenset(map(type, held.values()))
+        adapter = _adapter_of_all(kinds)
+        if adapter is None or not all(type(key) is str and key.isascii() for key in held):
+            return self.pairs(held.items(), path)
+        told = adapter.encode_entries(held, path, self)
+        if told is None:
+            return self.pairs(held.items(), path)
+        self.script.append(WalkStep(path, _Entries, told[1], kinds))
+        return told[0]
+
+    def pairs(self, entries: Iterable[tuple[Any, Any]], path: str) -> list[Json]:
+        found: list[Json] = []
+        for key, value in entries:
+            node = key if type(key) is str and key.isascii() else self.closed(key, f"{path or ROOT} (a key)")
+            found.append([node, self.encode(value, join(path, segment(node)))])
+        return found
+
+    def closed(self, value: Any, path: str) -> Json:
+        """The node of a key or a set's element, which have no path of their own and so hold no leaves."""
+        before, outer, self._inline = len(self.leaves.sources), self._inline, True
+        try:
+            node = self.encode(value, path)
+        finally:
+            self._inline = outer
+        if len(self.leaves.sources) != before:
+            raise Unserialisable(f"{path} cannot hold tensors or arrays", subject=path, hint="use a list")
+        return node
+
+    @contextmanager
+    def _inside(self, value: Any, path: str) -> Iterator[None]:
+        mark = id(value)
+        if mark in self._open:
+            raise Unserialisable(f"{path or ROOT}: the state contains itself here", subject=path)
+        if len(self._open) >= MAX_DEPTH:
+            raise Unserialisable(f"{path or ROOT}: more than {MAX_DEPTH} containers inside each other", subject=path)
+        self._open.add(mark)
+        try:
+            yield
+        finally:
+            self._open.discard(mark)
+
+    def _other(self, value: Any, kind: type, path: str) -> Json:
+        known = frameworks.registered(kind)
+        if known is not None:
+            with self._inside(value, path):
+                return {"!": "tagged", "type": known.name, "v": self.encode(known.to_plain(value), path)}
+        adapter = frameworks.adapter_for(kind)
+        if adapter is not None:
+            return self._foreign(value, kind, path, adapter.encode)
+        if kind in MARKS:
+            with self._inside(value, path):
+                return self.mark(value, path)
+        if isinstance(value, enum.Enum):
+            return {
+                "!": "enum",
+                "type": type_name(kind),
+                "name": value.name,
+                "v": self.encode(_enum_value(value), path),
+            }
+        if is_stateful(value):
+            with self._inside(value, path):
+                return {"!": "object", "type": type_name(kind), "v": self.encode(_state_of(value, path), path)}
+        if dataclasses.is_dataclass(value):
+            entries = [
+                (one.name, getattr(value, one.name)) for one in dataclasses.fields(value) if hasattr(value, one.name)
+            ]
+            return self._fields("dataclass", value, kind, entries, path)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._fields("namedtuple", value, kind, zip(value._fields, value, strict=True), path)
+        raise Unserialisable(
+            f"{path or ROOT}: a {type_name(kind)} has no representation", subject=path, hint=_hint(value)
+        )
+
+    def _fields(self, name: str, value: Any, kind: type, entries: Iterable[tuple[str, Any]], path: str) -> Json:
+        with self._inside(value, path):
+            return {"!": name, "type": type_name(kind), "i": self.pairs(entries, path)}
+
+    def long_bytes(self, value: bytes | bytearray, path: str) -> Json:
+        if self._inline:
+            return encode_bytes(value)
+        return self._foreign(value, type(value), path, frameworks.home("numpy").encode)
+
+    def _foreign(self, value: Any, kind: type, path: str, encode: frameworks.Encode) -> Json:
+        if self._replaying:
+            if self._cursor >= len(self.script):
+                raise StructureChanged
+            step = self.script[self._cursor]
+            self._cursor += 1
+            if step.kind is not kind or step.path != path or step.refresh is None:
+                raise StructureChanged
+            return step.refresh(value, self)
+        step = WalkStep(path, kind)
+        self.script.append(step)
+        node, step.refresh = encode(value, path, self)
+        return node
+
+    def finish_replay(self) -> None:
+        if self._cursor != len(self.script):
+            raise StructureChanged
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    def owner(self, tensor: Any) -> str | None:
+        """The path at which the state holds this very tensor, or None."""
+        if self._owners is None:
+            self._owners = owners(self.root)
+            if self._private_root is not None:
+                for mark, (held, path) in owners(self._private_root, PRIVATE).items():
+                    self._owners.setdefault(mark, (held, path))
+        found = self._owners.get(id(tensor))
+        return None if found is None else found[1]
+
+
+def _adapter_of_all(kinds: Iterable[type]) -> frameworks.Adapter | None:
+    """The one adapter that the walk would come to for values of each of these types, if there is one."""
+    found: frameworks.Adapter | None = None
+    for kind in kinds:
+        if kind in ENCODERS or kind in CONTAINERS or frameworks.registered(kind) is not None:
+            return None
+        adapter = frameworks.adapter_for(kind)
+        if adapter is None or (found is not None and adapter is not found):
+            return None
+        found = adapter
+    return found
+
+
+def _state_of(value: Any, path: str) -> Any:
+    try:
+        return value.state_dict()
+    except TenutoError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"{path or ROOT}: state_dict() of {type_name(type(value))} failed: {error!r}", subject=path
+        ) from error
+
+
+def _enum_value(value: enum.Enum) -> Any:
+    return value.value if type(value.value) in ENCODERS else None
+
+
+def _hint(value: Any) -> str:
+    if isinstance(value, datetime.tzinfo):
+        return "use datetime.timezone with a fixed offset"
+    if callable(value):
+        return "functions are code, not state; leave it out of the state"
+    return "give it state_dict and load_state_dict, or tenuto.state.frameworks.register its type"
+
+
+def _located(error: Unserialisable, path: str) -> Unserialisable:
+    return Unserialisable(f"{path or ROOT}: {error.message}", subject=path, hint=error.hint)

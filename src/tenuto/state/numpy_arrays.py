@@ -1,0 +1,286 @@
+"""numpy's values and long bytes: leaves that lie in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from tenuto.errors import Unserialisable
+from tenuto.model.box import Box
+from tenuto.model.leaf import DTYPES, LeafSpec, dtype
+from tenuto.model.records import Json
+from tenuto.state.contract import Bound, Buffer, Sink
+from tenuto.state.declarations import Shard, ShardLayout, taken
+from tenuto.state.encode.aliasing import Geometry
+from tenuto.state.encode.atoms import encode_scalar
+from tenuto.state.encode.walker import SeenLeaf, StateWalker, StructureChanged
+from tenuto.state.frameworks import Refresh, type_name
+from tenuto.state.numpy_generators import generator_node, new_generator, set_generator
+from tenuto.state.tree import LEAVES, ROOT, kind_of
+
+if TYPE_CHECKING:
+    from tenuto.state.restore.restorer import Restorer, Thunk
+
+
+Array = np.ndarray[Any, Any]
+
+_NAMES: Final = {row.numpy: row.name for row in DTYPES.values() if row.numpy is not None}
+
+
+def dtype_name(kind: np.dtype[Any], path: str = "") -> str:
+    """The name of an array's type. Unserialisable for objects, and for types that their own string does not give."""
+    if kind.hasobject or kind.names is not None or np.dtype(kind.str) != kind:
+        raise Unserialisable(
+            f"{path or ROOT}: an array of {kind} has no representation",
+            subject=path,
+            hint="save its fields as arrays of their own",
+        )
+    return _NAMES.get(kind.str) or f"numpy:{kind.str}"
+
+
+def array_dtype(name: str) -> np.dtype[Any]:
+    """numpy's type for a leaf's dtype; where numpy has none, items of its size without a meaning."""
+    row = dtype(name)
+    return np.dtype(row.numpy if row.numpy is not None else f"V{row.size}")
+
+
+def as_bytes(array: Array) -> Buffer:
+    """The bytes of a C-contiguous array, not copied."""
+    return np.asarray(array).reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+
+
+class HostBound:
+    """Destinations for arrays and bytes."""
+
+    def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> None:
+        self._views = views
+        self._arrays = [
+            np.ndarray(spec.shape, array_dtype(spec.dtype), view) if spec.nbytes else np.empty(0, np.uint8)
+            for spec, view in zip(specs, views, strict=True)
+        ]
+
+    def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
+        for leaf in range(start, stop):
+            source, view = sources[leaf], self._views[leaf]
+            if isinstance(source, np.ndarray):
+                if source.nbytes:
+                    np.copyto(self._arrays[leaf], source, casting="no")
+            else:
+                view[:] = np.frombuffer(source, np.uint8)
+
+    def copy_part(self, source: Any, leaf: int, start: int, stop: int) -> None:
+        content = as_bytes(source) if isinstance(source, np.ndarray) else np.frombuffer(source, np.uint8)
+        self._views[leaf][start:stop] = content[start:stop]
+
+    def splits(self, source: Any) -> bool:
+        return not isinstance(source, np.ndarray) or bool(source.flags.c_contiguous)
+
+    def wait(self) -> None:
+        pass
+
+
+class HostDevice:
+    name = "host"
+
+    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> Bound:
+        return HostBound(specs, views)
+
+
+HOST: Final = HostDevice()
+
+
+class ArraySink:
+    """An existing or new array that a leaf's bytes go into."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    @property
+    def buffer(self) -> Buffer | None:
+        return as_bytes(self._array) if self._array.flags.c_contiguous and self._array.flags.writeable else None
+
+    def span(self) -> tuple[int, int] | None:
+        held = self._array.flags
+        return (_address(self._array), self._array.nbytes) if held.c_contiguous and held.writeable else None
+
+    def fill(self, data: Buffer) -> None:
+        np.copyto(self._array, np.ndarray(self._array.shape, self._array.dtype, data), casting="no")
+
+
+def _geometry(array: Array) -> Geometry:
+    low, high = np.lib.array_utils.byte_bounds(array)
+    return Geometry("cpu", high - low if array.nbytes else 0, ("numpy", array.dtype.str, array.shape, array.strides))
+
+
+def _parts_told(array: Array, layout: ShardLayout) -> list[SeenLeaf]:
+    """The rows of a declared array. The first one has the extent of all of it: they may lie in each other's gaps."""
+    found: list[SeenLeaf] = []
+    for number, part in enumerate(layout.parts):
+        piece = taken(array, part).reshape(part.shape)
+        whole = _geometry(array)
+        shape = (whole.shape, layout, number)
+        found.append((piece, _address(piece), Geometry("cpu", 0 if number else whole.extent, shape)))
+    return found
+
+
+def _address(array: Array) -> int:
+    return array.__array_interface__["data"][0] if array.nbytes else id(array)
+
+
+class NumpyAdapter:
+    def claims(self, kind: type) -> bool:
+        return (
+            kind is np.ndarray
+            or kind is np.memmap
+            or issubclass(kind, np.generic | np.random.Generator | np.random.RandomState | np.random.BitGenerator)
+        )
+
+    def owners(self, value: Any, path: str) -> Iterable[tuple[Any, str]]:
+        return ()
+
+    def encode_entries(self, entries: Mapping[str, Any], path: str, writer: StateWalker) -> None:
+        return None
+
+    def encode(self, value: Any, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
+        if isinstance(value, np.ndarray):
+            return self._encode_array(value, path, writer)
+        if isinstance(value, bytes | bytearray):
+            return self._encode_bytes(value, path, writer)
+        if isinstance(value, np.generic):
+            return _scalar_node(value, path), lambda again, _: _scalar_node(again, path)
+        return generator_node(value, path, writer), lambda again, replay: generator_node(again, path, replay)
+
+    def _encode_array(self, value: Array, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
+        name = dtype_name(value.dtype, path)
+        geometry = _geometry(value)
+        node = writer.leaf(
+            path, {"as": "numpy"}, (name, value.shape), value, device=HOST, address=_address(value), geometry=geometry
+        )
+        known, shape, strides = value.dtype, value.shape, value.strides
+
+        def refresh(again: Array, replay: StateWalker) -> Json:
+            if again.dtype != known or again.shape != shape or again.strides != strides:
+                raise StructureChanged
+            replay.again(again, _address(again))
+            return node
+
+        return node, refresh
+
+    def plain(self, kind: type) -> bool:
+        return issubclass(kind, np.generic)
+
+    def encode_shard(self, value: Shard, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
+        array, layout = value.value, value.layout
+        if not isinstance(array, np.ndarray) or array.shape != layout.local:
+            raise Unserialisable(
+                f"{path or ROOT}: not the array of shape {list(layout.local)} that was declared", subject=path
+            )
+        if writer.private:
+            node, again = self.encode(array, path, writer)
+            return node, lambda shard, replay: again(shard.value, replay)
+        name, told = dtype_name(array.dtype, path), _parts_told(array, layout)
+        node = writer.rows(path, {"as": "numpy"}, name, layout, told, device=HOST, tensor=array)
+        known, strides = array.dtype, array.strides
+
+        def refresh(again: Shard, replay: StateWalker) -> Json:
+            now = again.value
+            same = isinstance(now, np.ndarray) and now.dtype == known and now.strides == strides
+            if not same or now.shape != layout.local or again.layout != layout or (now is not array and not told):
+                raise StructureChanged
+            for source, place, _ in _parts_told(now, layout):
+                replay.again(source, place)
+            return node
+
+        return node, refresh
+
+    def _encode_bytes(self, value: bytes | bytearray, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
+        length, kind = len(value), type(value).__name__
+        held = bytes(value)  # a bytearray may change, or be gone and its identity reused, before the leaf is copied
+        geometry = Geometry("bytes", 0, (kind, length))
+        node = writer.leaf(
+            path,
+            {"as": "bytes", "type": kind},
+            ("uint8", (length,)),
+            held,
+            device=HOST,
+            address=id(held),
+            geometry=geometry,
+        )
+
+        def refresh(again: bytes | bytearray, replay: StateWalker) -> Json:
+            if len(again) != length:
+                raise StructureChanged
+            held = bytes(again)
+            replay.again(held, id(held))
+            return node
+
+        return node, refresh
+
+    def restore(self, value: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
+        kind = node["!"] if isinstance(node, dict) else ""
+        if isinstance(value, np.ndarray) and kind in ("leaf", "alias"):
+            return self._restore_array(value, node, path, restorer)
+        if not restorer.takes(path):
+            return lambda: value
+        if kind == "nprandom" and not isinstance(value, np.generic | np.ndarray):
+            if node.get("type") != type(value).__name__:
+                return restorer.mismatch(value, path, f"a numpy {node.get('type')}", f"a numpy {type(value).__name__}")
+            restorer.restored.append(path or ROOT)
+            state = restorer.rebuild(node.get("v"), path)
+            restorer.later(path, lambda: set_generator(value, state(), path))
+            return lambda: value
+        if isinstance(value, np.generic):
+            restorer.restored.append(path or ROOT)
+            return restorer.rebuild(node, path)
+        return restorer.mismatch(value, path, restorer.words(node), type_name(type(value)))
+
+    def _restore_array(self, value: Array, node: Json, path: str, restorer: Restorer) -> Thunk:
+        number, spec = restorer.spec(node, path)
+        ours = dtype_name(value.dtype, path)
+        if spec.dtype != ours or spec.shape != value.shape:
+            return restorer.mismatch(value, path, f"{spec.dtype} {list(spec.shape)}", f"{ours} {list(value.shape)}")
+        if not value.flags.writeable:
+            return restorer.rebuild(node, path)
+        restorer.want_existing(number, ArraySink(value), path, _address(value), lambda: _geometry(value))
+        return lambda: value
+
+    def restore_shard(self, value: Shard, node: Json, path: str, restorer: Restorer) -> Thunk:
+        array, layout = value.value, value.layout
+        if kind_of(node) not in LEAVES or not isinstance(array, np.ndarray):
+            return restorer.mismatch(array, path, restorer.words(node), "a shard of an array")
+        number, spec = restorer.spec(node, path)
+        ours = dtype_name(array.dtype, path)
+        if spec.dtype != ours or spec.shape != layout.whole or array.shape != layout.local:
+            return restorer.mismatch(
+                array, path, f"{spec.dtype} {list(spec.shape)}", f"a shard of {ours} {list(layout.whole)}"
+            )
+        if not array.flags.writeable:
+            return restorer.mismatch(array, path, restorer.words(node), "a shard that cannot be written")
+        parts = [(Box(part.offsets, part.shape), ArraySink(taken(array, part))) for part in layout.parts]
+        restorer.want_parts(number, parts, path, _address(array), lambda: _geometry(array))
+        return lambda: array
+
+    def fresh(self, node: Json, path: str, restorer: Restorer) -> Thunk:
+        state = restorer.rebuild(node.get("v"), path)
+        return lambda: set_generator(new_generator(node, state, path), state(), path)
+
+    def allocate(self, spec: LeafSpec, node: Json, device: Any) -> tuple[Any, Sink]:
+        array = np.empty(spec.shape, array_dtype(spec.dtype))
+        return array, ArraySink(array)
+
+    def view(self, base: Any, node: Json) -> Any:
+        if node.get("as") != "bytes":
+            return base
+        return bytearray(base) if node.get("type") == "bytearray" else bytes(base)
+
+
+def _scalar_node(value: np.generic, path: str) -> Json:
+    try:
+        return encode_scalar(value)
+    except Unserialisable as error:
+        raise Unserialisable(f"{path or ROOT}: {error.message}", subject=path, hint="save it as plain values") from None
+
+
+adapter: Final = NumpyAdapter()

@@ -1,0 +1,1 @@
+"""Positions in training: the data, the random state, and how many ranks shared them."""

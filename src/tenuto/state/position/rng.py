@@ -1,0 +1,83 @@
+"""The global random number generators as plain values: Python's `random`, numpy's legacy generator, and those of the
+frameworks that are loaded.
+
+A framework is asked only where the program has imported it already: capturing never imports one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from tenuto.errors import StateMismatch
+from tenuto.state.numpy_generators import check_generator
+
+FRAMEWORKS: Final[Mapping[str, str]] = {"torch": "tenuto.integrations.torch.rng"}
+"""A framework's module -> the module whose `capture` and `apply` know its generators."""
+
+
+def capture(*, frameworks: bool = True) -> dict[str, Any]:
+    """The state of every global generator, as fresh values that later draws do not change.
+
+    `python`: `version`, `keys` (uint32 [625], the last one the position), `gauss` (float or None). `numpy`: what
+    `numpy.random.get_state(legacy=False)` gives, arrays included. One entry more per framework.
+    """
+    version, keys, gauss = random.getstate()
+    out: dict[str, Any] = {
+        "python": {"version": version, "keys": np.array(keys, dtype=np.uint32), "gauss": gauss},
+        "numpy": np.random.get_state(legacy=False),
+    }
+    if frameworks:
+        for name, module in FRAMEWORKS.items():
+            if sys.modules.get(name) is not None:
+                out[name] = importlib.import_module(module).capture()
+    return out
+
+
+def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """Puts the generators back to `state`; returns, in words, what of it had no counterpart here (a device that is
+    absent, a framework that this program does not use). StateMismatch where a value is not a generator's state."""
+    notes: list[str] = []
+    if "python" in state:
+        _apply_python(state["python"])
+    if "numpy" in state:
+        _apply_numpy(state["numpy"])
+    for name, module in FRAMEWORKS.items():
+        if name not in state:
+            continue
+        if sys.modules.get(name) is not None:
+            notes.extend(importlib.import_module(module).apply(state[name]))
+        else:
+            notes.append(
+                f"the checkpoint holds random number generators of {name}, which this program has not imported"
+            )
+    return tuple(notes)
+
+
+def _apply_python(state: Mapping[str, Any]) -> None:
+    try:
+        keys = tuple(int(key) for key in np.asarray(state["keys"]).tolist())
+        random.setstate((int(state["version"]), keys, state["gauss"]))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise StateMismatch(f"this is no state of Python's random module: {error}", subject="rng/python") from error
+
+
+def _apply_numpy(state: Mapping[str, Any]) -> None:
+    try:
+        found = _plain(state)
+        check_generator(found)
+        np.random.set_state(found)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise StateMismatch(f"this is no state of numpy's global generator: {error}", subject="rng/numpy") from error
+
+
+def _plain(value: Any) -> Any:
+    """numpy asks for real dicts and arrays, whatever a restore has made of them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, np.generic) else value

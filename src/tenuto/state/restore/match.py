@@ -1,0 +1,255 @@
+"""Matching a checkpoint with a target: what will be restored, all that does not fit told at once, nothing touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tenuto.concurrency.gc_pause import collector_paused
+from tenuto.errors import CorruptionError, StateError, StateMismatch
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.paths import join, lineage
+from tenuto.model.records import Json
+from tenuto.state import frameworks
+from tenuto.state.contract import LoadReport, Prepared, Rename, Rows
+from tenuto.state.frameworks import is_stateful, type_name
+from tenuto.state.restore.entries import mapping_entries
+from tenuto.state.restore.restorer import Restorer, Thunk
+from tenuto.state.restore.selection import Patterns, Renaming, Selection
+from tenuto.state.restore.unmatched import Unmatched, unmatched
+from tenuto.state.tree import OWN, PRIVATE, children, items, kind_of, leaf_paths, name_of, terminals
+from tenuto.state.update_barrier import let_updates_pass
+
+SHOWN = 10
+"""How many of what does not fit an error lists."""
+
+
+@collector_paused
+def match_state(
+    tree: Json,
+    private_tree: Json,
+    specs: Sequence[LeafSpec],
+    into: Any = None,
+    *,
+    private_into: Any = None,
+    strict: bool = True,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    device: Any = None,
+    apart: bool = False,
+) -> Prepared:
+    """Matches a checkpoint with `into`, or plans new values where `into` is None.
+
+    `specs` are the leaves of `tree`, each as a whole, then those of `private_tree`: the private tree of the rank whose
+    own values are to be restored, or None. What `per_rank` has marked goes back to where it was marked, or stays what
+    it is where there is no private tree or nothing in it; the rest of the private tree only into `private_into`, a
+    mapping.
+    `rename` maps the checkpoint's paths to the target's: a mapping of prefixes, or a function. `include` and `exclude`
+    are globs or compiled expressions over the target's paths. `device` is where new tensors and meta targets go
+    (default: host memory). `apart`: other ranks have targets of their own, and what this one leaves over may be theirs:
+    it is told in `left_over`, and no mismatch.
+
+    Raises StateMismatch that lists what does not fit (with `strict`), StateError for targets that cannot be filled at
+    all, CorruptionError for a tree that `flatten` cannot have made. The target is unchanged until a sink is filled.
+    """
+    let_updates_pass()  # what is filled may be what a save still copies
+    shared, private = _checked_paths(tree, private_tree, specs)
+    restorer = Restorer(specs, into, Selection(include, exclude), device, strict, apart=apart)
+    rest, own_nodes = _own_values(private_tree)
+    restorer.begin_own(private_tree, len(shared), len(private), own_nodes)
+    matched = Renaming(rename).apply(tree) if rename is not None else tree
+    restorer.begin(matched, 0, len(shared))
+    root = _root(restorer, matched, into)
+    own: Thunk | None = None
+    if private_into is not None and private_tree is not None:
+        restorer.begin(private_tree, len(shared), len(private))
+        own = _root(restorer, rest, private_into, PRIVATE)
+        restorer.skipped.extend(join(_OWN_ROOT, path) for path in restorer.own_left())
+    else:
+        taken = {join(_OWN_ROOT, path) for path in own_nodes.keys() - set(restorer.own_left())}
+        restorer.skipped.extend(path for path in private if taken.isdisjoint(lineage(path)))
+    _check(restorer, apart=apart)
+    if strict and not restorer.selection.everything:
+        _check_selection(restorer, matched)
+
+    def apply() -> Any:
+        restorer.act()
+        prepared.report = _report(restorer)
+        state = root()
+        if own is not None:
+            own()
+        return state
+
+    wants, boxes = restorer.wants()
+    left = _left_over(restorer, matched) if apart and strict else None
+    prepared = Prepared(wants, apply, _report(restorer), boxes, left)
+    return prepared
+
+
+def _own_values(private_tree: Json) -> tuple[Json, dict[str, Json]]:
+    """What of a private tree is told by itself, and what by the paths of the shared tree that it belongs at."""
+    rest: Json = private_tree["v"] if private_tree is not None else None
+    if not isinstance(rest, dict) or kind_of(rest) != "dict":
+        return rest, {}
+    pairs = items(rest)
+    found = [child for key, child in pairs if key == OWN]
+    if not found:
+        return rest, {}
+    if kind_of(found[0]) != "bypath":
+        raise CorruptionError("the values of one rank are malformed", subject=_OWN_ROOT)
+    nodes = {name_of(path): node for path, node in items(found[0])}
+    return {**rest, "i": [[key, child] for key, child in pairs if key != OWN]}, nodes
+
+
+_OWN_ROOT = join(PRIVATE, OWN)
+
+
+def _checked_paths(tree: Json, private_tree: Json, specs: Sequence[LeafSpec]) -> tuple[list[str], list[str]]:
+    if private_tree is not None and kind_of(private_tree) != "private":
+        raise CorruptionError("the private tree is none")
+    if isinstance(specs, Rows) and specs.trees[0] is tree and specs.trees[1] is private_tree:
+        return list(specs.paths[: specs.shared]), list(specs.paths[specs.shared :])
+    shared, private = leaf_paths(tree), leaf_paths(private_tree) if private_tree is not None else []
+    if shared + private != [spec.path for spec in specs]:
+        raise CorruptionError(
+            "the index does not list the leaves that the tree names",
+            hint="`tenuto verify WHERE` names all that is damaged",
+        )
+    return shared, private
+
+
+def _root(restorer: Restorer, tree: Json, into: Any, path: str = "") -> Thunk:
+    if into is None:
+        before = len(restorer.created)
+        built = restorer.rebuild(tree, path) if restorer.selection.everything else _selected(restorer, tree)
+        restorer.restored.extend(restorer.created[before:])
+        del restorer.created[before:]
+        return built
+    is_object = frameworks.adapter_for(type(into)) is not None or is_stateful(into)
+    keyed = kind_of(tree) in ("dict", "ordereddict", "defaultdict", "counter")
+    if is_object and keyed:
+        names = [str(key) for key, _ in items(tree)]
+        likely = next(
+            (str(key) for key, child in items(tree) if kind_of(child) in ("module", "object")),
+            names[0] if names else "model",
+        )
+        raise StateMismatch(
+            f"the checkpoint has the entries {', '.join(names[:SHOWN])}; the target is one {type_name(type(into))}",
+            subject=type_name(type(into)),
+            hint=f'into={{"{likely}": …}}',
+        )
+    if isinstance(into, Mapping) and not is_object:
+        if not keyed and kind_of(tree) != "module":
+            raise StateMismatch(
+                f"the checkpoint is {restorer.words(tree)}; the target is a mapping",
+                hint="into=…, without a mapping around it",
+            )
+        if not keyed and not any(isinstance(key, str) and key in into for key, _ in items(tree)):
+            raise StateMismatch(
+                "the checkpoint is one module's entries; the target is a mapping with none of them", hint="into=model"
+            )
+        return mapping_entries(restorer, tree, into, path, root=keyed)
+    return restorer.value(tree, into, path)
+
+
+def _selected(restorer: Restorer, tree: Json) -> Thunk:
+    """A new state of what include and exclude leave of the tree."""
+    kept = _prune(restorer, tree, "")
+    return restorer.rebuild(kept if kept is not _NOTHING else {"!": "dict", "i": []}, "")
+
+
+def _prune(restorer: Restorer, node: Json, path: str) -> Json:
+    kind = kind_of(node)
+    if kind in ("dict", "ordereddict", "module"):
+        pairs = zip(items(node), children(node, path), strict=True)
+        kept = [
+            [key, pruned]
+            for (key, child), (where, _) in pairs
+            if (pruned := _prune(restorer, child, where)) is not _NOTHING
+        ]
+        return {**node, "i": kept} if kept else _NOTHING
+    if any(restorer.selection.takes(where) for where in terminals(node, path)):
+        return node
+    restorer.skipped.append(path)
+    return _NOTHING
+
+
+_NOTHING: Json = object()
+
+
+def _left_over(restorer: Restorer, tree: Json) -> Unmatched | None:
+    # Of what is skipped: entries that the target does not name. Below them are a rank's own, and what the selection
+    # tells by itself.
+    aside, selection = [path for path in restorer.skipped if "/" not in path], restorer.selection
+    if selection.everything and not restorer.unexpected and not aside:
+        return None
+    return unmatched(tree, restorer.unexpected, aside, selection.takes)
+
+
+def _check(restorer: Restorer, *, apart: bool) -> None:
+    if restorer.faults:
+        raise StateError(_listed(restorer.faults, "cannot be restored"), subject=_subject(restorer.faults[0]))
+    problems = [
+        *restorer.mismatched,
+        *_not_there(restorer.missing),
+        *_only_there(() if apart else restorer.unexpected),
+    ]
+    if restorer.strict and problems:
+        raise _mismatch(problems)
+
+
+def refuse_unmatched(paths: Sequence[str], missing: Sequence[str] = ()) -> None:
+    """Raises StateMismatch for what no target takes, and for what a target found missing, if there is anything."""
+    if paths or missing:
+        raise _mismatch([*_not_there(missing), *_only_there(paths)])
+
+
+def _not_there(paths: Iterable[str]) -> list[str]:
+    return [f"{path}: not in the checkpoint" for path in paths]
+
+
+def _only_there(paths: Iterable[str]) -> list[str]:
+    return [f"{path}: in the checkpoint only" for path in paths]
+
+
+def _mismatch(problems: Sequence[str]) -> StateMismatch:
+    return StateMismatch(
+        _listed(problems, "the checkpoint and the target differ"),
+        subject=_subject(problems[0]),
+        hint="strict=False restores what fits; rename=, include= and exclude= say what belongs where",
+    )
+
+
+def _check_selection(restorer: Restorer, tree: Json) -> None:
+    """A pattern that meets nothing is a slip of the pen: nobody asks for nothing."""
+    paths = terminals(tree, "")
+    if paths and not any(map(restorer.selection.takes, paths)):
+        raise StateMismatch(
+            "include= and exclude= leave nothing of the checkpoint",
+            subject=paths[0],
+            hint=f"they are globs over paths such as {paths[0]!r}; strict=False restores nothing without a word",
+        )
+
+
+def _subject(problem: str) -> str:
+    return re.split(r": ", problem, maxsplit=1)[0]
+
+
+def _listed(problems: Sequence[str], title: str) -> str:
+    shown = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
+    more = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return f"{title} ({len(problems)}):{shown}{more}"
+
+
+def _report(restorer: Restorer) -> LoadReport:
+    return LoadReport(
+        restored=tuple(restorer.restored),
+        created=tuple(restorer.created),
+        missing=tuple(restorer.missing),
+        unexpected=tuple(restorer.unexpected),
+        skipped=tuple(restorer.skipped),
+        mismatched=tuple(restorer.mismatched),
+        notes=tuple(restorer.notes),
+    )

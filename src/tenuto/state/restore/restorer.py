@@ -1,0 +1,397 @@
+"""Walking the tree back up: nodes are matched with what the target holds, and nothing is touched yet.
+
+Each node becomes a *thunk*: called once every leaf has arrived, it returns the value, having changed in place what
+keeps its identity. Sinks say where leaves go; problems are gathered, and told all at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any, Final
+
+from tenuto.errors import CorruptionError, StateMismatch, TenutoError
+from tenuto.model.box import Box
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import Json
+from tenuto.state import frameworks
+from tenuto.state.contract import Buffer, Form, Rows, Sink
+from tenuto.state.encode.aliasing import Geometry
+from tenuto.state.encode.walker import owners
+from tenuto.state.restore.selection import Selection
+from tenuto.state.tree import LEAVES, ROOT, kind_of, leaf_nodes, number_of, terminals
+
+Thunk = Callable[[], Any]
+_Held = tuple[int, str, Callable[[], Geometry]]
+"""Memory of the target: the leaf that goes there, the path, and what the memory looks like."""
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT: Final = _Absent()
+"""There is no value in the target; a thunk that returns it leaves the entry out."""
+
+SWAPS, MODULES, OBJECTS, OPTIMIZERS = range(4)
+"""The order of what is applied: tensors take their place first, optimizers last: some schedulers set rates on load."""
+
+
+class TiedLeaf:
+    """One leaf that goes to several places: tied when saved, separate in the target."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    @property
+    def buffer(self) -> Buffer | None:
+        return None
+
+    def span(self) -> None:
+        return None
+
+    def fill(self, data: Buffer) -> None:
+        for sink in self._sinks:
+            sink.fill(data)
+
+
+def _order(item: tuple[Box, Any]) -> tuple[int, ...]:
+    return item[0].offsets
+
+
+class Restorer:
+    """What one restore is going to do. `target` is what the parameters of optimizers are looked up in."""
+
+    def __init__(
+        self,
+        specs: Sequence[LeafSpec],
+        target: Any,
+        selection: Selection,
+        device: Any,
+        strict: bool,
+        *,
+        apart: bool = False,
+    ) -> None:
+        self.device = device
+        self.strict = strict
+        self.apart = apart
+        """Whether other ranks have targets of their own, which take what this one leaves over."""
+        self.selection = selection
+        self.restored: list[str] = []
+        self.created: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.skipped: list[str] = []
+        self.mismatched: list[str] = []
+        self.notes: list[str] = []
+        self.extra: dict[str, Any] = {}
+        """What an adapter keeps for the time of one restore."""
+        self.faults: list[str] = []
+        """What no strictness can overlook."""
+        self._specs = specs
+        self._target = target
+        self._base = 0
+        self._end = 0
+        self._forms: Sequence[Form] | None = None
+        self._sinks: dict[int, Sink] = {}
+        self._more: dict[int, list[Sink]] = {}
+        """Leaf number -> all its sinks, where it has several."""
+        self._memory: dict[int, _Held] = {}
+        """Address -> what of the target was met there first."""
+        self._others: dict[int, dict[Geometry, _Held]] = {}
+        """Address -> everything that was met there, where that is several things."""
+        self._parts: dict[int, dict[Box, list[Sink]]] = {}
+        """Leaf number -> the boxes of it that go somewhere, and where."""
+        self._bases: dict[tuple[int, str], Any] = {}
+        self._views: dict[str, Any] = {}
+        self._actions: list[tuple[int, str, Callable[[], Any]]] = []
+        self._owners: dict[int, tuple[Any, str]] | None = None
+        self._tree: Json = None
+        self._places: dict[str, tuple[int, Json]] | None = None
+        self._own: tuple[Json, int, int] = (None, 0, 0)
+        self._own_nodes: dict[str, Json] = {}
+        self._own_taken: set[str] = set()
+        from tenuto.state.restore.rebuild import value
+
+        self._planned = value
+
+    # -- the checkpoint's side -------------------------------------------------------------------------------
+
+    def begin(self, tree: Json, base: int, count: int) -> None:
+        """Turns to a tree of `count` leaves, of which leaf 0 is leaf `base`. Its paths are those of the target."""
+        self._base, self._end = base, base + count
+        self._tree, self._places = tree, None
+
+    def begin_own(self, tree: Json, base: int, count: int, nodes: dict[str, Json]) -> None:
+        """Says which private tree there is, and which of its nodes belong at which paths of the shared one."""
+        self._own, self._own_nodes = (tree, base, count), nodes
+
+    def own(self, path: str) -> Json:
+        """The node that this rank's private tree has for what was saved at `path`; ABSENT where it has none."""
+        return self._own_nodes.get(path, ABSENT)
+
+    @contextmanager
+    def turned_to_own(self, path: str) -> Iterator[None]:
+        """Nodes inside are those of the private tree, below what was saved at `path`."""
+        before = (self._base, self._end, self._tree, self._places)
+        self.begin(*(self._own[0], self._own[1], self._own[2]))
+        self._own_taken.add(path)
+        try:
+            yield
+        finally:
+            self._base, self._end, self._tree, self._places = before
+
+    @property
+    def private(self) -> bool:
+        """Whether the nodes at hand are those of a private tree."""
+        return self._own[0] is not None and self._tree is self._own[0]
+
+    def own_left(self) -> list[str]:
+        """The paths of the shared tree whose values in the private one were not asked for."""
+        return [path for path in self._own_nodes if path not in self._own_taken]
+
+    def _located(self) -> dict[str, tuple[int, Json]]:
+        """Path -> (leaf number, node) of the tree at hand."""
+        if self._places is None:
+            self._places = {path: (self.spec(node, path)[0], node) for path, node in leaf_nodes(self._tree)}
+        return self._places
+
+    def number_at(self, path: str) -> int | str:
+        """What identifies the tensor saved at `path`: its leaf number, the same for every name of a tied one."""
+        found = self._located().get(path)
+        return path if found is None else found[0]
+
+    def device_at(self, path: str) -> str:
+        """The type of the device on which the tensor saved at `path` lay."""
+        return str((self.leaf_at(path) or {}).get("device", "cpu"))
+
+    def leaf_at(self, path: str) -> Json | None:
+        """The node of the tensor saved at `path`."""
+        return self._located().get(path, (0, None))[1]
+
+    def spec(self, node: Json, path: str) -> tuple[int, LeafSpec]:
+        """The number (over shared and private leaves) and spec of the leaf that a leaf or alias node means."""
+        base = self._base
+        number = base + number_of(node, self._end - base, path)
+        return number, self._specs[number]
+
+    def forms(self, nodes: Sequence[Json]) -> tuple[list[int], list[Form]] | None:
+        """What `spec` says of many nodes: number, and dtype and shape. None where not all of them are leaves."""
+        if self._forms is None:
+            specs = self._specs
+            self._forms = specs.forms() if isinstance(specs, Rows) else [(one.dtype, one.shape) for one in specs]
+        if set(map(type, nodes)) != {dict}:
+            return None
+        try:
+            kinds, found = {*map(itemgetter("!"), nodes)}, [*map(itemgetter("n"), nodes)]
+        except KeyError:
+            return None
+        if (
+            kinds != {"leaf"}
+            or set(map(type, found)) != {int}
+            or min(found) < 0
+            or max(found) >= self._end - self._base
+        ):
+            return None
+        numbers = [self._base + number for number in found] if self._base else found
+        return numbers, [*map(self._forms.__getitem__, numbers)]
+
+    def words(self, node: Json) -> str:
+        """What a node is, for a person."""
+        kind = kind_of(node)
+        if kind in LEAVES:
+            _, spec = self.spec(node, "")
+            return f"{spec.dtype} {list(spec.shape)}"
+        if kind == "":
+            return f"the value {node!r}"[:60]
+        named = {
+            "dict": "a dict of entries",
+            "list": "a list",
+            "module": "a module's entries",
+            "object": "an object's state",
+        }
+        return named.get(kind, f"a {kind}") + (
+            f" ({node['type']})" if isinstance(node, dict) and "type" in node else ""
+        )
+
+    # -- the target's side -----------------------------------------------------------------------------------
+
+    def owner(self, tensor: Any) -> str | None:
+        """The path at which the target holds this very tensor."""
+        if self._owners is None:
+            self._owners = owners(self._target)
+        found = self._owners.get(id(tensor))
+        return None if found is None else found[1]
+
+    def takes(self, path: str) -> bool:
+        """Whether `path` is to be restored; if not, that is noted."""
+        taken = self.selection.takes(path)
+        if not taken:
+            self.skipped.append(path)
+        return taken
+
+    def takes_some(self, node: Json, path: str) -> bool:
+        """Whether anything of `node` is to be restored; if not, that is noted."""
+        taken = self.selection.everything or any(map(self.selection.takes, terminals(node, path)))
+        if not taken:
+            self.skipped.append(path)
+        return taken
+
+    def want(self, number: int, sink: Sink) -> None:
+        """Leaf `number` goes to `sink`."""
+        first = self._sinks.setdefault(number, sink)
+        if first is not sink:
+            self._more.setdefault(number, [first]).append(sink)
+
+    def want_existing(self, number: int, sink: Sink, path: str, address: int, geometry: Callable[[], Geometry]) -> None:
+        """Leaf `number` goes to what the target has at `path`: filled once, and from one leaf only. `geometry` is asked
+        where something else of the target lies at the same address."""
+        if self._takes(number, path, address, geometry):
+            self.want(number, sink)
+
+    def want_parts(
+        self,
+        number: int,
+        parts: Sequence[tuple[Box, Sink]],
+        path: str,
+        address: int,
+        geometry: Callable[[], Geometry],
+    ) -> None:
+        """Boxes of leaf `number` go to what the target has at `path`, at one address: else as `want_existing`. None of
+        them where this rank holds nothing of it."""
+        if not parts:
+            self.restored.append(path)
+        elif self._takes(number, path, address, geometry):
+            self.want_boxes(number, parts)
+
+    def want_boxes(self, number: int, parts: Sequence[tuple[Box, Sink]]) -> None:
+        """Boxes of leaf `number` go to these sinks."""
+        held = self._parts.setdefault(number, {})
+        for box, sink in parts:
+            held.setdefault(box, []).append(sink)
+
+    def _takes(self, number: int, path: str, address: int, geometry: Callable[[], Geometry]) -> bool:
+        """Whether memory of the target is met for the first time, and so has to be filled."""
+        self.restored.append(path)
+        entry = (number, path, geometry)
+        first = self._memory.setdefault(address, entry)
+        if first is not entry:
+            others = self._others.setdefault(address, {first[2](): first})
+            held = others.setdefault(geometry(), entry)
+            if held[0] != number:
+                self.mismatched.append(f"{path}: one tensor with {held[1]} in the target, two in the checkpoint")
+            return held is entry
+        return True
+
+    def want_apart(
+        self,
+        numbers: Sequence[int],
+        sinks: Sequence[Sink],
+        paths: Sequence[str],
+        addresses: Sequence[int],
+        geometries: Iterable[Callable[[], Geometry]],
+    ) -> bool:
+        """`want_existing` for many. False, and nothing is done, where two of them, or one of them and what was there
+        before, are the same leaf or lie at the same address."""
+        for found, known in ((numbers, self._sinks), (addresses, self._memory)):
+            if len(set(found)) < len(found) or not known.keys().isdisjoint(found):
+                return False
+        self.restored.extend(paths)
+        self._sinks.update(zip(numbers, sinks, strict=True))
+        self._memory.update(zip(addresses, zip(numbers, paths, geometries, strict=True), strict=True))
+        return True
+
+    def mismatch(self, value: Any, path: str, theirs: str, ours: str) -> Thunk:
+        self.mismatched.append(f"{path or ROOT}: {theirs} in the checkpoint, {ours} in the target")
+        return lambda: value
+
+    def later(self, path: str, action: Callable[[], Any], phase: int = OBJECTS) -> None:
+        """`action` runs when every leaf has arrived, before plain values are set."""
+        self._actions.append((phase, path, action))
+
+    # -- new values --------------------------------------------------------------------------------------------
+
+    def rebuild(self, node: Json, path: str, like: Any = ABSENT) -> Thunk:
+        """Plans a new value; `like` only offers classes that the checkpoint cannot name for itself."""
+        return self._planned(self, node, like, path, False)
+
+    def value(self, node: Json, like: Any, path: str) -> Thunk:
+        """Plans restoring `like` in its place."""
+        return self._planned(self, node, like, path, True)
+
+    @contextmanager
+    def on(self, device: Any) -> Iterator[None]:
+        """New tensors made inside go to `device`."""
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
+
+    def new_leaf(self, node: Json, path: str, device: Any = None) -> Thunk:
+        """A new tensor, array or bytes for a leaf; every alias of it gets the same one."""
+        number, spec = self.spec(node, path)
+        self.created.append(path or ROOT)
+        adapter, framework, where = *self._framework(node, path), device if device is not None else self.device
+        base = self.new_base(number, spec, node, path, device)
+        about = json.dumps(
+            [number, framework, str(where), {name: node[name] for name in sorted(node) if name not in ("!", "n")}]
+        )
+
+        def view() -> Any:
+            if about not in self._views:
+                self._views[about] = adapter.view(base, node)
+            return self._views[about]
+
+        return view
+
+    def new_base(self, number: int, spec: LeafSpec, node: Json, path: str, device: Any = None) -> Any:
+        """The memory of a new leaf, one for all its names."""
+        adapter, framework = self._framework(node, path)
+        where = device if device is not None else self.device
+        key = (number, f"{framework} {where}")
+        if key not in self._bases:
+            self._bases[key], sink = adapter.allocate(spec, node, where)
+            self.want(number, sink)
+        return self._bases[key]
+
+    def _framework(self, node: Json, path: str) -> tuple[frameworks.Adapter, str]:
+        name = node.get("as")
+        if name == "torch":
+            try:
+                return frameworks.home("torch"), "torch"
+            except ImportError:
+                return frameworks.home("numpy"), "numpy"
+        if name not in ("numpy", "bytes"):
+            raise CorruptionError(f"{path}: a leaf of {name!r} is not known here", subject=path)
+        return frameworks.home("numpy"), "numpy"
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def wants(self) -> tuple[list[tuple[int, Sink]], list[Box | None] | None]:
+        """What goes where, by leaf number; and which box of the leaf each is, where not all are whole leaves."""
+        several = {number: TiedLeaf(sinks) for number, sinks in self._more.items()}
+        whole = sorted((self._sinks | several).items(), key=itemgetter(0))
+        if not self._parts:
+            return whole, None
+        every: list[tuple[int, Box | None, Sink]] = [(number, None, sink) for number, sink in whole]
+        for number, parts in self._parts.items():
+            every += [
+                (number, box, sinks[0] if len(sinks) == 1 else TiedLeaf(sinks))
+                for box, sinks in sorted(parts.items(), key=_order)
+            ]
+        every.sort(key=itemgetter(0))
+        return [(number, sink) for number, _, sink in every], [box for _, box, _ in every]
+
+    def act(self) -> None:
+        """Runs what was put off. Whatever an object of the user's raises becomes a StateMismatch that names it."""
+        for _, path, action in sorted(self._actions, key=lambda item: item[0]):
+            try:
+                action()
+            except TenutoError:
+                raise
+            except Exception as error:
+                raise StateMismatch(f"{path or ROOT}: its state could not be set: {error}", subject=path) from error

@@ -1,0 +1,1 @@
+"""A store in a directory of a local or shared file system."""

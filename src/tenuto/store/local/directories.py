@@ -1,0 +1,251 @@
+"""The directories of a local store: made, made durable, pruned.
+
+An object is durable only if every directory on the way to it is: each directory's entry in its parent has to be
+fsynced, also when an earlier process made the directory and died before it did so. So each is settled once per process,
+and the settled ones are remembered: a put into a known directory costs no call here.
+
+Directories go by their names relative to the store's root; the root is "".
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from tenuto.errors import StoreError, typed
+from tenuto.store.local import os_errors
+from tenuto.store.local.syscalls import FileSystem, Kind
+
+_RACES: Final = 100
+"""How often a directory may vanish between being made and being used before that counts as a fault."""
+
+
+@dataclass
+class Directories:
+    filesystem: FileSystem
+    root: str
+    create: bool
+    """Whether the root itself may be made."""
+    persistent: bool = True
+    """False once the file system has said that it cannot flush a directory."""
+    _root_seen: bool = False
+    _settled: set[str] = field(default_factory=set)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def path(self, name: str) -> str:
+        return f"{self.root}/{name}" if name else self.root
+
+    def are_ours(self, name: str) -> bool:
+        """False if the way to `name` leads through a symbolic link or a file: what lies there is foreign."""
+        for directory in _chain(parent(name)):
+            if directory:
+                try:
+                    if self.filesystem.status(self.path(directory)).kind != "directory":
+                        return False
+                except OSError as error:
+                    if error.errno in os_errors.ABSENT:
+                        return True  # nothing can be reached through it; the caller will find that out by itself
+                    raise os_errors.meaning(error, "looking at", self.path(directory), name) from error
+        return True
+
+    def ensure(self, directory: str) -> None:
+        """Makes `directory` and what leads to it, durably. Costs nothing when this process has done so before."""
+        if directory in self._settled:
+            return
+        # Held over the flushes too, and by `prune`: nobody may meet a directory as settled that was made anew since.
+        with self._lock:
+            for _ in range(_RACES):
+                try:
+                    for ancestor in _chain(directory):
+                        if ancestor not in self._settled:
+                            self._make(ancestor)
+                            self._settled.add(ancestor)
+                    return
+                except FileNotFoundError as error:
+                    if isinstance(error, StoreError):
+                        raise
+                    self.forget(directory)
+        raise StoreError(f"{self.path(directory)} keeps vanishing while objects are put there", subject=directory)
+
+    def forget(self, directory: str) -> None:
+        """After `directory` was found missing: nothing that leads to it is known any more."""
+        with self._lock:
+            self._settled.difference_update(_chain(directory))
+
+    def _make(self, directory: str) -> None:
+        """Lets FileNotFoundError pass as it is: an ancestor has vanished."""
+        path = self.path(directory)
+        if not directory:
+            self._make_root()
+            return
+        try:
+            self.filesystem.mkdir(path)
+        except FileExistsError:
+            if self._kind(path, directory) != "directory":
+                raise StoreError(
+                    f"{path} is in the way: a symbolic link or a file where a directory belongs",
+                    subject=directory,
+                    hint=f"move {path} away; Tenuto follows no symbolic links inside a repository",
+                ) from None
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise os_errors.meaning(error, "making", path, directory) from error
+        self._flush_one(self.path(parent(directory)), directory)
+
+    def _kind(self, path: str, subject: str) -> Kind:
+        """Lets FileNotFoundError pass as it is: pruned by another process between one call and the next."""
+        try:
+            return self.filesystem.status(path).kind
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise os_errors.meaning(error, "looking at", path, subject) from error
+
+    def _make_root(self) -> None:
+        made = self._make_above(self.root) if self._absent(self.root) else set()
+        self._root_seen = True
+        # A dead process may have made any directory above the root, just before the power went. Those that we made must
+        # be flushed; the others where we may: one that is not ours to open has been there for long.
+        path = self.root
+        while (above := path.rpartition("/")[0] or "/") != path:
+            if path in made:
+                self._flush_one(above, "")
+            else:
+                try:
+                    self.filesystem.fsync_directory(above)
+                except OSError as error:
+                    if error.errno not in os_errors.DENIED | os_errors.ABSENT | os_errors.UNSUPPORTED:
+                        raise os_errors.unflushed(error, above, "") from error
+            path = above
+
+    def _absent(self, path: str) -> bool:
+        try:
+            self.filesystem.status(path)
+        except FileNotFoundError:
+            if self._root_seen:
+                # Made anew, it might well be on the disk below an unmounted file system.
+                raise StoreError(
+                    f"{path} has vanished", subject=path, hint="is its file system still mounted?"
+                ) from None
+            if self.create:
+                return True
+            raise StoreError(f"there is no directory {path}", subject=path, hint=typed("mkdir", "-p", path)) from None
+        except OSError as error:
+            raise os_errors.meaning(error, "looking at", path, path) from error
+        return False
+
+    def _make_above(self, path: str) -> set[str]:
+        """Makes `path` and its missing parents; returns those that were missing."""
+        made: set[str] = set()
+        missing = [path]
+        while missing:
+            try:
+                self.filesystem.mkdir(missing[-1])
+                made.add(missing.pop())
+            except FileExistsError:
+                made.add(missing.pop())  # by another process, a moment ago
+            except FileNotFoundError:
+                above = missing[-1].rpartition("/")[0]
+                if not above:
+                    raise
+                missing.append(above)
+            except OSError as error:
+                raise os_errors.meaning(error, "making", missing[-1], path) from error
+        return made
+
+    def flush(self, directory: str, subject: str) -> None:
+        """Makes durable what `directory` holds now; if it is gone, its absence."""
+        while True:
+            try:
+                self._flush_one(self.path(directory), subject)
+                return
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if isinstance(error, StoreError):
+                    raise
+                if not directory:
+                    return  # no root, and so nothing that could come back below it
+                directory = parent(directory)
+
+    def flush_present(self, directory: str, subject: str) -> None:
+        """Makes durable what `directory` holds now; StoreError if it is gone."""
+        try:
+            self._flush_one(self.path(directory), subject)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise os_errors.meaning(error, "flushing", self.path(directory), subject) from error
+
+    def settle(self, directory: str, subject: str) -> None:
+        """Makes durable what `directory` holds now and its own presence, or its absence. Makes no directory.
+        The caller has seen that the way to it `are_ours`."""
+        self.flush(directory, subject)
+        with self._lock:
+            for ancestor in _chain(directory):
+                if ancestor in self._settled:
+                    continue
+                try:
+                    if ancestor:
+                        self.filesystem.status(self.path(ancestor))
+                        self._flush_one(self.path(parent(ancestor)), subject)
+                    elif not self._root_settled():
+                        return
+                except (FileNotFoundError, NotADirectoryError) as error:
+                    if isinstance(error, StoreError):
+                        raise
+                    return
+                except StoreError:
+                    raise
+                except OSError as error:
+                    raise os_errors.meaning(error, "looking at", self.path(ancestor), subject) from error
+                self._settled.add(ancestor)
+
+    def _root_settled(self) -> bool:
+        try:
+            self.filesystem.status(self.root)
+        except FileNotFoundError:
+            return False
+        self._make_root()
+        return True
+
+    def prune(self, directory: str) -> None:
+        """Removes `directory` if it is empty, then its parents likewise; never the root or what lies directly in it."""
+        while parent(directory):
+            with self._lock:
+                try:
+                    self.filesystem.rmdir(self.path(directory))
+                except FileNotFoundError:
+                    pass
+                except OSError:
+                    # Not empty, or a race, or not allowed: an empty directory that stays is no fault.
+                    return
+                self._settled.discard(directory)
+            directory = parent(directory)
+
+    def _flush_one(self, path: str, subject: str) -> None:
+        """Lets a missing directory pass as FileNotFoundError or NotADirectoryError: the callers know what it means."""
+        try:
+            self.filesystem.fsync_directory(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as error:
+            if error.errno in os_errors.UNSUPPORTED:
+                self.persistent = False  # said by `capabilities`: this place cannot promise more
+                return
+            if error.errno in os_errors.DENIED or error.errno == errno.ELOOP:
+                raise os_errors.meaning(error, "opening", path, subject) from error
+            raise os_errors.unflushed(error, path, subject) from error
+
+
+def parent(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _chain(directory: str) -> Iterator[str]:
+    """The root and all directories down to `directory`."""
+    yield ""
+    end = 0
+    while directory and end != -1:
+        end = directory.find("/", end + 1)
+        yield directory if end == -1 else directory[:end]

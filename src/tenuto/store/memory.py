@@ -1,0 +1,169 @@
+"""Objects in this process's memory, under a name that every part of the process can open: for tests and trials."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final
+
+from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
+from tenuto.model.records import Receipt
+from tenuto.store.contract import Capabilities, Content, Entry, Listing, Stat
+from tenuto.store.names import check_name, check_new_name, check_prefix, check_token, is_leftover
+
+_TICK_NS: Final = 1_000_000
+
+
+@dataclass
+class SharedObjects:
+    """What all stores of one name share."""
+
+    objects: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+    """Name to bytes and time of the put."""
+    clock_ns: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def tick(self) -> int:
+        self.clock_ns += _TICK_NS
+        return self.clock_ns
+
+
+_places: dict[str, SharedObjects] = {}
+_places_lock = threading.Lock()
+
+
+class MemoryStore:
+    """Two stores of one name in one process hold the same objects. Times are a counter: every put moves it by 1 ms."""
+
+    def __init__(self, name: str) -> None:
+        self.name: Final = name
+        with _places_lock:
+            self.place: Final = _places.setdefault(name, SharedObjects())
+
+    def __repr__(self) -> str:
+        return f"MemoryStore({self.name!r})"
+
+    @property
+    def url(self) -> str:
+        return f"memory://{self.name}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(commits=True, persistent=False)
+
+    def probe(self) -> Capabilities:
+        return self.capabilities
+
+    def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
+        check_new_name(name)
+        check_token(token)
+        data = b"".join(bytes(piece) for piece in content.pieces())  # each is copied before the next is asked for
+        if len(data) != content.length:
+            raise StoreError(f"{name} was announced with {content.length} bytes and has {len(data)}", subject=name)
+        with self.place.lock:
+            if name in self.place.objects:
+                raise AlreadyExists(f"{name} exists already ({self.url})", subject=name)
+            self.place.objects[name] = data, self.place.tick()
+        return Receipt(name, len(data), self.url)
+
+    def _find(self, name: str) -> tuple[bytes, int]:
+        with self.place.lock:
+            found = self.place.objects.get(check_name(name))
+        if found is None:
+            raise ObjectNotFound(f"there is no object {name} ({self.url})", subject=name)
+        return found
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        data, _ = self._find(name)
+        if len(data) > limit:
+            raise CorruptionError(f"{name} has {len(data)} bytes where at most {limit} belong", subject=name)
+        return data
+
+    def open(self, name: str) -> MemoryReader:
+        return MemoryReader(name, self._find(name)[0])
+
+    def stat(self, name: str) -> Stat:
+        data, modified_ns = self._find(name)
+        return Stat(len(data), modified_ns)
+
+    def _below(self, prefix: str) -> list[Entry]:
+        start = f"{check_prefix(prefix)}/" if prefix else ""
+        with self.place.lock:
+            return sorted(
+                (Entry(name, len(data)) for name, (data, _) in self.place.objects.items() if name.startswith(start)),
+                key=lambda entry: entry.name,
+            )
+
+    def children(self, prefix: str) -> Listing:
+        start = len(prefix) + 1 if prefix else 0
+        directories: set[str] = set()
+        objects: list[str] = []
+        for entry in self._below(prefix):
+            segment, below, _ = entry.name[start:].partition("/")
+            if below:
+                directories.add(segment)
+            elif not is_leftover(segment):
+                objects.append(segment)
+        return Listing(tuple(sorted(directories)), tuple(objects))
+
+    def walk(self, prefix: str) -> Iterator[Entry]:
+        return (entry for entry in self._below(prefix) if not is_leftover(entry.name))
+
+    def leftovers(self, prefix: str) -> Iterator[Entry]:
+        return (entry for entry in self._below(prefix) if is_leftover(entry.name))
+
+    def delete(self, names: Sequence[str] | Iterable[str]) -> None:
+        checked = [check_name(name) for name in names]
+        with self.place.lock:
+            for name in checked:
+                self.place.objects.pop(name, None)
+
+    def settle(self, name: str) -> None:
+        check_name(name)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def advance(self, seconds: float) -> None:
+        """Moves this store's clock on, for what depends on the age of objects."""
+        with self.place.lock:
+            self.place.clock_ns += round(seconds * 1e9)
+
+    def close(self) -> None:
+        """The objects stay, for the next store of this name."""
+
+
+@dataclass
+class MemoryReader:
+    name: str
+    data: bytes
+    alignment: int = 1
+
+    @property
+    def length(self) -> int:
+        return len(self.data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer = buffer.cast("B") if buffer.itemsize != 1 or buffer.ndim != 1 else buffer
+        end = offset + len(buffer)
+        if offset < 0 or end > len(self.data):
+            raise CorruptionError(
+                f"{self.name} ends before byte {end}: it has {len(self.data)} bytes", subject=f"{self.name}@{end}"
+            )
+        buffer[:] = memoryview(self.data)[offset:end]
+
+    def view(self) -> memoryview | None:
+        return memoryview(self.data)
+
+    def close(self) -> None:
+        """Holds nothing open."""
+
+    def __enter__(self) -> MemoryReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

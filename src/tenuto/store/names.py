@@ -1,0 +1,55 @@
+"""Names of objects: what may be one, and how the temporaries of unfinished puts are told from them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tenuto.errors import StoreError
+
+TEMPORARY: Final = ".tmp-"
+"""Stands in the last segment of every temporary: `<final name>.tmp-<token>`."""
+_LONGEST: Final = 4096
+
+
+def check_name(name: str) -> str:
+    """Returns `name` if it may name an object or a temporary, else raises StoreError. Nothing outside a store can be
+    named, whatever a manifest says."""
+    if not isinstance(name, str) or not name:
+        raise StoreError(f"{name!r} cannot name an object", subject=str(name))
+    if len(name) > _LONGEST or "\0" in name or any(segment in ("", ".", "..") for segment in name.split("/")):
+        raise StoreError(f"{name[:200]!r} cannot name an object: it is no relative path", subject=name[:200])
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise StoreError(f"{name!r} cannot name an object: it is no valid text", subject=repr(name)) from None
+    return name
+
+
+def check_new_name(name: str) -> str:
+    """`check_name`, for an object that is to be put."""
+    if TEMPORARY in check_name(name):
+        raise StoreError(f"{name!r} cannot name an object: {TEMPORARY!r} marks temporaries", subject=name)
+    if not name.isprintable():
+        raise StoreError(
+            f"{name!r} cannot name an object: it holds characters that no listing shows", subject=repr(name)
+        )
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    return prefix if prefix == "" else check_name(prefix)
+
+
+def check_token(token: str) -> str:
+    if not isinstance(token, str) or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
+        raise StoreError(f"{token!r} cannot mark temporaries: letters, digits, - and _ can", subject=str(token))
+    return token
+
+
+def is_leftover(name: str) -> bool:
+    return TEMPORARY in name.rpartition("/")[2]
+
+
+def is_listable(segment: str) -> bool:
+    """Whether a file or directory found by this name can be an object, a temporary or a directory of them."""
+    return segment.isprintable()

@@ -1,0 +1,89 @@
+"""From what a user writes (`where`) to a store: a path, a URL, or a store already made."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from tenuto.errors import UsageError
+from tenuto.store.contract import Store
+from tenuto.store.local.store import LocalStore
+from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.retry import RetryingStore
+
+_SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
+_PLANNED: Final = frozenset({"s3", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "http", "https"})
+GROUP: Final = "tenuto.stores"
+"""Entry points of this group serve further schemes: the name is the scheme, the object a callable from URL to Store."""
+
+
+def open_store(where: str | os.PathLike[str] | Store) -> Store:
+    """A path or file:// URL is a local directory, memory://NAME a place in this process's memory; other schemes are
+    looked for among the entry points of the group `tenuto.stores`. All are wrapped so that passing faults are borne.
+    A Store is returned as it is: who makes one chooses its wrappers. Opening touches nothing.
+
+    Raises UsageError for what is none of these.
+    """
+    if isinstance(where, Store):
+        return where
+    text = os.fspath(where)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UsageError(
+            f"{where!r} is no place for checkpoints: give a directory or a URL",
+            subject=repr(where),
+            hint="write /the/path, file:///the/path or memory://NAME",
+        )
+    found = _SCHEME.match(text)
+    if found is None:
+        return RetryingStore(_local(text))
+    scheme = found[1].lower()
+    if scheme == "file":
+        return RetryingStore(_local(_path_of(text)))
+    if scheme == "memory":
+        return RetryingStore(MemoryStore(_memory_name(text)))
+    return RetryingStore(_serving(scheme, text)(text))
+
+
+def _local(path: str) -> LocalStore:
+    # Symbolic links on the way to the root are the user's own arrangement; inside a repository none is followed.
+    return LocalStore(os.path.realpath(os.path.expanduser(path)))
+
+
+def _path_of(url: str) -> str:
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not path or "\0" in path:
+        raise UsageError(
+            f"{url} names no directory of this machine",
+            subject=url,
+            hint="write file:///the/path, or just the path",
+        )
+    return path
+
+
+def _memory_name(url: str) -> str:
+    name = url.partition("://")[2].strip("/")
+    if not name:
+        raise UsageError(f"{url} has no name", subject=url, hint="write memory://NAME")
+    return name
+
+
+def _serving(scheme: str, url: str) -> Callable[[str], Store]:
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
+
+    for point in entry_points(group=GROUP):
+        if point.name.lower() == scheme:
+            factory: Callable[[str], Store] = point.load()
+            return factory
+    if scheme in _PLANNED:
+        message = f"{scheme}:// is not built yet in this version, and no installed package serves it"
+    else:
+        message = f"no store serves {scheme}://"
+    raise UsageError(
+        message,
+        subject=url,
+        hint=f"use a directory (also a mounted one), or install a package with an entry point in {GROUP!r}",
+    )

@@ -1,0 +1,1 @@
+"""Stores over other stores: retries, and one content put into several."""

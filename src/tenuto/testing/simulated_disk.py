@@ -1,0 +1,379 @@
+"""A file system in memory behind the local store's seam: hard links, direct I/O, reservation, a limit on space.
+
+It is as strict as Linux where the protocol could go wrong (exclusive create, no replacing link, alignment of direct
+I/O, ENOSPC), and it can be made from a `DiskImage` in microseconds: contents are shared until they are written.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from tenuto.store.local.syscalls import Kind, Status
+from tenuto.testing.disk_image import BLOCK, ROOT, ZEROES, Contents, DiskImage
+
+_FIRST_DESCRIPTOR: Final = 1_000_000
+"""Far above real descriptors, so that one handed to `os` by mistake is an error and closes nothing."""
+
+
+def fault(number: int, path: str) -> OSError:
+    return OSError(number, os.strerror(number), path)
+
+
+@dataclass(slots=True)
+class _File:
+    blocks: list[bytes]
+    size: int
+    modified: int
+    reserved: int = 0
+    """Blocks promised by `reserve`; written or not, they count as used."""
+    links: int = 0
+
+    @property
+    def allocated(self) -> int:
+        return max(len(self.blocks), self.reserved)
+
+
+@dataclass(slots=True)
+class _Directory:
+    entries: dict[str, int]
+
+
+@dataclass(slots=True)
+class _Open:
+    path: str
+    inode: int
+    direct: bool
+    writable: bool
+
+
+@dataclass
+class SimulatedDisk:
+    """`capacity`: bytes that files may take, None for no limit. `direct_io`: whether O_DIRECT is accepted."""
+
+    capacity: int | None = None
+    direct_io: bool = True
+    _files: dict[int, _File] = field(default_factory=dict)
+    _directories: dict[int, _Directory] = field(default_factory=lambda: {ROOT: _Directory({})})
+    _open: dict[int, _Open] = field(default_factory=dict)
+    _next: int = 1
+    _next_descriptor: int = _FIRST_DESCRIPTOR
+    _clock: int = 1
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    @classmethod
+    def holding(cls, image: DiskImage, *, direct_io: bool = False) -> SimulatedDisk:
+        """A disk that a machine would find after the crash that left `image`."""
+        disk = cls(direct_io=direct_io)
+        disk._directories = {inode: _Directory(dict(entries)) for inode, entries in image.directories.items()}
+        disk._files = {inode: _File(list(held.blocks), held.size, 1) for inode, held in image.files.items()}
+        for held in disk._directories.values():
+            for inode in held.entries.values():
+                if inode in disk._files:
+                    disk._files[inode].links += 1
+        disk._next = max((*disk._directories, *disk._files)) + 1
+        return disk
+
+    def image(self) -> DiskImage:
+        """What a clean shutdown now would leave."""
+        with self._lock:
+            return DiskImage(
+                {inode: dict(held.entries) for inode, held in self._directories.items()},
+                {inode: Contents(tuple(held.blocks), held.size) for inode, held in self._files.items()},
+            )
+
+    def files(self, directory: str) -> dict[str, tuple[int, tuple[bytes, ...]]]:
+        """Size and blocks of each file directly in `directory`, by name."""
+        with self._lock:
+            entries = self._directories[self._lookup(directory)].entries
+            held = {name: self._files[inode] for name, inode in entries.items() if inode in self._files}
+            return {name: (file.size, tuple(file.blocks)) for name, file in held.items()}
+
+    @property
+    def open_descriptors(self) -> int:
+        return len(self._open)
+
+    # -- descriptors -----------------------------------------------------------------------------------------------
+
+    def create(self, path: str, *, direct: bool = False) -> int:
+        with self._lock:
+            directory, name = self._parent(path)
+            if name in directory.entries:
+                raise fault(errno.EEXIST, path)
+            self._check_direct(direct, path)
+            inode = self._new_inode()
+            self._files[inode] = _File([], 0, self._tick(), links=1)
+            directory.entries[name] = inode
+            return self._descriptor(_Open(path, inode, direct, writable=True))
+
+    def open(self, path: str, *, direct: bool = False) -> int:
+        with self._lock:
+            inode = self._lookup(path)
+            if inode in self._directories:
+                raise fault(errno.EISDIR, path)
+            self._check_direct(direct, path)
+            return self._descriptor(_Open(path, inode, direct, writable=False))
+
+    def reopen(self, path: str) -> int:
+        """An existing file for writing, emptied (O_TRUNC). No part of the seam: the seeded bugs use it."""
+        with self._lock:
+            file = self._files[self._lookup(path)]
+            file.blocks, file.size = [], 0
+            return self._descriptor(_Open(path, self._lookup(path), direct=False, writable=True))
+
+    def close(self, descriptor: int) -> None:
+        with self._lock:
+            if self._open.pop(descriptor, None) is None:
+                raise fault(errno.EBADF, str(descriptor))
+
+    def set_direct(self, descriptor: int, direct: bool) -> None:
+        held = self._held(descriptor)
+        self._check_direct(direct, held.path)
+        held.direct = direct
+
+    def reserve(self, descriptor: int, length: int) -> None:
+        with self._lock:
+            file = self._writable(descriptor)
+            blocks = -(-length // BLOCK)
+            self._admit(file, blocks, self._open[descriptor].path)
+            file.reserved = max(file.reserved, blocks)
+            file.size = max(file.size, length)
+
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._lock:
+            file, held = self._writable(descriptor), self._open[descriptor]
+            if held.direct:
+                self._check_alignment(buffers, offset, held.path)
+            data = b"".join(bytes(buffer) for buffer in buffers)
+            self._admit(file, -(-(offset + len(data)) // BLOCK), held.path)
+            overwrite(file.blocks, offset, data)
+            file.size = max(file.size, offset + len(data))
+            file.modified = self._tick()
+            return len(data)
+
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, *, nowait: bool = False) -> int:
+        with self._lock:
+            held = self._held(descriptor)
+            if held.direct:
+                self._check_alignment(buffers, offset, held.path)
+            file = self._files[held.inode]
+            wanted = sum(buffer.nbytes for buffer in buffers)
+            data = read(file.blocks, offset, max(0, min(offset + wanted, file.size) - offset))
+            done = 0
+            for buffer in buffers:
+                piece = data[done : done + buffer.nbytes]
+                buffer.cast("B")[: len(piece)] = piece
+                done += len(piece)
+            return done
+
+    def truncate(self, descriptor: int, length: int) -> None:
+        with self._lock:
+            file = self._writable(descriptor)
+            cut(file.blocks, length)
+            file.reserved = min(file.reserved, -(-length // BLOCK))
+            file.size = length
+            file.modified = self._tick()
+
+    def fsync(self, descriptor: int) -> None:
+        self._held(descriptor)
+
+    def fstatus(self, descriptor: int) -> Status:
+        with self._lock:
+            return self._status_of(self._held(descriptor).inode)
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def link(self, source: str, target: str) -> None:
+        with self._lock:
+            inode = self._lookup(source)
+            directory, name = self._parent(target)
+            if name in directory.entries:
+                raise fault(errno.EEXIST, target)
+            if inode in self._directories:
+                raise fault(errno.EPERM, source)
+            directory.entries[name] = inode
+            self._files[inode].links += 1
+
+    def rename_noreplace(self, source: str, target: str) -> None:
+        with self._lock:
+            if self._parent(target)[1] in self._parent(target)[0].entries:
+                raise fault(errno.EEXIST, target)
+            self.rename(source, target)
+
+    def rename(self, source: str, target: str) -> None:
+        """Replaces `target` silently, as rename(2) does. No part of the seam: the seeded bugs use it."""
+        with self._lock:
+            inode = self._lookup(source)
+            old, old_name = self._parent(source)
+            new, new_name = self._parent(target)
+            replaced = self._files.get(new.entries.get(new_name, -1))
+            if replaced is not None:
+                replaced.links -= 1
+            new.entries[new_name] = inode
+            del old.entries[old_name]
+
+    def unlink(self, path: str) -> None:
+        with self._lock:
+            inode = self._lookup(path)
+            if inode in self._directories:
+                raise fault(errno.EISDIR, path)
+            directory, name = self._parent(path)
+            del directory.entries[name]
+            self._files[inode].links -= 1
+
+    def mkdir(self, path: str) -> None:
+        with self._lock:
+            directory, name = self._parent(path)
+            if name in directory.entries:
+                raise fault(errno.EEXIST, path)
+            inode = self._new_inode()
+            self._directories[inode] = _Directory({})
+            directory.entries[name] = inode
+
+    def rmdir(self, path: str) -> None:
+        with self._lock:
+            inode = self._lookup(path)
+            if inode not in self._directories:
+                raise fault(errno.ENOTDIR, path)
+            if self._directories[inode].entries:
+                raise fault(errno.ENOTEMPTY, path)
+            directory, name = self._parent(path)
+            del directory.entries[name]
+            del self._directories[inode]
+
+    def listdir(self, path: str) -> list[tuple[str, Kind]]:
+        with self._lock:
+            inode = self._lookup(path)
+            if inode not in self._directories:
+                raise fault(errno.ENOTDIR, path)
+            return [(name, self._kind(child)) for name, child in self._directories[inode].entries.items()]
+
+    def status(self, path: str) -> Status:
+        with self._lock:
+            return self._status_of(self._lookup(path))
+
+    def fsync_directory(self, path: str) -> None:
+        with self._lock:
+            if self._lookup(path) not in self._directories:
+                raise fault(errno.ENOTDIR, path)
+
+    def map(self, descriptor: int, length: int) -> memoryview:
+        raise fault(errno.ENODEV, "a simulated file cannot be mapped")
+
+    def free_bytes(self, path: str) -> int:
+        with self._lock:
+            self._lookup(path)
+            return 1 << 40 if self.capacity is None else max(0, self.capacity - self._used())
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _lookup(self, path: str) -> int:
+        inode = ROOT
+        for name in path.split("/"):
+            if not name:
+                continue
+            directory = self._directories.get(inode)
+            if directory is None:
+                raise fault(errno.ENOTDIR, path)
+            try:
+                inode = directory.entries[name]
+            except KeyError:
+                raise fault(errno.ENOENT, path) from None
+        return inode
+
+    def _parent(self, path: str) -> tuple[_Directory, str]:
+        head, _, name = path.rstrip("/").rpartition("/")
+        if not name:
+            raise fault(errno.EEXIST, path)
+        directory = self._directories.get(self._lookup(head))
+        if directory is None:
+            raise fault(errno.ENOTDIR, path)
+        return directory, name
+
+    def _kind(self, inode: int) -> Kind:
+        return "directory" if inode in self._directories else "file"
+
+    def _status_of(self, inode: int) -> Status:
+        file = self._files.get(inode)
+        if file is None:
+            return Status("directory", 0, 1)
+        return Status("file", file.size, file.modified, file.links)
+
+    def _descriptor(self, held: _Open) -> int:
+        self._next_descriptor += 1
+        self._open[self._next_descriptor] = held
+        return self._next_descriptor
+
+    def _held(self, descriptor: int) -> _Open:
+        try:
+            return self._open[descriptor]
+        except KeyError:
+            raise fault(errno.EBADF, str(descriptor)) from None
+
+    def _writable(self, descriptor: int) -> _File:
+        held = self._held(descriptor)
+        if not held.writable:
+            raise fault(errno.EBADF, held.path)
+        return self._files[held.inode]
+
+    def _new_inode(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _tick(self) -> int:
+        self._clock += 1_000_000
+        return self._clock
+
+    def _used(self) -> int:
+        opened = {held.inode for held in self._open.values()}
+        return BLOCK * sum(file.allocated for inode, file in self._files.items() if file.links or inode in opened)
+
+    def _admit(self, file: _File, blocks: int, path: str) -> None:
+        if self.capacity is not None and self._used() + BLOCK * max(0, blocks - file.allocated) > self.capacity:
+            raise fault(errno.ENOSPC, path)
+
+    def _check_direct(self, direct: bool, path: str) -> None:
+        if direct and not self.direct_io:
+            raise fault(errno.EINVAL, path)
+
+    def _check_alignment(self, buffers: Sequence[memoryview], offset: int, path: str) -> None:
+        for buffer in buffers:
+            if offset % 512 or buffer.nbytes % 512 or np.frombuffer(buffer, np.uint8).ctypes.data % 512:
+                raise fault(errno.EINVAL, path)
+
+
+def read(blocks: list[bytes], offset: int, length: int) -> bytes:
+    """`length` bytes from `offset`; what was never written is zeroes."""
+    if length <= 0:
+        return b""
+    first, skip = divmod(offset, BLOCK)
+    data = b"".join(blocks[first : -(-(offset + length) // BLOCK)])[skip : skip + length]
+    return data + bytes(length - len(data))
+
+
+def overwrite(blocks: list[bytes], offset: int, data: bytes) -> range:
+    """Writes into a file's blocks, growing it with zeroes; the numbers of the blocks that changed."""
+    if not data:
+        return range(0)
+    first, skip = divmod(offset, BLOCK)
+    end = -(-(offset + len(data)) // BLOCK)
+    blocks.extend([ZEROES] * (end - len(blocks)))
+    edge = b"".join(blocks[first:end])
+    whole = edge[:skip] + data + edge[skip + len(data) :]
+    blocks[first:end] = [whole[at : at + BLOCK] for at in range(0, len(whole), BLOCK)]
+    return range(first, end)
+
+
+def cut(blocks: list[bytes], length: int) -> None:
+    """Drops what lies beyond `length`, so that growing again finds zeroes."""
+    full, rest = divmod(length, BLOCK)
+    tail = blocks[full][:rest] if rest and full < len(blocks) else b""
+    del blocks[full:]
+    if tail:
+        blocks.append(tail + bytes(BLOCK - rest))

@@ -1,0 +1,22 @@
+"""What every store has to keep, as tests: subclass, give a `store` and three methods that bypass it, and run pytest.
+
+    class TestMine(StoreSuite):
+        @pytest.fixture
+        def store(self): ...
+        def raw_put(self, store, name, data): ...
+        def raw_get(self, store, name): ...
+        def raw_delete(self, store, name): ...
+
+A wrapper passes the same suite as the store that it wraps.
+"""
+
+from __future__ import annotations
+
+from tenuto.testing.store_suite.listing import ListingAndRemoving
+from tenuto.testing.store_suite.naming import Naming
+from tenuto.testing.store_suite.putting import Putting
+from tenuto.testing.store_suite.reading import Reading
+
+
+class StoreSuite(Putting, Reading, ListingAndRemoving, Naming):
+    """The store given by the fixture is empty, and is not shared with another test."""

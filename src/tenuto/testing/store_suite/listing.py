@@ -1,0 +1,84 @@
+"""What a store has to keep when it is listed, and when objects are removed."""
+
+from __future__ import annotations
+
+from tenuto.store.contract import Entry, Listing, Store
+from tenuto.testing.store_suite.base import Suite
+
+
+class ListingAndRemoving(Suite):
+    # -- listing -----------------------------------------------------------------------------------------------------
+
+    def tree(self, store: Store) -> list[str]:
+        names = ["b", "a/b/c", "a/b.d", "a/b/d", "a-", "a/b-", "a/b/c2/x"]
+        for name in names:
+            self.raw_put(store, name, name.encode())
+        self.raw_put(store, "a/b/c.tmp-0123", b"unfinished")
+        self.raw_put(store, "z.tmp-1", b"")
+        return names
+
+    def test_children(self, store: Store) -> None:
+        self.tree(store)
+        assert store.children("") == Listing(("a",), ("a-", "b"))
+        assert store.children("a") == Listing(("b",), ("b-", "b.d"))
+        assert store.children("a/b") == Listing(("c2",), ("c", "d"))
+
+    def test_what_is_missing_has_no_children(self, store: Store) -> None:
+        self.put(store, "a/x")
+        for prefix in ("nowhere", "a/nowhere", "a/x"):
+            assert store.children(prefix) == Listing((), ())
+            assert not list(store.walk(prefix))
+
+    def test_an_empty_store_lists_nothing(self, store: Store) -> None:
+        assert store.children("") == Listing((), ())
+        assert self.nothing_is_left(store)
+
+    def test_walk_is_sorted_by_full_name(self, store: Store) -> None:
+        names = self.tree(store)
+        assert list(store.walk("")) == [Entry(name, len(name)) for name in sorted(names)]
+        assert [entry.name for entry in store.walk("a/b")] == ["a/b/c", "a/b/c2/x", "a/b/d"]
+
+    def test_a_prefix_is_a_whole_segment(self, store: Store) -> None:
+        self.tree(store)
+        assert [entry.name for entry in store.walk("a")] == ["a/b-", "a/b.d", "a/b/c", "a/b/c2/x", "a/b/d"]
+
+    def test_leftovers(self, store: Store) -> None:
+        self.tree(store)
+        assert list(store.leftovers("")) == [Entry("a/b/c.tmp-0123", 10), Entry("z.tmp-1", 0)]
+        assert [entry.name for entry in store.leftovers("a")] == ["a/b/c.tmp-0123"]
+        store.delete(entry.name for entry in list(store.leftovers("")))
+        assert not list(store.leftovers(""))
+        assert self.raw_get(store, "a/b/c") == b"a/b/c"
+
+    def test_what_vanishes_during_a_walk_is_passed_over(self, store: Store) -> None:
+        self.tree(store)
+        seen = []
+        for entry in store.walk(""):
+            seen.append(entry.name)
+            self.raw_delete(store, "b")
+        assert seen[:2] == ["a-", "a/b-"]
+
+    # -- delete and settle -------------------------------------------------------------------------------------------
+
+    def test_delete(self, store: Store) -> None:
+        for name in ("runs/a/x", "runs/a/y", "runs/b/z"):
+            self.put(store, name)
+        store.delete(["runs/a/y", "runs/b/z"])
+        assert [entry.name for entry in store.walk("")] == ["runs/a/x"]
+        assert store.children("runs") == Listing(("a",), ())
+
+    def test_deleting_what_is_absent_is_no_error(self, store: Store) -> None:
+        store.delete([])
+        store.delete(["nothing", "no/such/thing"])
+        self.put(store, "x")
+        store.delete(["x", "x"])
+        store.delete(["x"])
+        assert self.raw_get(store, "x") is None
+
+    def test_settle(self, store: Store) -> None:
+        self.raw_put(store, "runs/a/x", b"1")
+        store.settle("runs/a/x")
+        store.settle("runs/a/absent")
+        store.settle("no/such/directory/x")
+        assert self.raw_get(store, "runs/a/x") == b"1"
+        assert [entry.name for entry in store.walk("")] == ["runs/a/x"]

@@ -1,0 +1,241 @@
+"""The arguments of a Checkpointer, checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast, get_args
+
+from tenuto.errors import PolicyConflict, UsageError
+from tenuto.policy import every, keep, on
+from tenuto.policy import keep as keeping
+from tenuto.policy.keep import KeepPolicy
+from tenuto.policy.numbers import metric_name, min_or_max
+from tenuto.policy.save import EveryStall, OnImprove, SavePolicy, parts_of
+from tenuto.repo.refs import check_tag
+from tenuto.sharding.write_plan import Strategy
+
+
+def policies(
+    state: object, save: object, keep: object, *, on_busy: object, on_error: object, memory_budget: object
+) -> tuple[SavePolicy, KeepPolicy]:
+    """When to save and what to keep, the defaults where nothing was given. UsageError for what makes no sense."""
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state must be a mapping of names to what is to be saved, not {type(state).__name__}",
+            subject="state",
+            hint='write {"model": model, "optimizer": optimizer}',
+        )
+    policy = save if save is not None else every(minutes=10) | on.end() | on.signal()
+    kept = keep if keep is not None else keeping.latest(3)
+    if not isinstance(policy, SavePolicy):
+        raise UsageError(
+            f"save={save!r} does not say when to save", subject="save", hint="save=every(steps=200) | on.end()"
+        )
+    if not isinstance(kept, KeepPolicy):
+        raise UsageError(
+            f"keep={keep!r} does not say what to keep",
+            subject="keep",
+            hint='keep=keep.latest(3) | keep.best(2, "val_loss")',
+        )
+    if on_busy not in ("wait", "skip"):
+        raise UsageError(f"on_busy={on_busy!r} is neither 'wait' nor 'skip'", subject="on_busy", hint='on_busy="wait"')
+    if on_error not in ("warn", "raise"):
+        raise UsageError(
+            f"on_error={on_error!r} is neither 'warn' nor 'raise'", subject="on_error", hint='on_error="warn"'
+        )
+    if memory_budget is not None and (
+        isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget <= 0
+    ):
+        raise UsageError(
+            f"memory_budget={memory_budget!r} is no number of bytes",
+            subject="memory_budget",
+            hint="memory_budget=8 * 2**30",
+        )
+    return policy, kept
+
+
+def memory_policy(memory: object) -> SavePolicy | None:
+    """When states are kept in memory. UsageError for what does not say when, or goes by a metric or by saves' cost."""
+    if memory is None:
+        return None
+    if not isinstance(memory, SavePolicy):
+        raise UsageError(
+            f"memory={memory!r} does not say when to keep the state in memory",
+            subject="memory",
+            hint="memory=every(steps=1)",
+        )
+    if memory.metrics():
+        raise UsageError(
+            f"memory={memory!r} goes by a metric; what is kept in memory is the newest state, not the best",
+            subject="memory",
+            hint="memory=every(steps=1), and save=... | on.improve(...) for the store",
+        )
+    if any(isinstance(part, EveryStall) for part in parts_of(memory)):
+        raise UsageError(
+            f"memory={memory!r} goes by what saves to the store cost, which tells nothing of a state in memory",
+            subject="memory",
+            hint="memory=every(steps=10) or every(minutes=1), and save=every(stall=...) for the store",
+        )
+    return memory
+
+
+def fenced(capture: object) -> bool:
+    """Whether `capture=` asks for a fence. UsageError for what it cannot be."""
+    if capture not in ("eager", "fenced"):
+        raise UsageError(
+            f"capture={capture!r} is neither 'eager' nor 'fenced'", subject="capture", hint='capture="fenced"'
+        )
+    return capture == "fenced"
+
+
+def strategy(writers: object) -> Strategy:
+    """By which ranks share out what several of them hold. UsageError for what `writers=` cannot be."""
+    known = get_args(Strategy)
+    if writers not in known:
+        raise UsageError(
+            f"writers={writers!r} is none of {', '.join(map(repr, known))}",
+            subject="writers",
+            hint='writers="balanced"',
+        )
+    return cast("Strategy", writers)
+
+
+def count(value: object, what: str, least: int = 0) -> int:
+    """`value` as a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(
+            f"{what} takes a whole number of at least {least}, not {value!r}",
+            subject=what,
+            hint=f"give a plain int, such as {max(least, 1)}",
+        )
+    return value
+
+
+def seconds(value: object, what: str) -> float:
+    """`value` as a span of time above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UsageError(
+            f"{what} takes a number of seconds above 0, not {value!r}",
+            subject=what,
+            hint="give seconds, such as 60",
+        )
+    return float(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Names that users of other libraries know, as policies.
+#
+# `save_top_k`, `monitor`, `mode` and `save_last` mean what they mean to Lightning's ModelCheckpoint, `max_to_keep`
+# what it means to Orbax's CheckpointManager. What `latest` means is kept whatever they say: a run has to go on from
+# something.
+
+SAYS = (
+    "save_top_k=k with monitor= keeps the k best, save_top_k=-1 all, save_last=True or save_top_k=1 alone the last, "
+    "max_to_keep=n the newest n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentAliases:
+    """The names as they were given; None where one was not."""
+
+    save_top_k: int | None = None
+    monitor: str | None = None
+    mode: Literal["min", "max"] | None = None
+    save_last: bool | None = None
+    max_to_keep: int | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """As a user writes them."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return [f"{name}={value!r}" for name, value in values if value is not None]
+
+    def policies(self, save: SavePolicy | None, kept: KeepPolicy | None) -> tuple[SavePolicy | None, KeepPolicy | None]:
+        """`save` and `keep` as they are where none of the names was given, else what the names mean.
+
+        Raises PolicyConflict where they contradict each other or `keep`.
+        """
+        if not self.given:
+            return save, kept
+        self._check_types()
+        if kept is not None:
+            raise self._conflict(f"keep={kept!r} says already what to keep")
+        if self.mode is not None and self.monitor is None:
+            raise self._conflict("mode says nothing without monitor")
+        if self.max_to_keep is not None:
+            if len(self.given) > 1:
+                raise self._conflict("max_to_keep counts the newest, and does not mix with the others")
+            return save, keep.latest(self.max_to_keep)
+        if save is None and self.monitor is not None and self._top > 0:
+            asked = OnImprove(self.monitor, self.mode or "min", top=self._top)
+            save = every(minutes=10) | on.end() | on.signal() | asked
+        return save, self._keep()
+
+    @property
+    def _top(self) -> int:
+        return 1 if self.save_top_k is None else self.save_top_k
+
+    def _keep(self) -> KeepPolicy | None:
+        if self._top == -1:
+            return keep.all()
+        last = keep.latest(1)
+        if self._top == 0:
+            if not self.save_last:
+                raise self._conflict("save_top_k=0 asks for no checkpoints at all")
+            return last
+        if self.monitor is not None:
+            best = keep.best(self._top, self.monitor, self.mode or "min")
+            return best | last if self.save_last else best
+        if self._top > 1:
+            raise self._conflict(f"the best {self._top} of what? monitor names no metric")
+        return last if self.save_last or self.save_top_k == 1 else None
+
+    def _check_types(self) -> None:
+        top = self.save_top_k
+        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < -1):
+            raise UsageError(
+                f"save_top_k={top!r} is no whole number of at least -1", subject="save_top_k", hint="save_top_k=3"
+            )
+        if self.save_last is not None and not isinstance(self.save_last, bool):
+            raise UsageError(
+                f"save_last={self.save_last!r} is neither True nor False", subject="save_last", hint="save_last=True"
+            )
+        if self.monitor is not None:
+            metric_name(self.monitor, 'monitor="val_loss"')
+        if self.mode is not None:
+            min_or_max(self.mode, self.monitor or "mode")
+
+    def _conflict(self, why: str) -> PolicyConflict:
+        return PolicyConflict(f"{', '.join(self.given)}: {why}", subject=self.given[0].partition("=")[0], hint=SAYS)
+
+
+# --------------------------------------------------------------------------------------------------
+# What `log` is given: metrics as plain floats, tags as checked names.
+
+
+def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Each metric as a float (a tensor of one element too). UsageError names one that is no number."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            # A tensor's own item(): float() of one that requires gradients warns.
+            item = getattr(value, "item", None)
+            found[name] = float(item() if callable(item) else value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise UsageError(
+                f"the metric {name!r} is no number: {type(value).__name__}",
+                subject=name,
+                hint=f"log one number, such as {name}=loss.item()",
+            ) from error
+    return found
+
+
+def tag_names(tag: str | Iterable[str] | None) -> list[str]:
+    """The tags, each once. UsageError names one that cannot be a tag."""
+    if tag is None:
+        return []
+    if not isinstance(tag, (str, list, tuple, set, frozenset)):
+        raise UsageError(f"tag={tag!r} is neither a name nor a list of names", subject="tag", hint='tag="baseline"')
+    return list(dict.fromkeys(check_tag(name) for name in ([tag] if isinstance(tag, str) else sorted(tag))))

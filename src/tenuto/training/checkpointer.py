@@ -1,0 +1,419 @@
+"""The Checkpointer of a training loop."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, overload
+
+from tenuto.certify.probe import certify_probe
+from tenuto.engine.group.group import RankGroup, leaving_if_raised, refused
+from tenuto.engine.read.results import Restored
+from tenuto.engine.save.handle import Save
+from tenuto.errors import ForkedProcess, UsageError
+from tenuto.events import Emitter, Sink
+from tenuto.model.ids import run_key
+from tenuto.policy.keep import KeepPolicy
+from tenuto.policy.save import SavePolicy
+from tenuto.policy.watched_metrics import watched
+from tenuto.ranks.contract import Ranks
+from tenuto.ranks.detection import find_ranks
+from tenuto.repo.lineage import latest
+from tenuto.repo.repository import Repo
+from tenuto.sharding.write_plan import Strategy
+from tenuto.state.position.training_position import TrainingPosition
+from tenuto.store.contract import Where
+from tenuto.store.registry import open_store
+from tenuto.training import run_registry
+from tenuto.training.arguments import (
+    ArgumentAliases,
+    as_floats,
+    count,
+    fenced,
+    memory_policy,
+    policies,
+    seconds,
+    strategy,
+    tag_names,
+)
+from tenuto.training.exit_status import before_exit
+from tenuto.training.loops import Batches, Epochs, Steps
+from tenuto.training.preemption import warn_of_epochs
+from tenuto.training.resume import GroupRunClaim, ResumeFrom, RunClaim
+from tenuto.training.saves import Capture, OnBusy, OnError, RunSaver
+from tenuto.training.snapshot import Snapshots, check_platform
+from tenuto.training.stats import Stats
+from tenuto.training.training_session import CLOSE_DEADLINE_S, TrainingSession, claim_to_count, claim_to_save
+
+# --------------------------------------------------------------------------------------------------
+# What a Checkpointer trains that was built while a worker imported the main module: nothing.
+
+
+class NullTraining:
+    """The training of a disarmed Checkpointer: its loops are over before they begin."""
+
+    def __init__(self) -> None:
+        self.position = TrainingPosition(None)
+        self.stopping = True
+        self.between = False
+
+    def open_step(self, *, given_batch: bool = False) -> None: ...
+
+    def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None: ...
+
+    def end_epoch(self, *, ending: bool) -> None: ...
+
+    def leave_batches(self) -> None: ...
+
+    def leave_loop(self) -> None: ...
+
+
+class Checkpointer:
+    """Saves and resumes one run of training.
+
+    - `where`: a directory, a URL, or a store; created if need be, and nothing foreign in it is touched.
+    - `state`: a mapping of names to models, optimizers, anything with `state_dict`/`load_state_dict`, tensors, plain
+      values; held by reference and read at every save.
+    - `run`: the line of training, when several live in one place.
+    - `data`: the loader, whose position is saved too.
+    - `save`: when: `every(...)`, `on.end()`, `on.signal()`, `on.improve(metric)`, `on.drop(metric, by=)`, combined
+      with `|`. By default `every(minutes=10) | on.end() | on.signal()`.
+    - `keep`: what: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=)`, combined with `|`. By default
+      `keep.latest(3)`.
+    - `resume_from`: "latest", a step, a tag, or None to start afresh.
+    - `in_flight`: how many saves may be written beside training at a time, each with an image of the state's size in
+      host memory. They are written and committed one after the other, in order; with more than one, training goes on
+      while a slow save is still being written. Where memory does not hold all, fewer are in flight, and it is said.
+    - `on_busy`: whether a save that is due while `in_flight` are waits for the oldest ("wait") or is skipped ("skip").
+    - `on_error`: whether a failed save warns, and makes the exit status tell ("warn"), or also raises at the next call
+      ("raise").
+    - `takeover`: claim the run even if its owner lives.
+    - `memory`: when the state is also kept in memory that outlives the process (`every(steps=1)`), so that a crash
+      loses a step and not all since the last save. It takes `in_flight` + 1 times the state's size of /dev/shm, from
+      which saves are written too, and a restart on this machine goes on from it by itself. Of several ranks each
+      keeps what it holds, twice, at the same steps as the others, and all go on from there or none. None: never.
+    - `memory_budget`: bytes of host memory that saving may use.
+    - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
+      the next forward and backward run, and the optimizer's step waits for the copy.
+    - `ranks`: the processes of this job, where torch.distributed does not tell (`tenuto.SharedFiles`). All of
+      them save, tag and `stop` at the same steps; what only one can know (a clock, a signal, a metric) is agreed on.
+    - `ranks_timeout`: seconds that ranks wait for one that is alive and does not come, before they raise. One that is
+      dead, or stopped, is found out within a minute, and in half that time at most.
+    - `writers`: who writes what several ranks hold: all of them, evenly ("balanced"); one rank each tensor ("tensor")
+      or layer ("layer"); all, in parts of 16 MiB at most ("size"); the lowest rank that holds it ("one").
+    - `sinks`: take events.
+    - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and,
+      with `monitor` and no `save`, for `on.improve` beside the default).
+
+    Raises UsageError for arguments that make no sense (PolicyConflict for policies that contradict each other),
+    RanksError where the other processes of the job do not come, or disagree, Unserialisable (naming the path) for a
+    state that cannot be represented, and errors of the store.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        state: Mapping[str, Any],
+        *,
+        run: str = "main",
+        data: Any = None,
+        save: SavePolicy | None = None,
+        keep: KeepPolicy | None = None,
+        resume_from: ResumeFrom = "latest",
+        in_flight: int = 1,
+        on_busy: OnBusy = "wait",
+        on_error: OnError = "warn",
+        takeover: bool = False,
+        memory: SavePolicy | None = None,
+        memory_budget: int | None = None,
+        capture: Capture = "eager",
+        ranks: Ranks | None = None,
+        ranks_timeout: float = 600.0,
+        writers: Strategy = "balanced",
+        sinks: Iterable[Sink] = (),
+        save_top_k: int | None = None,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] | None = None,
+        save_last: bool | None = None,
+        max_to_keep: int | None = None,
+    ) -> None:
+        check_platform()
+        self._closed, self._pid = False, os.getpid()
+        self._training: TrainingSession | None = None
+        if run_registry.imported_by_worker():
+            return  # a worker imports its parent's script anew: this is not the training
+        ranks = find_ranks(ranks)
+        save, keep = ArgumentAliases(save_top_k, monitor, mode, save_last, max_to_keep).policies(save, keep)
+        policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
+        at_a_time, behind_fence = count(in_flight, "in_flight=", least=1), fenced(capture)
+        patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
+        remembered = memory_policy(memory)
+        run_key(run)
+        watches = watched(policy, kept)
+        rehearsing = certify_probe(ranks.rank, ranks.world_size)
+        if rehearsing is not None:
+            where, policy, kept = rehearsing.place(where, run), rehearsing.policy, rehearsing.keep
+            on_busy, on_error, remembered = "wait", "raise", None
+        emitter = Emitter.of(sinks)
+        company: RankGroup | None = None
+        if ranks.world_size > 1:
+            refused(memory=remembered)
+            facts = {"memory": repr(remembered)}
+            company, repo = RankGroup.meet(ranks, where, run, emitter, patience_s, facts=facts, writers=writers)
+        else:
+            repo = Repo.create_or_open(open_store(where))
+        with leaving_if_raised(company):
+            position = TrainingPosition(data, ranks.rank, ranks.world_size)
+            snapshots = Snapshots(state, position, watched=watches)
+            saving = RunSaver(
+                repo,
+                run,
+                policy=policy,
+                keep=kept,
+                on_busy=on_busy,
+                on_error=on_error,
+                memory_budget=memory_budget,
+                emitter=emitter,
+                in_flight=at_a_time,
+                memory=remembered,
+                company=company,
+            )
+            claiming = (RunClaim if company is None else partial(GroupRunClaim, company=company))(
+                repo,
+                run,
+                state,
+                position,
+                resume_from=resume_from,
+                takeover=takeover,
+                emitter=emitter,
+                memory=saving.memory.tier if saving.memory is not None else None,
+            )
+            self.prewarm_s = saving.saver.prewarm(snapshots.now()) if company is None else 0.0
+            """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was
+            restored when training begins."""
+            if isinstance(claiming, GroupRunClaim):
+                claiming.on_claimed = saving.expect
+            if behind_fence:
+                saving.capture_beside(state)
+            self._training = TrainingSession(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
+            if rehearsing is not None:
+                rehearsing.attach(self._training, snapshots, (state, data))
+        self._withdraw = before_exit(_weakly(self._training))
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return self._training.position.counters.step if self._training is not None else 0
+
+    @property
+    def epoch(self) -> int:
+        """Completed epochs."""
+        return self._training.position.counters.epoch if self._training is not None else 0
+
+    @property
+    def stats(self) -> Stats:
+        """What saving has done and cost so far: saves by how they ended, how long training was held, where the time of
+        the last save and of a usual one went, how old the newest recoverable state is. `print` shows a table.
+
+        Reads counters that are kept anyway, and nothing else. May be asked after `close` as well.
+        """
+        return self._training.saving.stats() if self._training is not None else Stats()
+
+    def restore(self) -> Restored | None:
+        """Restores what `resume_from` says, once; None if there is nothing to restore.
+
+        Reads only: the run is claimed by `steps`, `epochs`, `step_done` or `save`. An earlier Checkpointer of this
+        process that still owns the run is closed first, and saves nothing new. Raises NothingRestorable if checkpoints
+        exist and none is whole, StateMismatch if the state's structure differs.
+        """
+        training = self._armed()
+        return training.claiming.restore() if training is not None else None
+
+    def steps(self, n: int | None = None) -> Steps:
+        """A drop-in for `range(n)`: `n` is the total; a resumed run counts on. Restores and claims when called."""
+        total = count(n, "steps") if n is not None else None
+        training = self._armed()
+        if training is None:
+            return Steps(NullTraining(), 0)
+        training.enter(self)
+        warn_of_epochs(training.saving)
+        loop = Steps(training, total)
+        training.loop = loop
+        return loop
+
+    def epochs(self, n: int, accumulate: int = 1) -> Epochs:
+        """Epochs up to the total `n`; inside one, coming back to `batches` completes a step (`accumulate=k`: k
+        batches)."""
+        total, group = count(n, "epochs"), count(accumulate, "epochs(accumulate=)", least=1)
+        training = self._armed()
+        if training is None:
+            return Epochs(NullTraining(), 0, 1)
+        training.enter(self)
+        loop = Epochs(training, total, group)
+        training.loop = loop
+        return loop
+
+    @property
+    def batches(self) -> Batches:
+        """`for`: the rest of this epoch; `next`: the next batch, rolling over. Only inside `steps` or `epochs`."""
+        training = self._armed(needed=True)
+        if training.loop is None:
+            raise UsageError(
+                "batches belongs inside steps() or epochs()",
+                subject="batches",
+                hint="for step in ckpt.steps(n): batch = next(ckpt.batches)",
+            )
+        return Batches(training, training.loop if isinstance(training.loop, Epochs) else None)
+
+    def log(self, *, tag: str | Iterable[str] | None = None, **metrics: Any) -> None:
+        """Metrics of the step that is open; outside, of the last completed one (noted if it is taken already).
+
+        tag: a name for that step, or several. A tagged step is saved (at its end; outside a step as by `save`), and
+        kept until the tag is moved, by giving it to another step, or taken off. `load`, `resume_from` and
+        `--step` take a tag for a step. Tags are the repository's, not the run's: one name means one checkpoint.
+        """
+        training = self._armed()
+        if training is None:
+            return
+        tags, floats = tag_names(tag), as_floats(metrics)
+        if tags and not training.open:
+            claim_to_save(training, self)
+        training.log(floats)
+        if tags:
+            training.tag(tags)
+
+    def step_done(self, step: int | None = None, **metrics: Any) -> None:
+        """A step is completed, in a loop that somebody else owns; `step` is its number, else one more than the last."""
+        training = self._armed()
+        if training is None:
+            return
+        if training.loop is not None:
+            raise UsageError(
+                "step_done is for loops that somebody else owns; steps() and epochs() count by themselves",
+                subject="step_done",
+                hint="leave the call out",
+            )
+        if not claim_to_count(training, self):
+            return
+        number = training.step + 1 if step is None else count(step, "step_done(step=)")
+        if number <= training.step:
+            raise UsageError(
+                f"step {number} is not above the last completed one, {training.step}",
+                subject="step_done",
+                hint="pass the number of completed steps; after ckpt.restore() go on from ckpt.step",
+            )
+        training.step_done(number, as_floats(metrics))
+
+    def save(self, wait: bool = False) -> Save:
+        """Saves now, or at the end of the step that is open; behind the batches of an epoch, at the end of its body,
+        whose rest a resume would run again otherwise. `wait=True` returns (or ends the step) once committed.
+
+        Where no step was completed since the last save, that save is returned, with a warning. With `wait`, what made
+        it fail is raised; Superseded and RunInUse always are.
+        """
+        training = self._armed(needed=True)
+        claim_to_save(training, self)
+        return training.save(wait=wait)
+
+    def fence(self) -> None:
+        """Returns when everything that a fenced save copies beside training is copied.
+
+        For code that changes parameters or optimizer state by other means than an optimizer's step: call it first.
+        Costs nothing where nothing is being copied.
+        """
+        training = self._armed()
+        if training is not None:
+            training.saving.saver.lift()
+
+    def stop(self) -> None:
+        """Finishes the step that is open, saves and ends the loop."""
+        training = self._armed()
+        if training is not None:
+            training.stopping = True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the saves in flight and for retention after them; raises what made the last one fail, and
+        DeadlineExceeded after `timeout` seconds (without one, once nothing has moved for ten minutes)."""
+        training = self._armed()
+        if training is None:
+            return
+        training.saving.wait(timeout)
+        last = training.saving.last
+        if last is not None and last.error is not None:
+            raise last.error
+
+    def close(self, timeout: float = CLOSE_DEADLINE_S) -> None:
+        """Waits for what is in flight, gives the run back, puts signal handlers back. May be called twice."""
+        self._close(timeout, ended_well=True)
+
+    def latest_step(self) -> int | None:
+        """The step that `latest` means in this run now, committed; None if there is none."""
+        training = self._armed()
+        newest = latest(training.saving.repo, training.run) if training is not None else None
+        return newest.step if newest is not None else None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._training is not None and self._training.saving.company is not None:
+            self._training.saving.company.broken_off(error)
+        self._close(CLOSE_DEADLINE_S, ended_well=error is None)
+
+    def __repr__(self) -> str:
+        if self._training is None:
+            return "Checkpointer(disarmed)"
+        return f"Checkpointer({self._training.saving.repo.url!r}, run={self._training.run!r}, step={self.step})"
+
+    def _close(self, timeout: float, *, ended_well: bool) -> None:
+        if self._closed or self._training is None or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._withdraw()
+        self._training.close(timeout, ended_well=ended_well)
+
+    @overload
+    def _armed(self, *, needed: Literal[True]) -> TrainingSession: ...
+
+    @overload
+    def _armed(self) -> TrainingSession | None: ...
+
+    def _armed(self, *, needed: bool = False) -> TrainingSession | None:
+        """What there is to train with; None in a worker that imports the script anew (an error where it is needed)."""
+        if os.getpid() != self._pid:
+            raise ForkedProcess(
+                f"this Checkpointer belongs to process {self._pid}; this is its forked child {os.getpid()}",
+                subject=repr(self),
+                hint="use it in the process that built it, or build another one on another run",
+            )
+        if self._training is None and needed:
+            raise UsageError(
+                "this Checkpointer was built while a worker imported the main module; it does nothing",
+                hint='put the training under if __name__ == "__main__":',
+            )
+        if self._closed or (self._training is not None and self._training.closed):
+            raise UsageError(
+                "this Checkpointer is closed",
+                subject=repr(self),
+                hint="build a new one: it resumes from the last checkpoint",
+            )
+        return self._training
+
+
+def _weakly(training: TrainingSession) -> Callable[[], None]:
+    """Closes `training` at the process's end if it still exists, without keeping it alive until then. What owns a run
+    does, whether anybody holds its Checkpointer or not."""
+    held, pid = weakref.ref(training), os.getpid()
+
+    def close() -> None:
+        found = held()
+        if found is not None and os.getpid() == pid:
+            # Nobody said that training ended well, and no thread can be started any more: what is in flight is awaited.
+            found.close(CLOSE_DEADLINE_S, ended_well=False)
+
+    return close

@@ -1,0 +1,331 @@
+"""Catching the signals that ask this process to leave, so that the step under way can be finished and saved.
+
+A handler here does two things: it notes which signal came, and calls the Python handler that was there before. The
+training loop reads the note between steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Never
+
+from tenuto.errors import DeadlineExceeded
+from tenuto.policy.save import EveryEpochs, parts_of
+from tenuto.training.exit_status import leaving_with
+from tenuto.training.saves import RunSaver
+
+# --------------------------------------------------------------------------------------------------
+# The end of a training: what is in flight is awaited, and what is left undone, or never will be done, is said.
+
+
+def await_saves(saving: RunSaver, until: float) -> None:
+    """Waits for what is in flight, until this time of the monotonic clock at most. DeadlineExceeded, which the exit
+    status tells of as well."""
+    try:
+        saving.wait(max(until - time.monotonic(), 0.0))
+    except DeadlineExceeded as error:
+        saving.hangs(error)
+        raise
+
+
+def say_what_is_left(saving: RunSaver, step: int, *, incomplete: bool, replaced: bool, left: bool) -> None:
+    """What of a training is not saved. `step`: the last completed one; `incomplete`: one more was begun; `replaced`:
+    `step` is not saved, for another Checkpointer came before anybody had said that training ended there; `left`: nor
+    is it, for its loop was broken out of."""
+    saving.warn_of_unlogged_metrics()
+    last = saving.last
+    known = f"the last checkpoint is step {last.step}" if last is not None and last.committed else ""
+    known = known or "there is no checkpoint"
+    if incomplete:
+        message = f"tenuto: step {step + 1} was left incomplete and is not saved; {known}"
+        warnings.warn(message, RuntimeWarning, stacklevel=5)
+    elif replaced:
+        saving.warn(
+            f"step {step} is not saved ({known}): another Checkpointer of this process takes run {saving.run!r}, and "
+            "no close() has said that training ended there"
+        )
+    elif left:
+        saving.warn(
+            f"step {step} is not saved ({known}): its loop was left before it came to its end; ckpt.stop() ends one "
+            "and saves"
+        )
+
+
+def warn_of_epochs(saving: RunSaver) -> None:
+    """Says, in a loop that does not tell where epochs end, that what asks there for saves never does."""
+    for part in parts_of(saving.policy):
+        if isinstance(part, EveryEpochs):
+            saving.warn(f"{part!r} saves nothing here: only the loop of epochs() tells where one ends")
+
+
+# --------------------------------------------------------------------------------------------------
+# How training leaves when a signal asked it to.
+
+
+class Preempted(SystemExit):
+    """A signal asked this process to leave, and what was to be saved is saved.
+
+    Not an error: uncaught, it ends the process with the exit status 128 + n that shells and schedulers know.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.signum = int(signum)
+
+    @property
+    def signal_name(self) -> str:
+        return signal_name(self.signum)
+
+    def __reduce__(self) -> tuple[type[Preempted], tuple[int]]:
+        return (type(self), (self.signum,))
+
+    def __repr__(self) -> str:
+        return f"Preempted({self.signal_name})"
+
+
+def signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+_installed: list[SignalWatch] = []
+
+
+class SignalWatch:
+    """Notes SIGTERM, SIGUSR1 and, outside notebooks, SIGINT, between `install` and `restore`.
+
+    - An earlier Python handler is called after the note is made, except the one that turns SIGINT into
+      KeyboardInterrupt. If it leaves by SystemExit or KeyboardInterrupt, that waits in `deferred`: saving comes first.
+      So it does where the earlier one is another watch, whose training has nothing left to finish.
+    - A second SIGINT raises KeyboardInterrupt at once.
+    - Where the process was told to ignore SIGINT (a background job of a shell), it stays ignored.
+    - Watches may be nested and restored in any order. A forked child has the earlier handlers back.
+    - Off the main thread nothing is installed, and a warning says so.
+    """
+
+    def __init__(self, signals: Iterable[int] | None = None) -> None:
+        self._signals = tuple(signals) if signals is not None else leaving_signals()
+        self._earlier: dict[int, Handler] = {}
+        self._pid = 0
+        self._interrupts = 0
+        self.received: int | None = None
+        """The first signal that came, or None."""
+        self.deferred: BaseException | None = None
+        """What an earlier handler raised in order to leave."""
+        self.notify: Callable[[], None] | None = None
+        """Called in the handler, last: for whoever can act at once. What it raises leaves the handler."""
+
+    @property
+    def name(self) -> str | None:
+        """The name of the first signal that came, such as "SIGTERM", or None."""
+        return None if self.received is None else signal_name(self.received)
+
+    @property
+    def installed(self) -> bool:
+        return self in _installed
+
+    def install(self) -> SignalWatch:
+        """Puts the handlers in; does nothing if they are. Warns, and does nothing, off the main thread."""
+        if self.installed:
+            return self
+        if threading.current_thread() is not threading.main_thread():
+            warnings.warn(
+                "signals are not watched: Python handles them in the main thread, and this is another one. If this "
+                "process is told to leave, the last save stands, and the steps since then are lost",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return self
+        self._pid = os.getpid()
+        _installed.append(self)
+        for number in self._signals:
+            if number in self._earlier:
+                continue  # still in below a later watch, since a `restore` that could not take it out
+            earlier = signal.getsignal(number)
+            if number == signal.SIGINT and earlier == signal.SIG_IGN:
+                continue
+            if earlier is None:
+                warnings.warn(
+                    f"{signal_name(number)} is not watched: code outside Python handles it",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                continue
+            # Noted first: the handler may run as soon as it is in.
+            self._earlier[number] = earlier
+            signal.signal(number, self._handle)
+        return self
+
+    def restore(self) -> None:
+        """Puts the earlier handlers back; does nothing if nothing is installed.
+
+        Where a later handler sits on top, or off the main thread, this one stays in and only passes on.
+        """
+        if self in _installed:
+            _installed.remove(self)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in list(self._earlier):
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, _take_out(self, number))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        earlier = _live(self._earlier.get(number, signal.SIG_DFL), number)
+        if self not in _installed or os.getpid() != self._pid:
+            _pass_on(earlier, number, frame)
+            return
+        if self.received is None:
+            self.received = number
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        if callable(earlier) and earlier is not signal.default_int_handler:
+            try:
+                earlier(number, frame)
+            except (SystemExit, KeyboardInterrupt) as leaving:
+                if number == signal.SIGINT and any(watch._interrupts > 1 for watch in _installed):
+                    raise  # a second one, for a watch below this one
+                self.deferred = self.deferred or leaving
+        if self.notify is not None:
+            self.notify()
+
+    def __enter__(self) -> SignalWatch:
+        return self.install()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def leaving_signals() -> tuple[int, ...]:
+    """What asks this process to leave. In a notebook SIGINT only stops a cell, and stays with the notebook."""
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    return signals if in_notebook() else (*signals, signal.SIGINT)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _live(handler: Handler, number: int) -> Handler:
+    """`handler`, or, where it is that of a watch that was restored meanwhile, the one below it."""
+    while isinstance(watch := getattr(handler, "__self__", None), SignalWatch) and watch not in _installed:
+        handler = watch._earlier.get(number, signal.SIG_DFL)
+    return handler
+
+
+def _take_out(watch: SignalWatch, number: int) -> Handler:
+    """The handler to put back for `watch`; watches below it that were restored meanwhile go with it."""
+    handler = watch._earlier.pop(number)
+    while isinstance(below := getattr(handler, "__self__", None), SignalWatch) and below not in _installed:
+        handler = below._earlier.pop(number, signal.SIG_DFL)
+    return handler
+
+
+def _pass_on(handler: Handler, number: int, frame: FrameType | None) -> None:
+    """Does what `handler` would have done."""
+    if callable(handler):
+        handler(number, frame)
+    elif handler == signal.SIG_DFL:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _restore_in_child() -> None:
+    """A loader worker is ended by SIGTERM: in a forked child the default must act again."""
+    for watch in reversed(list(_installed)):
+        watch.restore()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_restore_in_child)
+
+
+# --------------------------------------------------------------------------------------------------
+# Leaving on a signal: between two steps, with what is in flight committed.
+#
+# A signal that comes while a save is being taken is acted upon after it: it must not find a half-taken save.
+
+
+class PreemptionHandler:
+    """The signals that end one training. `act` is called in the main thread, between two instructions, with each that
+    comes while nothing must be left half done. Without `catch` none is watched."""
+
+    def __init__(self, act: Callable[[str], None], *, catch: bool) -> None:
+        self._act = act
+        self._watch = SignalWatch() if catch else None
+        self._busy = False
+        self._left = False
+
+    @property
+    def watched(self) -> bool:
+        return self._watch is not None
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the first signal that came."""
+        return self._watch.name if self._watch is not None else None
+
+    @property
+    def owed(self) -> bool:
+        """Whether a signal has come that nobody has left for."""
+        return self.signal is not None and not self._left
+
+    def install(self) -> None:
+        if self._watch is not None:
+            self._watch.notify = self._came
+            self._watch.install()
+
+    def restore(self) -> None:
+        """The handlers that were there before are there again."""
+        if self._watch is not None:
+            self._watch.restore()
+
+    def hold_back(self) -> None:
+        """From here on no signal is acted upon by itself any more."""
+        self._busy = True
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """A signal that comes within the block is acted upon after it."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+        self._came()
+
+    def leave(self, name: str | None = None) -> Never:
+        """Ends the process as the signal asked: the one that came here, or the one called `name` that came to another
+        process of the job."""
+        self._left = True
+        watch = self._watch
+        if watch is not None and watch.deferred is not None:
+            raise watch.deferred
+        number = watch.received if watch is not None else None
+        assert number is not None or name is not None
+        leaving = Preempted(number if number is not None else signal.Signals[name or ""].value)
+        leaving_with(128 + leaving.signum)
+        raise leaving
+
+    def _came(self) -> None:
+        name = self.signal
+        if name is not None and not self._busy:
+            self._act(name)

@@ -1,0 +1,312 @@
+"""Restoring and claiming: the one restores and claims nothing, the other makes this process the run's owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from tenuto.crashpoints import crashpoint
+from tenuto.engine.group.group import RESTORE_TIMES, RankGroup
+from tenuto.engine.group.group_restore import GroupRestore
+from tenuto.engine.memory_tier.adopt import MemoryRestore
+from tenuto.engine.memory_tier.group.group_restore import GroupMemoryRestore
+from tenuto.engine.memory_tier.group.group_tier import GroupMemoryTier
+from tenuto.engine.memory_tier.tier import Candidate, MemoryTier
+from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult, chosen, restore_checkpoint, restore_latest
+from tenuto.engine.read.results import Restored
+from tenuto.engine.read.sharded_reader import private_index_entry
+from tenuto.errors import CheckpointNotFound, Superseded, TenutoError, UsageError, in_words, typed
+from tenuto.events import AttemptClaimed, Emitter, Warned
+from tenuto.model.ids import CheckpointId, run_key
+from tenuto.model.records import Manifest
+from tenuto.ranks.round import Round
+from tenuto.repo.format.small_records import encode_attempt
+from tenuto.repo.lineage import latest, walk
+from tenuto.repo.ownership.claim import Attempt, announced, claim
+from tenuto.repo.ownership.owner_watch import OwnerWatch
+from tenuto.repo.refs import is_name
+from tenuto.repo.repository import Repo
+from tenuto.state.contract import Prepared
+from tenuto.state.position.training_position import Counters, TrainingPosition
+from tenuto.state.restore.match import match_state
+from tenuto.training import run_registry
+
+ResumeFrom = Literal["latest"] | int | str | None
+"""A step, a tag (of another run, too: that forks it), attempt/step such as "a0007/500", or None to start afresh."""
+CLAIMS = 3
+"""How often a claim is made anew because another process committed between the restore and the claim."""
+
+
+class _Newer(Exception):
+    """Another process has committed since the restore; no claim was put."""
+
+
+class RunClaim:
+    """Restores one run into one state, and claims it."""
+
+    _apart = False
+    """Whether what this state leaves over may be another rank's."""
+
+    def __init__(
+        self,
+        repo: Repo,
+        run: str,
+        state: Mapping[str, Any],
+        position: TrainingPosition,
+        *,
+        resume_from: ResumeFrom,
+        takeover: bool,
+        emitter: Emitter,
+        memory: MemoryTier | None = None,
+    ) -> None:
+        if isinstance(resume_from, str):
+            sensible = is_name(resume_from) or "/" in resume_from
+        else:
+            sensible = resume_from is None or (isinstance(resume_from, int) and not isinstance(resume_from, bool))
+        if not sensible:
+            raise UsageError(
+                f"resume_from={resume_from!r} is neither 'latest', a step, a tag, nor None",
+                hint='resume_from="latest", or a step such as 500',
+            )
+        self._repo = repo
+        self._run = run
+        self._state = state
+        self._position = position
+        self._resume_from = resume_from
+        self._takeover = takeover
+        self._emitter = emitter
+        self._private: dict[str, Any] = {}
+        self._counters = Counters()
+        self.adopting = MemoryRestore(memory, run, emitter) if memory is not None and resume_from == "latest" else None
+        """What the process before left in memory, where it may be gone on from."""
+        self.restored: Restored | None = None
+        self._watch: OwnerWatch | None = None
+        """Begun before the restore, so that a lease that no longer moves runs out meanwhile."""
+        self._newest: CheckpointId | None = None
+        self._withdrawn: set[int] = set()
+        """Attempts that were claimed here and given back unused: they go on from what is no longer the newest."""
+        self.done = False
+        self.on_restored: Callable[[], None] | None = None
+        """Called when restoring is done, also where there was nothing to restore."""
+
+    @property
+    def parent(self) -> CheckpointId | None:
+        """The newest durable checkpoint of the line that training goes on with."""
+        if self.adopted is not None:
+            return self.adopted.adoptable.base
+        return self.restored.checkpoint.id if self.restored is not None else None
+
+    @property
+    def adopted(self) -> Candidate | None:
+        """The image in memory that training goes on from."""
+        return self.adopting.adopted if self.adopting is not None else None
+
+    def restore(self) -> Restored | None:
+        """Restores what `resume_from` says, once. None if there is nothing to restore."""
+        if not self.done:
+            self._close_own()  # before its objects, which may be these, and the random generators are set back
+            self._watch = self._watch or OwnerWatch(self._repo, self._run)
+            self._newest = self._first()
+            result = self._adopt() or self._restore()
+            self.restored = None
+            if result is not None:
+                self._begin_at(result)
+            self.done = True
+            if self.on_restored is not None:
+                self.on_restored()
+        return self.restored
+
+    def _begin_at(self, result: RestoreResult) -> None:
+        moved = self._position.moved(self._counters)
+        self._position.load(self._private, self._counters, moved)
+        restored = Restored.of(result, self._repo.url, self.adopted.footer.age_s if self.adopted else None)
+        self.restored = replace(restored, certificate=self._position.amended(restored.certificate, moved))
+        for reason in self._position.reasons:
+            self._say(reason)
+
+    def exists(self) -> bool:
+        """Whether the run has a checkpoint, durable or in memory."""
+        return latest(self._repo, self._run) is not None or (self.adopting is not None and self.adopting.exists())
+
+    def hidden_by_saving(self) -> bool:
+        """Whether a fresh start here would hide checkpoints that nobody asked to be hidden."""
+        return self._resume_from is not None and self.exists()
+
+    def claim(self) -> Attempt:
+        """Claims the run for this process: what was restored is the parent. If `latest` means another one by then, that
+        is restored and the run claimed anew."""
+        self._close_own()
+        for _ in range(CLAIMS):
+            try:
+                attempt = claim(
+                    self._repo,
+                    self._run,
+                    self.parent,
+                    takeover=self._takeover,
+                    observe=self._watch,
+                    trouble=self._trouble,
+                    report=self._say,
+                    look=self._look_again,
+                    withdrawn=self._withdrawn,
+                )
+            except _Newer:
+                self._restore_anew()
+                continue
+            except CheckpointNotFound:
+                if self._resume_from != "latest":
+                    raise
+                self._restore_anew()
+                continue
+            self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
+            if self._resume_from != "latest":
+                return attempt
+            if self._first(below=attempt.number) == self._newest and not self._appeared():
+                return attempt
+            self._withdrawn.add(attempt.number)
+            attempt.release()
+            self._restore_anew()
+        raise Superseded(
+            f"another process keeps committing to run {self._run!r} while this one starts",
+            subject=self._run,
+            hint=typed("tenuto", "ls", self._repo.url, "--run", self._run),
+        )
+
+    def _adopt(self) -> RestoreResult | None:
+        return self.adopting.restore(self._prepare) if self.adopting is not None else None
+
+    def _appeared(self) -> bool:
+        """Whether an owner that lived at the restore has died since and left something newer in memory."""
+        return self.done and self.adopting is not None and self.adopting.appeared()
+
+    def _close_own(self) -> None:
+        """A notebook's cell that is run twice: the Checkpointer that it made before ends here."""
+        earlier = run_registry.live((self._repo.id, run_key(self._run)))
+        if earlier is not None:
+            self._say(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed")
+            earlier.give_way()
+
+    def _restore_anew(self) -> None:
+        self.done = False
+        self.restore()
+
+    def _look_again(self) -> None:
+        """Before the claim is put: what the owner before has committed at its end is restored first."""
+        if self._resume_from == "latest" and self._first() != self._newest:
+            raise _Newer
+
+    def _first(self, below: int | None = None) -> CheckpointId | None:
+        return next(walk(self._repo, self._run, below=below, withdrawn=self._withdrawn), None)
+
+    def _say(self, message: str) -> None:
+        self._emitter.emit(Warned(message, self._run))
+
+    def _trouble(self, error: TenutoError) -> None:
+        self._say(f"the lease of run {self._run!r} could not be renewed: {error.message}")
+
+    def _restore(self) -> RestoreResult | None:
+        if self._resume_from is None:
+            return None
+        if self._resume_from == "latest":
+            return restore_latest(
+                self._repo, self._run, self._prepare, emitter=self._emitter, withdrawn=self._withdrawn
+            )
+        id = chosen(self._repo, self._run, self._resume_from)
+        return restore_checkpoint(self._repo, id, self._prepare, emitter=self._emitter)
+
+    def _prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
+        self._counters = Counters.of(manifest)  # before anything is touched: one that cannot be read is passed over
+        # Empty mappings take whatever the checkpoint has: positions and random states know their own form.
+        self._private = {"data": {}, "random": {}}
+        prepared = match_state(
+            manifest.tree, told.private, told.specs, self._state, private_into=self._private, apart=self._apart
+        )
+        moved = self._position.moved(self._counters)
+        if moved is not None:
+            prepared.beside = moved.donor, partial(self._take_random, manifest, moved.donor)
+        return prepared
+
+    def _take_random(self, manifest: Manifest, donor: int) -> None:
+        self._private["random"] = private_index_entry(self._repo, manifest, donor, "random", self._emitter)
+
+
+# --------------------------------------------------------------------------------------------------
+# Restoring and claiming as one of several ranks: all read what one has chosen, and one claims for all.
+
+AGAIN, CLAIMED = b"again", b"claimed"
+
+
+class GroupRunClaim(RunClaim):
+    """As Claiming, on every rank of a job: each calls the same methods in the same order."""
+
+    _apart = True
+
+    def __init__(self, *words: Any, company: RankGroup, **more: Any) -> None:
+        super().__init__(*words, **more)
+        self.company = company
+        self._deadline_s = RESTORE_TIMES * company.timeout_s
+        self._reading = GroupRestore(self._repo, self._run, self._prepare, company=company, emitter=self._emitter)
+        self.on_claimed: Callable[[Restored | None], None] | None = None
+        """Called with what was restored, once the run is this job's."""
+        tier = more.get("memory")
+        if self.adopting is not None and isinstance(tier, GroupMemoryTier):
+            self.adopting = GroupMemoryRestore(self._repo, tier, self._run, company, self._emitter)
+
+    def _restore(self) -> RestoreResult | None:
+        crashpoint("repository opened, nothing chosen yet")
+        if self._resume_from is None:
+            return None
+        return self._reading.restore(self._resume_from, withdrawn=self._withdrawn)
+
+    # -- claiming ------------------------------------------------------------------------------------------------------
+
+    def claim(self) -> Attempt:
+        attempt = self._claim()
+        try:
+            self.company.see(attempt)
+            if self.on_claimed is not None:
+                self.on_claimed(self.restored)
+        except BaseException:
+            attempt.release()
+            raise
+        return attempt
+
+    def _claim(self) -> Attempt:
+        if self.company.coordinates:
+            return self._claim_for_all()
+        self._close_own()
+        while True:
+            with self._claims() as topic:
+                kind, _, record = topic.hear(self._deadline_s, "the claim of the run").partition(b"\n")
+            if kind == CLAIMED:
+                crashpoint("claim heard, nothing saved yet")
+                attempt = announced(self._repo, record)
+                self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
+                return attempt
+            self.done = False
+            self.restore()
+
+    def _claim_for_all(self) -> Attempt:
+        try:
+            attempt = super().claim()
+        except BaseException as error:
+            if not self._reading.raised_by_all:
+                with self._claims() as topic:
+                    topic.fail(in_words(error))
+            raise
+        try:
+            with self._claims() as topic:
+                topic.announce(CLAIMED + b"\n" + encode_attempt(attempt.record))
+        except BaseException:
+            attempt.release()
+            raise
+        return attempt
+
+    def _restore_anew(self) -> None:
+        with self._claims() as topic:
+            topic.announce(AGAIN)
+        super()._restore_anew()
+
+    def _claims(self) -> Round:
+        return self.company.agreement.topic("claim")

@@ -1,0 +1,122 @@
+"""Retention beside training, and each node's own places kept in step with it: in a thread of their own, so that the
+next save never waits for files to be unlinked."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from tenuto.engine.group.group import RankGroup
+from tenuto.errors import TenutoError
+from tenuto.events import Emitter
+from tenuto.maintenance.replica_tidy import tidy_replicas
+from tenuto.maintenance.retention import execute, plan_retention
+from tenuto.model.ids import CheckpointId
+from tenuto.policy.keep import KeepPolicy
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.repository import Repo
+
+
+class RetentionWorker:
+    """Applies the keep policy of one run after commits; one round at a time, and the newest commit always gets one."""
+
+    def __init__(
+        self,
+        repo: Repo,
+        keep: KeepPolicy,
+        *,
+        emitter: Emitter,
+        warn: Callable[[str], None],
+        company: RankGroup | None = None,
+    ) -> None:
+        """Of several ranks the coordinator removes for all, and one of each node sees to its places; the others have
+        nothing to do."""
+        self.keep = keep
+        self._retains = company is None or company.coordinates
+        self._spread = isinstance(repo.store, ReplicatedStore)
+        self._leads = self._spread and (company is None or company.leads)
+        self._repo = repo
+        self._emitter = emitter
+        self._warn = warn
+        self._round = threading.Lock()
+        self._state = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._again = False
+        self._step = 0
+        """The last that was committed."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether this process has nothing to tidy, ever."""
+        return not (self._retains or self._leads)
+
+    def after_commit(self, attempt: Attempt, step: int) -> None:
+        """Begins a round, or has the one that is under way followed by another."""
+        self._step = max(step, self._step)
+        if self.idle:
+            return
+        with self._state:
+            if self._thread is not None:
+                self._again = True
+                return
+            self._thread = threading.Thread(target=self._rounds, args=(attempt,), name="tenuto-retention", daemon=True)
+            try:
+                self._thread.start()
+                return
+            except RuntimeError:  # the interpreter is shutting down, and starts no more threads
+                self._thread = None
+        self.now(attempt)
+
+    def now(self, attempt: Attempt, *, everybody: bool = False) -> int:
+        """One round in this thread; how many checkpoints went. A failure is a warning: the next commit tries again.
+        `everybody`: whoever needs room on its node does not wait for the one who sees to it."""
+        with self._round:
+            try:
+                return self._retain(attempt) + self._tidy(attempt, everybody=everybody)
+            except Exception as error:  # noqa: BLE001 - a policy of the user's may raise anything; training goes on
+                reason = error.message if isinstance(error, TenutoError) else repr(error)
+                # Where warnings are errors the event has told it before: in this thread nobody would catch one.
+                with contextlib.suppress(Warning):
+                    self._warn(f"retention of run {attempt.run!r} did not finish: {reason}")
+                return 0
+
+    def _retain(self, attempt: Attempt) -> int:
+        if not self._retains:
+            return 0
+        plan = plan_retention(self._repo, attempt, self.keep)
+        return len(execute(self._repo, attempt, plan, emitter=self._emitter))
+
+    def _tidy(self, attempt: Attempt, *, everybody: bool) -> int:
+        if not (self._leads or (everybody and self._spread)):
+            return 0
+        return tidy_replicas(self._repo, CheckpointId(attempt.run, attempt.number, self._step))
+
+    def join(self, timeout: float | None) -> bool:
+        """Whether nothing is under way any more within `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while (thread := self._thread) is not None and thread is not threading.current_thread():
+            thread.join(None if until is None else max(until - time.monotonic(), 0.0))
+            if thread.is_alive():
+                return False
+            with self._state:
+                if self._thread is thread:  # it ended, and could not say so
+                    self._thread = None
+        return True
+
+    def _rounds(self, attempt: Attempt) -> None:
+        try:
+            while True:
+                self.now(attempt)
+                with self._state:
+                    if not self._again:
+                        self._thread = None
+                        return
+                    self._again = False
+        finally:
+            # Whatever ends this thread, the next commit begins another; one that has begun since is not forgotten.
+            with self._state:
+                if self._thread is threading.current_thread():
+                    self._thread = None

@@ -1,0 +1,508 @@
+"""Taking saves: several in flight, failures made known, retention after each commit, metrics that come late."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+from tenuto.concurrency.deadlines import within
+from tenuto.engine.group.group import RankGroup
+from tenuto.engine.memory_tier.cadence import MemoryCadence
+from tenuto.engine.memory_tier.group.group_tier import memory_cadence
+from tenuto.engine.read.results import Restored
+from tenuto.engine.save import handle as handles
+from tenuto.engine.save.commit_protocol import SoloCommit
+from tenuto.engine.save.fenced_capture import FencedCapture
+from tenuto.engine.save.handle import Save
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.saver import Saver
+from tenuto.errors import (
+    DeadlineExceeded,
+    OwnershipError,
+    RanksDisagree,
+    RanksError,
+    SaveFailed,
+    SaveTorn,
+    StateError,
+    TenutoError,
+)
+from tenuto.events import Emitter, SaveDelayed, SaveFailedEvent, SaveSkipped, Warned
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.policy.keep import KeepPolicy
+from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy, divided
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.replicated.access import listen
+from tenuto.repo.repository import Repo
+from tenuto.state.contract import Flattened
+from tenuto.state.frameworks import gate
+from tenuto.training.deferred_notes import DeferredNotes
+from tenuto.training.exit_status import ExitStatus
+from tenuto.training.metrics_seen import SavedMetrics, UnloggedMetrics
+from tenuto.training.retention_worker import RetentionWorker
+from tenuto.training.stats import HoldUps, SaveTotals, Stats
+
+# --------------------------------------------------------------------------------------------------
+# Whether a save that is due may be taken: at once, when one before has ended, or not at all.
+
+BUSY_DEADLINE_S: Final = 600.0
+"""How long the training thread waits for the save before, where saves are not skipped."""
+
+
+class SaveAdmission:
+    """Of the saves of one run. `skip`: a save that is due while as many as may be are in flight is skipped. Of several
+    ranks the coordinator decides it, and the others hear from it, at each save that may be skipped: each by itself
+    would find its own writer at work, or just done.
+
+    `missed` is called with the step of a save that other ranks take and this one does not, so that nobody waits for it.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        run: str,
+        emitter: Emitter,
+        *,
+        skip: bool,
+        company: RankGroup | None,
+        missed: Callable[[int, BaseException], None],
+    ) -> None:
+        self._saver = saver
+        self._run = run
+        self._emitter = emitter
+        self._skip = skip
+        self._company = company if company is not None and company.world_size > 1 else None
+        self._missed = missed
+        self._ahead: tuple[int, bool] | None = None
+        """What was decided, for a step that this rank has not come to yet."""
+
+    def await_for(self, step: int, *, must: bool) -> float | None:
+        """Returns when the save may be taken, with the seconds that it has waited; None if it is skipped.
+
+        Raises DeadlineExceeded where none before it ends, and what waiting for the coordinator raises.
+        """
+        may_skip = self._skip and not must
+        if may_skip and self._company is not None:
+            skipped = self._agreed(self._company, step)
+            where = "" if self._company.coordinates else ", on the coordinator"
+        else:
+            skipped, where = may_skip and not self._saver.free, ""
+        if skipped:
+            self._emitter.emit(SaveSkipped(self._run, step, f"{self._busy_with()} still being written{where}"))
+            return None
+        if self._saver.free:
+            return 0.0
+        began = time.monotonic()
+        if not self._saver.await_free(BUSY_DEADLINE_S):
+            stuck = self._stuck(step)
+            self._missed(step, stuck)
+            raise stuck
+        return time.monotonic() - began
+
+    def skipped(self, step: int) -> SaveFailed:
+        """Why a save that was asked for was not taken."""
+        return SaveFailed(
+            f"step {step} was not saved: {self._busy_with()} still being written",
+            subject=self._run,
+            hint='on_busy="wait" waits for it',
+        )
+
+    def _agreed(self, company: RankGroup, step: int) -> bool:
+        """Whether all ranks skip it. Only the coordinator's own state counts, so it never waits here."""
+        agreement = company.agreement
+        if company.coordinates:
+            skip = not self._saver.free
+            with agreement.topic("turn") as topic:
+                topic.announce(canonical_json.dumps([step, skip]))
+            return skip
+        while True:
+            if self._ahead is None:
+                with agreement.topic("turn") as topic:
+                    heard = canonical_json.loads(topic.hear(company.timeout_s, f"whether step {step} is saved"))
+                self._ahead = int(heard[0]), bool(heard[1])
+            decided, skip = self._ahead
+            if decided > step:
+                raise self._apart(decided, step)
+            self._ahead = None
+            if decided == step:
+                return skip
+            if not skip:
+                self._missed(decided, self._apart(decided, step))
+
+    def _apart(self, decided: int, step: int) -> RanksDisagree:
+        return RanksDisagree(
+            f"the ranks do not agree about the step that is saved (rank 0: {decided}, this rank: {step})",
+            subject="the step that is saved",
+            hint="save at the same steps on all ranks: later steps are saved again",
+            phase=f"the save of step {step}",
+        )
+
+    def _busy_with(self) -> str:
+        number = len(self._saver.in_flight)
+        return "the save before is" if number <= 1 else f"the {number} saves before are"
+
+    def _stuck(self, step: int) -> DeadlineExceeded:
+        before = next(iter(self._saver.in_flight), None)
+        return DeadlineExceeded(
+            f"no save of step {step}: the one of step {before.step if before else 0} has been "
+            f"{before.phase if before else 'at work'} for {BUSY_DEADLINE_S:g} s",
+            subject=str(before.id) if before else self._run,
+            hint=f"look at {self._saver.repo.url}: does it still answer?",
+        )
+
+
+OnBusy = Literal["wait", "skip"]
+OnError = Literal["warn", "raise"]
+Capture = Literal["eager", "fenced"]
+
+SHARE_SPARE_BYTES = 1 << 20
+NOTE_DEADLINE_S = 60.0
+"""How long the training thread waits for a note that it has to write itself."""
+
+
+class RunSaver:
+    """Everything between "a step is completed" and "a checkpoint is committed", for one run."""
+
+    def __init__(
+        self,
+        repo: Repo,
+        run: str,
+        *,
+        policy: SavePolicy,
+        keep: KeepPolicy,
+        on_busy: OnBusy,
+        on_error: OnError,
+        memory_budget: int | None,
+        emitter: Emitter,
+        in_flight: int = 1,
+        memory: SavePolicy | None = None,
+        company: RankGroup | None = None,
+    ) -> None:
+        """`company`: the ranks with whom this process saves."""
+        self.repo = repo
+        self.run = run
+        listen(repo.store, self.warn)
+        self.policy = policy
+        self.company = company
+        self._coordinates = company is None or company.coordinates
+        self._alike, self._ours = divided(policy)
+        self.tidying = RetentionWorker(repo, keep, emitter=emitter, warn=self.warn, company=company)
+        self._on_error = on_error
+        self._emitter = emitter
+        self.memory: MemoryCadence | None = None
+        """States that are kept in memory, with a cadence of its own."""
+        if memory is not None:
+            self.memory = memory_cadence(company)(
+                repo,
+                run,
+                memory,
+                on_busy=on_busy,
+                budget=memory_budget,
+                in_flight=in_flight,
+                emitter=emitter,
+                warn=self.warn,
+            )
+        party = None if company is None else company.party(repo)
+        self.saver = Saver(
+            repo,
+            run,
+            emitter=emitter,
+            in_flight=in_flight,
+            memory_budget=memory_budget,
+            timed=True,
+            on_end=self._ended,
+            make_room=self._make_room,
+            memory=self.memory.written_from if self.memory is not None else None,
+            beside=self.memory.tier if self.memory is not None else None,
+            party=party,
+        )
+        missed = (party or SoloCommit(repo)).missed
+        self.turns = SaveAdmission(self.saver, run, emitter, skip=on_busy == "skip", company=company, missed=missed)
+        self.last: Save | None = None
+        """The last save taken, or the restored checkpoint as a save that is committed already."""
+        self.lock = threading.Lock()
+        self._failure: TenutoError | None = None
+        self._exit_status = ExitStatus(f"run {run}")
+        self._late = DeferredNotes(repo, warn=self.warn)
+        self._unlogged = UnloggedMetrics(policy, self.warn)
+        self._line = SavedMetrics(policy)
+        self.spent = HoldUps()
+        self.tally = SaveTotals()
+        self.first_step = 0
+        """What training here began at."""
+        self._started_s = time.monotonic()
+        self._last_saved_s: float | None = None
+        self._stands_still: Save | None = None
+
+    @property
+    def attempt(self) -> Attempt | None:
+        return self.saver.attempt
+
+    def capture_beside(self, state: Any) -> None:
+        """From now on what optimizers in `state` own is copied beside training."""
+        found = gate(state, lambda message: self._emitter.emit(Warned(message, self.run)))
+        if found is None:
+            self.warn('capture="fenced" finds no optimizer to wait for, since torch is not loaded: saves are eager')
+        self.saver.fencing = FencedCapture(found, self._emitter, self.warn)
+        if self.memory is not None:
+            self.memory.capture_beside(self.saver.fencing)
+
+    def expect(self, restored: Restored | None) -> None:
+        """Memory for what one of several ranks saves of what was restored: an equal share, and a little more, for who
+        writes what is planned at the first save. A job that starts afresh has no state yet to tell by, and where one
+        rank writes all that several hold the shares are not equal."""
+        if restored is not None and self.company is not None and self.company.writers != "one":
+            share = restored.checkpoint.bytes // self.company.world_size
+            self.saver.expect(share + share // 32 + SHARE_SPARE_BYTES)
+
+    def begin(
+        self, attempt: Attempt, first_step: int, restored: CheckpointId | None, *, since_s: float | None = None
+    ) -> None:
+        """The run is claimed: from here on saves may be taken. `restored`: the newest durable checkpoint of the line
+        that training goes on with, and `since_s` when a save of it was last begun, where what was restored is newer."""
+        self.saver.attempt = attempt
+        self.first_step = first_step
+        self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
+        self.tally.begin()
+        if restored is not None:
+            self.last = Save(restored, "", reason="restored")
+            self.last.end()
+            self.tally.durable_s = self._started_s
+            self._line.begin(self.repo, self.run, attempt)
+
+    def decide(self, moment: Moment) -> Decision:
+        self._unlogged.asked(moment, self.first_step, self._judging)
+        waits = not self.saver.free
+        if waits:
+            self._tell_standstill()
+        history = SaveHistory(
+            started_s=self._started_s,
+            first_step=self.first_step,
+            last_saved_step=self.last.step if self.last is not None else None,
+            last_saved_s=self._last_saved_s,
+            saved=self._line.metrics(),
+            stalls_s=self.spent.stalls_s,
+            stalled_s=self.spent.stalled_s,
+            persist_s=self.spent.persist_s,
+            waits=waits,
+        )
+        torn = self._torn
+        if self.company is not None:
+            return self.company.decide(self._alike, self._ours, moment, history, torn)
+        decision = self.policy.decide(moment, history)
+        if not decision.save and torn is not None and moment.step > torn.step:
+            return Decision(True, f"in place of the torn save of step {torn.step}")
+        return decision
+
+    def take(
+        self,
+        flattened: Flattened,
+        step: int,
+        about: ManifestDetails,
+        *,
+        wait: bool,
+        must: bool = False,
+        handle: Save | None = None,
+        eager: bool = False,
+        due_s: float | None = None,
+    ) -> Save | None:
+        """Takes a save, or None if it was skipped because as many as may be are in flight (never where it `must` be
+        taken).
+        `eager`: with nothing left to be copied beside training. `due_s`: since when training has been held for it.
+
+        What it raises follows `on_error`; ownership, and what cannot be represented, always raise.
+        """
+        began = time.monotonic()
+        due_s = began if due_s is None else due_s
+        try:
+            waited_s = self.turns.await_for(step, must=must)
+        except (DeadlineExceeded, RanksError) as error:
+            save = handle or self.saver.plan_save(step, reason=about.reason)
+            self.tally.take(save, due_s)
+            self.spent.add(save, time.monotonic() - due_s)
+            return self._not_taken(save, error)
+        if waited_s is None:
+            self.tally.skip(time.monotonic() - due_s)
+            return None
+        if waited_s:
+            self.tally.delay(waited_s)
+            self._emitter.emit(SaveDelayed(self.run, step, waited_s))
+        self._last_saved_s = time.monotonic()
+        if self.memory is not None:
+            eager = self.memory.saved(step) or eager
+        save = handle or self.saver.plan_save(step, reason=about.reason)
+        save.clock.put("look_s", began - due_s)
+        save.clock.put("wait_s", waited_s)
+        self.tally.take(save, due_s)
+        try:
+            eager = eager or self._torn is not None
+            self.saver.save(flattened, step, wait=wait, about=about, handle=save, eager=eager)
+        except (OwnershipError, StateError) as error:
+            save.end(error)
+            raise
+        except TenutoError as error:
+            self._not_taken(save, error)
+        if self.memory is not None and save.done and not save.committed:
+            self.memory.not_saved(step)
+        self.last = save
+        self._line.add(save, about.metrics)
+        self.spent.add(save, time.monotonic() - due_s)
+        return save
+
+    def _tell_standstill(self) -> None:
+        """Once of each save that does not get on: a policy that waits for none asks for nothing that would tell it."""
+        oldest = next(iter(self.saver.in_flight), None)
+        if oldest is None or oldest is self._stands_still:
+            return
+        if time.monotonic() - oldest.moved_s >= handles.STANDSTILL_S:
+            self._stands_still = oldest
+            self._fail(oldest.stuck())
+
+    def _not_taken(self, save: Save, error: TenutoError) -> Save:
+        save.end(error)
+        self._emitter.emit(SaveFailedEvent(save.id, error.message, save.phase))
+        self._fail(error)
+        self.last = save
+        return save
+
+    @property
+    def _torn(self) -> Save | None:
+        """A save whose image was torn, until an eager one is taken in its place."""
+        return self.last if self.last is not None and isinstance(self.last.error, SaveTorn) else None
+
+    def stats(self) -> Stats:
+        """What saving has done and cost so far. No I/O."""
+        return self.tally.stats(self.spent.stalled_s, self.memory)
+
+    def wait(self, timeout: float | None) -> None:
+        """Waits for all saves in flight and for what follows them: notes, and retention. DeadlineExceeded after
+        `timeout` seconds; without one, once the save that is being written has not got on, or what follows has not
+        ended, for ten minutes (I8)."""
+        until = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float:
+            return handles.STANDSTILL_S if until is None else max(until - time.monotonic(), 0.0)
+
+        self.saver.hurry()
+        for save in self.saver.in_flight:
+            if not save.join(None if timeout is None else left()):
+                raise save.stuck(timeout)
+        for what, join in (("the last save of", self.saver.join), ("retention of", self.tidying.join)):
+            patience = left()
+            if not join(patience):
+                raise DeadlineExceeded(
+                    f"{what} run {self.run!r} has not ended within {patience if timeout is None else timeout:g} s",
+                    subject=self.run,
+                    hint=f"look at {self.repo.url}: does it still answer? `tenuto ls` shows the last committed "
+                    "checkpoint",
+                )
+
+    def wait_to_leave(self, timeout: float) -> None:
+        """As `wait`; and for the other ranks, which leave as well: one of them may hold the board."""
+        self.wait(timeout)
+        if self.company is not None:
+            self.company.farewell(timeout)
+
+    def part(self, timeout: float, *, well: bool) -> None:
+        """Leaves the other ranks. What the coordinator has removed by then goes from this node's places too."""
+        if self.company is not None:
+            self.company.part(timeout, well=well)
+            if well and self.attempt is not None and not self._coordinates:
+                self.tidying.now(self.attempt)
+
+    def raise_failure(self) -> None:
+        """Raises what failed in the background since the last call, if it is to be raised. Ownership always is."""
+        with self.lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def note(self, save: Save, metrics: Mapping[str, float]) -> None:
+        """Metrics of a checkpoint that is taken already: noted once it is committed."""
+        self._unlogged.seen(metrics)
+        if self._coordinates:
+            self._late.note(save, metrics)
+        self._line.add(save, metrics)
+        self._write_late(NOTE_DEADLINE_S)
+
+    def tag(self, save: Save, names: Sequence[str]) -> None:
+        """Tags a checkpoint once its save, which may still be to come, is committed."""
+        if self._coordinates:
+            self._late.tag(save, names)
+        self._write_late(NOTE_DEADLINE_S)
+
+    def seen(self, metrics: Mapping[str, float]) -> None:
+        self._unlogged.seen(metrics)
+
+    @property
+    def logged(self) -> frozenset[str]:
+        """Names of the metrics that this process has logged."""
+        return self._unlogged.logged
+
+    def warn_of_unlogged_metrics(self) -> None:
+        """Says which metrics the policies go by and nothing has logged."""
+        self._unlogged.tell(self._judging)
+
+    @property
+    def _judging(self) -> KeepPolicy | None:
+        """What judges the saves of this process, once there is one."""
+        saved = self.last is not None and self.last.reason != "restored"
+        return self.tidying.keep if saved else None
+
+    def give_back(self, timeout: float) -> None:
+        """Writes what is left to be noted and gives run and memory back, within `timeout` seconds. Raises what the
+        store raises, and DeadlineExceeded."""
+        until = time.monotonic() + timeout
+        self.tally.end()
+        self._write_late(timeout / 2)
+        try:
+            if self.attempt is not None:
+                self.attempt.release(max(until - time.monotonic(), timeout / 2))
+        finally:
+            self.saver.close()
+            if self.memory is not None:
+                self.memory.close(self.last.id if self.last is not None and self.last.committed else None)
+
+    def hangs(self, error: DeadlineExceeded) -> None:
+        """What is in flight is given up: the exit status tells, unless it commits all the same."""
+        if self.saver.in_flight:
+            self._exit_status.fail(error.message)
+
+    def _write_late(self, timeout: float) -> None:
+        """In the training thread, unless the writing thread is at work and will see to it."""
+        if self.saver.busy or not self._late.waits:
+            return
+        try:
+            within(timeout, f"noting metrics of run {self.run}", self._late.write, subject=self.run)
+        except DeadlineExceeded as error:
+            self.warn(str(error))
+
+    def _ended(self, save: Save) -> None:
+        """In the writing thread, after each save."""
+        if save.error is not None:
+            self._fail(save.error)
+            self._late.write()
+            return
+        self._exit_status.clear()
+        self._late.write()
+        if self.attempt is not None:
+            self.tidying.after_commit(self.attempt, save.step)
+
+    def _fail(self, error: TenutoError) -> None:
+        """A failure is known at once, and in the exit status unless a later save commits."""
+        self._exit_status.fail(error.message)
+        told = self._on_error == "raise" and not isinstance(error, SaveTorn)  # the next step's save takes its place
+        if told or isinstance(error, OwnershipError):
+            with self.lock:
+                self._failure = error
+        if not isinstance(error, OwnershipError):
+            self.warn(str(error))
+
+    def warn(self, message: str) -> None:
+        """Something that a person should know; training goes on."""
+        self._emitter.warn(message, self.run)
+
+    def _make_room(self) -> bool:
+        return self.attempt is not None and self.tidying.now(self.attempt, everybody=True) > 0

@@ -1,0 +1,333 @@
+"""The state as it goes into a save: the user's, this process's own, and what the manifest says about both."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import subprocess
+import sys
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy
+import numpy as np
+
+from tenuto.codec.digest import digest
+from tenuto.engine.save.job import ManifestDetails
+from tenuto.errors import TenutoError, UnsupportedPlatform
+from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import Json
+from tenuto.state.contract import Flattened
+from tenuto.state.encode.flattener import Flattener
+from tenuto.state.position.positions import DataPosition
+from tenuto.state.position.training_position import TrainingPosition
+from tenuto.state.tree import PRIVATE, items
+from tenuto.version import __version__
+
+# --------------------------------------------------------------------------------------------------
+# What ran: versions and the machine, for a person who asks later. No names of users, no paths, no environment
+# variables.
+
+
+def environment() -> dict[str, Json]:
+    """Versions of what is loaded already; nothing is imported for it."""
+    found: dict[str, Json] = {
+        "tenuto": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "numpy": numpy.__version__,
+    }
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        found["torch"] = str(torch.__version__)
+    return found
+
+
+def check_platform() -> None:
+    """Raises UnsupportedPlatform on Windows, whose files cannot give what the commit needs."""
+    if sys.platform == "win32":
+        raise UnsupportedPlatform(
+            "Tenuto does not run on Windows: its commit needs links and directory flushes that are not there",
+            hint="use Linux, or the Windows Subsystem for Linux",
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# A few elements of each tensor: what tells that it was changed by what no count of changes shows, as when averaged
+# weights are swapped in through `.data`.
+
+ALONG: Final = (1, 16, 4, 3)
+"""Elements that are looked at along each dimension, at most, by how many dimensions a tensor has; 2 where it has
+more."""
+
+
+def samples(sources: Sequence[Any], most: int | None = None) -> dict[int, Any]:
+    """Of each of the `sources` that counts its changes, by its number; `most`: of so many of them at most, evenly
+    spread. They are copied where the tensors are, so that nothing waits for a device."""
+    every = 1 if most is None else max(1, -(-len(sources) // most))
+    return {at: _sample(sources[at]) for at in range(0, len(sources), every) if counts_changes(sources[at])}
+
+
+def unchanged(before: Mapping[int, Any], sources: Sequence[Any]) -> bool:
+    """Whether what was looked at `before` is still the same. Waits for the device."""
+    return all(_same(few, _sample(sources[at])) for at, few in before.items())
+
+
+def counts_changes(source: Any) -> bool:
+    """Whether it is a tensor, which counts what is done to it in place."""
+    return getattr(source, "_version", None) is not None and hasattr(source, "data_ptr")
+
+
+def _sample(source: Any) -> Any:
+    shape = source.shape
+    along = ALONG[len(shape)] if len(shape) < len(ALONG) else 2
+    return source.detach()[tuple(slice(None, None, max(1, -(-size // along))) for size in shape)].clone()
+
+
+def _same(few: Any, now: Any) -> bool:
+    try:
+        if few.equal(now):
+            return True
+    except RuntimeError:  # a dtype whose values torch does not compare
+        pass
+    return str(few.tolist()) == str(now.tolist())  # where NaN equals itself
+
+
+# --------------------------------------------------------------------------------------------------
+# The certificate of a checkpoint: what it covers, what could make a resume from it inexact, and what ran.
+#
+# Its words are for a person. Nothing is decided by it, and it holds no names of users, no paths and no environment
+# variables.
+
+FRAMEWORKS: Final[Mapping[str, str]] = {"torch": "tenuto.integrations.torch.certificate"}
+NOT_COVERED: Final = (
+    "gradients and autograd graphs",
+    "train or eval mode of modules",
+    "local variables and closures of the training script",
+    "random generators that the program made for itself, unless they are in the state",
+    "the data set's own bytes",
+)
+GIT_DEADLINE_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a framework knows. reasons: a resume is not exact; caveats: it may not be."""
+
+    reasons: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+
+
+def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict[str, Any]:
+    """As plain JSON values.
+
+    exact: nothing is known that would make a resume inexact; `reasons` says what is. caveats: what may, and cannot be
+    seen from here. covers, leaves_out: what is in the checkpoint, and what never is. settings, versions, code: what ran
+    (code: git commit and whether tracked files differ from it; None outside a repository).
+    """
+    found = [
+        importlib.import_module(module).findings(state)
+        for name, module in FRAMEWORKS.items()
+        if sys.modules.get(name) is not None
+    ]
+    reasons = [reason for one in found for reason in one.reasons]
+    caveats = [caveat for one in found for caveat in one.caveats]
+    if position is None:
+        caveats.append("no data= was given, so the position in the data is not covered")
+    else:
+        reasons += position.reasons
+        caveats += position.caveats
+    frameworks = [name for name in FRAMEWORKS if sys.modules.get(name) is not None]
+    versions: dict[str, Any] = {"tenuto": __version__, "python": platform.python_version(), "numpy": np.__version__}
+    settings: dict[str, Any] = {}
+    for one in found:
+        versions.update(one.versions)
+        settings.update(one.settings)
+    return {
+        "exact": not reasons,
+        "reasons": reasons,
+        "caveats": caveats,
+        "covers": [
+            *(str(name) for name in state),
+            "step and epoch",
+            *(f"random generators of {name}" for name in ("python", "numpy", *frameworks)),
+            *(["position in the data"] if position is not None and position.exact else []),
+        ],
+        "leaves_out": list(NOT_COVERED),
+        "settings": settings,
+        "versions": versions,
+        "code": code_identity(),
+    }
+
+
+def elsewhere(position: DataPosition | None) -> list[str]:
+    """What a resume on another number of ranks comes to, in words."""
+    return [
+        "every tensor and value of the state is restored, bit for bit",
+        *([] if position is None else [position.elsewhere]),
+        "random generators that are alike on all ranks stay so; of others new ranks begin new streams",
+        "sums over ranks add up in another order, so results agree but for rounding",
+    ]
+
+
+@cache
+def code_identity() -> dict[str, Any] | None:
+    """The git commit of the program that runs, once per process; None without git, outside a repository, or where git
+    takes longer than 2 seconds."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    place = Path(main).resolve().parent if main else Path.cwd()
+    commit = _git(place, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(place, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit.strip(), "dirty": None if changes is None else bool(changes.strip())}
+
+
+def _git(place: Path, *arguments: str) -> str | None:
+    # No optional locks: asking for the status must not get in the way of a git that the user runs.
+    command = ["git", "--no-optional-locks", "-C", str(place), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_DEADLINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+RANDOM: Final = "random"
+DATA: Final = "data"
+FEW_TENSORS: Final = 64
+"""So many are looked into at the end of a step that a metric which comes late may yet ask for: that is at every step,
+and the state is seldom asked about."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateMark:
+    """A completed step that could still be saved, as long as nothing has changed the state since."""
+
+    step: int
+    flattened: Flattened
+    besides: frozenset[str]
+    """Entries of what is private that may have moved on."""
+    marks: tuple[Any, ...]
+    samples: Mapping[int, Any]
+    progress: Mapping[str, Json]
+
+
+class Snapshots:
+    """Flattens one training state again and again."""
+
+    def __init__(
+        self, state: Mapping[str, Any], position: TrainingPosition, *, watched: Mapping[str, str] | None = None
+    ) -> None:
+        """`watched`: the metrics that policies go by, and which do. What is saved says so, for a person to see there
+        that one was never logged."""
+        self._state = state
+        self._watched = dict(watched or {})
+        self._position = position
+        self._private: dict[str, Any] = {}
+        self._flattener = Flattener(state, private=self._private)
+        self._environment: dict[str, Json] | None = None
+
+    def now(self) -> Flattened:
+        self._private.update(self._position.private())
+        return self._flattener.flatten()
+
+    def about(
+        self,
+        *,
+        parent: CheckpointId | None,
+        metrics: Mapping[str, float],
+        reason: str,
+        progress: Mapping[str, Json] | None = None,
+    ) -> ManifestDetails:
+        if self._environment is None:
+            self._environment = environment()
+        return ManifestDetails(
+            parent=parent,
+            metrics=dict(metrics),
+            progress=dict(progress) if progress is not None else self._position.progress(),
+            environment=self._environment,
+            certificate=self.certificate(),
+            reason=reason,
+            marks=self._position.marks(),
+        )
+
+    def certificate(self) -> dict[str, Json]:
+        found = certificate(self._state, self._position.data)
+        found["caveats"] += self._position.caveats + self._position.reasons
+        if self._position.world_size > 1:
+            found["at_other_ranks"] = elsewhere(self._position.data)
+        return {**found, "watches": dict(self._watched)} if self._watched else found
+
+    def moment(self) -> StateMark | None:
+        """How the state is now, so that it can be saved later as it is now. What is random may have moved on by then:
+        the moment has copies of it. None where the state cannot be represented (the next save says so)."""
+        return self._moment(frozenset({RANDOM}), None)
+
+    def passing_moment(self) -> StateMark | None:
+        """How the state is now; what is saved later is what is there then. So the position in the data may have moved
+        on as well. Cheap enough for every step: it looks into some of the tensors alone."""
+        return self._moment(frozenset({RANDOM, DATA}), FEW_TENSORS)
+
+    def _moment(self, besides: frozenset[str], most: int | None) -> StateMark | None:
+        try:
+            flattened = self.now()
+        except TenutoError:
+            return None
+        marks = tuple(_mark(spec, source) for spec, source in _rows(flattened, besides))
+        shared = flattened.sources[: sum(not spec.private for spec in flattened.specs)]
+        step, progress = self._position.counters.step, self._position.progress()
+        return StateMark(step, flattened, besides, marks, samples(shared, most), progress)
+
+    def untouched(self, moment: StateMark, *, plain: bool = True) -> bool:
+        """Whether the state is as it was at `moment`, as far as can be seen: tensors count their changes, and a few of
+        their elements are compared; all else is compared as a whole. `plain=False`: but for the state's plain values,
+        which the moment has copies of."""
+        now, then = self.now(), moment.flattened
+        rows, before = list(_rows(now, moment.besides)), list(_rows(then, moment.besides))
+        return (
+            [spec for spec, _ in rows] == [spec for spec, _ in before]
+            and (not plain or now.tree == then.tree)
+            and _entries(now, moment.besides) == _entries(then, moment.besides)
+            and tuple(_mark(spec, source) for spec, source in rows) == moment.marks
+            and unchanged(moment.samples, now.sources)
+        )
+
+
+def _rows(flattened: Flattened, besides: Container[str]) -> Iterator[tuple[LeafSpec, Any]]:
+    """The rows and their sources, but those of some entries of what is private. Shared ones come first."""
+    for spec, source in zip(flattened.specs, flattened.sources, strict=True):
+        if _entry(spec) not in besides:
+            yield spec, source
+
+
+def _entry(spec: LeafSpec) -> str:
+    """The entry of what is private that a row is part of."""
+    return spec.path.removeprefix(f"{PRIVATE}/").partition("/")[0] if spec.private else ""
+
+
+def _entries(flattened: Flattened, besides: Container[str]) -> list[tuple[Any, Json]]:
+    """What is private and plain."""
+    return [pair for pair in items(flattened.private["v"]) if pair[0] not in besides]
+
+
+def _mark(spec: LeafSpec, source: Any) -> Any:
+    """What changes when a source does: the count that a tensor keeps of its changes, or the bytes themselves. A
+    position's are made anew each time, so that their memory says nothing."""
+    if counts_changes(source) and _entry(spec) != DATA:
+        return (source.data_ptr(), source._version)
+    return _content(source)
+
+
+def _content(source: Any) -> Any:
+    on_host = source.detach().cpu() if hasattr(source, "detach") else source
+    try:
+        return digest(np.ascontiguousarray(on_host).tobytes())
+    except TypeError:  # a dtype that numpy does not know
+        return str(on_host.tolist())
