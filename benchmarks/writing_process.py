@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from tenuto.concurrency.background_priority import stand_back
+from tenuto.concurrency.background_priority import lower_priority
 
 CHUNK = 256 << 10
 PIECE = 16 << 20
@@ -56,7 +56,7 @@ class WritingProcess:
 def _serve(pipe: Connection, far_end: Connection, image: mmap.mmap, path: Path) -> None:
     """In the writing process, which runs nothing of torch."""
     far_end.close()  # or the end of it is never met here
-    stand_back()
+    lower_priority()
     view = memoryview(image)
     while True:
         try:

@@ -36,12 +36,12 @@ def outcomes(count: int, work: Callable[[Agreement], Any]) -> Sequence[Any]:
 
 def together(count: int, work: Callable[[Any], Any]) -> Sequence[Any]:
     """What `work` returns or raises on each rank, each a thread."""
-    board = InProcessKVStore()
+    kv_store = InProcessKVStore()
     found: list[Any] = [None] * count
 
     def run(rank: int) -> None:
         try:
-            found[rank] = work(ThreadRanks(rank, count, board))
+            found[rank] = work(ThreadRanks(rank, count, kv_store))
         except BaseException as error:  # noqa: BLE001 - told to the test
             found[rank] = error
 

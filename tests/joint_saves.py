@@ -60,7 +60,7 @@ def save_jointly(
 
     def work(agreement: Agreement) -> list[CheckpointId]:
         agreement.session.id = session or agreement.session.id
-        saver = Saver(repo, run, lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
+        saver = Saver(repo, run, lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         saves = []
         for step in steps:

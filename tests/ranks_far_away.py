@@ -76,7 +76,7 @@ def work(place: str, rank: int, of: int, save: bool, kill_after: int | None, pip
         ckpt = tenuto.Checkpointer(
             store, {"weights": tenuto.replicated(into)}, ranks=ranks, ranks_timeout=RANKS_TIMEOUT_S
         )
-        pipe.send(ckpt._training.saving.company.agreement.session.id)
+        pipe.send(ckpt._training.saving.group.agreement.session.id)
         if save:
             ckpt.step_done()
             ckpt.save(wait=True)

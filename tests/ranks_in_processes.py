@@ -62,12 +62,12 @@ class Doing:
 
     def gather(self, data: bytes, seconds: float = DEADLINE_S) -> list[bytes]:
         self.agreement.report("gathering")
-        with self.agreement.topic("save") as topic:
-            return topic.gather(data, seconds)
+        with self.agreement.round("save") as round:
+            return round.all_gather(data, seconds)
 
     def vote(self, ok: bool, seconds: float = DEADLINE_S) -> dict[int, str]:
-        with self.agreement.topic("restore") as topic:
-            return dict(topic.vote(ok, "not whole", seconds).reasons)
+        with self.agreement.round("restore") as round:
+            return dict(round.vote(ok, "not whole", seconds).reasons)
 
     def want(self) -> None:
         self.agreement.at(0, DEADLINE_S)

@@ -219,7 +219,7 @@ def _run_apart(job: Training, failing: FailingDisk, case: Case) -> str | None:
 def _handed_out() -> Iterator[list[BackgroundWork]]:
     """What threads that are kept are given meanwhile: such a thread does not end with its work."""
     handed: list[BackgroundWork] = []
-    hand = WorkerThreads.hand
+    hand = WorkerThreads.submit
 
     def noted(self: WorkerThreads, work: Callable[[], None], name: str) -> BackgroundWork:
         handed.append(hand(self, work, name))

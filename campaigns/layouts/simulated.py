@@ -71,8 +71,8 @@ def save(repo: Repo, step: int, states: list[dict[str, Any]]) -> None:
     """The states of all ranks as one checkpoint, in an attempt of its own."""
     attempt = claim(repo, "main", CheckpointId("main", step - 1, step - 1) if step > 1 else None)
 
-    def one(party: Any, rank: int) -> None:
-        saver = Saver(repo, "main", lasting=False, party=party)
+    def one(protocol: Any, rank: int) -> None:
+        saver = Saver(repo, "main", lasting=False, protocol=protocol)
         saver.attempt = attempt
         try:
             saver.save(flatten(states[rank]), step, wait=True, about=ManifestDetails(progress={"step": step}))
@@ -93,12 +93,12 @@ def save(repo: Repo, step: int, states: list[dict[str, Any]]) -> None:
 
 def on_ranks(count: int, work: Callable[[Agreement], None]) -> None:
     """Calls `work` on each of so many ranks at once; raises what the first that failed has raised."""
-    board, settings = InProcessKVStore(), Settings(beat_s=0.5, dead_after_s=60, answer_s=30)
+    kv_store, settings = InProcessKVStore(), Settings(beat_s=0.5, dead_after_s=60, answer_s=30)
     raised: list[BaseException | None] = [None] * count
 
     def run(rank: int) -> None:
         try:
-            ranks = ThreadRanks(rank, count, board)
+            ranks = ThreadRanks(rank, count, kv_store)
             with Agreement.open(ranks, {"run": "main"}, DEADLINE_S, settings) as agreement:
                 work(agreement)
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread that asked

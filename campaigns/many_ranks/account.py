@@ -91,19 +91,19 @@ class Phase:
 class Account:
     """Phases by name, in the order in which they were met."""
 
-    def __init__(self, board: CountedBoard) -> None:
-        self._board = board
+    def __init__(self, kv_store: CountedBoard) -> None:
+        self._kv_store = kv_store
         self.phases: dict[str, Phase] = {}
 
     @contextmanager
     def turn(self, name: str, rank: int) -> Iterator[None]:
         """One turn of one rank."""
         phase = self.phases.setdefault(name, Phase())
-        before = self._board.put_bytes + self._board.read_bytes
+        before = self._kv_store.put_bytes + self._kv_store.read_bytes
         began = time.process_time()
         yield
         took = time.process_time() - began
-        moved = self._board.put_bytes + self._board.read_bytes - before
+        moved = self._kv_store.put_bytes + self._kv_store.read_bytes - before
         if rank == 0:
             phase.coordinator.append(took)
             phase.coordinator_bytes += moved

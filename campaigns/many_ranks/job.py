@@ -58,7 +58,7 @@ class Rank:
     """One rank of the job, between two steps."""
 
     def __init__(self, job: ManyRanks, rank: int) -> None:
-        session = Session("f" * 32, rank, job.mesh.ranks, job.board, Settings())
+        session = Session("f" * 32, rank, job.mesh.ranks, job.kv_store, Settings())
         self.rank = rank
         self.agreement = Agreement(session, StaleRounds(session))
         self.together = GroupCommit(job.repo, self.agreement)
@@ -73,12 +73,12 @@ class ManyRanks:
 
     def __init__(self, mesh: Mesh, name: str) -> None:
         self.mesh = mesh
-        self.board = CountedBoard()
+        self.kv_store = CountedBoard()
         self.store = CountedStore(name)
         self.store.place.objects.clear()
         self.repo = Repo.create_or_open(self.store)
         self.image = OneImage()
-        self.account = Account(self.board)
+        self.account = Account(self.kv_store)
         self.attempt: Attempt = claim(self.repo, RUN, None)
         self.ranks = [Rank(self, rank) for rank in range(mesh.ranks)]
         self.manifests: list[Manifest] = []
@@ -94,7 +94,7 @@ class ManyRanks:
             one.flattened = Flattener(self.mesh.state(one.rank, step)).flatten()
         taken = self._together(
             [f"{prefix}: say what is held", f"{prefix}: plan", f"{prefix}: hear the plan"],
-            [one.together.taking(_known(one.flattened), save) for one, save in zip(self.ranks, saves, strict=True)],
+            [one.together.take_steps(_known(one.flattened), save) for one, save in zip(self.ranks, saves, strict=True)],
         )
         for one, written, save in zip(self.ranks, taken, saves, strict=True):
             with self.account.turn(f"{prefix}: lay out", one.rank):
@@ -102,7 +102,7 @@ class ManyRanks:
             one.flattened = None
         self._together(
             [f"{prefix}: say ready", f"{prefix}: begin", f"{prefix}: hear that it is begun"],
-            [one.together.beginning(_of(one), self.attempt) for one in self.ranks],
+            [one.together.begin_steps(_of(one), self.attempt) for one in self.ranks],
         )
         for one in self.ranks:
             with self.account.turn(f"{prefix}: capture, put pack and index", one.rank):
@@ -116,7 +116,7 @@ class ManyRanks:
     def _committing(self, one: Rank) -> WaitPoints[None]:
         assert one.put is not None
         index, entry = one.put
-        return one.together.committing(_of(one), index, entry, timed=False, told=self._told)
+        return one.together.commit_steps(_of(one), index, entry, timed=False, told=self._told)
 
     def _told(self, manifest: Manifest) -> None:
         if manifest.indexes:

@@ -105,10 +105,10 @@ def _paid_after_the_commit() -> Iterator[None]:
         yield
 
 
-def _taken_as_told(raw: bytes, session: str, topic: str, rank: int | None = None) -> Message:
+def _taken_as_told(raw: bytes, session: str, round: str, rank: int | None = None) -> Message:
     """A message, whoever's and for whatever it is."""
     decoded = _DECODE[0](raw, *_names(raw))
-    return Message(session, topic, decoded.rank, decoded.kind, decoded.facts, decoded.data)
+    return Message(session, round, decoded.rank, decoded.kind, decoded.facts, decoded.data)
 
 
 _DECODE: Final = (message.decode,)
@@ -137,7 +137,7 @@ def _one_session_for_ever() -> Iterator[None]:
 @contextmanager
 def _receipts_of_any_save() -> Iterator[None]:
     """What a rank has put is posted without saying for which save, and read without asking."""
-    original = Round.post_key
+    original = Round.message_key
 
     def key(self: Round, rank: int) -> str:
         return self._session.key("receipts", rank) if self.kind == "put" else original(self, rank)
@@ -155,9 +155,9 @@ def _told_before_the_commit() -> Iterator[None]:
     original = GroupCommit.commit
 
     def at_once(self: GroupCommit, job: Any, *words: Any, **more: Any) -> None:
-        topic: Any = self._under[job.save.save_id].put
+        round: Any = self._under[job.save.save_id].put
         if not self.coordinates:
-            topic.hear = lambda *_: b'{"bytes":0,"content":"","kind":"go","leaves":0}\n'
+            round.hear = lambda *_: b'{"bytes":0,"content":"","kind":"go","leaves":0}\n'
         original(self, job, *words, **more)
 
     with mock.patch.object(GroupCommit, "commit", at_once):

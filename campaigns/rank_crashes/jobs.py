@@ -104,7 +104,7 @@ class RankProgram(Program):
             stack.enter_context(mock.patch.object(Heartbeat, "_run", lambda self: None))
             stack.enter_context(mock.patch.object(StallGuard, "_look_for_gap", lambda self: None))
             stack.enter_context(mock.patch.object(WriteQueue, "start", _at_once))
-            stack.enter_context(mock.patch.object(saving, "stand_back", lambda: None))
+            stack.enter_context(mock.patch.object(saving, "lower_priority", lambda: None))
             stack.enter_context(mock.patch.object(members, "open_store", self._found))
             stack.enter_context(copies_in_turns(lambda: self.in_turns))
             yield
@@ -165,8 +165,8 @@ class _PastOfEach:
     def _own(self) -> ConvenedSessions:
         return self._each.setdefault(self._processes.current, ConvenedSessions())
 
-    def before(self, board: BoardContract) -> list[StaleSession]:
-        return self._own.before(board)
+    def before(self, kv_store: BoardContract) -> list[StaleSession]:
+        return self._own.before(kv_store)
 
     def opened(self, session: Session) -> None:
         self._own.opened(session)
@@ -190,7 +190,7 @@ class RankJob:
 
     program: RankProgram
     world: int
-    board: InProcessKVStore = field(default_factory=InProcessKVStore)
+    kv_store: InProcessKVStore = field(default_factory=InProcessKVStore)
     life: Life = field(default_factory=Life)
     lives: Mapping[int, Life] = field(default_factory=dict)
     stays: bool = False
@@ -233,7 +233,7 @@ class Member:
 
     def live(self, play: Callable[[Member], None]) -> None:
         """Meets the others, opens the repository, plays. A rank that finds another one missing ends."""
-        ranks = ThreadRanks(self.rank, self.world, Board(self.job.board, self.seat))
+        ranks = ThreadRanks(self.rank, self.world, Board(self.job.kv_store, self.seat))
         try:
             with Agreement.open(ranks, {"run": RUN}, DEADLINE_S, self._settings) as met:
                 self.agreement = met
@@ -258,13 +258,13 @@ class Member:
 
     def _opened(self, store: Store) -> Repo:
         """The coordinator makes the repository, the others find it."""
-        with self.agreement.topic("place") as topic:
+        with self.agreement.round("place") as round:
             if self.coordinates:
                 repo = Repo.create_or_open(store)
                 self.program.recorder.mark(OPENED)
-                topic.announce(repo.id.encode())
+                round.broadcast(repo.id.encode())
                 return repo
-            topic.hear(DEADLINE_S)
+            round.receive(DEADLINE_S)
             repo = Repo.open(store)
             if isinstance(repo.store, ReplicatedStore) and repo.store.declared.per_node:
                 members.join(repo.store, repo.id)
@@ -273,17 +273,17 @@ class Member:
     def claim(self, *, takeover: bool = False, parent: CheckpointId | None = None) -> None:
         """As a Checkpointer does: where `latest` means another one by then, the run is claimed anew; not where `parent`
         says what to go on from."""
-        topic = self.agreement.topic("claim")
+        round = self.agreement.round("claim")
         if self.coordinates:
-            with topic:
+            with round:
                 self.attempt = self._claimed(takeover, parent)
-                topic.announce(encode_attempt(self.attempt.record))
+                round.broadcast(encode_attempt(self.attempt.record))
         else:
-            with topic:
-                record = topic.hear(DEADLINE_S)
+            with round:
+                record = round.receive(DEADLINE_S)
             self.attempt = joined(self.repo, decode_attempt(record, RUN, int(canonical_json.loads(record)["attempt"])))
         together = GroupCommit(self.repo, self.agreement, deadline_s=DEADLINE_S)
-        self.saver = Saver(self.repo, RUN, lasting=False, party=together)
+        self.saver = Saver(self.repo, RUN, lasting=False, protocol=together)
         self.saver.attempt = self.attempt
 
     def _claimed(self, takeover: bool, chosen: CheckpointId | None) -> Attempt:
@@ -369,6 +369,6 @@ class Member:
     def release(self) -> None:
         """On every rank: the end of training."""
         self.tidied()
-        with self.agreement.topic("end") as topic:
-            topic.gather(b"", DEADLINE_S)
+        with self.agreement.round("end") as round:
+            round.all_gather(b"", DEADLINE_S)
         self.attempt.release()

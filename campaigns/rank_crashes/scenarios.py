@@ -52,9 +52,9 @@ class Stage:
         if self.end is not None:
             (self.life if self.end.rank is None else self.lives[self.end.rank]).left = self.end.after
 
-    def job(self, board: InProcessKVStore | None = None) -> RankJob:
+    def job(self, kv_store: InProcessKVStore | None = None) -> RankJob:
         """The job that `end` is about."""
-        return RankJob(self.program, self.world, board or InProcessKVStore(), self.life, self.lives)
+        return RankJob(self.program, self.world, kv_store or InProcessKVStore(), self.life, self.lives)
 
 
 def saves(stage: Stage) -> None:
@@ -117,7 +117,7 @@ def taken_over(stage: Stage) -> None:
 def restarted(stage: Stage) -> None:
     """A job whose coordinator dies in each stage of a save, begun anew on another number of ranks, at the same board:
     the topics of the new one have the numbers of the old one's."""
-    board = InProcessKVStore()
+    kv_store = InProcessKVStore()
 
     def play(member: Member) -> None:
         member.claim()
@@ -126,8 +126,8 @@ def restarted(stage: Stage) -> None:
 
     if stage.end is None:
         stage.lives[0].left = DIES_AT + stage.program.schedule % 24
-    stage.job(board).run(_job_ends(play))
-    RankJob(stage.program, stage.world, board).run(play)
+    stage.job(kv_store).run(_job_ends(play))
+    RankJob(stage.program, stage.world, kv_store).run(play)
 
 
 def _job_ends(play: Callable[[Member], None]) -> Callable[[Member], None]:

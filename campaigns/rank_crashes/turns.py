@@ -46,7 +46,7 @@ class Turns:
         self._asleep: dict[int, tuple[float, int]] = {}
         """When each wakes by itself, and how far the board was when it fell asleep."""
         self._acting: int | None = None
-        self._board = 0
+        self._version = 0
         self._now = 0.0
         self._preference: dict[int, float] = {}
         self._own = threading.local()
@@ -123,13 +123,13 @@ class Turns:
     def sleep(self, actor: int, seconds: float) -> None:
         actor = getattr(self._own, "number", actor)
         with self._changed:
-            self._asleep[actor] = (self._now + max(seconds, 1e-6), self._board)
+            self._asleep[actor] = (self._now + max(seconds, 1e-6), self._version)
             self._pass_on()
             self._await(actor)
 
     def posted(self) -> None:
         """Something on the board is new: whoever sleeps may look."""
-        self._board += 1
+        self._version += 1
 
     def clock(self, actor: int, slept: Callable[[], None]) -> Clock:
         """The clock of one rank; `slept` is called after each sleep, with the turn."""
@@ -160,10 +160,14 @@ class Turns:
 
     def _pass_on(self) -> None:
         """With the lock held: somebody else's turn, or nobody's where all have ended."""
-        if not self._ready and not any(board < self._board for _, board in self._asleep.values()) and self._asleep:
+        if (
+            not self._ready
+            and not any(version < self._version for _, version in self._asleep.values())
+            and self._asleep
+        ):
             self._now = max(self._now, min(until for until, _ in self._asleep.values()))
         can = self._ready | {
-            actor for actor, (until, board) in self._asleep.items() if until <= self._now or board < self._board
+            actor for actor, (until, version) in self._asleep.items() if until <= self._now or version < self._version
         }
         self._acting = self._chosen(sorted(can)) if can else None
         if self._acting is not None:

@@ -34,7 +34,7 @@ class Meeting:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def board(self) -> KVStore:
+    def kv_store(self) -> KVStore:
         return self.make()
 
 

@@ -21,15 +21,15 @@ from tenuto.testing.ranks_suite import RanksSuite
 class TestMemory(RanksSuite):
     @pytest.fixture
     def boards(self):
-        board = InProcessKVStore()
-        return board, board
+        kv_store = InProcessKVStore()
+        return kv_store, kv_store
 
 
 class TestSolo(RanksSuite):
     @pytest.fixture
     def boards(self):
-        board = Solo().board()
-        return board, board
+        kv_store = Solo().kv_store()
+        return kv_store, kv_store
 
 
 class TestSharedFiles(RanksSuite):

@@ -337,7 +337,7 @@ def test_a_rank_that_says_nothing_holds_up_training_once_and_not_for_ever(where:
 
         mock.patch.object(group_tier, "SETTLE_S", 0.2).start()
         if rank == 1:
-            inner = CommonStep.whole
+            inner = CommonStep.sealed
             mock.patch.object(CommonStep, "whole", lambda self, step: inner(self, step) if step < 5 else None).start()
 
     first = live(where, steps=14, save=every(steps=100), ends={0: Ends(step=12)}, before=before)

@@ -47,7 +47,7 @@ def test_all_ranks_have_a_step_in_common_from_the_first_on(count: int, actions: 
     ranks = [Rank() for _ in range(count)]
     steps = [0] * count
     seen = [StepReport()] * count
-    board, coordinator, began = StepDecision(), StepDecision(), False
+    kv_store, coordinator, began = StepDecision(), StepDecision(), False
     for action, number in actions:
         one, rank = ranks[number % count], number % count
         if action in ("step", "fail"):
@@ -62,9 +62,9 @@ def test_all_ranks_have_a_step_in_common_from_the_first_on(count: int, actions: 
             seen[rank] = one.on_board
             seen[0] = ranks[0].told
             coordinator = decide(coordinator, seen)
-            board = coordinator
+            kv_store = coordinator
         else:
-            one.heard = board
+            one.heard = kv_store
         common = set.intersection(*(each.held for each in ranks))
         began = began or coordinator.common != NONE
         assert not began or coordinator.common in common

@@ -350,9 +350,9 @@ def a_save_that_takes_too_long(place: Path, patch: pytest.MonkeyPatch) -> object
 # -- ranks ---------------------------------------------------------------
 
 
-def meeting(board: Any, rank: int, **facts: str) -> Agreement:
+def meeting(kv_store: Any, rank: int, **facts: str) -> Agreement:
     settings = Settings(beat_s=0.01, dead_after_s=30, answer_s=1, probe_s=0.05)
-    return Agreement.open(ThreadRanks(rank, 2, board), facts, 10 if facts else 0.1, settings)
+    return Agreement.open(ThreadRanks(rank, 2, kv_store), facts, 10 if facts else 0.1, settings)
 
 
 @case(errors.RanksMissing, "handshake: rank 0 waited 0.1 s for rank 1, which has not come", "all processes")
@@ -362,31 +362,31 @@ def a_rank_that_never_comes(place: Path, patch: pytest.MonkeyPatch) -> object:
 
 @case(errors.RankFailed, r"save 0: rank 1 has failed: ValueError: no such file \(told by rank 1\)", "log of rank 1")
 def another_rank_that_fails(place: Path, patch: pytest.MonkeyPatch) -> object:
-    board = InProcessKVStore()
+    kv_store = InProcessKVStore()
 
     def other() -> None:
-        with pytest.raises(ValueError), meeting(board, 1, run="main") as ranks, ranks.topic("save"):
+        with pytest.raises(ValueError), meeting(kv_store, 1, run="main") as ranks, ranks.round("save"):
             raise ValueError("no such file")
 
     thread = threading.Thread(target=other)
     thread.start()
-    with meeting(board, 0, run="main") as ranks, ranks.topic("save") as topic:
+    with meeting(kv_store, 0, run="main") as ranks, ranks.round("save") as round:
         thread.join()
-        return topic.collect(10)
+        return round.gather(10)
 
 
 @case(errors.RanksDisagree, "run is 'main' on rank 0 .* and 'other' on rank 1", "same arguments")
 def two_ranks_of_two_runs(place: Path, patch: pytest.MonkeyPatch) -> object:
-    board = InProcessKVStore()
+    kv_store = InProcessKVStore()
 
     def other() -> None:
         with pytest.raises(errors.RanksDisagree, match="run is 'main' on rank 0"):
-            meeting(board, 1, run="other")
+            meeting(kv_store, 1, run="other")
 
     thread = threading.Thread(target=other)
     thread.start()
     try:
-        return meeting(board, 0, run="main")
+        return meeting(kv_store, 0, run="main")
     finally:
         thread.join()
 

@@ -89,8 +89,8 @@ def save(
     if ranks.world_size > 1:
         facts = {"step": "the next" if step is None else str(step)}
         met = joined_group(ranks, where, run, emitter, patience_s, call="save", facts=facts, writers=writers)
-        with met as (company, repo):
-            return _saved(repo, flatten(state), run, step, emitter=emitter, company=company)
+        with met as (group, repo):
+            return _saved(repo, flatten(state), run, step, emitter=emitter, group=group)
     flattened = flatten(state)
     repo = Repo.create_or_open(open_store(where))
     with _saving.setdefault((repo.id, run_key(run)), threading.Lock()):
@@ -98,7 +98,7 @@ def save(
 
 
 def _saved(
-    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, company: RankGroup | None = None
+    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, group: RankGroup | None = None
 ) -> Checkpoint:
     key = (repo.id, run_key(run))
     if run_registry.live(key) is not None:
@@ -108,13 +108,13 @@ def _saved(
             hint="call its save(), close it, or save to another run",
         )
     listen(repo.store, partial(emitter.warn, subject=run))
-    if company is None:
+    if group is None:
         attempt, number = _attempt(repo, run, key, step)
-        party = None
+        protocol = None
     else:
-        attempt, number = agreed_attempt(repo, company, lambda: _attempt(repo, run, key, step))
-        party = company.party(repo)
-    saver = Saver(repo, run, emitter=emitter, lasting=False, party=party)
+        attempt, number = agreed_attempt(repo, group, lambda: _attempt(repo, run, key, step))
+        protocol = group.protocol(repo)
+    saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=protocol)
     saver.attempt = attempt
     try:
         about = ManifestDetails(
@@ -122,7 +122,7 @@ def _saved(
         )
         handle = saver.save(flattened, number, wait=True, about=about)
         id = handle.wait()
-        if company is None or company.coordinates:  # else it is another process's, which alone can hold the run by it
+        if group is None or group.coordinates:  # else it is another process's, which alone can hold the run by it
             _attempts[key] = (attempt, number)
     finally:
         attempt.release()
@@ -213,9 +213,9 @@ def load(
 
     if ranks.world_size > 1:
         facts = {"step": str(step)}
-        with joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (company, repo):
+        with joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (group, repo):
             listen(repo.store, partial(emitter.warn, subject=run))
-            result = GroupRestore(repo, run, match, company=company, emitter=emitter).restore(step)
+            result = GroupRestore(repo, run, match, group=group, emitter=emitter).restore(step)
             found = _found(repo, run, result)
     else:
         repo = Repo.open(open_store(where))

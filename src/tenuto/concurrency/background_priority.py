@@ -22,7 +22,7 @@ _THIS_THREAD: Final = (1, 0)
 _BEST_EFFORT_LAST: Final = 2 << 13 | 7
 
 
-def stand_back() -> None:
+def lower_priority() -> None:
     """Lowers the calling thread's priority for processor and disk, for good: an ordinary user cannot raise it again."""
     if sys.platform != "linux":
         return

@@ -110,7 +110,7 @@ def within(seconds: float, what: str, work: Callable[[], Result], *, subject: st
             ended.append((None, error))
 
     try:
-        under_way = beside.hand(run, f"tenuto-{what}")
+        under_way = beside.submit(run, f"tenuto-{what}")
     except RuntimeError:
         return work()
     under_way.join(max(0.0, seconds))

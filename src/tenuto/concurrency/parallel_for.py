@@ -15,7 +15,7 @@ COPY_THREADS: Final = 4
 """Ranges copied at once where no read is made: memory is the limit."""
 
 
-def hand_out(work: Callable[[Item], None], items: Sequence[Item], threads: int) -> None:
+def parallel_for(work: Callable[[Item], None], items: Sequence[Item], threads: int) -> None:
     """Does `work` for each item, several at once; a single one in this thread. What one raises is raised here, once no
     thread works on."""
     if len(items) <= 1:

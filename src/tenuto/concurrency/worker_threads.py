@@ -48,7 +48,7 @@ class WorkerThreads:
         self._guard = threading.Lock()
         os.register_at_fork(after_in_child=self._forget)
 
-    def hand(self, work: Callable[[], None], name: str) -> BackgroundWork:
+    def submit(self, work: Callable[[], None], name: str) -> BackgroundWork:
         """Has `work` done by a thread that is called `name` meanwhile. RuntimeError where none can be started any more:
         at the interpreter's end. The work itself must not raise."""
         given = BackgroundWork(work, name)

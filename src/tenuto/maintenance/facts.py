@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from tenuto.errors import CheckpointNotFound, CorruptionError
-from tenuto.maintenance.remove import standing, standing_of
+from tenuto.maintenance.remove import verification_of, verification_state
 from tenuto.model.canonical_json import untag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Note
@@ -34,12 +34,12 @@ def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = fro
     found = []
     for id in ids:
         try:
-            damaged, logged, created_s = _manifest_says(repo, id)
+            damaged, logged, created_s = _manifest_facts(repo, id)
         except CheckpointNotFound:
             continue  # removed since it was listed
         told = notes(repo, id, report=_pass)
         logged = with_notes(logged, told)
-        note = standing_of(told)
+        note = verification_of(told)
         facts = CheckpointFacts(
             id=id,
             walk=line.get(id),
@@ -60,12 +60,12 @@ def known_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
     """A checkpoint's metrics, as logged with the step and as noted later, the later one counting. What is damaged says
     none; one that is gone has none."""
     try:
-        return with_notes(_manifest_says(repo, id)[1], notes(repo, id, report=_pass))
+        return with_notes(_manifest_facts(repo, id)[1], notes(repo, id, report=_pass))
     except CheckpointNotFound:
         return {}
 
 
-def _manifest_says(repo: Repo, id: CheckpointId) -> tuple[bool, dict[str, float], float | None]:
+def _manifest_facts(repo: Repo, id: CheckpointId) -> tuple[bool, dict[str, float], float | None]:
     """Whether the manifest is damaged, the metrics in it, and when it says that it was saved."""
     try:
         manifest = repo.manifest(id)
@@ -103,7 +103,7 @@ def _needed_elsewhere(repo: Repo, run: str) -> Iterator[tuple[CheckpointId, str]
             continue
         fallback = True
         for place, id in enumerate(walk(repo, other)):
-            state = "suspect" if _manifest_says(repo, id)[0] else standing(repo, id)
+            state = "suspect" if _manifest_facts(repo, id)[0] else verification_state(repo, id)
             if id.run == run and place == 0:
                 yield id, f"what latest means in run {other!r}"
             elif id.run == run and state == "verified":

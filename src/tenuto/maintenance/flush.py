@@ -17,7 +17,7 @@ import numpy as np
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.memory_tier import slot_file
-from tenuto.engine.memory_tier.eligibility import Adoptable, judge
+from tenuto.engine.memory_tier.eligibility import EligibleImage, judge
 from tenuto.engine.memory_tier.image_store import Image, check_image, open_image
 from tenuto.engine.memory_tier.listing import FoundImage, images
 from tenuto.engine.memory_tier.seal import Seal
@@ -51,14 +51,14 @@ DEADLINE_S: Final = 600.0
 def write_together(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> CheckpointId:
     """Saves the state whose parts `images` (by rank) are, each rank as a thread of its own. Raises what the first rank
     raises that another one's trouble does not explain."""
-    board, count = InProcessKVStore(), len(images)
+    kv_store, count = InProcessKVStore(), len(images)
     saved: dict[int, CheckpointId] = {}
     failed: dict[int, BaseException] = {}
 
     def one(rank: int) -> None:
         try:
             facts = {"flush": attempt.id}
-            with Agreement.open(ThreadRanks(rank, count, board), facts, DEADLINE_S) as agreement:
+            with Agreement.open(ThreadRanks(rank, count, kv_store), facts, DEADLINE_S) as agreement:
                 own = attempt if rank == 0 else joined(repo, attempt.record)
                 saved[rank] = _save(repo, own, images[rank], agreement)
         except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; raised below
@@ -77,7 +77,7 @@ def write_together(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> Che
 def _save(repo: Repo, attempt: Attempt, image: Image, agreement: Agreement) -> CheckpointId:
     manifest = image.manifest()
     flattened = flattened_of(image, manifest, image.repo.index(manifest, image.footer.rank))
-    saver = Saver(repo, attempt.run, lasting=False, party=GroupCommit(repo, agreement, deadline_s=DEADLINE_S))
+    saver = Saver(repo, attempt.run, lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=DEADLINE_S))
     saver.attempt = attempt
     try:
         about = ManifestDetails(
@@ -138,7 +138,7 @@ class JudgedImage:
     """An image of a run, and whether the run may go on from it: else `verdict` says why not."""
 
     found: FoundImage
-    verdict: Adoptable | str
+    verdict: EligibleImage | str
 
     @property
     def adoptable(self) -> bool:
@@ -176,7 +176,7 @@ def unfit(found: FoundImage) -> str:
     return "its process is running" if found.alive else ""
 
 
-def judge_found(repo: Repo, found: FoundImage) -> Adoptable | str:
+def judge_found(repo: Repo, found: FoundImage) -> EligibleImage | str:
     """Whether the run that an image is of may go on from it, as far as its seal tells."""
     if found.footer is None or unfit(found):
         return unfit(found)
@@ -189,7 +189,7 @@ def plan_flush(repo: Repo, run: str) -> FlushPlan:
     for found in images():
         if found.footer is not None and found.footer.repository == repo.id and found.footer.id.run == run:
             judged.append(JudgedImage(found, judge_found(repo, found)))
-    wanted = [one for one in judged if isinstance(one.verdict, Adoptable) and not one.verdict.durable]
+    wanted = [one for one in judged if isinstance(one.verdict, EligibleImage) and not one.verdict.durable]
     return FlushPlan(run, tuple(judged), tuple(_states(wanted)))
 
 
@@ -308,9 +308,9 @@ def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | Non
         attempt.release()
 
 
-def _judged(repo: Repo, run: str, images: Sequence[Image]) -> Adoptable:
+def _judged(repo: Repo, run: str, images: Sequence[Image]) -> EligibleImage:
     """What all of them may be gone on from. Superseded."""
-    found: list[Adoptable] = []
+    found: list[EligibleImage] = []
     for image in images:
         verdict = judge(repo, run, image.footer)
         if isinstance(verdict, str):

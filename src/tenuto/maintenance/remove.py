@@ -83,15 +83,15 @@ def _run(repo: Repo, run: str, id: CheckpointId, finished: Finished) -> Iterator
 
 def is_suspect(repo: Repo, id: CheckpointId) -> bool:
     """Whether the last verification that left a note found it damaged."""
-    return standing(repo, id) == "suspect"
+    return verification_state(repo, id) == "suspect"
 
 
-def standing(repo: Repo, id: CheckpointId) -> str:
+def verification_state(repo: Repo, id: CheckpointId) -> str:
     """What the last verification noted: verified, suspect, or empty if none did. Damaged notes are passed over."""
-    return standing_of(notes(repo, id, report=_pass))
+    return verification_of(notes(repo, id, report=_pass))
 
 
-def standing_of(told: Sequence[Note]) -> str:
+def verification_of(told: Sequence[Note]) -> str:
     kinds = [note.kind for note in told if note.kind in ("verified", "proven", "suspect")]
     return "" if not kinds else "suspect" if kinds[-1] == "suspect" else "verified"
 

@@ -44,13 +44,13 @@ def tidy_replicas(repo: Repo, newest: CheckpointId) -> int:
             try:
                 ids = [id for id in _saves(place, newest.run) if id <= newest]  # others are perhaps under way
             except StoreError as error:
-                places.tell_once(place, "tidying", f"{place.url} cannot be tidied: {error.message}")
+                places.warn_once(place, "tidying", f"{place.url} cannot be tidied: {error.message}")
                 continue
             for id in ids:
                 try:
                     freed += _tidied(places, place, id, newest.run)
                 except (StoreError, CorruptionError) as error:
-                    places.tell_once(place, f"tidying {id.attempt}", f"{id} in {place.url}: {error.message}")
+                    places.warn_once(place, f"tidying {id.attempt}", f"{id} in {place.url}: {error.message}")
     return freed
 
 
@@ -62,7 +62,7 @@ def _tidied(places: ReplicatedStore, place: Store, id: CheckpointId, run: str) -
         return False
     if _is_ahead(places, place, id):
         message = f"{place.url} has {id}, and {places.url} does not know it: {SET_BACK}"
-        places.tell_once(place, run, message)
+        places.warn_once(place, run, message)
         return False
     return _free(place, id)
 

@@ -33,8 +33,8 @@ class Agreement:
         self.session = session
         self._leftovers = leftovers
         self._proposals = Proposals(session.rank, session.world_size, 3 * settings.beat_s)
-        self._pulse = Heartbeat(session, self._proposals, self.topic, leftovers.live, leftovers.tidy)
-        self._topics: dict[str, int] = {}
+        self._pulse = Heartbeat(session, self._proposals, self.round, leftovers.live, leftovers.tidy)
+        self._round_numbers: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -47,28 +47,28 @@ class Agreement:
         """
         settings = settings or Settings()
         until = deadline if isinstance(deadline, Deadline) else settings.deadline(deadline)
-        board = ranks.board()
+        kv_store = ranks.kv_store()
         try:
-            return cls._met(ranks, facts, board, settings, until)
+            return cls._met(ranks, facts, kv_store, settings, until)
         except BaseException:
-            board.close()
+            kv_store.close()
             raise
 
     @classmethod
     def _met(
-        cls, ranks: Ranks, facts: Mapping[str, str], board: KVStore, settings: Settings, until: Deadline
+        cls, ranks: Ranks, facts: Mapping[str, str], kv_store: KVStore, settings: Settings, until: Deadline
     ) -> Agreement:
         hello = Hello(ranks.rank, ranks.world_size, facts)
         if ranks.world_size == 1:
-            session, before = Session(hello.nonce, 0, 1, board, settings), []
+            session, before = Session(hello.nonce, 0, 1, kv_store, settings), []
         elif ranks.is_coordinator:
-            before = _PAST.before(board)
-            convening = CoordinatorHandshake(board, hello, settings)
+            before = _PAST.before(kv_store)
+            convening = CoordinatorHandshake(kv_store, hello, settings)
             session = convening.run(until)
             before += [StaleSession(id, ranks.world_size) for id in convening.abandoned]
             _PAST.opened(session)
         else:
-            session, before = MemberHandshake(board, hello, settings).run(until), []
+            session, before = MemberHandshake(kv_store, hello, settings).run(until), []
         agreement = cls(session, StaleRounds(session, before))
         agreement._pulse.start()
         return agreement
@@ -85,20 +85,20 @@ class Agreement:
     def is_coordinator(self) -> bool:
         return self.session.is_coordinator
 
-    def topic(self, kind: str, number: int | None = None) -> Round:
+    def round(self, kind: str, number: int | None = None) -> Round:
         """A topic of its own for one matter: `kind` is a word, `number` rises with each of that kind.
 
         Without a number it is the next one; then every rank has to open as many of the kind. Raises UsageError for a
         number that does not rise.
         """
         with self._lock:
-            last = self._topics.get(kind, -1)
+            last = self._round_numbers.get(kind, -1)
             number = last + 1 if number is None else number
             if number <= last:
                 raise UsageError(
                     f"{kind} {number} comes after {kind} {last}", subject=kind, hint="open topics with rising numbers"
                 )
-            self._topics[kind] = number
+            self._round_numbers[kind] = number
             return self._leftovers.opened(kind, number)
 
     def report(self, phase: str) -> None:
@@ -128,13 +128,13 @@ class Agreement:
 
     def _heard(self, proposal: Proposal, step: int, deadline: Deadline) -> Proposal | None:
         """The proposal, where all ranks have agreed to it."""
-        topic = self._leftovers.of(KIND, proposal.number)
-        if topic is None:
+        round = self._leftovers.of(KIND, proposal.number)
+        if round is None:
             return None  # refused, and ended by the coordinator's own pulse, since this rank came to the step
         try:
-            return proposal if topic.hear(deadline, f"{topic.phase} (save at step {step})") == b"1" else None
+            return proposal if round.receive(deadline, f"{round.phase} (save at step {step})") == b"1" else None
         finally:
-            topic.end()
+            round.end()
 
     @property
     def promised(self) -> Proposal | None:
@@ -146,7 +146,7 @@ class Agreement:
         """This rank takes part no longer: whoever waits for it raises RankFailed, with `reason`. Raises nothing."""
         self._pulse.stop(reason)
         _PAST.closed(self.session)
-        self.session.board.close()
+        self.session.kv_store.close()
 
     def __enter__(self) -> Agreement:
         return self

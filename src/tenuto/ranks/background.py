@@ -24,13 +24,13 @@ class Heartbeat:
         self,
         session: Session,
         proposals: Proposals,
-        topic: Callable[[str, int], Round],
+        round: Callable[[str, int], Round],
         live: Callable[[], dict[str, list[int]]],
         tidy: Callable[[], None],
     ) -> None:
         self._session = session
         self._proposals = proposals
-        self._topic = topic
+        self._open_round = round
         self._live = live
         self._tidy = tidy
         self._count = 0
@@ -84,12 +84,12 @@ class Heartbeat:
         roll = self._session.roll
         story, live = self._session.story, self._live()
         raw = beat(self._count, story, self._left, live, word=roll.heard, given_up=roll.given_up)
-        self._session.board.put(self._session.beat_key(self._session.rank), raw, timeout=timeout)
+        self._session.kv_store.put(self._session.beat_key(self._session.rank), raw, timeout=timeout)
 
     def _watch(self) -> None:
         session = self._session
         ranks = [rank for rank in range(session.world_size) if rank] if session.is_coordinator else [0]
-        session.watch.look(ranks, session.settings.answer_s)
+        session.watch.read(ranks, session.settings.answer_s)
 
     # -- proposals
 
@@ -100,28 +100,28 @@ class Heartbeat:
             self._proposals.wish(session.rank, reason)
             return
         raw = json.dumps({"token": secrets.token_hex(8), "rank": session.rank, "reason": reason}).encode()
-        session.ask(lambda timeout: session.board.put(session.key("wish"), raw, timeout=timeout), "wish for a save")
+        session.ask(lambda timeout: session.kv_store.put(session.key("wish"), raw, timeout=timeout), "wish for a save")
 
     def _propose(self) -> None:
         if self._session.is_coordinator:
-            self._hear_wish()
+            self._receive_wish()
             self._publish()  # what the board did not take at the beat before
             self._decide()
             proposal = self._proposals.next()
             if proposal is not None:
-                self._deciding, self._unpublished = self._topic(KIND, proposal.number), proposal
+                self._deciding, self._unpublished = self._open_round(KIND, proposal.number), proposal
                 self._publish()
         else:
-            self._tell_answer()
+            self._publish_answer()
             keys = [self._session.key("proposal"), self._session.roll.key]
-            raw, word = self._session.board.get_many(keys, timeout=self._session.settings.answer_s)
+            raw, word = self._session.kv_store.get_many(keys, timeout=self._session.settings.answer_s)
             self._session.roll.listen(word)
             if raw is not None:
                 values = json.loads(raw)
                 self._answer(Proposal(values["number"], values["step"], values["reason"], values["by"]))
 
-    def _hear_wish(self) -> None:
-        raw = self._session.board.get(self._session.key("wish"), timeout=self._session.settings.answer_s)
+    def _receive_wish(self) -> None:
+        raw = self._session.kv_store.get(self._session.key("wish"), timeout=self._session.settings.answer_s)
         if raw is not None:
             wish = json.loads(raw)
             if wish["token"] != self._asked:
@@ -135,47 +135,47 @@ class Heartbeat:
             names = ("number", "step", "reason", "by")
             raw = json.dumps({name: getattr(proposal, name) for name in names}).encode()
             key = self._session.key("proposal")
-            self._session.ask(lambda timeout: self._session.board.put(key, raw, timeout=timeout), KIND)
+            self._session.ask(lambda timeout: self._session.kv_store.put(key, raw, timeout=timeout), KIND)
             self._unpublished = None
             self._answer(proposal)
-        self._tell_answer()
+        self._publish_answer()
 
     def _answer(self, proposal: Proposal) -> None:
         if self._proposals.new(proposal):
             # The topic first: training may come to the step, and wait there, as soon as it is armed.
-            topic = self._deciding if self._deciding is not None else self._topic(KIND, proposal.number)
-            self._owed = topic, self._proposals.answer(proposal)
-        self._tell_answer()
+            round = self._deciding if self._deciding is not None else self._open_round(KIND, proposal.number)
+            self._owed = round, self._proposals.answer(proposal)
+        self._publish_answer()
 
-    def _tell_answer(self) -> None:
+    def _publish_answer(self) -> None:
         if self._owed is not None:
-            topic, can = self._owed
-            topic.post(b"1" if can else b"0", again=True)
+            round, can = self._owed
+            round.send(b"1" if can else b"0", again=True)
             self._owed = None
             if not can and not self._session.is_coordinator:
-                topic.end()
+                round.end()
 
     def _decide(self) -> None:
         """Announces what came of the proposal that is open, if all have answered. Waits for nobody."""
-        topic = self._deciding
-        if topic is None or self._unpublished is not None:
+        round = self._deciding
+        if round is None or self._unpublished is not None:
             return
         try:
-            standing = topic.outcome()  # announced at the beat before, by a call whose answer did not come
+            standing = round.outcome()  # announced at the beat before, by a call whose answer did not come
             if standing is None:
-                answers = topic.collected()
+                answers = round.gathered()
                 if answers is None:
                     return
                 standing = b"1" if all(answer == b"1" for answer in answers) else b"0"
-                topic.announce(standing)
+                round.broadcast(standing)
             agreed = standing == b"1"
         except RankStoreLost:
             raise
         except RanksError:
             agreed = False  # who waited for it has given up; the wish stands
         if not agreed:
-            self._proposals.withdrawn(topic.number)
+            self._proposals.withdrawn(round.number)
         self._deciding = None
         self._proposals.decided(agreed)
         if not agreed:
-            topic.end()
+            round.end()

@@ -11,7 +11,7 @@ from typing import Final
 from tenuto.errors import RankStoreLost
 from tenuto.ranks.common_step import CommonStep
 from tenuto.ranks.contract import KVStore
-from tenuto.ranks.heartbeats import topics_of
+from tenuto.ranks.heartbeats import rounds_of
 from tenuto.ranks.round import Round
 from tenuto.ranks.session import OFFER, Session
 from tenuto.ranks.timeouts import Settings
@@ -30,14 +30,14 @@ class StaleSession:
     session: str
     world_size: int
 
-    def keys(self, board: KVStore, timeout: float) -> list[str]:
+    def keys(self, kv_store: KVStore, timeout: float) -> list[str]:
         """The keys that it may have left. Raises RankStoreLost."""
-        session = Session(self.session, 0, self.world_size, board, Settings())
+        session = Session(self.session, 0, self.world_size, kv_store, Settings())
         keys = [session.key(name) for name in ("open", "wish", "proposal", "roll")]
         keys += [key for rank in range(self.world_size) for key in (session.key("ack", rank), session.beat_key(rank))]
         keys += CommonStep.keys(session)
-        raw = board.get(session.beat_key(0), timeout=timeout)
-        for kind, numbers in topics_of(raw or b"").items():
+        raw = kv_store.get(session.beat_key(0), timeout=timeout)
+        for kind, numbers in rounds_of(raw or b"").items():
             for number in numbers[-_MOST:]:
                 keys += Round(session, kind, number, int, _nothing).keys(every=True)
         return keys
@@ -51,16 +51,16 @@ class ConvenedSessions:
         self._ended: dict[str, list[StaleSession]] = {}
         self._lock = threading.Lock()
 
-    def before(self, board: KVStore) -> list[StaleSession]:
+    def before(self, kv_store: KVStore) -> list[StaleSession]:
         """What the board may still hold: the session that is offered there, and this process's own that have ended."""
         try:
-            raw = board.get(OFFER, timeout=Settings().answer_s)
+            raw = kv_store.get(OFFER, timeout=Settings().answer_s)
             offered = json.loads(raw or b"null")
             found = StaleSession(str(offered["session"]), min(int(offered["world_size"]), 1 << 20))
         except (ValueError, KeyError, TypeError, RankStoreLost):
             found = None  # nothing is offered there; where the board is lost, the handshake tells
         with self._lock:
-            ended = self._ended.pop(board.name, [])
+            ended = self._ended.pop(kv_store.name, [])
             if found is not None and found.session not in self._live and found not in ended:
                 ended.append(found)
             return ended
@@ -73,10 +73,10 @@ class ConvenedSessions:
         with self._lock:
             if session.id in self._live:
                 self._live.discard(session.id)
-                self._ended.setdefault(session.board.name, []).append(StaleSession(session.id, session.world_size))
+                self._ended.setdefault(session.kv_store.name, []).append(StaleSession(session.id, session.world_size))
 
 
-def _nothing(topic: Round, lowest: int) -> None:
+def _nothing(round: Round, lowest: int) -> None:
     """Nobody has it open."""
 
 
@@ -100,10 +100,10 @@ class StaleRounds:
         self._lock = threading.Lock()
 
     def opened(self, kind: str, number: int) -> Round:
-        topic = Round(self._session, kind, number, lambda: self._low(kind, number), self._end)
+        round = Round(self._session, kind, number, lambda: self._low(kind, number), self._end)
         with self._lock:
-            self._open.setdefault(kind, {})[number] = topic
-        return topic
+            self._open.setdefault(kind, {})[number] = round
+        return round
 
     def of(self, kind: str, number: int) -> Round | None:
         """The topic of that number, if it is open."""
@@ -125,38 +125,38 @@ class StaleRounds:
         if not self._session.is_coordinator:
             return
         while self._before:
-            self._delete(self._before[-1].keys(self._session.board, self._session.settings.answer_s))
+            self._delete(self._before[-1].keys(self._session.kv_store, self._session.settings.answer_s))
             self._before.pop()
-        for topic in self._unneeded():
-            self._delete(topic.keys())
+        for round in self._unneeded():
+            self._delete(round.keys())
             with self._lock:
-                del self._ended[topic.kind][topic.number]
+                del self._ended[round.kind][round.number]
 
     def _low(self, kind: str, number: int) -> int:
         with self._lock:
             return min(number, *self._open.get(kind, ()), number)
 
-    def _end(self, topic: Round, lowest: int) -> None:
+    def _end(self, round: Round, lowest: int) -> None:
         with self._lock:
-            self._open.get(topic.kind, {}).pop(topic.number, None)
+            self._open.get(round.kind, {}).pop(round.number, None)
             if not self._session.is_coordinator:
                 return
-            self._ended.setdefault(topic.kind, {})[topic.number] = topic
-            self._needed[topic.kind] = max(lowest, self._needed.get(topic.kind, 0))
+            self._ended.setdefault(round.kind, {})[round.number] = round
+            self._needed[round.kind] = max(lowest, self._needed.get(round.kind, 0))
         if self._session.world_size == 1:
-            self._delete(topic.keys())
+            self._delete(round.keys())
             with self._lock:
-                del self._ended[topic.kind][topic.number]
+                del self._ended[round.kind][round.number]
 
     def _unneeded(self) -> list[Round]:
         with self._lock:
             found = []
-            for kind, topics in self._ended.items():
-                newest = sorted(topics)[-_KEPT:]
+            for kind, rounds in self._ended.items():
+                newest = sorted(rounds)[-_KEPT:]
                 needed = max(self._needed.get(kind, 0), newest[0] if newest else 0)
-                found += [topic for number, topic in topics.items() if number < needed]
+                found += [round for number, round in rounds.items() if number < needed]
             return found
 
     def _delete(self, keys: list[str]) -> None:
         if keys:
-            self._session.board.delete(keys, timeout=self._session.settings.answer_s)
+            self._session.kv_store.delete(keys, timeout=self._session.settings.answer_s)

@@ -100,17 +100,17 @@ class CommonStep:
         with self._changed:
             return self._decided.off
 
-    def whole(self, step: int) -> None:
+    def sealed(self, step: int) -> None:
         """This rank has `step`."""
-        self._tell(lambda told: replace(told, whole=step, past=max(step, told.past)))
+        self._report(lambda told: replace(told, whole=step, past=max(step, told.past)))
 
     def missed(self, step: int) -> None:
         """This rank is past `step` and does not have it."""
-        self._tell(lambda told: replace(told, past=max(step, told.past)))
+        self._report(lambda told: replace(told, past=max(step, told.past)))
 
     def turn_off(self, why: str) -> None:
         """This rank keeps none any more."""
-        self._tell(lambda told: replace(told, off=told.off or why))
+        self._report(lambda told: replace(told, off=told.off or why))
 
     def settle(self, timeout: float) -> int:
         """Returns once it is decided what becomes of the newest step that this rank has: the step that all keep, and
@@ -135,7 +135,7 @@ class CommonStep:
 
     # -- beside training -----------------------------------------------------------------------------------------------
 
-    def _tell(self, change: Callable[[StepReport], StepReport]) -> None:
+    def _report(self, change: Callable[[StepReport], StepReport]) -> None:
         with self._changed:
             self._told = change(self._told)
             self._new.set()
@@ -154,33 +154,33 @@ class CommonStep:
                     self._new.clear()
                     continue
             try:
-                said = self._look(told, said)
+                said = self._advance(told, said)
             except RankStoreLost as error:
                 if error.lasting:
                     return  # nothing is decided any more: what all had last stays
             self._stopped.wait(pause)
-            pause = min(pause * 1.5, self._board.longest_pause_s)
+            pause = min(pause * 1.5, self._kv_store.longest_pause_s)
 
-    def _look(self, told: StepReport, said: StepReport) -> StepReport:
+    def _advance(self, told: StepReport, said: StepReport) -> StepReport:
         """One exchange. What this rank has said by now."""
         session, timeout = self._session, self._session.settings.answer_s
         if session.is_coordinator:
-            self._hear_others(told, timeout)
+            self._receive_reports(told, timeout)
             self._announce(timeout)
         else:
             if told != said:
-                self._board.put(session.key("kept", session.rank), _encode(told), timeout=timeout)
-            raw = self._board.get(session.key("common"), timeout=timeout)
+                self._kv_store.put(session.key("kept", session.rank), _encode(told), timeout=timeout)
+            raw = self._kv_store.get(session.key("common"), timeout=timeout)
             if raw is not None:
                 self._follow(StepDecision(*json.loads(raw)))
         return told
 
-    def _hear_others(self, told: StepReport, timeout: float) -> None:
+    def _receive_reports(self, told: StepReport, timeout: float) -> None:
         """On the coordinator: what those say who were behind when they were last heard."""
         session = self._session
         self._others[session.rank] = told
         behind = [rank for rank, one in enumerate(self._others) if rank and one.past < told.past]
-        raws = self._board.get_many([session.key("kept", rank) for rank in behind], timeout=timeout)
+        raws = self._kv_store.get_many([session.key("kept", rank) for rank in behind], timeout=timeout)
         for rank, raw in zip(behind, raws, strict=True):
             if raw is not None:
                 self._others[rank] = StepReport(*json.loads(raw))
@@ -191,7 +191,7 @@ class CommonStep:
         decided = decide(before, self._others)
         if decided != before:
             raw = json.dumps([decided.common, decided.past, decided.hope, decided.off]).encode()
-            self._board.put(self._session.key("common"), raw, timeout=timeout)
+            self._kv_store.put(self._session.key("common"), raw, timeout=timeout)
             self._follow(decided)
 
     def _follow(self, decided: StepDecision) -> None:
@@ -200,8 +200,8 @@ class CommonStep:
             self._changed.notify_all()
 
     @property
-    def _board(self) -> KVStore:
-        return self._session.board
+    def _kv_store(self) -> KVStore:
+        return self._session.kv_store
 
 
 def _encode(told: StepReport) -> bytes:

@@ -28,7 +28,7 @@ class Ranks(Protocol):
         """Whether this process chooses what is restored, and commits."""
         ...
 
-    def board(self) -> KVStore:
+    def kv_store(self) -> KVStore:
         """The board of these ranks: the same place for all of them. Raises RankStoreLost if it cannot be reached."""
         ...
 

@@ -25,7 +25,7 @@ class Solo:
     world_size: int = 1
     is_coordinator: bool = True
 
-    def board(self) -> KVStore:
+    def kv_store(self) -> KVStore:
         return InProcessKVStore()
 
 

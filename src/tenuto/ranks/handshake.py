@@ -95,8 +95,8 @@ _BEYOND: Final = 1024
 class Handshake:
     """One rank's part in it. `run` returns the session, or raises."""
 
-    def __init__(self, board: KVStore, hello: Hello, settings: Settings) -> None:
-        self.board = board
+    def __init__(self, kv_store: KVStore, hello: Hello, settings: Settings) -> None:
+        self.kv_store = kv_store
         self.hello = hello
         self.settings = settings
         self.session = self._named("none")
@@ -158,13 +158,13 @@ class Handshake:
 
     def _named(self, id: str) -> Session:
         """The session of that id, as this rank would take part in it."""
-        return Session(id, self.hello.rank, self.hello.world_size, self.board, self.settings)
+        return Session(id, self.hello.rank, self.hello.world_size, self.kv_store, self.settings)
 
     def _door(self, *parts: str | int) -> str:
         return "/".join([ROOT, "door", *map(str, parts)])
 
     def _put(self, key: str, value: bytes) -> None:
-        self.session.ask(lambda timeout: self.board.put(key, value, timeout=timeout), PHASE)
+        self.session.ask(lambda timeout: self.kv_store.put(key, value, timeout=timeout), PHASE)
 
     def _refuse(self, error: RanksDisagree, nonces: list[str]) -> None:
         for nonce in nonces:
@@ -175,7 +175,7 @@ class Handshake:
         if raw is not None:
             error = decode(raw, self.hello.nonce, PHASE).error(self.hello.rank)
             if error is not None:
-                self.board.delete([self._door("refused", self.hello.nonce)], timeout=self.settings.answer_s)
+                self.kv_store.delete([self._door("refused", self.hello.nonce)], timeout=self.settings.answer_s)
                 raise error
 
     def _claimed_twice(self, other: Hello) -> RanksDisagree:
@@ -191,16 +191,16 @@ class Handshake:
 class MemberHandshake(Handshake):
     """A rank that is not the coordinator."""
 
-    def __init__(self, board: KVStore, hello: Hello, settings: Settings) -> None:
-        super().__init__(board, hello, settings)
+    def __init__(self, kv_store: KVStore, hello: Hello, settings: Settings) -> None:
+        super().__init__(kv_store, hello, settings)
         self._silent = [0]
         self._foreign = ""
         """Who has offered a session to a job of another size."""
 
     def _look(self, timeout: float) -> bool | None:
         keys = [OFFER, self._door("hello", self.hello.rank), self._door("hello", 0)]
-        raw_offer, raw_mine, raw_first = self.board.get_many(keys, timeout=timeout)
-        self._heed(self.board.get(self._door("refused", self.hello.nonce), timeout=timeout))
+        raw_offer, raw_mine, raw_first = self.kv_store.get_many(keys, timeout=timeout)
+        self._heed(self.kv_store.get(self._door("refused", self.hello.nonce), timeout=timeout))
         # What opened is looked for after the offer: once it stands, a later offer is meant for a later handshake.
         if self.acknowledged and self._is_open(timeout):
             return True
@@ -217,11 +217,11 @@ class MemberHandshake(Handshake):
         if deadline.passed and self.acknowledged:
             ranks = range(1, self.hello.world_size)
             keys = [self.session.key("ack", rank) for rank in ranks]
-            acks = self.board.get_many(keys, timeout=self.session.patience_s(deadline))
+            acks = self.kv_store.get_many(keys, timeout=self.session.patience_s(deadline))
             self._silent = [rank for rank, ack in zip(ranks, acks, strict=True) if ack is None] or [0]
         elif deadline.passed and self._foreign:
             # Only now: what a dead process was refused for says nothing about this job, as long as another may come.
-            raw = self.board.get(self._door("refused", self._foreign), timeout=self.session.patience_s(deadline))
+            raw = self.kv_store.get(self._door("refused", self._foreign), timeout=self.session.patience_s(deadline))
             error = decode(raw, self._foreign, PHASE).error(self.hello.rank) if raw is not None else None
             if isinstance(error, RanksError):
                 return error
@@ -248,7 +248,7 @@ class MemberHandshake(Handshake):
             self._put(self._door("stray", offer.by), self.hello.encode())
 
     def _is_open(self, timeout: float) -> bool:
-        raw = self.board.get(self.session.key("open"), timeout=timeout)
+        raw = self.kv_store.get(self.session.key("open"), timeout=timeout)
         if raw is None:
             return False
         error = decode(raw, self.session.id, PHASE).error(self.hello.rank)
@@ -260,8 +260,8 @@ class MemberHandshake(Handshake):
 class CoordinatorHandshake(Handshake):
     """The coordinator."""
 
-    def __init__(self, board: KVStore, hello: Hello, settings: Settings) -> None:
-        super().__init__(board, hello, settings)
+    def __init__(self, kv_store: KVStore, hello: Hello, settings: Settings) -> None:
+        super().__init__(kv_store, hello, settings)
         self._hellos: dict[int, Hello] = {0: hello}
         self._offered: dict[int, str] = {}
         self._offered_at = settings.clock.now()
@@ -302,7 +302,7 @@ class CoordinatorHandshake(Handshake):
     def _read_hellos(self, timeout: float) -> None:
         ranks = range(self.hello.world_size)
         for rank, raw in zip(
-            ranks, self.board.get_many([self._door("hello", rank) for rank in ranks], timeout=timeout), strict=True
+            ranks, self.kv_store.get_many([self._door("hello", rank) for rank in ranks], timeout=timeout), strict=True
         ):
             hello = Hello.decode(raw)
             if hello is not None and hello.rank == rank:
@@ -314,11 +314,11 @@ class CoordinatorHandshake(Handshake):
 
     def _read_refusals(self, timeout: float) -> None:
         try:
-            self._heed(self.board.get(self._door("refused", self.hello.nonce), timeout=timeout))
+            self._heed(self.kv_store.get(self._door("refused", self.hello.nonce), timeout=timeout))
         except RanksDisagree as error:
             self._refuse_all(error)
             raise
-        stray = Hello.decode(self.board.get(self._door("stray", self.hello.nonce), timeout=timeout))
+        stray = Hello.decode(self.kv_store.get(self._door("stray", self.hello.nonce), timeout=timeout))
         if stray is not None:
             self._compare(stray)
 
@@ -334,7 +334,7 @@ class CoordinatorHandshake(Handshake):
 
     def _read_acks(self, timeout: float) -> None:
         ranks = [rank for rank in self._offered if rank not in self._acked]
-        raws = self.board.get_many([self.session.key("ack", rank) for rank in ranks], timeout=timeout)
+        raws = self.kv_store.get_many([self.session.key("ack", rank) for rank in ranks], timeout=timeout)
         for rank, raw in zip(ranks, raws, strict=True):
             answer = Hello.decode(raw)
             if answer is not None and answer.nonce == self._offered[rank]:
@@ -368,7 +368,7 @@ class CoordinatorHandshake(Handshake):
             return []
         ranks = range(self.hello.world_size, min(world_size, self.hello.world_size + _BEYOND))
         keys = [self._door("hello", rank) for rank in ranks]
-        raws = self.session.ask(lambda timeout: self.board.get_many(keys, timeout=timeout), PHASE)
+        raws = self.session.ask(lambda timeout: self.kv_store.get_many(keys, timeout=timeout), PHASE)
         return [self.hello.nonce, *(hello.nonce for hello in map(Hello.decode, raws) if hello is not None)]
 
     def _refuse_all(self, error: RanksDisagree, *more: str) -> None:

@@ -35,16 +35,16 @@ class _Seen:
 class RankWatch:
     """What one rank has seen of the others' beats. May be used by several threads."""
 
-    def __init__(self, board: KVStore, key: Callable[[int], str], settings: Settings) -> None:
-        self._board = board
+    def __init__(self, kv_store: KVStore, key: Callable[[int], str], settings: Settings) -> None:
+        self._kv_store = kv_store
         self._key = key
         self._settings = settings
         self._seen: dict[int, _Seen] = {}
         self._lock = threading.Lock()
 
-    def look(self, ranks: Sequence[int], timeout: float) -> None:
+    def read(self, ranks: Sequence[int], timeout: float) -> None:
         """Reads their beats. Raises RankStoreLost."""
-        raws = self._board.get_many([self._key(rank) for rank in ranks], timeout=timeout)
+        raws = self._kv_store.get_many([self._key(rank) for rank in ranks], timeout=timeout)
         now = self._settings.clock.now()
         with self._lock:
             for rank, raw in zip(ranks, raws, strict=True):
@@ -78,7 +78,7 @@ class RankWatch:
                 rank for rank in ranks if (seen := self._seen.get(rank)) and seen.looked_at - seen.silent_since >= limit
             ]
 
-    def left(self, ranks: Iterable[int]) -> dict[int, str]:
+    def departed(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those that have said that they leave, and why."""
         with self._lock:
             return {rank: seen.left for rank in ranks if (seen := self._seen.get(rank)) and seen.left is not None}
@@ -88,10 +88,10 @@ class RankWatch:
         with self._lock:
             return self._seen[rank].word if rank in self._seen else ""
 
-    def given_up(self, topic: str) -> list[int]:
+    def given_up(self, round: str) -> list[int]:
         """The ranks that have given up `topic` while the board did not answer them."""
         with self._lock:
-            return [rank for rank, seen in self._seen.items() if topic in seen.given_up]
+            return [rank for rank, seen in self._seen.items() if round in seen.given_up]
 
     def describe(self, ranks: Sequence[int]) -> str:
         """`rank 2 (last reported "writing", 12 s ago; no sign of life for 8 s)`, for each."""
@@ -118,14 +118,14 @@ def beat(
     count: int,
     phase: str,
     left: str | None,
-    topics: dict[str, list[int]],
+    rounds: dict[str, list[int]],
     *,
     word: str = "",
     given_up: Sequence[str] = (),
 ) -> bytes:
     """One sign of life. `topics`: the numbers of each kind's topics that may still be on the board, first and last;
     `word`, `given_up`: see `roll`."""
-    told = {"beat": count, "phase": phase, "left": left, "topics": topics, "word": word, "given_up": list(given_up)}
+    told = {"beat": count, "phase": phase, "left": left, "topics": rounds, "word": word, "given_up": list(given_up)}
     return json.dumps(told).encode()
 
 
@@ -138,7 +138,7 @@ def _told(raw: bytes) -> tuple[str, str | None, str, frozenset[str]]:
         return "something unreadable", None, "", frozenset()
 
 
-def topics_of(raw: bytes) -> dict[str, range]:
+def rounds_of(raw: bytes) -> dict[str, range]:
     """The topics that a beat tells of. Nothing, of a beat that cannot be read."""
     try:
         told = json.loads(raw)["topics"]
@@ -162,8 +162,8 @@ _SLACK_S: Final = 0.3
 class StallGuard:
     """`turned` is called at each beat; a longer pause between two is a gap."""
 
-    def __init__(self, board: KVStore, key: Callable[[str], str], watch: RankWatch, settings: Settings) -> None:
-        self._board = board
+    def __init__(self, kv_store: KVStore, key: Callable[[str], str], watch: RankWatch, settings: Settings) -> None:
+        self._kv_store = kv_store
         self._key = key
         self._watch = watch
         self._settings = settings
@@ -177,10 +177,10 @@ class StallGuard:
 
     # -- every rank
 
-    def give_up(self, topic: str) -> None:
+    def give_up(self, round: str) -> None:
         """This rank has given up `topic` without being able to say so there."""
         with self._lock:
-            self._given_up = [*self._given_up, topic][-_KEPT:]
+            self._given_up = [*self._given_up, round][-_KEPT:]
 
     @property
     def given_up(self) -> list[str]:
@@ -211,12 +211,12 @@ class StallGuard:
         if not word:
             return []
         if not called:
-            self._board.put(self.key, word.encode("ascii"), timeout=timeout)
+            self._kv_store.put(self.key, word.encode("ascii"), timeout=timeout)
             with self._lock:
                 self._called = self._called or word == self._word
         missing = [rank for rank in ranks if self._watch.word(rank) != word]
         if missing:
-            self._watch.look(missing, timeout)
+            self._watch.read(missing, timeout)
         return [rank for rank in missing if self._watch.word(rank) != word]
 
     def _look_for_gap(self) -> None:

@@ -27,14 +27,14 @@ class Message:
     """`kind` is "data" or how it failed."""
 
     session: str
-    topic: str
+    round: str
     rank: int
     kind: str = DATA
     facts: Mapping[str, Any] = field(default_factory=dict)
     data: bytes = b""
 
     def encode(self) -> bytes:
-        head = {"session": self.session, "topic": self.topic, "rank": self.rank, "kind": self.kind, "facts": self.facts}
+        head = {"session": self.session, "topic": self.round, "rank": self.rank, "kind": self.kind, "facts": self.facts}
         return json.dumps(head, separators=(",", ":")).encode() + b"\n" + self.data
 
     def error(self, hearer: int) -> RanksError | None:
@@ -52,14 +52,14 @@ class Message:
         )
 
 
-def failure(session: str, topic: str, rank: int, error: RanksError) -> Message:
+def failure(session: str, round: str, rank: int, error: RanksError) -> Message:
     """`error` as a message, to be raised on every rank."""
     facts = {"message": error.message, "phase": error.phase, "hint": error.hint, "ranks": list(error.ranks)}
     kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "failed")
-    return Message(session, topic, rank, kind, facts)
+    return Message(session, round, rank, kind, facts)
 
 
-def decode(raw: bytes, session: str, topic: str, rank: int | None = None) -> Message:
+def decode(raw: bytes, session: str, round: str, rank: int | None = None) -> Message:
     """The message that `raw` is, of that session, topic and rank. Raises RanksDisagree if it is another's."""
     head, _, data = raw.partition(b"\n")
     try:
@@ -68,16 +68,16 @@ def decode(raw: bytes, session: str, topic: str, rank: int | None = None) -> Mes
             values["session"], values["topic"], int(values["rank"]), values["kind"], dict(values["facts"]), data
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise _foreign(topic, f"no message of Tenuto ({error})") from error
-    if (message.session, message.topic) != (session, topic) or rank not in (None, message.rank):
-        raise _foreign(topic, f"a message of rank {message.rank} of session {message.session} on {message.topic!r}")
+        raise _foreign(round, f"no message of Tenuto ({error})") from error
+    if (message.session, message.round) != (session, round) or rank not in (None, message.rank):
+        raise _foreign(round, f"a message of rank {message.rank} of session {message.session} on {message.round!r}")
     return message
 
 
-def _foreign(topic: str, found: str) -> RanksDisagree:
+def _foreign(round: str, found: str) -> RanksDisagree:
     return RanksDisagree(
-        f"what was found on the ranks' board for {topic!r} is {found}",
-        subject=topic,
+        f"what was found on the ranks' board for {round!r} is {found}",
+        subject=round,
         hint="does another job use the same directory or store? give each job its own",
-        phase=topic,
+        phase=round,
     )

@@ -58,18 +58,18 @@ class Round:
         """Whether this rank collects and announces."""
         return self._session.is_coordinator
 
-    def post_key(self, rank: int) -> str:
+    def message_key(self, rank: int) -> str:
         return self._session.key("topics", self.kind, self.number, "posts", rank)
 
-    def answer_key(self, rank: int) -> str:
+    def reply_key(self, rank: int) -> str:
         return self._session.key("topics", self.kind, self.number, "answers", rank)
 
-    def post(self, data: bytes, *, again: bool = False) -> None:
+    def send(self, data: bytes, *, again: bool = False) -> None:
         """Tells the coordinator. One round trip, waits for nobody. Raises RankStoreLost; then the coordinator counts on
         it no longer, unless it is to be told `again`."""
         message = Message(self._session.id, self.name, self._session.rank, facts={"low": self._low()}, data=data)
         try:
-            self._put(self.post_key(self._session.rank), message)
+            self._put(self.message_key(self._session.rank), message)
         except RankStoreLost:
             if not again:
                 self._session.roll.give_up(self.name)
@@ -78,32 +78,32 @@ class Round:
 
     def _put(self, key: str, message: Message) -> None:
         session, raw = self._session, message.encode()
-        session.ask(lambda timeout: session.board.put(key, raw, timeout=timeout), self.phase)
+        session.ask(lambda timeout: session.kv_store.put(key, raw, timeout=timeout), self.phase)
 
-    def collect(self, deadline: Deadline | float, phase: str = "") -> list[bytes]:
+    def gather(self, deadline: Deadline | float, phase: str = "") -> list[bytes]:
         """On the coordinator: what each rank has posted, by rank.
 
         Raises RanksMissing, RankFailed, RanksDisagree and RankStoreLost; the first three on all ranks alike.
         """
-        self._only_coordinator("collect")
-        result = self._wait(self._look_at_posts, self._missing, deadline, phase)
+        self._only_coordinator("gather")
+        result = self._wait(self._read_messages, self._missing, deadline, phase)
         if isinstance(result, Message):
-            raise self._announced()
+            raise self._already_broadcast()
         return result
 
-    def collected(self) -> list[bytes] | None:
+    def gathered(self) -> list[bytes] | None:
         """`collect` in one look, without waiting: None while posts are missing."""
-        self._only_coordinator("collect")
-        return self._session.ask(self._look_at_posts, self.phase)
+        self._only_coordinator("gather")
+        return self._session.ask(self._read_messages, self.phase)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self._session.world_size) if rank not in self._found] or self._unheard
 
-    def _look_at_posts(self, timeout: float) -> list[bytes] | None:
+    def _read_messages(self, timeout: float) -> list[bytes] | None:
         session = self._session
         missing = [rank for rank in range(session.world_size) if rank not in self._found]
-        keys = [self.register, *map(self.post_key, missing)]
-        outcome, *raws = session.board.get_many(keys, timeout=timeout)
+        keys = [self.register, *map(self.message_key, missing)]
+        outcome, *raws = session.kv_store.get_many(keys, timeout=timeout)
         if outcome is not None:
             self._understood(decode(outcome, session.id, self.name))
         for rank, raw in zip(missing, raws, strict=True):
@@ -122,7 +122,7 @@ class Round:
         session, ranks = self._session, self._session.watch.given_up(self.name)
         if ranks:
             error = RanksMissing(
-                f"{self.phase}: while rank {session.rank} was stopped, or {session.board.name} did not answer, "
+                f"{self.phase}: while rank {session.rank} was stopped, or {session.kv_store.name} did not answer, "
                 f"{session.watch.describe(ranks)} gave up",
                 subject=self.phase,
                 hint=f"look what stopped rank {session.rank} or the place where the ranks meet",
@@ -131,53 +131,53 @@ class Round:
             )
             self._understood(self._settle(failure(session.id, self.name, session.rank, error)))
 
-    def announce(self, data: bytes, each: Sequence[bytes] = ()) -> None:
+    def broadcast(self, data: bytes, each: Sequence[bytes] = ()) -> None:
         """On the coordinator: what came of it, for all ranks. `each`: by rank, what is for that rank alone (`answer`):
         of what differs between thousands of ranks each reads its own.
 
         Raises what the topic has failed with if it has: RankFailed, RanksMissing; and RankStoreLost.
         """
-        self._only_coordinator("announce")
+        self._only_coordinator("broadcast")
         for rank, one in enumerate(each):
             self._each = True
-            self._put(self.answer_key(rank), Message(self._session.id, self.name, self._session.rank, data=one))
+            self._put(self.reply_key(rank), Message(self._session.id, self.name, self._session.rank, data=one))
         token = {"token": secrets.token_hex(8)}
         message = Message(self._session.id, self.name, self._session.rank, facts=token, data=data)
         standing = self._settle(message)
         self._understood(standing)
         if standing.facts != message.facts:
-            raise self._announced()
+            raise self._already_broadcast()
 
-    def hear(self, deadline: Deadline | float, phase: str = "") -> bytes:
+    def receive(self, deadline: Deadline | float, phase: str = "") -> bytes:
         """What the coordinator has announced. Raises RanksMissing, RankFailed, RanksDisagree, RankStoreLost."""
         session, silent = self._session, [0]
 
         def look(timeout: float) -> Message | None:
-            raw = session.board.get(self.register, timeout=timeout)
+            raw = session.kv_store.get(self.register, timeout=timeout)
             if raw is None and self.posted and (session.is_coordinator or until.passed):
-                self._who_is_silent(silent, timeout)
+                self._check_silent_ranks(silent, timeout)
             return None if raw is None else decode(raw, session.id, self.name)
 
         until = deadline if isinstance(deadline, Deadline) else session.settings.deadline(deadline)
         heard: Message = self._wait(look, lambda: silent, until, phase)
         return self._understood(heard).data
 
-    def answer(self) -> bytes:
+    def own_reply(self) -> bytes:
         """What was announced for this rank alone, once the announcement has been heard. Raises RanksDisagree where
         nothing was, RankStoreLost."""
-        session, key = self._session, self.answer_key(self._session.rank)
-        raw = session.ask(lambda timeout: session.board.get(key, timeout=timeout), self.phase)
+        session, key = self._session, self.reply_key(self._session.rank)
+        raw = session.ask(lambda timeout: session.kv_store.get(key, timeout=timeout), self.phase)
         return decode(raw or b"", self._session.id, self.name, 0).data
 
-    def gather(self, data: bytes, deadline: Deadline | float, phase: str = "") -> list[bytes]:
+    def all_gather(self, data: bytes, deadline: Deadline | float, phase: str = "") -> list[bytes]:
         """On every rank: what each has given, by rank. Raises what `collect` does."""
-        self.post(data)
+        self.send(data)
         if self._session.is_coordinator:
-            all_data = self.collect(deadline, phase)
+            all_data = self.gather(deadline, phase)
             lengths = json.dumps([len(each) for each in all_data]).encode()
-            self.announce(b"\n".join([lengths, b"".join(all_data)]))
+            self.broadcast(b"\n".join([lengths, b"".join(all_data)]))
             return all_data
-        lengths, _, rest = self.hear(deadline, phase).partition(b"\n")
+        lengths, _, rest = self.receive(deadline, phase).partition(b"\n")
         parts, begin = [], 0
         for length in json.loads(lengths):
             parts.append(rest[begin : begin + length])
@@ -189,13 +189,13 @@ class Round:
 
         Raises RanksMissing, RankFailed, RanksDisagree, RankStoreLost.
         """
-        self.post(b"" if ok else b"\n" + reason[:REASON].encode("utf-8", "replace"))
+        self.send(b"" if ok else b"\n" + reason[:REASON].encode("utf-8", "replace"))
         if self._session.is_coordinator:
-            votes = enumerate(self.collect(deadline, phase))
+            votes = enumerate(self.gather(deadline, phase))
             verdict = VoteResult({rank: vote[1:].decode("utf-8", "replace") for rank, vote in votes if vote})
-            self.announce(json.dumps(dict(verdict.reasons)).encode())
+            self.broadcast(json.dumps(dict(verdict.reasons)).encode())
             return verdict
-        reasons: Mapping[str, str] = json.loads(self.hear(deadline, phase))
+        reasons: Mapping[str, str] = json.loads(self.receive(deadline, phase))
         return VoteResult({int(rank): text for rank, text in reasons.items()})
 
     def fail(self, reason: str, phase: str = "") -> bool:
@@ -223,7 +223,7 @@ class Round:
 
     def outcome(self) -> bytes | None:
         """As `check`; what has been announced, if anything has been."""
-        raw = self._session.ask(lambda timeout: self._session.board.get(self.register, timeout=timeout), self.phase)
+        raw = self._session.ask(lambda timeout: self._session.kv_store.get(self.register, timeout=timeout), self.phase)
         return None if raw is None else self._understood(decode(raw, self._session.id, self.name)).data
 
     def end(self) -> None:
@@ -235,8 +235,8 @@ class Round:
     def keys(self, *, every: bool = False) -> list[str]:
         """The keys that it may have on the board. every: also those that only another process can know of."""
         ranks = range(self._session.world_size)
-        answers = map(self.answer_key, ranks) if every or self._each else ()
-        return [self.register, *map(self.post_key, ranks), *answers]
+        answers = map(self.reply_key, ranks) if every or self._each else ()
+        return [self.register, *map(self.message_key, ranks), *answers]
 
     def __enter__(self) -> Round:
         return self
@@ -275,10 +275,10 @@ class Round:
         settle = self._session.settle
         return self._session.ask(lambda timeout: settle(self.register, message, timeout), self.phase)
 
-    def _who_is_silent(self, silent: list[int], timeout: float) -> None:
+    def _check_silent_ranks(self, silent: list[int], timeout: float) -> None:
         """Where this rank has posted, all have to: who waits names those that have not."""
         ranks = range(self._session.world_size)
-        raws = self._session.board.get_many([self.post_key(rank) for rank in ranks], timeout=timeout)
+        raws = self._session.kv_store.get_many([self.message_key(rank) for rank in ranks], timeout=timeout)
         silent[:] = [rank for rank, raw in zip(ranks, raws, strict=True) if raw is None] or [0]
 
     def _understood(self, outcome: Message) -> Message:
@@ -292,10 +292,10 @@ class Round:
             raise UsageError(
                 f"only the coordinator can {what}, and this is rank {self._session.rank}",
                 subject=self.name,
-                hint="post to the topic, and hear what comes of it",
+                hint="send to the round, and receive what comes of it",
             )
 
-    def _announced(self) -> UsageError:
+    def _already_broadcast(self) -> UsageError:
         return UsageError(
             f"{self.name} has been announced already", subject=self.name, hint="open a topic of its own for each matter"
         )

@@ -32,14 +32,14 @@ _SHORTEST_S: Final = 0.05
 class Session:
     """`id` is in every key and every message, and is drawn anew for each meeting: nothing of another can be here."""
 
-    def __init__(self, id: str, rank: int, world_size: int, board: KVStore, settings: Settings) -> None:
+    def __init__(self, id: str, rank: int, world_size: int, kv_store: KVStore, settings: Settings) -> None:
         self.id = id
         self.rank = rank
         self.world_size = world_size
-        self.board = board
+        self.kv_store = kv_store
         self.settings = settings
-        self.watch = RankWatch(board, self.beat_key, settings)
-        self.roll = StallGuard(board, self.key, self.watch, settings)
+        self.watch = RankWatch(kv_store, self.beat_key, settings)
+        self.roll = StallGuard(kv_store, self.key, self.watch, settings)
         self.phase = ""
         """What this rank does, as it last reported."""
         self.behind: Callable[[str, Sequence[int], float], None] | None = None
@@ -83,12 +83,12 @@ class Session:
             except RankStoreLost as error:
                 if error.lasting or deadline.passed:
                     raise self.lost(error, phase, []) from error
-            self.settings.clock.sleep(min(self.board.longest_pause_s, deadline.remaining_s))
+            self.settings.clock.sleep(min(self.kv_store.longest_pause_s, deadline.remaining_s))
 
     def settle(self, key: str, message: Message, timeout: float) -> Message:
         """Decides what stands under `key`, once and for all ranks: `message`, or what was decided before it."""
-        raw = self.board.put_if_absent(key, message.encode(), timeout=timeout)
-        return decode(raw, self.id, message.topic)
+        raw = self.kv_store.put_if_absent(key, message.encode(), timeout=timeout)
+        return decode(raw, self.id, message.round)
 
     def wait(
         self,
@@ -105,7 +105,7 @@ class Session:
         `over` has to give one at the deadline. Raises RankStoreLost where the board does not answer, at the deadline at
         the latest.
         """
-        clock, longest_s = self.settings.clock, self.board.longest_pause_s
+        clock, longest_s = self.settings.clock, self.kv_store.longest_pause_s
         began, least_s = clock.now(), max(_FIRST_PAUSE_S, self.world_size * _EACH_S)
         told_s = _BEHIND_S
         with self._told(phase):
@@ -136,8 +136,8 @@ class Session:
         others = [rank for rank in missing if rank != self.rank]
         late = deadline.passed
         if others and (late or self.watch.due(others)):
-            self.watch.look(others, self.patience_s(deadline))
-        left = self.watch.left(others)
+            self.watch.read(others, self.patience_s(deadline))
+        left = self.watch.departed(others)
         if left:
             return _left(left, phase)
         dead = self.watch.dead(others)
@@ -161,7 +161,7 @@ class Session:
         """`error` as who waits raises it: with the phase, and the ranks that are concerned."""
         if error.phase:
             return error
-        holder = self.board.holder
+        holder = self.kv_store.holder
         others = [rank for rank in missing if rank != self.rank]
         served = "" if holder is None else f"; rank {holder} serves it"
         waited = f"; waited for {self.watch.describe(others)}" if others else ""

@@ -196,7 +196,7 @@ def _origin(repo: Repo, run: str, number: int, say: Report, *, unclaimed: bool) 
         trouble = f"attempt {number} of run {run} has no record of its own"
     except CorruptionError as error:
         trouble = error.message
-    told = _told_by_others(repo, run, number)
+    told = _origin_from_saves(repo, run, number)
     if told is None:
         say(f"{trouble}; what it was restored from is not known, the walk goes on with the next lower attempt")
         return _Origin(None, known=False)
@@ -204,7 +204,7 @@ def _origin(repo: Repo, run: str, number: int, say: Report, *, unclaimed: bool) 
     return told
 
 
-def _told_by_others(repo: Repo, run: str, number: int) -> _Origin | None:
+def _origin_from_saves(repo: Repo, run: str, number: int) -> _Origin | None:
     """The parent as the attempt's lease or one of its saves says it."""
     directory = object_names.lease_directory(run, number)
     for file in repo.store.children(directory).objects:

@@ -109,12 +109,12 @@ class LateBound(Bound, Protocol):
 _standing: list[Barrier] = []
 
 
-def stand(barrier: Barrier) -> None:
+def raise_barrier(barrier: Barrier) -> None:
     """From now on every update of this process waits for `barrier`."""
     _standing.append(barrier)
 
 
-def fall(barrier: Barrier) -> None:
+def lower_barrier(barrier: Barrier) -> None:
     """Nothing waits for `barrier` any more."""
     if barrier in _standing:
         _standing.remove(barrier)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from tenuto.certify.probe import certify_probe
-from tenuto.engine.group.group import RankGroup, leaving_if_raised, refused
+from tenuto.engine.group.group import RankGroup, leave_on_error, refused
 from tenuto.engine.read.results import Restored
 from tenuto.engine.save.handle import Save
 from tenuto.errors import ForkedProcess, UsageError
@@ -158,14 +158,14 @@ class Checkpointer:
             where, policy, kept = rehearsing.place(where, run), rehearsing.policy, rehearsing.keep
             on_busy, on_error, remembered = "wait", "raise", None
         emitter = Emitter.of(sinks)
-        company: RankGroup | None = None
+        group: RankGroup | None = None
         if ranks.world_size > 1:
             refused(memory=remembered)
             facts = {"memory": repr(remembered)}
-            company, repo = RankGroup.meet(ranks, where, run, emitter, patience_s, facts=facts, writers=writers)
+            group, repo = RankGroup.meet(ranks, where, run, emitter, patience_s, facts=facts, writers=writers)
         else:
             repo = Repo.create_or_open(open_store(where))
-        with leaving_if_raised(company):
+        with leave_on_error(group):
             position = TrainingPosition(data, ranks.rank, ranks.world_size)
             snapshots = Snapshots(state, position, watched=watches)
             saving = RunSaver(
@@ -179,9 +179,9 @@ class Checkpointer:
                 emitter=emitter,
                 in_flight=at_a_time,
                 memory=remembered,
-                company=company,
+                group=group,
             )
-            claiming = (RunClaim if company is None else partial(GroupRunClaim, company=company))(
+            claiming = (RunClaim if group is None else partial(GroupRunClaim, group=group))(
                 repo,
                 run,
                 state,
@@ -191,13 +191,13 @@ class Checkpointer:
                 emitter=emitter,
                 memory=saving.memory.tier if saving.memory is not None else None,
             )
-            self.prewarm_s = saving.saver.prewarm(snapshots.now()) if company is None else 0.0
+            self.prewarm_s = saving.saver.prewarm(snapshots.now()) if group is None else 0.0
             """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was
             restored when training begins."""
             if isinstance(claiming, GroupRunClaim):
                 claiming.on_claimed = saving.expect
             if behind_fence:
-                saving.capture_beside(state)
+                saving.capture_fenced(state)
             self._training = TrainingSession(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
             if rehearsing is not None:
                 rehearsing.attach(self._training, snapshots, (state, data))
@@ -326,7 +326,7 @@ class Checkpointer:
         """
         training = self._armed()
         if training is not None:
-            training.saving.saver.lift()
+            training.saving.saver.release_fence()
 
     def stop(self) -> None:
         """Finishes the step that is open, saves and ends the loop."""
@@ -361,8 +361,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._training is not None and self._training.saving.company is not None:
-            self._training.saving.company.broken_off(error)
+        if error is not None and self._training is not None and self._training.saving.group is not None:
+            self._training.saving.group.broken_off(error)
         self._close(CLOSE_DEADLINE_S, ended_well=error is None)
 
     def __repr__(self) -> str:

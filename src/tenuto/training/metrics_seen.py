@@ -74,19 +74,19 @@ class UnloggedMetrics:
         self._asked_step = moment.step
         self.seen(moment.metrics)
         if not self._told and (moment.epoch_ended or moment.step >= first_step + PATIENCE_STEPS):
-            self._told = self.tell(keep)
+            self._told = self.warn_of_missing(keep)
 
-    def tell(self, keep: KeepPolicy | None) -> bool:
+    def warn_of_missing(self, keep: KeepPolicy | None) -> bool:
         """Says which metrics are missing; whether there was anything to say."""
         unasked = sorted(self._policy.metrics() - self._seen) if self._asked_step is not None else []
         if unasked:
-            self._say(unasked, f"{self._policy!r} asks by", "that part of it saves nothing")
+            self._warn_of(unasked, f"{self._policy!r} asks by", "that part of it saves nothing")
         missing = sorted(keep.metrics() - self._seen) if keep is not None else []
         if missing:
-            self._say(missing, f"{keep!r} judges by", "until then all are kept")
+            self._warn_of(missing, f"{keep!r} judges by", "until then all are kept")
         return bool(unasked or missing)
 
-    def _say(self, missing: Sequence[str], who: str, so: str) -> None:
+    def _warn_of(self, missing: Sequence[str], who: str, so: str) -> None:
         names, there = ", ".join(map(repr, missing)), ", ".join(map(repr, sorted(self._seen))) or "none"
         message = (
             f"{who} {names}, which nothing has logged up to step {self._asked_step or 0} (metrics logged: {there}); "

@@ -79,7 +79,9 @@ class RunClaim:
         self._emitter = emitter
         self._private: dict[str, Any] = {}
         self._counters = Counters()
-        self.adopting = MemoryRestore(memory, run, emitter) if memory is not None and resume_from == "latest" else None
+        self.memory_restore = (
+            MemoryRestore(memory, run, emitter) if memory is not None and resume_from == "latest" else None
+        )
         """What the process before left in memory, where it may be gone on from."""
         self.restored: Restored | None = None
         self._watch: OwnerWatch | None = None
@@ -94,14 +96,14 @@ class RunClaim:
     @property
     def parent(self) -> CheckpointId | None:
         """The newest durable checkpoint of the line that training goes on with."""
-        if self.adopted is not None:
-            return self.adopted.adoptable.base
+        if self.restored_image is not None:
+            return self.restored_image.adoptable.base
         return self.restored.checkpoint.id if self.restored is not None else None
 
     @property
-    def adopted(self) -> Candidate | None:
+    def restored_image(self) -> Candidate | None:
         """The image in memory that training goes on from."""
-        return self.adopting.adopted if self.adopting is not None else None
+        return self.memory_restore.adopted if self.memory_restore is not None else None
 
     def restore(self) -> Restored | None:
         """Restores what `resume_from` says, once. None if there is nothing to restore."""
@@ -109,7 +111,7 @@ class RunClaim:
             self._close_own()  # before its objects, which may be these, and the random generators are set back
             self._watch = self._watch or OwnerWatch(self._repo, self._run)
             self._newest = self._first()
-            result = self._adopt() or self._restore()
+            result = self._restore_from_memory() or self._restore()
             self.restored = None
             if result is not None:
                 self._begin_at(result)
@@ -121,14 +123,18 @@ class RunClaim:
     def _begin_at(self, result: RestoreResult) -> None:
         moved = self._position.moved(self._counters)
         self._position.load(self._private, self._counters, moved)
-        restored = Restored.of(result, self._repo.url, self.adopted.footer.age_s if self.adopted else None)
+        restored = Restored.of(
+            result, self._repo.url, self.restored_image.footer.age_s if self.restored_image else None
+        )
         self.restored = replace(restored, certificate=self._position.amended(restored.certificate, moved))
         for reason in self._position.reasons:
-            self._say(reason)
+            self._warn(reason)
 
     def exists(self) -> bool:
         """Whether the run has a checkpoint, durable or in memory."""
-        return latest(self._repo, self._run) is not None or (self.adopting is not None and self.adopting.exists())
+        return latest(self._repo, self._run) is not None or (
+            self.memory_restore is not None and self.memory_restore.exists()
+        )
 
     def hidden_by_saving(self) -> bool:
         """Whether a fresh start here would hide checkpoints that nobody asked to be hidden."""
@@ -147,8 +153,8 @@ class RunClaim:
                     takeover=self._takeover,
                     observe=self._watch,
                     trouble=self._trouble,
-                    report=self._say,
-                    look=self._look_again,
+                    report=self._warn,
+                    look=self._refuse_if_newer,
                     withdrawn=self._withdrawn,
                 )
             except _Newer:
@@ -173,25 +179,25 @@ class RunClaim:
             hint=typed("tenuto", "ls", self._repo.url, "--run", self._run),
         )
 
-    def _adopt(self) -> RestoreResult | None:
-        return self.adopting.restore(self._prepare) if self.adopting is not None else None
+    def _restore_from_memory(self) -> RestoreResult | None:
+        return self.memory_restore.restore(self._prepare) if self.memory_restore is not None else None
 
     def _appeared(self) -> bool:
         """Whether an owner that lived at the restore has died since and left something newer in memory."""
-        return self.done and self.adopting is not None and self.adopting.appeared()
+        return self.done and self.memory_restore is not None and self.memory_restore.appeared()
 
     def _close_own(self) -> None:
         """A notebook's cell that is run twice: the Checkpointer that it made before ends here."""
         earlier = run_registry.live((self._repo.id, run_key(self._run)))
         if earlier is not None:
-            self._say(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed")
-            earlier.give_way()
+            self._warn(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed")
+            earlier.close_replaced()
 
     def _restore_anew(self) -> None:
         self.done = False
         self.restore()
 
-    def _look_again(self) -> None:
+    def _refuse_if_newer(self) -> None:
         """Before the claim is put: what the owner before has committed at its end is restored first."""
         if self._resume_from == "latest" and self._first() != self._newest:
             raise _Newer
@@ -199,11 +205,11 @@ class RunClaim:
     def _first(self, below: int | None = None) -> CheckpointId | None:
         return next(walk(self._repo, self._run, below=below, withdrawn=self._withdrawn), None)
 
-    def _say(self, message: str) -> None:
+    def _warn(self, message: str) -> None:
         self._emitter.emit(Warned(message, self._run))
 
     def _trouble(self, error: TenutoError) -> None:
-        self._say(f"the lease of run {self._run!r} could not be renewed: {error.message}")
+        self._warn(f"the lease of run {self._run!r} could not be renewed: {error.message}")
 
     def _restore(self) -> RestoreResult | None:
         if self._resume_from is None:
@@ -242,16 +248,16 @@ class GroupRunClaim(RunClaim):
 
     _apart = True
 
-    def __init__(self, *words: Any, company: RankGroup, **more: Any) -> None:
+    def __init__(self, *words: Any, group: RankGroup, **more: Any) -> None:
         super().__init__(*words, **more)
-        self.company = company
-        self._deadline_s = RESTORE_TIMES * company.timeout_s
-        self._reading = GroupRestore(self._repo, self._run, self._prepare, company=company, emitter=self._emitter)
+        self.group = group
+        self._deadline_s = RESTORE_TIMES * group.timeout_s
+        self._reading = GroupRestore(self._repo, self._run, self._prepare, group=group, emitter=self._emitter)
         self.on_claimed: Callable[[Restored | None], None] | None = None
         """Called with what was restored, once the run is this job's."""
         tier = more.get("memory")
-        if self.adopting is not None and isinstance(tier, GroupMemoryTier):
-            self.adopting = GroupMemoryRestore(self._repo, tier, self._run, company, self._emitter)
+        if self.memory_restore is not None and isinstance(tier, GroupMemoryTier):
+            self.memory_restore = GroupMemoryRestore(self._repo, tier, self._run, group, self._emitter)
 
     def _restore(self) -> RestoreResult | None:
         crashpoint("repository opened, nothing chosen yet")
@@ -264,7 +270,7 @@ class GroupRunClaim(RunClaim):
     def claim(self) -> Attempt:
         attempt = self._claim()
         try:
-            self.company.see(attempt)
+            self.group.check_claim_visible(attempt)
             if self.on_claimed is not None:
                 self.on_claimed(self.restored)
         except BaseException:
@@ -273,12 +279,12 @@ class GroupRunClaim(RunClaim):
         return attempt
 
     def _claim(self) -> Attempt:
-        if self.company.coordinates:
+        if self.group.coordinates:
             return self._claim_for_all()
         self._close_own()
         while True:
-            with self._claims() as topic:
-                kind, _, record = topic.hear(self._deadline_s, "the claim of the run").partition(b"\n")
+            with self._claims() as round:
+                kind, _, record = round.receive(self._deadline_s, "the claim of the run").partition(b"\n")
             if kind == CLAIMED:
                 crashpoint("claim heard, nothing saved yet")
                 attempt = announced(self._repo, record)
@@ -292,21 +298,21 @@ class GroupRunClaim(RunClaim):
             attempt = super().claim()
         except BaseException as error:
             if not self._reading.raised_by_all:
-                with self._claims() as topic:
-                    topic.fail(in_words(error))
+                with self._claims() as round:
+                    round.fail(in_words(error))
             raise
         try:
-            with self._claims() as topic:
-                topic.announce(CLAIMED + b"\n" + encode_attempt(attempt.record))
+            with self._claims() as round:
+                round.broadcast(CLAIMED + b"\n" + encode_attempt(attempt.record))
         except BaseException:
             attempt.release()
             raise
         return attempt
 
     def _restore_anew(self) -> None:
-        with self._claims() as topic:
-            topic.announce(AGAIN)
+        with self._claims() as round:
+            round.broadcast(AGAIN)
         super()._restore_anew()
 
     def _claims(self) -> Round:
-        return self.company.agreement.topic("claim")
+        return self.group.agreement.round("claim")

@@ -30,14 +30,14 @@ class RetentionWorker:
         *,
         emitter: Emitter,
         warn: Callable[[str], None],
-        company: RankGroup | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """Of several ranks the coordinator removes for all, and one of each node sees to its places; the others have
         nothing to do."""
         self.keep = keep
-        self._retains = company is None or company.coordinates
+        self._retains = group is None or group.coordinates
         self._spread = isinstance(repo.store, ReplicatedStore)
-        self._leads = self._spread and (company is None or company.leads)
+        self._leads = self._spread and (group is None or group.leads)
         self._repo = repo
         self._emitter = emitter
         self._warn = warn

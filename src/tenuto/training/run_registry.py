@@ -17,7 +17,7 @@ Key = tuple[str, str]
 class RunOwner(Protocol):
     """What owns a run, until it is closed."""
 
-    def give_way(self) -> None:
+    def close_replaced(self) -> None:
         """Ends it, for another one: what is in flight is awaited, and nothing new is saved."""
         ...
 

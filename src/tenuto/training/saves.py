@@ -66,14 +66,14 @@ class SaveAdmission:
         emitter: Emitter,
         *,
         skip: bool,
-        company: RankGroup | None,
+        group: RankGroup | None,
         missed: Callable[[int, BaseException], None],
     ) -> None:
         self._saver = saver
         self._run = run
         self._emitter = emitter
         self._skip = skip
-        self._company = company if company is not None and company.world_size > 1 else None
+        self._group = group if group is not None and group.world_size > 1 else None
         self._missed = missed
         self._ahead: tuple[int, bool] | None = None
         """What was decided, for a step that this rank has not come to yet."""
@@ -84,9 +84,9 @@ class SaveAdmission:
         Raises DeadlineExceeded where none before it ends, and what waiting for the coordinator raises.
         """
         may_skip = self._skip and not must
-        if may_skip and self._company is not None:
-            skipped = self._agreed(self._company, step)
-            where = "" if self._company.coordinates else ", on the coordinator"
+        if may_skip and self._group is not None:
+            skipped = self._agreed(self._group, step)
+            where = "" if self._group.coordinates else ", on the coordinator"
         else:
             skipped, where = may_skip and not self._saver.free, ""
         if skipped:
@@ -109,29 +109,29 @@ class SaveAdmission:
             hint='on_busy="wait" waits for it',
         )
 
-    def _agreed(self, company: RankGroup, step: int) -> bool:
+    def _agreed(self, group: RankGroup, step: int) -> bool:
         """Whether all ranks skip it. Only the coordinator's own state counts, so it never waits here."""
-        agreement = company.agreement
-        if company.coordinates:
+        agreement = group.agreement
+        if group.coordinates:
             skip = not self._saver.free
-            with agreement.topic("turn") as topic:
-                topic.announce(canonical_json.dumps([step, skip]))
+            with agreement.round("turn") as round:
+                round.broadcast(canonical_json.dumps([step, skip]))
             return skip
         while True:
             if self._ahead is None:
-                with agreement.topic("turn") as topic:
-                    heard = canonical_json.loads(topic.hear(company.timeout_s, f"whether step {step} is saved"))
+                with agreement.round("turn") as round:
+                    heard = canonical_json.loads(round.receive(group.timeout_s, f"whether step {step} is saved"))
                 self._ahead = int(heard[0]), bool(heard[1])
             decided, skip = self._ahead
             if decided > step:
-                raise self._apart(decided, step)
+                raise self._disagreement(decided, step)
             self._ahead = None
             if decided == step:
                 return skip
             if not skip:
-                self._missed(decided, self._apart(decided, step))
+                self._missed(decided, self._disagreement(decided, step))
 
-    def _apart(self, decided: int, step: int) -> RanksDisagree:
+    def _disagreement(self, decided: int, step: int) -> RanksDisagree:
         return RanksDisagree(
             f"the ranks do not agree about the step that is saved (rank 0: {decided}, this rank: {step})",
             subject="the step that is saved",
@@ -178,23 +178,23 @@ class RunSaver:
         emitter: Emitter,
         in_flight: int = 1,
         memory: SavePolicy | None = None,
-        company: RankGroup | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """`company`: the ranks with whom this process saves."""
         self.repo = repo
         self.run = run
         listen(repo.store, self.warn)
         self.policy = policy
-        self.company = company
-        self._coordinates = company is None or company.coordinates
+        self.group = group
+        self._coordinates = group is None or group.coordinates
         self._alike, self._ours = divided(policy)
-        self.tidying = RetentionWorker(repo, keep, emitter=emitter, warn=self.warn, company=company)
+        self.retention = RetentionWorker(repo, keep, emitter=emitter, warn=self.warn, group=group)
         self._on_error = on_error
         self._emitter = emitter
         self.memory: MemoryCadence | None = None
         """States that are kept in memory, with a cadence of its own."""
         if memory is not None:
-            self.memory = memory_cadence(company)(
+            self.memory = memory_cadence(group)(
                 repo,
                 run,
                 memory,
@@ -204,7 +204,7 @@ class RunSaver:
                 emitter=emitter,
                 warn=self.warn,
             )
-        party = None if company is None else company.party(repo)
+        protocol = None if group is None else group.protocol(repo)
         self.saver = Saver(
             repo,
             run,
@@ -216,20 +216,20 @@ class RunSaver:
             make_room=self._make_room,
             memory=self.memory.written_from if self.memory is not None else None,
             beside=self.memory.tier if self.memory is not None else None,
-            party=party,
+            protocol=protocol,
         )
-        missed = (party or SoloCommit(repo)).missed
-        self.turns = SaveAdmission(self.saver, run, emitter, skip=on_busy == "skip", company=company, missed=missed)
+        missed = (protocol or SoloCommit(repo)).missed
+        self.admission = SaveAdmission(self.saver, run, emitter, skip=on_busy == "skip", group=group, missed=missed)
         self.last: Save | None = None
         """The last save taken, or the restored checkpoint as a save that is committed already."""
         self.lock = threading.Lock()
         self._failure: TenutoError | None = None
         self._exit_status = ExitStatus(f"run {run}")
-        self._late = DeferredNotes(repo, warn=self.warn)
+        self._notes = DeferredNotes(repo, warn=self.warn)
         self._unlogged = UnloggedMetrics(policy, self.warn)
-        self._line = SavedMetrics(policy)
-        self.spent = HoldUps()
-        self.tally = SaveTotals()
+        self._saved_metrics = SavedMetrics(policy)
+        self.hold_ups = HoldUps()
+        self.totals = SaveTotals()
         self.first_step = 0
         """What training here began at."""
         self._started_s = time.monotonic()
@@ -240,21 +240,21 @@ class RunSaver:
     def attempt(self) -> Attempt | None:
         return self.saver.attempt
 
-    def capture_beside(self, state: Any) -> None:
+    def capture_fenced(self, state: Any) -> None:
         """From now on what optimizers in `state` own is copied beside training."""
         found = gate(state, lambda message: self._emitter.emit(Warned(message, self.run)))
         if found is None:
             self.warn('capture="fenced" finds no optimizer to wait for, since torch is not loaded: saves are eager')
         self.saver.fencing = FencedCapture(found, self._emitter, self.warn)
         if self.memory is not None:
-            self.memory.capture_beside(self.saver.fencing)
+            self.memory.capture_fenced(self.saver.fencing)
 
     def expect(self, restored: Restored | None) -> None:
         """Memory for what one of several ranks saves of what was restored: an equal share, and a little more, for who
         writes what is planned at the first save. A job that starts afresh has no state yet to tell by, and where one
         rank writes all that several hold the shares are not equal."""
-        if restored is not None and self.company is not None and self.company.writers != "one":
-            share = restored.checkpoint.bytes // self.company.world_size
+        if restored is not None and self.group is not None and self.group.writers != "one":
+            share = restored.checkpoint.bytes // self.group.world_size
             self.saver.expect(share + share // 32 + SHARE_SPARE_BYTES)
 
     def begin(
@@ -265,32 +265,32 @@ class RunSaver:
         self.saver.attempt = attempt
         self.first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
-        self.tally.begin()
+        self.totals.begin()
         if restored is not None:
             self.last = Save(restored, "", reason="restored")
             self.last.end()
-            self.tally.durable_s = self._started_s
-            self._line.begin(self.repo, self.run, attempt)
+            self.totals.durable_s = self._started_s
+            self._saved_metrics.begin(self.repo, self.run, attempt)
 
     def decide(self, moment: Moment) -> Decision:
         self._unlogged.asked(moment, self.first_step, self._judging)
         waits = not self.saver.free
         if waits:
-            self._tell_standstill()
+            self._report_standstill()
         history = SaveHistory(
             started_s=self._started_s,
             first_step=self.first_step,
             last_saved_step=self.last.step if self.last is not None else None,
             last_saved_s=self._last_saved_s,
-            saved=self._line.metrics(),
-            stalls_s=self.spent.stalls_s,
-            stalled_s=self.spent.stalled_s,
-            persist_s=self.spent.persist_s,
+            saved=self._saved_metrics.metrics(),
+            stalls_s=self.hold_ups.stalls_s,
+            stalled_s=self.hold_ups.stalled_s,
+            persist_s=self.hold_ups.persist_s,
             waits=waits,
         )
         torn = self._torn
-        if self.company is not None:
-            return self.company.decide(self._alike, self._ours, moment, history, torn)
+        if self.group is not None:
+            return self.group.decide(self._alike, self._ours, moment, history, torn)
         decision = self.policy.decide(moment, history)
         if not decision.save and torn is not None and moment.step > torn.step:
             return Decision(True, f"in place of the torn save of step {torn.step}")
@@ -317,17 +317,17 @@ class RunSaver:
         began = time.monotonic()
         due_s = began if due_s is None else due_s
         try:
-            waited_s = self.turns.await_for(step, must=must)
+            waited_s = self.admission.await_for(step, must=must)
         except (DeadlineExceeded, RanksError) as error:
             save = handle or self.saver.plan_save(step, reason=about.reason)
-            self.tally.take(save, due_s)
-            self.spent.add(save, time.monotonic() - due_s)
+            self.totals.take(save, due_s)
+            self.hold_ups.add(save, time.monotonic() - due_s)
             return self._not_taken(save, error)
         if waited_s is None:
-            self.tally.skip(time.monotonic() - due_s)
+            self.totals.skip(time.monotonic() - due_s)
             return None
         if waited_s:
-            self.tally.delay(waited_s)
+            self.totals.delay(waited_s)
             self._emitter.emit(SaveDelayed(self.run, step, waited_s))
         self._last_saved_s = time.monotonic()
         if self.memory is not None:
@@ -335,7 +335,7 @@ class RunSaver:
         save = handle or self.saver.plan_save(step, reason=about.reason)
         save.clock.put("look_s", began - due_s)
         save.clock.put("wait_s", waited_s)
-        self.tally.take(save, due_s)
+        self.totals.take(save, due_s)
         try:
             eager = eager or self._torn is not None
             self.saver.save(flattened, step, wait=wait, about=about, handle=save, eager=eager)
@@ -347,11 +347,11 @@ class RunSaver:
         if self.memory is not None and save.done and not save.committed:
             self.memory.not_saved(step)
         self.last = save
-        self._line.add(save, about.metrics)
-        self.spent.add(save, time.monotonic() - due_s)
+        self._saved_metrics.add(save, about.metrics)
+        self.hold_ups.add(save, time.monotonic() - due_s)
         return save
 
-    def _tell_standstill(self) -> None:
+    def _report_standstill(self) -> None:
         """Once of each save that does not get on: a policy that waits for none asks for nothing that would tell it."""
         oldest = next(iter(self.saver.in_flight), None)
         if oldest is None or oldest is self._stands_still:
@@ -374,7 +374,7 @@ class RunSaver:
 
     def stats(self) -> Stats:
         """What saving has done and cost so far. No I/O."""
-        return self.tally.stats(self.spent.stalled_s, self.memory)
+        return self.totals.stats(self.hold_ups.stalled_s, self.memory)
 
     def wait(self, timeout: float | None) -> None:
         """Waits for all saves in flight and for what follows them: notes, and retention. DeadlineExceeded after
@@ -385,11 +385,11 @@ class RunSaver:
         def left() -> float:
             return handles.STANDSTILL_S if until is None else max(until - time.monotonic(), 0.0)
 
-        self.saver.hurry()
+        self.saver.flush()
         for save in self.saver.in_flight:
             if not save.join(None if timeout is None else left()):
                 raise save.stuck(timeout)
-        for what, join in (("the last save of", self.saver.join), ("retention of", self.tidying.join)):
+        for what, join in (("the last save of", self.saver.join), ("retention of", self.retention.join)):
             patience = left()
             if not join(patience):
                 raise DeadlineExceeded(
@@ -402,15 +402,15 @@ class RunSaver:
     def wait_to_leave(self, timeout: float) -> None:
         """As `wait`; and for the other ranks, which leave as well: one of them may hold the board."""
         self.wait(timeout)
-        if self.company is not None:
-            self.company.farewell(timeout)
+        if self.group is not None:
+            self.group.farewell(timeout)
 
     def part(self, timeout: float, *, well: bool) -> None:
         """Leaves the other ranks. What the coordinator has removed by then goes from this node's places too."""
-        if self.company is not None:
-            self.company.part(timeout, well=well)
+        if self.group is not None:
+            self.group.part(timeout, well=well)
             if well and self.attempt is not None and not self._coordinates:
-                self.tidying.now(self.attempt)
+                self.retention.now(self.attempt)
 
     def raise_failure(self) -> None:
         """Raises what failed in the background since the last call, if it is to be raised. Ownership always is."""
@@ -423,15 +423,15 @@ class RunSaver:
         """Metrics of a checkpoint that is taken already: noted once it is committed."""
         self._unlogged.seen(metrics)
         if self._coordinates:
-            self._late.note(save, metrics)
-        self._line.add(save, metrics)
-        self._write_late(NOTE_DEADLINE_S)
+            self._notes.note(save, metrics)
+        self._saved_metrics.add(save, metrics)
+        self._write_notes(NOTE_DEADLINE_S)
 
     def tag(self, save: Save, names: Sequence[str]) -> None:
         """Tags a checkpoint once its save, which may still be to come, is committed."""
         if self._coordinates:
-            self._late.tag(save, names)
-        self._write_late(NOTE_DEADLINE_S)
+            self._notes.tag(save, names)
+        self._write_notes(NOTE_DEADLINE_S)
 
     def seen(self, metrics: Mapping[str, float]) -> None:
         self._unlogged.seen(metrics)
@@ -443,20 +443,20 @@ class RunSaver:
 
     def warn_of_unlogged_metrics(self) -> None:
         """Says which metrics the policies go by and nothing has logged."""
-        self._unlogged.tell(self._judging)
+        self._unlogged.warn_of_missing(self._judging)
 
     @property
     def _judging(self) -> KeepPolicy | None:
         """What judges the saves of this process, once there is one."""
         saved = self.last is not None and self.last.reason != "restored"
-        return self.tidying.keep if saved else None
+        return self.retention.keep if saved else None
 
     def give_back(self, timeout: float) -> None:
         """Writes what is left to be noted and gives run and memory back, within `timeout` seconds. Raises what the
         store raises, and DeadlineExceeded."""
         until = time.monotonic() + timeout
-        self.tally.end()
-        self._write_late(timeout / 2)
+        self.totals.end()
+        self._write_notes(timeout / 2)
         try:
             if self.attempt is not None:
                 self.attempt.release(max(until - time.monotonic(), timeout / 2))
@@ -470,12 +470,12 @@ class RunSaver:
         if self.saver.in_flight:
             self._exit_status.fail(error.message)
 
-    def _write_late(self, timeout: float) -> None:
+    def _write_notes(self, timeout: float) -> None:
         """In the training thread, unless the writing thread is at work and will see to it."""
-        if self.saver.busy or not self._late.waits:
+        if self.saver.busy or not self._notes.waits:
             return
         try:
-            within(timeout, f"noting metrics of run {self.run}", self._late.write, subject=self.run)
+            within(timeout, f"noting metrics of run {self.run}", self._notes.write, subject=self.run)
         except DeadlineExceeded as error:
             self.warn(str(error))
 
@@ -483,12 +483,12 @@ class RunSaver:
         """In the writing thread, after each save."""
         if save.error is not None:
             self._fail(save.error)
-            self._late.write()
+            self._notes.write()
             return
         self._exit_status.clear()
-        self._late.write()
+        self._notes.write()
         if self.attempt is not None:
-            self.tidying.after_commit(self.attempt, save.step)
+            self.retention.after_commit(self.attempt, save.step)
 
     def _fail(self, error: TenutoError) -> None:
         """A failure is known at once, and in the exit status unless a later save commits."""
@@ -505,4 +505,4 @@ class RunSaver:
         self._emitter.warn(message, self.run)
 
     def _make_room(self) -> bool:
-        return self.attempt is not None and self.tidying.now(self.attempt, everybody=True) > 0
+        return self.attempt is not None and self.retention.now(self.attempt, everybody=True) > 0

@@ -67,7 +67,7 @@ class SaveTrigger:
         """What `save` has asked for inside the step. Where it is skipped, its handle tells."""
         handle.inside_step = False
         if self.take(handle.reason, wait=wait, must=must, handle=handle, eager=eager) is None:
-            handle.end(self._saving.turns.skipped(handle.step))
+            handle.end(self._saving.admission.skipped(handle.step))
         if wait:
             handle.wait()
 
@@ -77,7 +77,7 @@ class SaveTrigger:
         handle = self._saving.saver.plan_save(self.step, reason=reason)
         self._saving.tag(handle, tags)
         if self.take(reason, wait=wait, must=True, handle=handle) is None:
-            handle.end(self._saving.turns.skipped(handle.step))
+            handle.end(self._saving.admission.skipped(handle.step))
 
     def as_it_was(self, moment: StateMark, reason: str) -> None:
         """Of the last completed step, if it is the one of `moment`, is not saved yet, and nothing has changed its
@@ -111,9 +111,9 @@ class SaveTrigger:
 class LateMetricTrigger:
     """Remembers how the state was at the end of a step, while a metric that the policy goes by is still to come."""
 
-    def __init__(self, saving: RunSaver, snapshots: Snapshots, taking: SaveTrigger) -> None:
+    def __init__(self, saving: RunSaver, snapshots: Snapshots, trigger: SaveTrigger) -> None:
         self._saving = saving
-        self._taking = taking
+        self._trigger = trigger
         self._snapshots = snapshots
         self._completed: StateMark | None = None
 
@@ -121,18 +121,18 @@ class LateMetricTrigger:
         """Another step has begun, or is done."""
         self._completed = None
 
-    def remember(self) -> None:
+    def mark(self) -> None:
         """A step is done, with the metrics that there are so far."""
-        missing = self._saving.policy.metrics() - self._taking.metrics.keys()
-        if missing and self._taking.unsaved and self._saving.attempt is not None:
+        missing = self._saving.policy.metrics() - self._trigger.metrics.keys()
+        if missing and self._trigger.unsaved and self._saving.attempt is not None:
             self._completed = self._snapshots.passing_moment()
 
     def reason(self) -> str:
         """Why that step is to be saved now that more metrics have come; empty where it is not."""
-        before, step = self._completed, self._taking.step
-        if before is None or before.step != step or not self._taking.unsaved:
+        before, step = self._completed, self._trigger.step
+        if before is None or before.step != step or not self._trigger.unsaved:
             return ""
-        decision = self._saving.decide(asking.Moment(step, time.monotonic(), metrics=self._taking.metrics))
+        decision = self._saving.decide(asking.Moment(step, time.monotonic(), metrics=self._trigger.metrics))
         return decision.reason if decision.save else ""
 
     def still_there(self, reason: str) -> bool:
@@ -160,10 +160,10 @@ class LateMetricTrigger:
 class PendingRequests:
     """Of one training. `between`, as an argument: whether no step is open, so that the last completed one is meant."""
 
-    def __init__(self, saving: RunSaver, snapshots: Snapshots, taking: SaveTrigger) -> None:
+    def __init__(self, saving: RunSaver, snapshots: Snapshots, trigger: SaveTrigger) -> None:
         self._saving = saving
         self._snapshots = snapshots
-        self._taking = taking
+        self._trigger = trigger
         self._requested: tuple[Save, bool] | None = None
         self._tags: list[str] = []
         self._then: StateMark | None = None
@@ -171,15 +171,15 @@ class PendingRequests:
 
     def tag(self, names: Sequence[str], *, between: bool) -> None:
         self._tags.extend(names)
-        self._remember(between)
+        self._mark(between)
 
     def save(self, *, wait: bool, between: bool) -> Save:
         """The handle of the save that will be taken. `wait`: the end of the body waits until it is committed."""
         if self._requested is None:
-            step = self._taking.step + (not between)
+            step = self._trigger.step + (not between)
             handle = self._saving.saver.plan_save(step, reason="asked for")
             handle.inside_step = True
-            self._remember(between)
+            self._mark(between)
         else:
             handle, before = self._requested
             wait = wait or before
@@ -192,9 +192,9 @@ class PendingRequests:
         if requested is not None:
             self._saving.tag(requested[0], tags)
             must = bool(tags) or moment.ending
-            self._taking.requested(requested[0], wait=requested[1], must=must, eager=moment.ending)
+            self._trigger.requested(requested[0], wait=requested[1], must=must, eager=moment.ending)
         elif tags:
-            self._taking.tagged(tags, decision.reason if decision.save else "", wait=moment.signal is not None)
+            self._trigger.tagged(tags, decision.reason if decision.save else "", wait=moment.signal is not None)
         return requested is not None or bool(tags)
 
     def leave(self) -> None:
@@ -217,11 +217,11 @@ class PendingRequests:
                 )
         elif requested is not None:
             self._saving.tag(requested[0], tags)
-            self._taking.requested(requested[0], wait=requested[1], must=True, eager=True)
+            self._trigger.requested(requested[0], wait=requested[1], must=True, eager=True)
         else:
-            self._taking.tagged(tags)
+            self._trigger.tagged(tags)
 
-    def _remember(self, between: bool) -> None:
+    def _mark(self, between: bool) -> None:
         if between and self._then is None:
             self._then = self._snapshots.moment()
 
@@ -265,15 +265,15 @@ class TrainingSession:
         """Whether a loop is on its way from one step to the next, and perhaps waits for a batch. It may have counted
         what nobody has trained on yet, so a signal waits: for the end of the next step, or of the loop."""
         self._snapshots = snapshots
-        self._leaving = PreemptionHandler(self._signal_came, catch=catch)
+        self._preemption = PreemptionHandler(self._signal_came, catch=catch)
         self._foreign_loop = False
         """Whether somebody else's loop tells when a step is done."""
-        self._taking = SaveTrigger(saving, snapshots, claiming, position)
-        self._requests = PendingRequests(saving, snapshots, self._taking)
+        self._trigger = SaveTrigger(saving, snapshots, claiming, position)
+        self._requests = PendingRequests(saving, snapshots, self._trigger)
         self._early: dict[str, float] = {}
         """Metrics of an epoch's body that has taken no batch yet: of the step before if it takes one, else its own."""
         self._moment: StateMark | None = None
-        self._belated = LateMetricTrigger(saving, snapshots, self._taking)
+        self._late_trigger = LateMetricTrigger(saving, snapshots, self._trigger)
 
     @property
     def step(self) -> int:
@@ -293,7 +293,7 @@ class TrainingSession:
                 subject=self.run,
                 hint="build a new Checkpointer: it resumes from the last checkpoint",
             )
-        with self._leaving.undisturbed():
+        with self._preemption.undisturbed():
             if self.loop is not None:
                 self._requests.leave()
                 self.loop, self.stopping = None, False  # what ended that loop ends no other one
@@ -310,11 +310,11 @@ class TrainingSession:
         attempt = self.claiming.claim()
         run_registry.register(self.key, self, checkpointer)
         self._begin(attempt)
-        self._leaving.install()
+        self._preemption.install()
 
     def _begin(self, attempt: Attempt) -> None:
         """Saves may be taken. A step that is in memory alone counts as one that is not saved yet."""
-        saving, parent, adopted = self.saving, self.claiming.parent, self.claiming.adopted
+        saving, parent, adopted = self.saving, self.claiming.parent, self.claiming.restored_image
         if adopted is None or adopted.adoptable.durable:
             saving.begin(attempt, self.step, parent)
         else:
@@ -332,25 +332,25 @@ class TrainingSession:
         if given_batch:
             self._settle_early()
         else:
-            self._heed_signal()
-        self._taking.metrics, self._early = self._early, {}
+            self._act_on_signal()
+        self._trigger.metrics, self._early = self._early, {}
         self.open = True
         self._moment = None
-        self._belated.forget()
+        self._late_trigger.forget()
 
     def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None:
         """The body of a step has come to its end: it counts, and is saved if something asks for it."""
         self._refuse_if_closed()
-        with self._leaving.undisturbed():
+        with self._preemption.undisturbed():
             self.open = False
             self.position.counters.step += 1
             self._consider(epoch_ended=epoch_ended, ending=ending)
-            self._heed_signal()  # one that came meanwhile: the next step's batch may be long in coming
+            self._act_on_signal()  # one that came meanwhile: the next step's batch may be long in coming
 
     def end_epoch(self, *, ending: bool) -> None:
         """An epoch's body has come to its end."""
         self._refuse_if_closed()
-        with self._leaving.undisturbed():
+        with self._preemption.undisturbed():
             if self.open:
                 self.open = False
                 self.position.counters.step += 1
@@ -365,33 +365,33 @@ class TrainingSession:
 
     def leave_loop(self) -> None:
         """The loop is over."""
-        self.saving.saver.lift()
-        with self._leaving.undisturbed():
-            self._heed_signal()
+        self.saving.saver.release_fence()
+        with self._preemption.undisturbed():
+            self._act_on_signal()
             self.between = False
         self.loop, self.stopping = None, False
-        self._belated.remember()
+        self._late_trigger.mark()
 
     def leave_batches(self) -> None:
         """No step follows now: an evaluation may, which has weights of its own in the model for a while. A signal that
         came on the way here is acted upon, and one that comes there can still save the last step."""
-        self.saving.saver.lift()
-        with self._leaving.undisturbed():
+        self.saving.saver.release_fence()
+        with self._preemption.undisturbed():
             self._keep_moment()
             self.between = False
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is completed in a loop that somebody else owns."""
-        self._taking.metrics = dict(metrics)
+        self._trigger.metrics = dict(metrics)
         self.saving.seen(metrics)
         if not self._foreign_loop:
             warn_of_epochs(self.saving)
         self._foreign_loop = True
         self.position.counters.step = step - 1
         self.open = True
-        self._belated.forget()
+        self._late_trigger.forget()
         self.complete_step()
-        self._belated.remember()
+        self._late_trigger.mark()
 
     # -- what the user asks for ----------------------------------------------------------------------------------------
 
@@ -407,7 +407,7 @@ class TrainingSession:
         last = self.saving.last
         if not self.open and last is not None and last.step == self.step:
             self.saving.note(last, metrics)
-        self._taking.metrics.update(metrics)
+        self._trigger.metrics.update(metrics)
         self.saving.seen(metrics)
         if not self.open and metrics.keys() & self.saving.policy.metrics():
             self._consider_late()
@@ -427,8 +427,8 @@ class TrainingSession:
         elif last is not None and last.step >= self.step:
             self.saving.tag(last, names)
         else:
-            with self._leaving.undisturbed():
-                self._taking.tagged(names)
+            with self._preemption.undisturbed():
+                self._trigger.tagged(names)
 
     def save(self, *, wait: bool) -> Save:
         """Saves now; inside a step, or behind the batches of an epoch, at the end of the body; where nothing is new,
@@ -438,8 +438,8 @@ class TrainingSession:
             return self._requests.save(wait=wait, between=not self.open)
         last = self.saving.last
         if last is None or last.step < self.step:
-            with self._leaving.undisturbed():
-                last = self._taking.take("asked for", wait=wait) or last
+            with self._preemption.undisturbed():
+                last = self._trigger.take("asked for", wait=wait) or last
             assert last is not None, "a save is skipped only because of one before"
         else:
             warnings.warn(
@@ -455,11 +455,11 @@ class TrainingSession:
     @property
     def _finishing(self) -> bool:
         """Whether the rest of an epoch's body runs, behind its batches, and its last step is not saved yet."""
-        return isinstance(self.loop, Epochs) and self.loop.finishing and self._taking.unsaved
+        return isinstance(self.loop, Epochs) and self.loop.finishing and self._trigger.unsaved
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
-    def give_way(self) -> None:
+    def close_replaced(self) -> None:
         """Another Checkpointer of this process takes the run. As at the process's end nothing new is saved: nobody has
         said that training ended here, and its objects may have been changed since its last step."""
         self.close(CLOSE_DEADLINE_S, ended_well=True, replaced=True)
@@ -470,7 +470,7 @@ class TrainingSession:
         if self.closed:
             return
         self.closed = True
-        self._leaving.hold_back()
+        self._preemption.hold_back()
         until = time.monotonic() + timeout
         spare = min(GIVE_BACK_S, timeout / 4)
         try:
@@ -489,12 +489,12 @@ class TrainingSession:
         say_what_is_left(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left)
         if ended_well:
             self.saving.raise_failure()
-            if self._leaving.owed and sys.exc_info()[0] is None:
-                self._leaving.leave()  # for what came behind the last step of several ranks, or while this was closing
+            if self._preemption.owed and sys.exc_info()[0] is None:
+                self._preemption.leave()  # for what came behind the last step of several ranks, or during this close
 
     def _end(self, timeout: float, *, quietly: bool = False, well: bool = False) -> None:
         """Gives everything back. `quietly`: something worse is being raised already, and the rest is a warning."""
-        self._leaving.restore()
+        self._preemption.restore()
         run_registry.unregister(self.key, self)
         try:
             self.saving.give_back(timeout)
@@ -510,21 +510,23 @@ class TrainingSession:
         after them belongs to no step."""
         if not self._lacks_last_save:
             return
-        alone = self.saving.company is None
-        moment = self._asked(ending=True, signal=self._leaving.signal if alone else None)
+        alone = self.saving.group is None
+        moment = self._asked(ending=True, signal=self._preemption.signal if alone else None)
         decision = self.saving.decide(moment)
         if decision.save or self.stopping:
-            self._taking.take(decision.reason if decision.save else STOPPED, wait=False, must=True)
+            self._trigger.take(decision.reason if decision.save else STOPPED, wait=False, must=True)
 
     @property
     def _left_behind(self) -> bool:
         """Whether a loop was broken out of between two steps, the last one not saved. A signal is told otherwise."""
         begun = self.loop is not None and not self.open and self.saving.attempt is not None
-        return begun and self._taking.unsaved and self.step > self.saving.first_step and self._leaving.signal is None
+        return (
+            begun and self._trigger.unsaved and self.step > self.saving.first_step and self._preemption.signal is None
+        )
 
     @property
     def _lacks_last_save(self) -> bool:
-        return self.saving.attempt is not None and self._foreign_loop and self._taking.unsaved
+        return self.saving.attempt is not None and self._foreign_loop and self._trigger.unsaved
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
@@ -533,19 +535,19 @@ class TrainingSession:
         self.saving.raise_failure()
         if self.on_step is not None:
             self.on_step(self)
-        signal, company = self._leaving.signal, self.saving.company
-        if company is not None:
-            signal = company.completed(self.step, signal, ending=ending or self.stopping)
+        signal, group = self._preemption.signal, self.saving.group
+        if group is not None:
+            signal = group.completed(self.step, signal, ending=ending or self.stopping)
         moment = self._asked(
             epoch_ended=epoch_ended, ending=ending or signal is not None or self.stopping, signal=signal
         )
         decision = self.saving.decide(moment)
         if not self._requests.take(decision, moment):
             if decision.save:
-                self._taking.take(decision.reason, wait=signal is not None, must=moment.ending, eager=moment.ending)
-            elif self.stopping and self._taking.unsaved:
-                self._taking.take(STOPPED, wait=False, must=True)
-        self._taking.in_memory(moment)
+                self._trigger.take(decision.reason, wait=signal is not None, must=moment.ending, eager=moment.ending)
+            elif self.stopping and self._trigger.unsaved:
+                self._trigger.take(STOPPED, wait=False, must=True)
+        self._trigger.in_memory(moment)
         if signal is not None:
             self._leave(signal)
         if isinstance(self.loop, Epochs) and (epoch_ended or self.position.at_end):
@@ -560,54 +562,54 @@ class TrainingSession:
             epoch_ended=epoch_ended,
             ending=ending,
             signal=signal,
-            metrics=self._taking.metrics,
+            metrics=self._trigger.metrics,
         )
 
     def _keep_moment(self) -> None:
         """Remembers how the state is now, so that a signal outside any step can still save it."""
-        if self._leaving.watched and self._taking.unsaved:
+        if self._preemption.watched and self._trigger.unsaved:
             self._moment = self._snapshots.moment()
 
-    def _heed_signal(self) -> None:
+    def _act_on_signal(self) -> None:
         """Leaves if a signal came, with the last completed step saved. The other ranks tell when theirs counts."""
-        signal = self._leaving.signal
-        if signal is None or self.saving.company is not None:
+        signal = self._preemption.signal
+        if signal is None or self.saving.group is not None:
             return
         moment = self._asked(ending=True, signal=signal)
         decision = self.saving.decide(moment)
         if decision.save:
-            self._taking.take(decision.reason, wait=True, must=True, eager=True)
+            self._trigger.take(decision.reason, wait=True, must=True, eager=True)
         self._leave(signal)
 
     def _consider_late(self) -> None:
         """A metric came after its step. Inside `epochs` the end of the epoch asks for the save; else it is taken now,
         unless the state has gone on from what it was at that step."""
-        reason = self._belated.reason()
+        reason = self._late_trigger.reason()
         if reason:
-            with self._leaving.undisturbed():
-                if self._belated.still_there(reason):
-                    self._taking.take(reason, wait=False)
+            with self._preemption.undisturbed():
+                if self._late_trigger.still_there(reason):
+                    self._trigger.take(reason, wait=False)
 
     # -- signals -------------------------------------------------------------------------------------------------------
 
     def _signal_came(self, name: str) -> None:
         """In the main thread, between two instructions: outside any step there is nothing to finish, so it acts. In a
         loop that somebody else owns nobody knows where a step begins: the next `step_done` sees it, or `close`."""
-        if self.open or self.between or self.saving.attempt is None or self.saving.company is not None:
+        if self.open or self.between or self.saving.attempt is None or self.saving.group is not None:
             return
         if self._foreign_loop and self.loop is None:
             return
-        self._leaving.hold_back()
+        self._preemption.hold_back()
         moment, self._moment = self._moment, None
         if moment is not None:
-            self._taking.as_it_was(moment, f"{name} came")
+            self._trigger.as_it_was(moment, f"{name} came")
         self._leave()
 
     def _leave(self, name: str | None = None) -> None:
         """Ends the process as the signal asked, with everything that is in flight committed."""
-        self._leaving.hold_back()
+        self._preemption.hold_back()
         self.saving.wait_to_leave(CLOSE_DEADLINE_S)
-        self._leaving.leave(name)
+        self._preemption.leave(name)
 
 
 # --------------------------------------------------------------------------------------------------

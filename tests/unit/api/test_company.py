@@ -45,14 +45,14 @@ class Agreed:
 def test_a_save_that_is_agreed_on_is_not_wished_for_again_at_its_own_step() -> None:
     """That of the policy's clock runs anew only once the save is taken."""
     agreement = Agreed(Proposal(1, 3, "10 min have passed", 0))
-    company = RankGroup(agreement, "main", Emitter())  # type: ignore[arg-type]
+    group = RankGroup(agreement, "main", Emitter())  # type: ignore[arg-type]
     last_s, saved = 0.0, []
     for step in range(1, 7):
-        company.completed(step, None, ending=False)
+        group.completed(step, None, ending=False)
         now_s = 601.0 + step
         history = SaveHistory(started_s=0.0, first_step=0, last_saved_step=None, last_saved_s=last_s)
         moment = Moment(step=step, now_s=now_s)
-        if company.decide(on.end(), every(minutes=10), moment, history, None).save:
+        if group.decide(on.end(), every(minutes=10), moment, history, None).save:
             saved.append(step)
             last_s = now_s
     assert saved == [3]
@@ -62,13 +62,13 @@ def test_a_save_that_is_agreed_on_is_not_wished_for_again_at_its_own_step() -> N
 def test_a_save_that_is_still_to_come_is_what_is_wished_for() -> None:
     """Only a signal asks for one of its own: all leave where it is what they save for."""
     agreement = Agreed(Proposal(1, 3, "in place of the torn save of step 1", 1), Proposal(2, 6, "SIGTERM came", 0))
-    company = RankGroup(agreement, "main", Emitter())  # type: ignore[arg-type]
+    group = RankGroup(agreement, "main", Emitter())  # type: ignore[arg-type]
     history = SaveHistory(started_s=0.0, first_step=0, last_saved_step=None, last_saved_s=0.0)
     left = []
     for step in range(1, 7):
         agreement.promised = next((one for at, one in agreement._proposals.items() if step <= at), None)
-        left.append(company.completed(step, "SIGTERM" if step > 1 else None, ending=False))
-        company.decide(on.end(), every(minutes=10), Moment(step=step, now_s=601.0 + step), history, None)
+        left.append(group.completed(step, "SIGTERM" if step > 1 else None, ending=False))
+        group.decide(on.end(), every(minutes=10), Moment(step=step, now_s=601.0 + step), history, None)
         if step == 1:
             assert agreement.wishes == [], "the clock's"
     assert agreement.wishes == ["SIGTERM came"], "at step 2"
@@ -83,7 +83,7 @@ class Board:
     def __init__(self, *announced: tuple[int, bool]) -> None:
         self._announced = list(announced)
 
-    def topic(self, kind: str) -> Any:
+    def round(self, kind: str) -> Any:
         assert kind == "turn"
         announced = self._announced.pop(0)
 
@@ -117,10 +117,8 @@ class Busy:
 
 def turns(saver: Any, agreement: Any, *, skip: bool) -> tuple[SaveAdmission, list[int]]:
     missed: list[int] = []
-    company = RankGroup(agreement, "main", Emitter())
-    found = SaveAdmission(
-        saver, "main", Emitter(), skip=skip, company=company, missed=lambda step, _: missed.append(step)
-    )
+    group = RankGroup(agreement, "main", Emitter())
+    found = SaveAdmission(saver, "main", Emitter(), skip=skip, group=group, missed=lambda step, _: missed.append(step))
     return found, missed
 
 

@@ -329,7 +329,7 @@ def test_an_update_does_not_wait_for_ever(
 
 @pytest.mark.parametrize("thread", ["tenuto-fence-5", "tenuto-memory-5"])
 def test_where_no_thread_can_be_started_nothing_waits_for_it(scene: Scene, tmp_path: Path, thread: str) -> None:
-    hand = WorkerThreads.hand
+    hand = WorkerThreads.submit
 
     def refusing(self: WorkerThreads, work: Callable[[], None], name: str) -> BackgroundWork:
         if name == thread:

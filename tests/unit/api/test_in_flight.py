@@ -376,7 +376,7 @@ def test_a_full_disk_makes_room_and_touches_nothing_that_is_behind(place: Path) 
     assert steps_of(place) == [2, 1]
     training = ckpt._training
     assert training is not None
-    training.saving.tidying.keep = keep.latest(1)
+    training.saving.retention.keep = keep.latest(1)
     store.failures[3] = [StoreFull("no space", subject="x")]
     store.failures[4] = [StoreFull("no space", subject="x"), StoreFull("no space", subject="x")]
     saves = [step_on(ckpt, one) for _ in range(3)]
@@ -490,10 +490,10 @@ def test_of_an_unending_first_save_the_time_so_far_is_what_writing_takes(place: 
         training = ckpt._training
         assert training is not None and first.begun_s is not None
         first.begun_s -= 100.0
-        assert training.saving.spent.persist_s > 100.0
+        assert training.saving.hold_ups.persist_s > 100.0
         store.let_go()
         ckpt.wait()
-        assert training.saving.spent.persist_s < 100.0
+        assert training.saving.hold_ups.persist_s < 100.0
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -540,7 +540,7 @@ def test_what_a_save_has_waited_for_in_vain_is_counted(place: Path, monkeypatch:
     store, one = held(place, 1), state()
     with built(store, one, 1) as ckpt:
         step_on(ckpt, one)
-        spent = ckpt._armed(needed=True).saving.spent
+        spent = ckpt._armed(needed=True).saving.hold_ups
         with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="no save of step 2"):
             patched.setattr(Saver, "await_free", lambda saver, timeout: False)
             assert step_on(ckpt, one).error is not None

@@ -44,13 +44,13 @@ def loaded(where: Path, skipped: Skipped | None = None) -> list[Any]:
 
 def test_each_rank_reads_it_and_none_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announced: list[bytes] = []
-    original = Round.announce
+    original = Round.broadcast
 
     def announce(self: Round, data: bytes, each: Any = ()) -> None:
         announced.append(data)
         original(self, data, each)
 
-    monkeypatch.setattr(Round, "announce", announce)
+    monkeypatch.setattr(Round, "broadcast", announce)
     found = loaded(saved)
     for rank, restored in enumerate(found):
         assert restored.step == 2 and restored.state["w"].value.tolist() == [20.0 + rank] * 4
@@ -66,7 +66,7 @@ def test_one_that_is_gone_for_one_rank_is_passed_over_by_all(saved: Path, monkey
 
     def found(self: Any, id: Any, mark: str, told: bytes) -> bytes:
         assert not told
-        if self.company.rank == 2 and id.step == 2:
+        if self.group.rank == 2 and id.step == 2:
             raise CheckpointNotFound(f"{id} is gone", subject=str(id))
         return original(self, id, mark, told)
 

@@ -83,7 +83,7 @@ def while_it_writes(place: Path, save: Callable[[Any], Any], step: int, look: Ca
 
 
 def found(place: Path) -> str:
-    return OwnerWatch(Repo.open(LocalStore(place)), "main").look().verdict
+    return OwnerWatch(Repo.open(LocalStore(place)), "main").inspect().verdict
 
 
 @pytest.mark.parametrize("count", [1, 2])

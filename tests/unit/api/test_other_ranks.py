@@ -47,12 +47,12 @@ def distributed(rank: int, of: int) -> Any:
 
 def train(where: Path, of: int, steps: int, make: Any = shared) -> list[tuple[list[Any], Any]]:
     """Of each rank its batches, and what was restored. Raises what a rank has raised, the first one's first."""
-    board = InProcessKVStore()
+    kv_store = InProcessKVStore()
     found: list[Any] = [None] * of
 
     def work(rank: int) -> None:
         given = []
-        ranks = {"ranks": ThreadRanks(rank, of, board), "ranks_timeout": 60.0} if of > 1 else {}
+        ranks = {"ranks": ThreadRanks(rank, of, kv_store), "ranks_timeout": 60.0} if of > 1 else {}
         state = {"weights": np.ones(3)}
         try:
             with tenuto.Checkpointer(

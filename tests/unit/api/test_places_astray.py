@@ -403,7 +403,7 @@ def test_a_rank_that_needs_room_on_its_node_makes_it_whoever_leads_there(tmp_pat
                     ckpt.wait()
                     assert ckpt._training is not None
                     saving: RunSaver = ckpt._training.saving
-                    assert not saving.company.leads  # type: ignore[union-attr]
+                    assert not saving.group.leads  # type: ignore[union-attr]
                     left = tmp_path / "node" / CheckpointId("main", 1, 1).directory
                     made.append(len(list(left.rglob("*.safetensors"))))
                     shutil.rmtree(tmp_path / "home" / CheckpointId("main", 1, 1).directory, ignore_errors=True)

@@ -388,7 +388,7 @@ def test_it_is_awaited_also_where_nobody_holds_the_checkpointer_any_more(place: 
     assert child.returncode == 0
     found = tenuto.load(place)
     assert found.step == 3 and np.all(found.state["w"] == 3)
-    assert OwnerWatch(Repo.open(open_store(place)), "main").look().reason == "it has released its lease"
+    assert OwnerWatch(Repo.open(open_store(place)), "main").inspect().reason == "it has released its lease"
 
 
 def test_more_than_one_process_is_refused_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

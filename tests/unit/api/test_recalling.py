@@ -11,7 +11,7 @@ import pytest
 
 import tenuto
 from tenuto import every
-from tenuto.engine.memory_tier.eligibility import Adoptable
+from tenuto.engine.memory_tier.eligibility import EligibleImage
 from tenuto.engine.memory_tier.group import group_restore
 from tenuto.engine.memory_tier.group.group_restore import CommonImage, choose
 from tenuto.engine.memory_tier.seal import SealHolder
@@ -19,7 +19,7 @@ from tenuto.errors import RanksDisagree, StoreUnavailable
 from tenuto.model.ids import CheckpointId
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 
-BASE = Adoptable(CheckpointId("main", 1, 10), durable=False)
+BASE = EligibleImage(CheckpointId("main", 1, 10), durable=False)
 
 
 def image(step: int, *, attempt: int = 1, save_id: str = "") -> dict[str, Any]:
@@ -36,7 +36,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """What the repository says of an image: by its step, or by step and holder."""
     verdicts: dict[Any, Any] = {}
 
-    def judge(repo: Any, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> Adoptable | str:
+    def judge(repo: Any, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> EligibleImage | str:
         found = verdicts.get((id.step, holder.attempt), verdicts.get(id.step, BASE))
         if isinstance(found, Exception):
             raise found
@@ -71,7 +71,7 @@ def test_the_same_step_of_another_job_is_another_state() -> None:
 
 def test_images_that_two_attempts_hold_after_a_kill_are_one_state(judged: dict[Any, Any]) -> None:
     assert chosen(told(17, attempt=2), told(17, attempt=1))[0] == [17]
-    judged[17, 2] = Adoptable(CheckpointId("main", 1, 9), durable=False)
+    judged[17, 2] = EligibleImage(CheckpointId("main", 1, 9), durable=False)
     steps, words = chosen(told(17, attempt=2), told(17, attempt=1))
     assert (steps, words) == (
         [],
@@ -93,14 +93,14 @@ def test_what_the_repository_says_against_it_is_told(judged: dict[Any, Any]) -> 
 
 
 def test_ranks_that_keep_states_at_different_steps_are_told_so_before_anything(tmp_path: Path) -> None:
-    board, found = InProcessKVStore(), {}
+    kv_store, found = InProcessKVStore(), {}
 
     def build(rank: int) -> None:
         try:
             tenuto.Checkpointer(
                 tmp_path,
                 {"w": np.ones(3)},
-                ranks=ThreadRanks(rank, 2, board),
+                ranks=ThreadRanks(rank, 2, kv_store),
                 ranks_timeout=30.0,
                 memory=every(steps=1) if rank else None,
             )

@@ -126,7 +126,7 @@ def train(
                     ckpt.stop()
                 else:
                     ckpt.log(loss=now[0] if ranks.rank == 0 else 0.5 ** min(step, 900))
-                meddle(ckpt._training.saving.spent, ranks.rank, seen[0])  # type: ignore[union-attr]
+                meddle(ckpt._training.saving.hold_ups, ranks.rank, seen[0])  # type: ignore[union-attr]
 
     def working(ranks: Any) -> None:
         try:

@@ -204,12 +204,12 @@ def test_a_full_disk_makes_room_once(gate: Gate, place: Path) -> None:
     one = state()
     ckpt = tenuto.Checkpointer(gate, one, save=on.end(), keep=keep.latest(1))
     ckpt.save(wait=True)
-    ckpt._training.saving.tidying.keep = keep.latest(2)
+    ckpt._training.saving.retention.keep = keep.latest(2)
     ckpt.step_done()
     ckpt.save(wait=True)
     ckpt.wait()
     assert steps_of(place) == [1, 0]
-    ckpt._training.saving.tidying.keep = keep.latest(1)
+    ckpt._training.saving.retention.keep = keep.latest(1)
     gate.failure, gate.failures = StoreFull("no space", subject="x"), 1
     ckpt.step_done()
     assert ckpt.save(wait=True).committed

@@ -44,14 +44,14 @@ def test_who_is_dead_is_found_out_before_the_time_to_wait_is_over() -> None:
 def test_what_is_raised_after_the_ranks_have_met_is_told_to_the_others(tmp_path: Path) -> None:
     """`resume_from` is judged after the meeting: the other rank must not wait for this one until its time is over."""
 
-    board, found = InProcessKVStore(), {}
+    kv_store, found = InProcessKVStore(), {}
 
     def build(rank: int) -> None:
         try:
             with tenuto.Checkpointer(
                 tmp_path,
                 {"w": np.ones(3)},
-                ranks=ThreadRanks(rank, 2, board),
+                ranks=ThreadRanks(rank, 2, kv_store),
                 ranks_timeout=60.0,
                 resume_from=1.5 if rank else "latest",  # type: ignore[arg-type]
             ) as ckpt:
@@ -69,23 +69,23 @@ def test_what_is_raised_after_the_ranks_have_met_is_told_to_the_others(tmp_path:
 
 
 def test_a_claim_that_cannot_be_announced_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    board, found, announce = InProcessKVStore(), {}, Round.announce
+    kv_store, found, announce = InProcessKVStore(), {}, Round.broadcast
 
-    def announcing(topic: Round, data: bytes, each: Any = ()) -> None:
-        if topic.kind == "claim":
+    def announcing(round: Round, data: bytes, each: Any = ()) -> None:
+        if round.kind == "claim":
             raise RankStoreLost("the board does not answer")
-        announce(topic, data, each)
+        announce(round, data, each)
 
     def build(rank: int) -> None:
         try:
-            ranks = ThreadRanks(rank, 2, board)
+            ranks = ThreadRanks(rank, 2, kv_store)
             with tenuto.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=ranks, ranks_timeout=20.0) as ckpt:
                 ckpt.save(wait=True)
         except BaseException as error:  # noqa: BLE001 - told to the test
             found[rank] = error
 
     with monkeypatch.context() as patched:
-        patched.setattr(Round, "announce", announcing)
+        patched.setattr(Round, "broadcast", announcing)
         threads = [threading.Thread(target=build, args=(rank,)) for rank in (0, 1)]
         for thread in threads:
             thread.start()
@@ -99,13 +99,13 @@ def test_a_claim_that_cannot_be_announced_is_given_back(tmp_path: Path, monkeypa
 def test_a_restore_that_all_ranks_have_refused_is_refused_again_when_it_is_tried_again(tmp_path: Path) -> None:
     """Nobody waits for what another has said before, nor hears it."""
     tenuto.save({"model": {"a": np.ones(3), "b": np.ones(2)}}, tmp_path)
-    board, found = InProcessKVStore(), {}
+    kv_store, found = InProcessKVStore(), {}
 
     def build(rank: int) -> None:
         state = {"model": {"a": np.zeros(3)}}
         found[rank] = said = []
         try:
-            with tenuto.Checkpointer(tmp_path, state, ranks=ThreadRanks(rank, 2, board), ranks_timeout=20.0) as ckpt:
+            with tenuto.Checkpointer(tmp_path, state, ranks=ThreadRanks(rank, 2, kv_store), ranks_timeout=20.0) as ckpt:
                 for _ in range(3):
                     try:
                         ckpt.restore()
@@ -141,11 +141,11 @@ def test_i4_all_ranks_go_on_from_what_was_committed_while_one_claimed(
         return claim(*words, look=committing, **options)
 
     monkeypatch.setattr("tenuto.training.resume.claim", meanwhile)
-    board, found = InProcessKVStore(), {}
+    kv_store, found = InProcessKVStore(), {}
 
     def build(rank: int) -> None:
         state = {"w": np.zeros(3)}
-        ranks = ThreadRanks(rank, 2, board)
+        ranks = ThreadRanks(rank, 2, kv_store)
         with tenuto.Checkpointer(place, state, ranks=ranks, ranks_timeout=60.0) as ckpt:
             ckpt.restore()
             ckpt.save(wait=True)

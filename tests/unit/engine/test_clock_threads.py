@@ -43,7 +43,7 @@ def test_each_thread_counts_by_its_own_clock(time: OfEachThread) -> None:
 
     def beside() -> None:
         time.move(7)
-        with clock.cpu_beside():
+        with clock.cpu_in_background():
             time.move(3)
         clock.copied(0.5, 4.0)
 
@@ -61,7 +61,7 @@ def test_each_thread_counts_by_its_own_clock(time: OfEachThread) -> None:
 
 def test_what_failed_counts_too(time: OfEachThread) -> None:
     clock = SaveClock()
-    with pytest.raises(ValueError), clock.cpu_beside():
+    with pytest.raises(ValueError), clock.cpu_in_background():
         time.move(3)
         raise ValueError
     assert clock.cpu_s == 3.0

@@ -17,7 +17,7 @@ import pytest
 import tenuto
 from memory_training import shared_memory
 from tenuto import events, every
-from tenuto.concurrency.background_priority import NICE, stand_back
+from tenuto.concurrency.background_priority import NICE, lower_priority
 from tenuto.concurrency.worker_threads import WorkerThreads
 from tenuto.engine.memory_tier import memory_saver
 from tenuto.engine.save import in_flight
@@ -40,7 +40,7 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
 
 def test_only_the_thread_that_asks_stands_back() -> None:
     before = niceness()
-    assert in_a_thread(lambda: (stand_back(), niceness())[1]) == max(NICE, before)
+    assert in_a_thread(lambda: (lower_priority(), niceness())[1]) == max(NICE, before)
     assert niceness() == before
 
 
@@ -65,7 +65,7 @@ def test_the_thread_that_asks_stands_back_from_the_disk_too() -> None:
         pytest.skip("threads have no priorities of their own for the disk here")
     before = io_priority()
     assert before != LAST
-    assert in_a_thread(lambda: (stand_back(), io_priority())[1]) == LAST
+    assert in_a_thread(lambda: (lower_priority(), io_priority())[1]) == LAST
     assert io_priority() == before
 
 

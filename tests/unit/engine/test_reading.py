@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tenuto
-from tenuto.concurrency.parallel_for import hand_out
+from tenuto.concurrency.parallel_for import parallel_for
 from tenuto.engine.read import leaf_reader as reading
 from tenuto.engine.read.leaf_reader import Staged, read_leaves
 from tenuto.engine.read.packs import open_pack
@@ -160,15 +160,15 @@ def test_work_is_handed_out_until_one_fails() -> None:
             raise ValueError(number)
         done.append(number)
 
-    hand_out(work, [], 4)
-    hand_out(work, [1], 4)
-    hand_out(work, [2, 3, 4], 4)
+    parallel_for(work, [], 4)
+    parallel_for(work, [1], 4)
+    parallel_for(work, [2, 3, 4], 4)
     assert sorted(done) == [1, 2, 3, 4]
     with pytest.raises(ValueError, match="5"):
-        hand_out(work, [5, *range(6, 100_000)], 2)
+        parallel_for(work, [5, *range(6, 100_000)], 2)
     assert len(done) < 100_000
     with pytest.raises(ValueError, match="5"):
-        hand_out(work, [5], 2)
+        parallel_for(work, [5], 2)
 
 
 def test_tensors_of_every_arrangement_get_their_values() -> None:

@@ -24,12 +24,12 @@ QUICK = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=5.0, probe_s=0.05)
 PATIENT_S = 30.0
 
 
-def job(board, world_size, take_part, facts=None):
+def job(kv_store, world_size, take_part, facts=None):
     """What `take_part` returns on each of the ranks, which are threads."""
 
     def run(rank):
         with Agreement.open(
-            ThreadRanks(rank, world_size, board), facts or {"run": "main"}, PATIENT_S, QUICK
+            ThreadRanks(rank, world_size, kv_store), facts or {"run": "main"}, PATIENT_S, QUICK
         ) as agreement:
             return take_part(agreement)
 
@@ -41,13 +41,13 @@ def test_alone_everything_is_agreed_at_once_and_nothing_is_left() -> None:
     before = set(threading.enumerate())
     with Agreement.open(Solo(), {"run": "main"}, 0.0) as agreement:
         assert not set(threading.enumerate()) - before
-        board = agreement.session.board
+        kv_store = agreement.session.kv_store
         for step in range(5):
-            with agreement.topic("save", step) as topic:
-                assert topic.gather(b"data", 0.0) == [b"data"]
-            with agreement.topic("vote") as topic:
-                assert not topic.vote(False, "no", 0.0) and topic.check() is None
-        assert board.keys() == []
+            with agreement.round("save", step) as round:
+                assert round.all_gather(b"data", 0.0) == [b"data"]
+            with agreement.round("vote") as round:
+                assert not round.vote(False, "no", 0.0) and round.check() is None
+        assert kv_store.keys() == []
         agreement.want("a signal")
         proposal = agreement.at(7, 0.0)
         assert proposal is not None and (proposal.step, proposal.reason) == (7, "a signal")
@@ -55,38 +55,38 @@ def test_alone_everything_is_agreed_at_once_and_nothing_is_left() -> None:
 
 
 def test_the_board_holds_no_more_keys_after_many_topics() -> None:
-    board = InProcessKVStore()
+    kv_store = InProcessKVStore()
 
     def take_part(agreement):
         for _ in range(200):
-            with agreement.topic("save") as topic:
-                topic.gather(b"", PATIENT_S)
-            with agreement.topic("word") as topic:
-                topic.announce(b"") if agreement.is_coordinator else topic.hear(PATIENT_S)
+            with agreement.round("save") as round:
+                round.all_gather(b"", PATIENT_S)
+            with agreement.round("word") as round:
+                round.announce(b"") if agreement.is_coordinator else round.hear(PATIENT_S)
 
-    job(board, 3, take_part)
-    assert len(board.keys()) < 64 * 4 + 30
-    job(board, 3, lambda agreement: None)
-    assert len(board.keys()) < 20
+    job(kv_store, 3, take_part)
+    assert len(kv_store.keys()) < 64 * 4 + 30
+    job(kv_store, 3, lambda agreement: None)
+    assert len(kv_store.keys()) < 20
 
 
 def test_numbers_rise() -> None:
     with Agreement.open(Solo(), {}, 0.0) as agreement:
-        agreement.topic("save", 5)
+        agreement.round("save", 5)
         with pytest.raises(UsageError, match="save 5 comes after save 5"):
-            agreement.topic("save", 5)
-        assert agreement.topic("save").number == 6
+            agreement.round("save", 5)
+        assert agreement.round("save").number == 6
 
 
 def test_an_error_in_a_topic_fails_it_for_all_and_is_raised_unchanged() -> None:
     def take_part(agreement):
         if agreement.rank == 1:
-            with pytest.raises(ZeroDivisionError), agreement.topic("save"):
+            with pytest.raises(ZeroDivisionError), agreement.round("save"):
                 1 / 0  # noqa: B018
             return None
         with pytest.raises(RankFailed, match="save 0: rank 1 has failed: ZeroDivisionError") as caught:
-            with agreement.topic("save") as topic:
-                topic.gather(b"", PATIENT_S)
+            with agreement.round("save") as round:
+                round.all_gather(b"", PATIENT_S)
         return caught.value.ranks
 
     assert job(InProcessKVStore(), 3, take_part) == [(1,), None, (1,)]
@@ -97,14 +97,14 @@ def test_who_is_missing_is_named_with_what_it_last_reported() -> None:
 
     def take_part(agreement):
         agreement.report("reading the index")
-        with agreement.topic("begun") as topic:
-            topic.gather(b"", PATIENT_S)
+        with agreement.round("begun") as round:
+            round.all_gather(b"", PATIENT_S)
         if agreement.rank == 2:
             agreement.report("writing the pack")
             return ended.wait(PATIENT_S)
-        with pytest.raises(RanksMissing) as caught, agreement.topic("save") as topic:
+        with pytest.raises(RanksMissing) as caught, agreement.round("save") as round:
             try:
-                topic.gather(b"", 0.5, "receipts of step 7")
+                round.all_gather(b"", 0.5, "receipts of step 7")
             finally:
                 if agreement.rank == 0:
                     ended.set()
@@ -118,16 +118,16 @@ def test_who_is_missing_is_named_with_what_it_last_reported() -> None:
 
 def test_an_announcement_cannot_follow_a_failure() -> None:
     def take_part(agreement):
-        topic = agreement.topic("save")
+        round = agreement.round("save")
         if agreement.rank == 1:
-            assert topic.fail("too late")
+            assert round.fail("too late")
         with pytest.raises(RankFailed):
-            topic.hear(PATIENT_S)
+            round.hear(PATIENT_S)
         with pytest.raises(RankFailed):
-            topic.check()
+            round.check()
         if agreement.is_coordinator:
             with pytest.raises(RankFailed):
-                topic.announce(b"all is well")
+                round.announce(b"all is well")
         return True
 
     assert job(InProcessKVStore(), 2, take_part) == [True, True]
@@ -135,30 +135,30 @@ def test_an_announcement_cannot_follow_a_failure() -> None:
 
 def test_only_the_coordinator_announces() -> None:
     def take_part(agreement):
-        with agreement.topic("save") as topic:
+        with agreement.round("save") as round:
             if agreement.rank == 1:
                 with pytest.raises(UsageError, match="only the coordinator can announce, and this is rank 1"):
-                    topic.announce(b"")
-            return topic.gather(b"", PATIENT_S)
+                    round.announce(b"")
+            return round.all_gather(b"", PATIENT_S)
 
     assert job(InProcessKVStore(), 2, take_part) == [[b"", b""]] * 2
 
 
 def test_what_is_no_message_of_the_topic_is_refused() -> None:
-    board = InProcessKVStore()
+    kv_store = InProcessKVStore()
 
     def take_part(agreement):
-        topic = agreement.topic("save")
+        round = agreement.round("save")
         if agreement.rank == 1:
-            with agreement.topic("other") as other:
+            with agreement.round("other") as other:
                 other.post(b"")
-                stolen = board.get(other.post_key(1), timeout=1)
-            board.put(topic.post_key(1), stolen, timeout=1)
+                stolen = kv_store.get(other.post_key(1), timeout=1)
+            kv_store.put(round.post_key(1), stolen, timeout=1)
             return None
         with pytest.raises(RanksDisagree, match="'other/0'"):
-            topic.collect(PATIENT_S)
+            round.collect(PATIENT_S)
 
-    job(board, 2, take_part)
+    job(kv_store, 2, take_part)
 
 
 def test_a_call_that_never_returns_is_given_up() -> None:
@@ -180,21 +180,21 @@ class Told:
 
 
 def test_silence_counts_only_while_it_is_watched() -> None:
-    told, board = Told(), InProcessKVStore()
-    watch = RankWatch(board, lambda rank: f"beat/{rank}", Settings(1.0, 10.0, 1.0, 1.0, told.clock))
-    board.put("beat/1", beat(1, "writing", None, {}), timeout=1)
+    told, kv_store = Told(), InProcessKVStore()
+    watch = RankWatch(kv_store, lambda rank: f"beat/{rank}", Settings(1.0, 10.0, 1.0, 1.0, told.clock))
+    kv_store.put("beat/1", beat(1, "writing", None, {}), timeout=1)
 
     def look(at: float) -> list[int]:
         told.now_s = at
-        watch.look([1], 1.0)
+        watch.read([1], 1.0)
         return watch.dead([1])
 
     assert [look(at) for at in (0.0, 4.0, 8.0, 9.9)] == [[]] * 4
     assert look(100.0) == []  # the observer was itself stopped meanwhile
     assert [look(at) for at in (104.0, 108.0, 110.0)] == [[], [], [1]]
     assert "last reported 'writing', 110.0 s ago; no sign of life for 10.0 s" in watch.describe([1])
-    board.put("beat/1", beat(2, "writing", "it was asked to", {}), timeout=1)
-    assert look(112.0) == [] and watch.left([1]) == {1: "it was asked to"}
+    kv_store.put("beat/1", beat(2, "writing", "it was asked to", {}), timeout=1)
+    assert look(112.0) == [] and watch.departed([1]) == {1: "it was asked to"}
 
 
 def test_a_deadline_is_shared() -> None:
@@ -209,14 +209,14 @@ def test_a_deadline_is_shared() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_failures_and_restarts_never_mix_sessions_or_topics(seed: int) -> None:
     """Incarnations of 2 to 5 ranks on one board; ranks fail or leave anywhere. What is heard names who wrote it."""
-    source, board = random.Random(seed), InProcessKVStore()
+    source, kv_store = random.Random(seed), InProcessKVStore()
     settings = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=5.0, probe_s=0.05)
     complete = 0
     for _ in range(4):
         world_size = source.randint(2, 5)
         seeds = [source.random() for _ in range(world_size)]
         with ThreadPoolExecutor(world_size) as pool:
-            ends = list(pool.map(partial(incarnation, board, seeds, settings), range(world_size)))
+            ends = list(pool.map(partial(incarnation, kv_store, seeds, settings), range(world_size)))
         sessions = {session for session, _ in ends if session}
         assert len(sessions) <= 1
         for number in range(8):
@@ -226,10 +226,10 @@ def test_random_failures_and_restarts_never_mix_sessions_or_topics(seed: int) ->
     assert complete
 
 
-def incarnation(board, seeds, settings, rank):
+def incarnation(kv_store, seeds, settings, rank):
     """The session that this rank was in, and what came of each topic that it waited for to the end."""
     source, outcomes, session = random.Random(seeds[rank]), {}, None
-    ranks = ThreadRanks(rank, len(seeds), board)
+    ranks = ThreadRanks(rank, len(seeds), kv_store)
     try:
         if source.random() < 0.08:
             return None, outcomes
@@ -240,10 +240,10 @@ def incarnation(board, seeds, settings, rank):
                 if fate < 0.05:
                     raise ConnectionResetError("killed")
                 try:
-                    with agreement.topic("save") as topic:
+                    with agreement.round("save") as round:
                         if fate < 0.12:
-                            topic.fail("a fault")
-                        heard = topic.gather(f"{session} {number} {rank}".encode(), 10.0)
+                            round.fail("a fault")
+                        heard = round.all_gather(f"{session} {number} {rank}".encode(), 10.0)
                     assert heard == [f"{session} {number} {each}".encode() for each in range(len(seeds))]
                     outcomes[number] = "complete"
                 except RanksError:
@@ -256,7 +256,7 @@ def incarnation(board, seeds, settings, rank):
 def test_posts_of_ranks_that_gave_up_unheard_are_not_believed_after_a_gap() -> None:
     """What a coordinator finds that was itself stopped, with the board: all have posted, and none waits any more."""
     settings = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=0.2, probe_s=0.05)
-    board, asleep, gave_up, judged = InProcessKVStore(), threading.Event(), threading.Event(), threading.Event()
+    kv_store, asleep, gave_up, judged = InProcessKVStore(), threading.Event(), threading.Event(), threading.Event()
 
     class Frozen(InProcessKVStore):
         """The other rank's way to the board, which does not answer while the coordinator sleeps."""
@@ -265,29 +265,29 @@ def test_posts_of_ranks_that_gave_up_unheard_are_not_believed_after_a_gap() -> N
             if name in ("get", "get_many", "put", "put_if_absent", "delete"):
                 if asleep.is_set():
                     raise RankStoreLost("the board does not answer")
-                return getattr(board, name)
+                return getattr(kv_store, name)
             return super().__getattribute__(name)
 
     def run(rank):
-        shared = Frozen() if rank else board
+        shared = Frozen() if rank else kv_store
         with Agreement.open(ThreadRanks(rank, 2, shared), {"run": "main"}, PATIENT_S, settings) as agreement:
-            with agreement.topic("first") as topic:
-                topic.gather(b"", PATIENT_S)
-            topic = agreement.topic("save")
+            with agreement.round("first") as round:
+                round.all_gather(b"", PATIENT_S)
+            round = agreement.round("save")
             if rank:
-                topic.post(b"")
+                round.send(b"")
                 asleep.set()
                 with pytest.raises(RankStoreLost):
-                    topic.hear(0.1)
+                    round.receive(0.1)
                 gave_up.set()
                 asleep.clear()
                 assert judged.wait(PATIENT_S)
                 return (1,)
-            topic.post(b"")
+            round.send(b"")
             assert gave_up.wait(PATIENT_S)
             agreement.session.roll._turned_at -= 10.0  # its own clock tells of the gap
             with pytest.raises(RanksMissing, match="gave up") as caught:
-                topic.collect(PATIENT_S)
+                round.gather(PATIENT_S)
             judged.set()
             return caught.value.ranks
 
@@ -303,8 +303,8 @@ def test_ranks_that_meet_again_and_again_leave_no_thread_behind(tmp_path) -> Non
 
     def run(rank):
         with Agreement.open(SharedFiles(tmp_path, rank, 2), {"run": "main"}, PATIENT_S, QUICK) as agreement:
-            with agreement.topic("end") as topic:
-                topic.gather(b"", PATIENT_S)
+            with agreement.round("end") as round:
+                round.all_gather(b"", PATIENT_S)
             return working()
 
     before = working()
@@ -330,7 +330,7 @@ def test_a_line_that_was_closed_takes_another_thread() -> None:
 
 @pytest.mark.parametrize("call", ["write_bytes", "replace"])
 def test_a_directory_that_takes_no_more_is_not_filled_with_names(tmp_path, monkeypatch, call) -> None:
-    board = SharedFilesKVStore(tmp_path)
+    kv_store = SharedFilesKVStore(tmp_path)
     original = getattr(Path, call)
 
     def full(path, *words):
@@ -338,11 +338,11 @@ def test_a_directory_that_takes_no_more_is_not_filled_with_names(tmp_path, monke
             original(path, b"")
         raise OSError(errno.ENOSPC, "no space left on device")
 
-    board.put("beat/0", b"1", timeout=PATIENT_S)
+    kv_store.put("beat/0", b"1", timeout=PATIENT_S)
     with monkeypatch.context() as patched:
         patched.setattr(Path, call, full)
         with pytest.raises(RankStoreLost, match="no space left"):
-            board.put("beat/0", b"2", timeout=PATIENT_S)
+            kv_store.put("beat/0", b"2", timeout=PATIENT_S)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["0", "beat"]
-    assert board.get("beat/0", timeout=PATIENT_S) == b"1"
-    board.close()
+    assert kv_store.get("beat/0", timeout=PATIENT_S) == b"1"
+    kv_store.close()

@@ -27,11 +27,11 @@ def test_the_coordinator_tells_whom_it_waits_for_and_what_they_do(monkeypatch: A
     def work(agreement: Agreement) -> None:
         session: Session = agreement.session
         session.behind = RankGroup(agreement, "gpt", Emitter.of([Seen()]))._behind
-        with agreement.topic("put") as topic:
+        with agreement.round("put") as round:
             if agreement.rank == 2:
                 agreement.report("writing its part of step 7")
                 assert go_on.wait(60)
-            topic.gather(b"", 60.0, "put 7")
+            round.all_gather(b"", 60.0, "put 7")
 
     on_ranks(3, work)
     assert {one.ranks for one in told} <= {(2,), (1, 2)} and told[-1].ranks == (2,)

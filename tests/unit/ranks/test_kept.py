@@ -27,11 +27,11 @@ def test_every_step_becomes_the_common_one() -> None:
         try:
             for step in range(1, 30):
                 found.append(kept.settle(30))
-                kept.whole(step)
+                kept.sealed(step)
             found.append(kept.settle(30))
         finally:
-            with agreement.topic("end") as topic:
-                topic.gather(b"", 30)
+            with agreement.round("end") as round:
+                round.all_gather(b"", 30)
             kept.close()
         return found
 
@@ -48,10 +48,10 @@ def test_who_waits_for_a_rank_that_does_not_tell_gives_up_once_and_goes_on_when_
             if agreement.rank == 1:
                 given_up.wait(30)
                 assert kept.settle(1) == 4, "it has nothing that waits"
-                kept.whole(5)
+                kept.sealed(5)
                 late.set()
                 return kept.settle(30)
-            kept.whole(5)
+            kept.sealed(5)
             with pytest.raises(DeadlineExceeded, match="step 5"):
                 kept.settle(0.05)
             with pytest.raises(DeadlineExceeded):
@@ -61,8 +61,8 @@ def test_who_waits_for_a_rank_that_does_not_tell_gives_up_once_and_goes_on_when_
             assert _soon(lambda: kept.common == 5)
             return kept.settle(0)
         finally:
-            with agreement.topic("end") as topic:
-                topic.gather(b"", 30)
+            with agreement.round("end") as round:
+                round.all_gather(b"", 30)
             kept.close()
 
     assert on_ranks(2, work) == [5, 5]
@@ -75,11 +75,11 @@ def test_a_step_that_another_rank_has_missed_may_go_before_the_common_one() -> N
             if agreement.rank == 2:
                 kept.missed(5)
             else:
-                kept.whole(5)
+                kept.sealed(5)
             return kept.settle(30)
         finally:
-            with agreement.topic("end") as topic:
-                topic.gather(b"", 30)
+            with agreement.round("end") as round:
+                round.all_gather(b"", 30)
             kept.close()
 
     assert on_ranks(3, work) == [4, 4, 4]
@@ -93,12 +93,12 @@ def test_all_hear_of_one_that_keeps_none_any_more(off: int) -> None:
             if agreement.rank == off:
                 kept.turn_off("no room")
             else:
-                kept.whole(1)
+                kept.sealed(1)
                 kept.settle(30)
             return kept.off
         finally:
-            with agreement.topic("end") as topic:
-                topic.gather(b"", 30)
+            with agreement.round("end") as round:
+                round.all_gather(b"", 30)
             kept.close()
 
     assert on_ranks(2, work)[1 - off] == f"rank {off}: no room"

@@ -59,10 +59,10 @@ FAULTS: dict[str, Callable[[], Failing]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_call_that_the_board_does_not_answer_is_made_again(fault: str) -> None:
-    board, together = FAULTS[fault](), threading.Barrier(2)
+    kv_store, together = FAULTS[fault](), threading.Barrier(2)
 
     def run(rank: int) -> list[Proposal | None]:
-        with Agreement.open(ThreadRanks(rank, 2, board), {"run": "main"}, PATIENT_S, QUICK) as agreement:
+        with Agreement.open(ThreadRanks(rank, 2, kv_store), {"run": "main"}, PATIENT_S, QUICK) as agreement:
             if rank == 0:
                 agreement.want("the clock")
             found: list[Proposal | None] = []
@@ -76,7 +76,7 @@ def test_a_call_that_the_board_does_not_answer_is_made_again(fault: str) -> None
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(run, (0, 1))
-    assert board.failed == 1
+    assert kv_store.failed == 1
     assert len(first) == len(second) and first[-1] == second[-1]
     assert first[-1] is not None and first[-1].reason == "the clock"
 
@@ -85,21 +85,21 @@ def test_a_proposal_that_came_to_nothing_at_its_very_step_is_no_save() -> None:
     """The background of the first rank may end the topic between the two looks of the training thread."""
 
     def run(rank: int) -> Proposal | None:
-        with Agreement.open(ThreadRanks(rank, 2, board), {"run": "main"}, PATIENT_S, QUICK) as agreement:
+        with Agreement.open(ThreadRanks(rank, 2, kv_store), {"run": "main"}, PATIENT_S, QUICK) as agreement:
             agreement._proposals.answer(Proposal(1, 3, "the clock", 0))
             return agreement.at(3, PATIENT_S)
 
-    board = InProcessKVStore()
+    kv_store = InProcessKVStore()
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, (0, 1))) == [None, None]
 
 
 def test_of_two_saves_at_one_step_both_are_heard_and_the_newest_counts() -> None:
     """The second is asked for when all have agreed to the first, and none of them is there yet."""
-    board, together, second = InProcessKVStore(), threading.Barrier(2), [False, False]
+    kv_store, together, second = InProcessKVStore(), threading.Barrier(2), [False, False]
 
     def run(rank: int) -> tuple[Proposal | None, Proposal | None, dict[str, list[int]]]:
-        with Agreement.open(ThreadRanks(rank, 2, board), {"run": "main"}, PATIENT_S, QUICK) as agreement:
+        with Agreement.open(ThreadRanks(rank, 2, kv_store), {"run": "main"}, PATIENT_S, QUICK) as agreement:
             asked = False
             if rank == 0:
                 agreement.want("the clock")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tenuto.engine.memory_tier.eligibility import Adoptable, judge
+from tenuto.engine.memory_tier.eligibility import EligibleImage, judge
 from tenuto.engine.memory_tier.seal import KIND, SealedObject, SealHolder, decode_seal, encode_seal, new_seal, newest
 from tenuto.engine.staging.slots import MAX_PAYLOAD
 from tenuto.errors import CorruptionError, FormatTooNew
@@ -54,26 +54,26 @@ def rm(repo, id):
 
 def test_the_newest_of_the_last_attempt(repo, make):
     first = attempt_with(make, [10, 20])
-    assert judge(repo, "gpt", sealed(repo, first, 25)) == Adoptable(at(1, 20), durable=False)
+    assert judge(repo, "gpt", sealed(repo, first, 25)) == EligibleImage(at(1, 20), durable=False)
     assert "durable" in judge(repo, "gpt", sealed(repo, first, 20)), "another save's step 20"
     assert "durable" in judge(repo, "gpt", sealed(repo, first, 15))
 
 
 def test_an_attempt_that_never_committed(repo, make):
     first = attempt_with(make, [])
-    assert judge(repo, "gpt", sealed(repo, first, 5)) == Adoptable(None, durable=False)
+    assert judge(repo, "gpt", sealed(repo, first, 5)) == EligibleImage(None, durable=False)
     later = attempt_with(make, [])
-    assert judge(repo, "gpt", sealed(repo, first, 5)) == Adoptable(None, durable=False)
-    assert judge(repo, "gpt", sealed(repo, later, 2)) == Adoptable(None, durable=False)
+    assert judge(repo, "gpt", sealed(repo, first, 5)) == EligibleImage(None, durable=False)
+    assert judge(repo, "gpt", sealed(repo, later, 2)) == EligibleImage(None, durable=False)
 
 
 def test_the_checkpoint_itself_is_only_quicker_to_read(repo, make):
     attempt = attempt_with(make, [10])
     save_id = make.written[at(1, 10)].save_id
-    assert judge(repo, "gpt", sealed(repo, attempt, 10, save_id=save_id)) == Adoptable(at(1, 10), True)
+    assert judge(repo, "gpt", sealed(repo, attempt, 10, save_id=save_id)) == EligibleImage(at(1, 10), True)
     second = attempt_with(make, [], at(1, 10))
     footer = sealed(repo, second, 10, id=at(1, 10), save_id=save_id)
-    assert judge(repo, "gpt", footer) == Adoptable(at(1, 10), True)
+    assert judge(repo, "gpt", footer) == EligibleImage(at(1, 10), True)
 
 
 def test_attempts_without_a_commit_are_passed_through(repo, make):
@@ -81,7 +81,7 @@ def test_attempts_without_a_commit_are_passed_through(repo, make):
     second = attempt_with(make, [], at(1, 10))
     attempt_with(make, [], at(1, 10))
     for holder in (first, second):
-        assert judge(repo, "gpt", sealed(repo, holder, 12)) == Adoptable(at(1, 10), durable=False)
+        assert judge(repo, "gpt", sealed(repo, holder, 12)) == EligibleImage(at(1, 10), durable=False)
 
 
 def test_one_with_a_commit_has_gone_further(repo, make):
@@ -102,7 +102,7 @@ def test_going_back_on_purpose_rules_out_what_was_gone_back_behind(repo, make):
 def test_what_it_went_on_from_must_still_be_there(repo, make):
     attempt_with(make, [10])
     second = attempt_with(make, [], at(1, 10))
-    assert judge(repo, "gpt", sealed(repo, second, 11)) == Adoptable(at(1, 10), durable=False)
+    assert judge(repo, "gpt", sealed(repo, second, 11)) == EligibleImage(at(1, 10), durable=False)
     assert "no newer" in judge(repo, "gpt", sealed(repo, second, 10))
     repo.store.delete([at(1, 10).manifest])
     assert "has been removed" in judge(repo, "gpt", sealed(repo, second, 11))
@@ -111,20 +111,20 @@ def test_what_it_went_on_from_must_still_be_there(repo, make):
 def test_nothing_goes_on_from_memory_behind_a_checkpoint_that_was_removed_by_hand(repo, make):
     first = attempt_with(make, [10, 20])
     itself = sealed(repo, first, 20, save_id=make.written[at(1, 20)].save_id)
-    assert judge(repo, "gpt", itself) == Adoptable(at(1, 20), durable=True)
+    assert judge(repo, "gpt", itself) == EligibleImage(at(1, 20), durable=True)
     rm(repo, at(1, 20))
     for footer in (itself, sealed(repo, first, 25)):
         assert judge(repo, "gpt", footer) == "step 20 of attempt 1, at or before it, was removed by hand"
-    assert judge(repo, "gpt", sealed(repo, first, 15)) == Adoptable(at(1, 10), durable=False)
+    assert judge(repo, "gpt", sealed(repo, first, 15)) == EligibleImage(at(1, 10), durable=False)
     second = attempt_with(make, [], at(1, 10))
-    assert judge(repo, "gpt", sealed(repo, second, 25)) == Adoptable(at(1, 10), durable=False), "trained anew"
+    assert judge(repo, "gpt", sealed(repo, second, 25)) == EligibleImage(at(1, 10), durable=False), "trained anew"
 
 
 def test_one_whose_attempt_has_no_other_checkpoint_is_ruled_out_too(repo, make):
     first = attempt_with(make, [10])
     rm(repo, at(1, 10))
     assert "step 10 of attempt 1" in str(judge(repo, "gpt", sealed(repo, first, 25)))
-    assert judge(repo, "gpt", sealed(repo, first, 5)) == Adoptable(None, durable=False)
+    assert judge(repo, "gpt", sealed(repo, first, 5)) == EligibleImage(None, durable=False)
 
 
 def test_foreign_ones(repo, make, tmp_path, monkeypatch):

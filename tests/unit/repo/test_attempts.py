@@ -233,7 +233,7 @@ def test_an_owner_elsewhere_whose_lease_moves_is_alive(repo: Repo, make: Any, ti
 def test_a_watch_begun_before_the_restore_has_decided_after_it(repo: Repo, make: Any, time: Time, take: Claim) -> None:
     beat(repo, make.attempt(1), 7)
     watch = OwnerWatch(repo, "gpt", clock=time.clock)
-    assert watch.look().verdict == "unknown"
+    assert watch.inspect().verdict == "unknown"
     time.seconds += 20
     assert take(observe=watch).number == 2
     assert time.seconds == 20

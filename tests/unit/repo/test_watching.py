@@ -17,7 +17,7 @@ from tenuto.repo.format.small_records import LeaseRecord, decode_lease, encode_l
 from tenuto.repo.ownership import lease as lease_module
 from tenuto.repo.ownership import owner_watch as watch_module
 from tenuto.repo.ownership.lease import BEAT_S, TTL_S, Lease, read_last
-from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, held_here, let_go, take_hold
+from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, owned_here, release_ownership, take_ownership
 from tenuto.repo.process import MonotonicClock, this_process
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes
@@ -41,7 +41,7 @@ class Time:
 
 
 def test_a_run_that_nobody_claimed_is_free(repo: Repo) -> None:
-    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("free", 0, None, "")
+    assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("free", 0, None, "")
 
 
 def test_a_lease_is_watched_on_the_watchers_own_clock(repo: Repo, make: Any) -> None:
@@ -49,15 +49,15 @@ def test_a_lease_is_watched_on_the_watchers_own_clock(repo: Repo, make: Any) -> 
     beat(repo, record, 5)
     time = Time()
     watch = OwnerWatch(repo, "GPT", clock=time.clock(), ttl_s=10)
-    assert watch.look() == OwnerFinding("unknown", 3, record, "its lease is being watched")
+    assert watch.inspect() == OwnerFinding("unknown", 3, record, "its lease is being watched")
     time.now += 9
-    assert watch.look().verdict == "unknown"
+    assert watch.inspect().verdict == "unknown"
     beat(repo, record, 6)
-    assert watch.look() == OwnerFinding("alive", 3, record, "its lease moves")
+    assert watch.inspect() == OwnerFinding("alive", 3, record, "its lease moves")
     time.now += 9.9
-    assert watch.look().verdict == "alive"
+    assert watch.inspect().verdict == "alive"
     time.now += 0.1
-    assert watch.look() == OwnerFinding("dead", 3, record, "its lease has not moved for 10 s")
+    assert watch.inspect() == OwnerFinding("dead", 3, record, "its lease has not moved for 10 s")
 
 
 def test_time_in_which_the_store_answers_nobody_tells_nothing_of_an_owner(
@@ -75,7 +75,7 @@ def test_time_in_which_the_store_answers_nobody_tells_nothing_of_an_owner(
 
         with monkeypatch.context() as patched:
             patched.setattr(watch_module, "read_last", slow)
-            return watch.look()
+            return watch.inspect()
 
     assert look(1.0).verdict == "unknown"
     assert look(60.0).verdict == "unknown"
@@ -88,15 +88,15 @@ def test_a_newer_owner_is_watched_anew(repo: Repo, make: Any) -> None:
     make.attempt(1)
     time = Time()
     watch = OwnerWatch(repo, "gpt", clock=time.clock(), ttl_s=10)
-    watch.look()
+    watch.inspect()
     time.now += 10
-    assert watch.look().verdict == "dead"
+    assert watch.inspect().verdict == "dead"
     second = make.attempt(2)
-    assert watch.look() == OwnerFinding("unknown", 2, second, "its lease is being watched")
+    assert watch.inspect() == OwnerFinding("unknown", 2, second, "its lease is being watched")
     time.now += 9
-    assert watch.look().verdict == "unknown"
+    assert watch.inspect().verdict == "unknown"
     time.now += 1
-    assert watch.look().verdict == "dead"
+    assert watch.inspect().verdict == "dead"
 
 
 def test_the_usual_patience_is_five_beats() -> None:
@@ -106,39 +106,39 @@ def test_the_usual_patience_is_five_beats() -> None:
 def test_a_released_lease_ends_its_own_attempt_only(repo: Repo, make: Any) -> None:
     record = make.attempt(1)
     beat(repo, record, 1, released=True, id="ab" * 16)
-    assert OwnerWatch(repo, "gpt").look().verdict == "unknown", "it is another attempt's"
+    assert OwnerWatch(repo, "gpt").inspect().verdict == "unknown", "it is another attempt's"
     beat(repo, record, 2, released=True)
-    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("dead", 1, record, "it has released its lease")
+    assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("dead", 1, record, "it has released its lease")
 
 
 def test_a_damaged_record_with_a_released_lease_is_dead(repo: Repo, make: Any) -> None:
     record = make.attempt(1)
     beat(repo, record, 1, released=True)
     make.damage(object_names.attempt_name("gpt", 1))
-    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("dead", 1, None, "it has released its lease")
+    assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("dead", 1, None, "it has released its lease")
 
 
 def test_what_this_very_process_holds_is_known(repo: Repo, make: Any) -> None:
     record = make.attempt(1, owner=this_process())
-    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("dead", 1, record, "this process has closed it")
-    take_hold(repo, "gpt", 1)
-    assert held_here(repo, "gpt", 1)
-    assert not held_here(repo, "gpt", 2) and not held_here(repo, "other", 1)
-    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("here", 1, record, "which has not closed it")
-    let_go(repo, "gpt", 1)
-    let_go(repo, "gpt", 1)
-    assert not held_here(repo, "gpt", 1)
+    assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("dead", 1, record, "this process has closed it")
+    take_ownership(repo, "gpt", 1)
+    assert owned_here(repo, "gpt", 1)
+    assert not owned_here(repo, "gpt", 2) and not owned_here(repo, "other", 1)
+    assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("here", 1, record, "which has not closed it")
+    release_ownership(repo, "gpt", 1)
+    release_ownership(repo, "gpt", 1)
+    assert not owned_here(repo, "gpt", 1)
 
 
 def test_a_process_of_this_host_is_judged_by_itself(repo: Repo, make: Any) -> None:
     ended = make.attempt(1, owner=replace(this_process(), started="1"))
-    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("dead", 1, ended, "its process has ended")
+    assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("dead", 1, ended, "its process has ended")
     from tenuto.repo import process
 
     parent = process._look(os.getppid())
     assert parent is not None
     running = make.attempt(2, owner=replace(this_process(), pid=os.getppid(), started=parent.started))
-    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("alive", 2, running, "its process is running")
+    assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("alive", 2, running, "its process is running")
 
 
 def test_an_attempt_without_a_record_counts_if_it_committed(repo: Repo, make: Any) -> None:
@@ -146,9 +146,9 @@ def test_an_attempt_without_a_record_counts_if_it_committed(repo: Repo, make: An
     make.attempt(2)
     make.checkpoint(2, 10)
     repo.store.delete([object_names.attempt_name("gpt", 2)])
-    assert OwnerWatch(repo, "gpt").look() == OwnerFinding("unknown", 2, None, "its lease is being watched")
+    assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("unknown", 2, None, "its lease is being watched")
     repo.store.delete([CheckpointId("gpt", 2, 10).manifest])
-    assert OwnerWatch(repo, "gpt").look().record == first
+    assert OwnerWatch(repo, "gpt").inspect().record == first
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -299,12 +299,12 @@ def test_an_earlier_attempt_of_this_process_has_ended_once_it_is_closed(
 
     make.attempt(1, owner=this_process())
     if held:
-        take_hold(repo, "gpt", 1)
+        take_ownership(repo, "gpt", 1)
     id, save_id = make.begin(1, 10)
     make.data(id, save_id)
     make.attempt(2, owner=replace(this_process(), started="1"))
     release.append(claim(repo, "gpt", None, beat_s=SLOW))
-    let_go(repo, "gpt", 1)
+    release_ownership(repo, "gpt", 1)
     assert make.names(id.directory) == (["begin.json", "manifest.json"] if held else ["manifest.json"])
     last = read_last(repo, "gpt", 3)[1]
     assert last is not None and last.closed is not held

@@ -131,23 +131,23 @@ class Waiting:
 
     def before_update(self) -> None:
         self.asked += 1
-        update_barrier.fall(self)
+        update_barrier.lower_barrier(self)
 
 
 def test_an_update_asks_every_barrier_that_stands() -> None:
     one, other = Waiting(), Waiting()
-    update_barrier.stand(one)
-    update_barrier.stand(other)
+    update_barrier.raise_barrier(one)
+    update_barrier.raise_barrier(other)
     update_barrier.let_updates_pass()
     update_barrier.let_updates_pass()
     assert (one.asked, other.asked) == (1, 1)
-    update_barrier.fall(one)  # twice is no error
+    update_barrier.lower_barrier(one)  # twice is no error
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_waits_for_nothing() -> None:
     one = Waiting()
-    update_barrier.stand(one)
+    update_barrier.raise_barrier(one)
     try:
         child = os.fork()
         if child == 0:
@@ -155,4 +155,4 @@ def test_a_forked_child_waits_for_nothing() -> None:
             os._exit(one.asked)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
-        update_barrier.fall(one)
+        update_barrier.lower_barrier(one)

@@ -22,7 +22,7 @@ def test_work_is_done_in_a_thread_that_has_its_name_and_keeps_no_interpreter_ali
         found.append(threading.current_thread())
         names.append(found[-1].name)
 
-    assert ended(WorkerThreads().hand(look, "tenuto-looking"))
+    assert ended(WorkerThreads().submit(look, "tenuto-looking"))
     assert names == ["tenuto-looking"]
     assert found[0].daemon
     assert found[0] is not threading.current_thread()
@@ -32,7 +32,7 @@ def one_after_the_other(parked: WorkerThreads, count: int) -> set[int]:
     """The threads that do so much work, each begun when the one before has been parked again."""
     found: set[int] = set()
     for _ in range(count):
-        assert ended(parked.hand(lambda: found.add(threading.get_ident()), "work"))
+        assert ended(parked.submit(lambda: found.add(threading.get_ident()), "work"))
         until = threading.Event()
         while not parked._idle:
             until.wait(0.001)
@@ -45,7 +45,7 @@ def test_a_thread_is_used_again() -> None:
 
 def test_work_does_not_wait_for_other_work_and_no_more_threads_are_kept_than_a_few() -> None:
     parked, all_here = WorkerThreads(), threading.Barrier(KEPT + 3)
-    works = [parked.hand(lambda: all_here.wait(60) and None, "work") for _ in range(KEPT + 2)]
+    works = [parked.submit(lambda: all_here.wait(60) and None, "work") for _ in range(KEPT + 2)]
     all_here.wait(60)
     assert all(ended(work) for work in works)
     until = threading.Event()
@@ -59,7 +59,7 @@ def test_a_forked_child_begins_with_threads_of_its_own() -> None:
     one_after_the_other(parked, 1)
     child = os.fork()
     if not child:
-        os._exit(0 if ended(parked.hand(lambda: None, "work")) else 1)
+        os._exit(0 if ended(parked.submit(lambda: None, "work")) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -74,7 +74,7 @@ def test_what_was_worked_on_is_let_go_of_with_the_work() -> None:
         assert held is not None
 
     parked = WorkerThreads()
-    given = parked.hand(work, "work")
+    given = parked.submit(work, "work")
     del held, work
     assert ended(given)
     until = threading.Event()

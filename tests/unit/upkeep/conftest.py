@@ -22,7 +22,7 @@ from tenuto.repo.format.content_digest import content_digest
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.ownership.lease import Lease
-from tenuto.repo.ownership.owner_watch import let_go, take_hold
+from tenuto.repo.ownership.owner_watch import release_ownership, take_ownership
 from tenuto.repo.process import this_process
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes
@@ -68,12 +68,12 @@ class World:
         name = object_names.attempt_name(run, number)
         objects.put(self.store, name, encode_attempt(record), token=record.id)
         if alive:
-            take_hold(self.repo, run, number)
+            take_ownership(self.repo, run, number)
         return Attempt(self.repo, record, Lease(self.repo, record))
 
     def die(self, attempt: Attempt) -> None:
         """This process no longer holds the attempt: observers find it dead."""
-        let_go(self.repo, attempt.run, attempt.number)
+        release_ownership(self.repo, attempt.run, attempt.number)
 
     def save(
         self,

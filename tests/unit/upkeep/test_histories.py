@@ -26,7 +26,7 @@ from tenuto.repo.lineage import walk
 from tenuto.repo.notes import add_note
 from tenuto.repo.ownership import claim as claims
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.ownership.owner_watch import let_go
+from tenuto.repo.ownership.owner_watch import release_ownership
 from tenuto.repo.refs import clear_ref, put_ref
 from tenuto.repo.unfinished import abort, free
 
@@ -123,7 +123,7 @@ class Histories(RuleBasedStateMachine):
         attempt = self.live.pop(run, None)
         if attempt is not None:
             attempt._lease._stop.set()
-            let_go(self.world.repo, run, attempt.number)
+            release_ownership(self.world.repo, run, attempt.number)
             self.open = {id: names for id, names in self.open.items() if id.run != run}
 
     def cut_short(self, stage: str | None, act: Callable[[], None]) -> bool:

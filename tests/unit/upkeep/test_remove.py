@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tenuto.crashpoints import armed
-from tenuto.engine.memory_tier.eligibility import Adoptable, went_on
+from tenuto.engine.memory_tier.eligibility import EligibleImage, went_on
 from tenuto.engine.memory_tier.seal import SealHolder
 from tenuto.errors import CheckpointNotFound, CorruptionError, RemovalRefused, RepositoryError
 from tenuto.maintenance import gc, remove, undelete
@@ -111,12 +111,12 @@ def test_training_goes_on_from_memory_behind_what_was_removed_only_once_it_is_ba
     def later():
         return went_on(world.repo, "main", replace(new, step=9), "ef" * 16, SealHolder(attempt.number, attempt.id))
 
-    assert later() == Adoptable(new, durable=False)
+    assert later() == EligibleImage(new, durable=False)
     for _ in range(2):
         rm(world, new, force=True)
         assert later() == "step 2 of attempt 1, at or before it, was removed by hand"
         bring_back(world, new)
-        assert later() == Adoptable(new, durable=False)
+        assert later() == EligibleImage(new, durable=False)
 
 
 def test_a_fork_without_a_commit_needs_its_parent(world):

@@ -15,11 +15,11 @@ from tenuto.errors import TenutoError
 from tenuto.model.ids import attempt_key
 
 if TYPE_CHECKING:
-    from tenuto.engine.memory_tier.eligibility import Adoptable
+    from tenuto.engine.memory_tier.eligibility import EligibleImage
     from tenuto.engine.memory_tier.listing import FoundImage
     from tenuto.repo.repository import Repo
 
-    Verdict = Adoptable | str
+    Verdict = EligibleImage | str
     Rows = Sequence[tuple[FoundImage, Verdict]]
 
 

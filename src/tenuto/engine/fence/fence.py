@@ -17,7 +17,15 @@ from typing import Any, Final, Protocol, cast
 from tenuto.concurrency.worker_threads import BackgroundWork, beside
 from tenuto.engine.staging.capture import Capturer
 from tenuto.state.contract import Bound, Flattened
-from tenuto.state.update_barrier import CaptureChoice, LateBound, LateCopies, LateLeaf, Span, fall, stand
+from tenuto.state.update_barrier import (
+    CaptureChoice,
+    LateBound,
+    LateCopies,
+    LateLeaf,
+    Span,
+    lower_barrier,
+    raise_barrier,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Where the leaves of a capture go, one by one: for captures that copy some of them at once and others later.
@@ -194,12 +202,12 @@ class Fence:
     def begin(self) -> None:
         if any(cast(LateBound, self._places.at[leaf][0]).on_device for leaf in self._held):
             self._late = self._prepare()  # a device's copies are asked for here, behind the work that comes before
-        stand(self)
+        raise_barrier(self)
         if not self._choice.late:
             self._end(None)
         if self._choice.late or (self._choice.watched and self._late is None):
             began = time.perf_counter()
-            self._work = beside.hand((lambda: self._run(began)) if self._choice.late else self._rehearse, self._name)
+            self._work = beside.submit((lambda: self._run(began)) if self._choice.late else self._rehearse, self._name)
 
     # -- the thread that copies ----------------------------------------------------------------------------------------
 
@@ -312,7 +320,7 @@ class Fence:
 
     # -- the thread that updates ---------------------------------------------------------------------------------------
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Somebody waits for the copies: no pauses any more."""
         self._hurry.set()
 
@@ -342,7 +350,7 @@ class Fence:
             if self._passed:
                 return  # a signal's handler came by meanwhile, and has let go of what is looked at here
             self._open = True
-            fall(self)
+            lower_barrier(self)
             self._let_go()
             self._observer.passed(time.perf_counter() - begun)
 

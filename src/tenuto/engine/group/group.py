@@ -104,13 +104,13 @@ class RankGroup:
         alike = {"run": run_key(run), "version": __version__, "writers": writers, "where": _kept(store)}
         told = {"call": f"tenuto.{call}", **alike, **(facts or {})}
         agreement = Agreement.open(ranks, told, timeout_s, session_settings(timeout_s))
-        company = cls(agreement, run, emitter, timeout_s, writers)
-        agreement.session.behind = company._behind
+        group = cls(agreement, run, emitter, timeout_s, writers)
+        agreement.session.behind = group._behind
         crashpoint("ranks met, repository not yet opened")
         try:
-            return company, company._open(store, create=call != "load")
+            return group, group._open(store, create=call != "load")
         except BaseException as error:
-            company.leave(error)
+            group.leave(error)
             raise
 
     @property
@@ -125,20 +125,20 @@ class RankGroup:
     def coordinates(self) -> bool:
         return self.agreement.is_coordinator
 
-    def party(self, repo: Repo) -> GroupCommit:
+    def protocol(self, repo: Repo) -> GroupCommit:
         """These ranks, saving together."""
         return GroupCommit(repo, self.agreement, strategy=self.writers, deadline_s=self.timeout_s)
 
     def _open(self, where: Store, *, create: bool = True) -> Repo:
         """The coordinator may `create` it where there is none; the others have to find the very same."""
         phase, wrong = "opening the repository", ""
-        with self.agreement.topic("place") as topic:
+        with self.agreement.round("place") as round:
             if self.coordinates:
                 repo = (Repo.create_or_open if create else Repo.open)(where)
                 self.spread = isinstance(repo.store, ReplicatedStore)
-                topic.announce(f"{repo.id} {self.spread}".encode())
+                round.broadcast(f"{repo.id} {self.spread}".encode())
             else:
-                wanted, _, spread = topic.hear(self.timeout_s, phase).decode().partition(" ")
+                wanted, _, spread = round.receive(self.timeout_s, phase).decode().partition(" ")
                 self.spread = spread == str(True)
                 found, wrong = self._find(where, wanted)
         self._same_place(where.url, wrong, phase)
@@ -146,23 +146,23 @@ class RankGroup:
             assert found is not None, "voted for"
             repo = found
         if create and isinstance(where, ReplicatedStore):  # alike on all ranks
-            self._share_out(join(repo.store, repo.id), where)
+            self._assign_places(join(repo.store, repo.id), where)
         return repo
 
-    def _share_out(self, members: Sequence[str], where: ReplicatedStore) -> None:
+    def _assign_places(self, members: Sequence[str], where: ReplicatedStore) -> None:
         """The lowest rank of each node sees to that node's directory. Of a mirror all ranks have the same places.
 
         Raises RanksDisagree, on all of them, where they have not.
         """
         phase, per_node = "telling in which places packs are kept", where.declared.per_node
-        with self.agreement.topic("members") as topic:
-            topic.post(" ".join(members or ["-"]).encode())
+        with self.agreement.round("members") as round:
+            round.send(" ".join(members or ["-"]).encode())
             if self.coordinates:
-                said = topic.collect(self.timeout_s, phase)
+                said = round.gather(self.timeout_s, phase)
                 leads = [said.index(one) == rank if per_node else rank == 0 for rank, one in enumerate(said)]
-                topic.announce(b"same" if per_node or _are_alike(said) else b"", [b"leads" * one for one in leads])
-            same = topic.hear(self.timeout_s, phase)
-            self.leads = topic.answer() == b"leads"
+                round.broadcast(b"same" if per_node or _are_alike(said) else b"", [b"leads" * one for one in leads])
+            same = round.receive(self.timeout_s, phase)
+            self.leads = round.own_reply() == b"leads"
         if not same:
             raise RanksDisagree(
                 f"the places of {where.url} are not the same for all ranks",
@@ -195,7 +195,7 @@ class RankGroup:
             return None, f"another repository lies there ({id[:8]}, and the coordinator's is {wanted[:8]})"
         return found[0], ""
 
-    def see(self, attempt: Attempt) -> None:
+    def check_claim_visible(self, attempt: Attempt) -> None:
         """All ranks have heard of this claim of the run: now each has to see it in its own place. A repository that was
         copied from node to node has the same id on each, and the claim on one.
 
@@ -210,9 +210,9 @@ class RankGroup:
 
     def _same_place(self, place: str, wrong: str, phase: str) -> None:
         """Raises RanksDisagree, on all ranks, where one has found `wrong` what lies in `place`."""
-        with self.agreement.topic("same place") as topic:
+        with self.agreement.round("same place") as round:
             own = f"{place} on {socket.gethostname()}: {wrong}"
-            verdict = topic.vote(not wrong, own, self.timeout_s, phase)
+            verdict = round.vote(not wrong, own, self.timeout_s, phase)
         if not verdict:
             said = "; ".join(f"rank {rank}, {reason}" for rank, reason in sorted(verdict.reasons.items())[:8])
             raise RanksDisagree(
@@ -229,7 +229,7 @@ class RankGroup:
         """This rank has completed `step`. The signal that is acted upon now, by all ranks at the same step: one that
         has come here alone is made known to the others, and training goes on until then, or to its end."""
         if signal is not None:
-            self._wish(f"{signal}{_CAME}")
+            self._propose(f"{signal}{_CAME}")
         if step > self._step:
             self._step = step
             proposal = self.agreement.at(step, self.timeout_s)
@@ -251,12 +251,12 @@ class RankGroup:
             decision = Decision(True, agreed)
         if not decision.save:  # else what there is to wish for comes now
             if torn is not None and moment.step > torn.step:
-                self._wish(f"in place of the torn save of step {torn.step}")
+                self._propose(f"in place of the torn save of step {torn.step}")
             if self.coordinates and (wanted := ours.decide(moment, history)).save:
-                self._wish(wanted.reason)
+                self._propose(wanted.reason)
         return decision
 
-    def _wish(self, reason: str) -> None:
+    def _propose(self, reason: str) -> None:
         """Once until it comes. A save that is still to come is what is wished for, but for a signal, which all act upon
         only where it is what they save for."""
         coming = self.agreement.promised
@@ -297,8 +297,8 @@ class RankGroup:
         if not self._parted and self.world_size > 1:
             self._parted = True
             try:
-                with self.agreement.topic("end") as topic:
-                    topic.gather(b"", min(timeout, self.timeout_s, FAREWELL_S), "the end of training")
+                with self.agreement.round("end") as round:
+                    round.all_gather(b"", min(timeout, self.timeout_s, FAREWELL_S), "the end of training")
             except RanksError as error:
                 self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
 
@@ -315,13 +315,13 @@ def _kept(store: Store) -> str:
 
 
 @contextmanager
-def leaving_if_raised(company: RankGroup | None) -> Iterator[None]:
+def leave_on_error(group: RankGroup | None) -> Iterator[None]:
     """What is raised within the block ends this rank's part: the others are told at once."""
     try:
         yield
     except BaseException as error:
-        if company is not None:
-            company.leave(error)
+        if group is not None:
+            group.leave(error)
         raise
 
 
@@ -354,36 +354,36 @@ def joined_group(
     """This process among the ranks, and the repository, for as long as the block lasts: what is raised within it is
     told to the others. Raises what `Company.meet` does."""
     try:
-        company, repo = RankGroup.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts, writers=writers)
+        group, repo = RankGroup.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts, writers=writers)
     except RanksMissing as error:
         alone = f"every rank of the job calls tenuto.{call}; one that is to {call} by itself: ranks=tenuto.Solo()"
         raise RanksMissing(
             error.message, subject=error.subject, hint=alone, ranks=error.ranks, phase=error.phase
         ) from error
-    with leaving_if_raised(company):
-        yield company, repo
-    company.part(timeout_s, well=True)
+    with leave_on_error(group):
+        yield group, repo
+    group.part(timeout_s, well=True)
 
 
-def agreed_attempt(repo: Repo, company: RankGroup, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
+def agreed_attempt(repo: Repo, group: RankGroup, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
     """What `find` gives on the coordinator, an attempt and a step, on all ranks, which save in one place."""
-    attempt, step = _told(repo, company, find)
+    attempt, step = _told(repo, group, find)
     try:
-        company.see(attempt)
+        group.check_claim_visible(attempt)
     except BaseException:
         attempt.release()
         raise
     return attempt, step
 
 
-def _told(repo: Repo, company: RankGroup, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
-    with company.agreement.topic("claim") as topic:
-        if not company.coordinates:
-            number, _, record = topic.hear(company.timeout_s, "the claim of the run").partition(b"\n")
+def _told(repo: Repo, group: RankGroup, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
+    with group.agreement.round("claim") as round:
+        if not group.coordinates:
+            number, _, record = round.receive(group.timeout_s, "the claim of the run").partition(b"\n")
             return announced(repo, record), int(number)
         attempt, step = find()
         try:
-            topic.announce(b"%d\n" % step + encode_attempt(attempt.record))
+            round.broadcast(b"%d\n" % step + encode_attempt(attempt.record))
         except BaseException:
             attempt.release()
             raise

@@ -60,17 +60,17 @@ class RankOutcome:
 
 
 def fits(
-    topic: Round, reason: str, left_over: Unmatched | None, deadline_s: float, phase: str
+    round: Round, reason: str, left_over: Unmatched | None, deadline_s: float, phase: str
 ) -> tuple[VoteResult, bytes]:
     """On every rank, each with the `reason` why it could not match the checkpoint, empty where it could, and what it
     leaves over: the same verdict on all, and what no rank takes, as `left_by_all` tells it. Raises what `Topic.collect`
     does."""
-    topic.post(_joined({"reason": _shown(reason)}, b"" if left_over is None else left_over.encode()))
-    if topic.coordinates:
-        said = [_divided(one) for one in topic.collect(deadline_s, phase)]
+    round.send(_joined({"reason": _shown(reason)}, b"" if left_over is None else left_over.encode()))
+    if round.coordinates:
+        said = [_divided(one) for one in round.gather(deadline_s, phase)]
         reasons = _reasons([str(head["reason"]) for head, _ in said])
-        topic.announce(_joined({"reasons": reasons}, b"" if reasons else unmatched_by_all([left for _, left in said])))
-    head, left = _divided(topic.hear(deadline_s, phase))
+        round.broadcast(_joined({"reasons": reasons}, b"" if reasons else unmatched_by_all([left for _, left in said])))
+    head, left = _divided(round.receive(deadline_s, phase))
     return _verdict(head["reasons"]), left
 
 
@@ -80,15 +80,15 @@ def refuse_what_none_takes(own: Unmatched | None, left: bytes) -> None:
         refuse_unmatched(own.named(left))
 
 
-def agreed(topic: Round, own: RankOutcome, deadline_s: float, phase: str) -> tuple[VoteResult, RankTimings | None]:
+def agreed(round: Round, own: RankOutcome, deadline_s: float, phase: str) -> tuple[VoteResult, RankTimings | None]:
     """On every rank, each with its own outcome: the same verdict on all, and where the time went on each; None where
     some could not. Raises what `Topic.collect` does."""
-    topic.post(own.encode())
-    if topic.coordinates:
-        said = [RankOutcome.decode(one) for one in topic.collect(deadline_s, phase)]
+    round.send(own.encode())
+    if round.coordinates:
+        said = [RankOutcome.decode(one) for one in round.gather(deadline_s, phase)]
         reasons = _reasons([one.reason for one in said])
-        topic.announce(canonical_json.dumps({"reasons": reasons, "timing": None if reasons else _timing(said)}))
-    heard = canonical_json.loads(topic.hear(deadline_s, phase))
+        round.broadcast(canonical_json.dumps({"reasons": reasons, "timing": None if reasons else _timing(said)}))
+    heard = canonical_json.loads(round.receive(deadline_s, phase))
     return _verdict(heard["reasons"]), RankTimings.read(heard["timing"])
 
 
@@ -137,13 +137,13 @@ PATIENCE_S: Final = 30.0
 class GroupRestore:
     """The ranks of one job, restoring one run. Each of them calls the same methods in the same order."""
 
-    def __init__(self, repo: Repo, run: str, prepare: Prepare, *, company: RankGroup, emitter: Emitter) -> None:
-        self.company = company
+    def __init__(self, repo: Repo, run: str, prepare: Prepare, *, group: RankGroup, emitter: Emitter) -> None:
+        self.group = group
         self._repo = repo
         self._run = run
         self._prepare = prepare
         self._emitter = emitter
-        self._deadline_s = RESTORE_TIMES * company.timeout_s
+        self._deadline_s = RESTORE_TIMES * group.timeout_s
         self._met = False
         self._neighbours: NodePeers | None = None
         self._round = 0
@@ -154,7 +154,7 @@ class GroupRestore:
         """What the coordinator chooses; None, on all ranks, where the run has no checkpoint. `withdrawn`: the
         coordinator's, as `walk` has it."""
         self.raised_by_all = False
-        return self._choose(resume_from, withdrawn) if self.company.coordinates else self._follow()
+        return self._choose(resume_from, withdrawn) if self.group.coordinates else self._follow()
 
     # -- the coordinator -----------------------------------------------------------------------------------------------
 
@@ -169,28 +169,28 @@ class GroupRestore:
             raise
         except BaseException as error:
             if not self.raised_by_all:
-                with self._topic() as topic:
-                    topic.fail(in_words(error))
+                with self._open_round() as round:
+                    round.fail(in_words(error))
             raise
         if result is None:
-            with self._topic() as topic:
-                topic.announce(NONE)
+            with self._open_round() as round:
+                round.broadcast(NONE)
         return result
 
     def _tried(self, id: CheckpointId) -> RestoreResult:
         data = self._repo.manifest_bytes(id)
         mark = hashlib.sha256(data).hexdigest()
         told = data if len(data) <= TOLD_BYTES else b""
-        with self._topic() as topic:
-            topic.announce(b"\n".join([TRY, canonical_json.dumps([id.run, id.attempt, id.step, mark]), told]))
+        with self._open_round() as round:
+            round.broadcast(b"\n".join([TRY, canonical_json.dumps([id.run, id.attempt, id.step, mark]), told]))
         return self._read(id, lambda: data)
 
     # -- the others ----------------------------------------------------------------------------------------------------
 
     def _follow(self) -> RestoreResult | None:
         while True:
-            with self._topic() as topic:
-                heard = topic.hear(self._deadline_s, "the choice of a checkpoint")
+            with self._open_round() as round:
+                heard = round.receive(self._deadline_s, "the choice of a checkpoint")
             if heard == NONE:
                 return None
             _, name, data = heard.split(b"\n", 2)
@@ -210,37 +210,39 @@ class GroupRestore:
 
     # -- every rank ----------------------------------------------------------------------------------------------------
 
-    def _topic(self) -> Round:
-        return self.company.agreement.topic("restore")
+    def _open_round(self) -> Round:
+        return self.group.agreement.round("restore")
 
     def _read(self, id: CheckpointId, manifest: Callable[[], bytes]) -> RestoreResult:
         """Reads this rank's part once the checkpoint fits all ranks, votes, and sets what is plain once all have voted
         for it. CorruptionError where some rank found it damaged, or gone; StateMismatch on all where none takes some of
         it; what else went wrong on this rank, or RankFailed where it did on another."""
-        node = self._beside()
+        node = self._with_peers()
         try:
-            return self._read_beside(id, manifest, node)
+            return self._read_with_peers(id, manifest, node)
         finally:
             if node is not None:
                 node.close()
 
-    def _beside(self) -> NodeSharedReads | None:
+    def _with_peers(self) -> NodeSharedReads | None:
         """The ranks of this node, for one more checkpoint that all read."""
         if not self._met:
             self._met = True
-            self._neighbours = NodePeers.meet(self.company.agreement, self._deadline_s)
+            self._neighbours = NodePeers.meet(self.group.agreement, self._deadline_s)
         self._round += 1
         if self._neighbours is None:
             return None
-        patience_s = min(PATIENCE_S, self.company.timeout_s / 4)
+        patience_s = min(PATIENCE_S, self.group.timeout_s / 4)
         return self._neighbours.reads(self._round, timing=WindowTimeouts(patience_s), emitter=self._emitter)
 
-    def _read_beside(self, id: CheckpointId, told: Callable[[], bytes], node: NodeSharedReads | None) -> RestoreResult:
+    def _read_with_peers(
+        self, id: CheckpointId, told: Callable[[], bytes], node: NodeSharedReads | None
+    ) -> RestoreResult:
         began = time.perf_counter()
         outcome = RankOutcome()
         manifest, matched = self._matched(id, told, outcome)
-        if self.company.spread:
-            self._hand_on(id, manifest, matched)
+        if self.group.spread:
+            self._hand_over(id, manifest, matched)
         own: BaseException | None = None
         began_reading = time.perf_counter()
         try:
@@ -253,9 +255,9 @@ class GroupRestore:
             if node is not None:
                 node.absent()
         crashpoint("part restored, not yet voted for")
-        with self._topic() as topic:
+        with self._open_round() as round:
             self.raised_by_all = True
-            verdict, ranks = agreed(topic, outcome, self._deadline_s, f"the restore of {id}")
+            verdict, ranks = agreed(round, outcome, self._deadline_s, f"the restore of {id}")
         self._check(verdict, own, id)
         self.raised_by_all = False
         crashpoint("restore voted for, run not yet claimed")
@@ -264,28 +266,26 @@ class GroupRestore:
         self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, ranks))
         return RestoreResult(id, manifest, state, matched.prepared.report, outcome.nbytes, seconds, ranks=ranks)
 
-    def _hand_on(self, id: CheckpointId, manifest: Manifest, matched: Matched) -> None:
+    def _hand_over(self, id: CheckpointId, manifest: Manifest, matched: Matched) -> None:
         """What a rank needs that only another one's node has is put into the home by that one."""
         places, own = self._repo.store, None
         assert isinstance(places, ReplicatedStore), "of all ranks alike"
-        names = lacking(self._topic(), places, matched.needs, self._deadline_s)
+        names = lacking(self._open_round(), places, matched.needs, self._deadline_s)
         if not names:
             return
-        ours = dealt(self._topic(), places, names, self.company.rank, self._deadline_s)
+        ours = dealt(self._open_round(), places, names, self.group.rank, self._deadline_s)
         try:
             hand_over(self._repo, manifest, ours)
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
             own = as_damage(error)
-        with self._topic() as topic:
+        with self._open_round() as round:
             self.raised_by_all = True
             reason = "" if own is None else _reason(own)
-            verdict = topic.vote(own is None, reason, self._deadline_s, f"handing on packs of {id}")
+            verdict = round.vote(own is None, reason, self._deadline_s, f"handing on packs of {id}")
         self._check(verdict, own, id)
         self.raised_by_all = False
         # A network file system remembers for a while that a name was absent: what stays so, the reading tells.
-        awaited(
-            lambda: is_there(places, id, names), self.company.timeout_s, self.company.agreement.session.settings.clock
-        )
+        awaited(lambda: is_there(places, id, names), self.group.timeout_s, self.group.agreement.session.settings.clock)
 
     def _matched(self, id: CheckpointId, told: Callable[[], bytes], outcome: RankOutcome) -> tuple[Manifest, Matched]:
         """The checkpoint, matched on every rank with what it holds: where it does not fit some rank, or all leave some
@@ -293,7 +293,7 @@ class GroupRestore:
         began = time.perf_counter()
         found: tuple[Manifest, Matched] | None = None
         own: BaseException | None = None
-        rank, of = self.company.rank, self.company.world_size
+        rank, of = self.group.rank, self.group.world_size
         try:
             manifest = _manifest(told(), id)
             found = manifest, match(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
@@ -302,9 +302,9 @@ class GroupRestore:
             own = as_damage(error)
         left_over = None if found is None else found[1].prepared.left_over
         reason = "" if own is None else _reason(own)
-        with self._topic() as topic:
+        with self._open_round() as round:
             self.raised_by_all = True
-            verdict, left = fits(topic, reason, left_over, self._deadline_s, f"the match of {id}")
+            verdict, left = fits(round, reason, left_over, self._deadline_s, f"the match of {id}")
         self._check(verdict, own, id)
         assert found is not None
         refuse_what_none_takes(left_over, left)

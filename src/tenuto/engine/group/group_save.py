@@ -164,59 +164,59 @@ class GroupCommit:
         return self._agreement.is_coordinator
 
     @property
-    def several(self) -> bool:
+    def has_peers(self) -> bool:
         return self._agreement.world_size > 1
 
     # -- the training thread -------------------------------------------------------------------------------------------
 
     def take(self, flattened: Flattened, save: Save) -> Flattened:
         """What this rank writes of it. Raises RankFailed, RanksMissing, RanksDisagree and ShardMismatch."""
-        return through(self.taking(flattened, save))
+        return through(self.take_steps(flattened, save))
 
-    def taking(self, flattened: Flattened, save: Save) -> WaitPoints[Flattened]:
+    def take_steps(self, flattened: Flattened, save: Save) -> WaitPoints[Flattened]:
         if save.step <= self._rounds.refused_through:
             raise self._passed_over(save.step)
         agreement = self._agreement
-        topic = agreement.topic("save")
-        save.save_id = hashlib.sha256(f"{agreement.session.id} {topic.number}".encode()).hexdigest()[:32]
+        round = agreement.round("save")
+        save.save_id = hashlib.sha256(f"{agreement.session.id} {round.number}".encode()).hexdigest()[:32]
         share = self._share
         anew = share is None or share.own != flattened.fingerprint
         if share is None or anew:
             save.phase = PLANNING
             agreement.report(f"planning the save of step {save.step}")
-            share = self._share = yield from self._planning.take(topic, flattened, save)
-            topic = agreement.topic("save")
+            share = self._share = yield from self._planning.take(round, flattened, save)
+            round = agreement.round("save")
         try:
-            return self._taken_by(share, topic, flattened, save, anew=anew)
+            return self._taken_by(share, round, flattened, save, anew=anew)
         except BaseException as error:
-            self._cannot(topic, save.step, error)
+            self._cannot(round, save.step, error)
             raise
 
     def missed(self, step: int, error: BaseException) -> None:
         """This rank has come to no more than its wish to save `step`."""
         if step > self._rounds.refused_through:
-            self._cannot(self._agreement.topic("save"), step, error)
+            self._cannot(self._agreement.round("save"), step, error)
 
-    def _cannot(self, topic: Round, step: int, error: BaseException) -> None:
-        topic.fail(in_words(error), phase=f"the save of step {step}")
-        topic.end()
+    def _cannot(self, round: Round, step: int, error: BaseException) -> None:
+        round.fail(in_words(error), phase=f"the save of step {step}")
+        round.end()
 
     def _taken_by(
-        self, share: WriteAssignment, topic: Round, flattened: Flattened, save: Save, *, anew: bool
+        self, share: WriteAssignment, round: Round, flattened: Flattened, save: Save, *, anew: bool
     ) -> Flattened:
-        all_replicas = anew or topic.number % COMPARE_EVERY == 0  # the number is the same on all ranks
+        all_replicas = anew or round.number % COMPARE_EVERY == 0  # the number is the same on all ranks
         rows = share.sometimes if all_replicas else share.always
         digests = self._replicas.digests(flattened, rows.rows)
         plan = self._planning.plan
-        self._under[save.save_id] = _SaveInProgress(topic, share, flattened.tree, rows, digests, all_replicas, plan)
+        self._under[save.save_id] = _SaveInProgress(round, share, flattened.tree, rows, digests, all_replicas, plan)
         return share.of(flattened)
 
     # -- the writing thread --------------------------------------------------------------------------------------------
 
     def begin(self, job: Job, attempt: Attempt) -> None:
-        through(self.beginning(job, attempt))
+        through(self.begin_steps(job, attempt))
 
-    def beginning(self, job: Job, attempt: Attempt) -> WaitPoints[None]:
+    def begin_steps(self, job: Job, attempt: Attempt) -> WaitPoints[None]:
         save, under = job.save, self._under[job.save.save_id]
         self._agreement.report(f"ready to write the save of step {save.step}")
         under.spell()
@@ -228,21 +228,21 @@ class GroupCommit:
             "tree": under.digest,
             **rank_progress(job.about),
         }
-        with under.round as topic:
-            topic.post(RankMessage(READY, head, b"").encode())
+        with under.round as round:
+            round.send(RankMessage(READY, head, b"").encode())
             crashpoint("ready told, not yet begun")
             yield
             if self.coordinates:
-                self._announce_go(topic, under, job, attempt)
-            heard = self._rounds.heard(topic, save)
+                self._broadcast_go(round, under, job, attempt)
+            heard = self._rounds.received(round, save)
         crashpoint("begun, nothing written")
         self._agreement.report(f"writing its part of step {save.step}")
         under.tells_tree = self.rank in heard.head["trees"]
-        under.put = self._agreement.topic("put", topic.number)
+        under.put = self._agreement.round("put", round.number)
         if not self.coordinates:
-            self._see_begin(under.put, save)
+            self._await_begin(under.put, save)
 
-    def _see_begin(self, put: Round, save: Save) -> None:
+    def _await_begin(self, put: Round, save: Save) -> None:
         """All are told that `begin.json` is there. Who does not see it looks into another place, or comes when another
         job has closed the save: what he would put, nobody would remove."""
         repo, phase = self._repo, f"the save of step {save.step}"
@@ -263,22 +263,22 @@ class GroupCommit:
                 phase=phase,
             )
 
-    def _announce_go(self, topic: Round, under: _SaveInProgress, job: Job, attempt: Attempt) -> None:
-        posts = self._rounds.posts(topic, job.save)
-        if not self._rounds.alike(topic, posts, READY):
+    def _broadcast_go(self, round: Round, under: _SaveInProgress, job: Job, attempt: Attempt) -> None:
+        posts = self._rounds.posts(round, job.save)
+        if not self._rounds.alike(round, posts, READY):
             return
         try:
             for name, what in (("attempt", "the attempt"), ("fingerprint", "who writes what")):
                 same([post.head[name] for post in posts], what)
             job.about = replace(job.about, progress={**job.about.progress, **shared_progress(posts)})
         except RanksDisagree as error:
-            topic.announce(refusal(error, job.save.step).encode())
+            round.broadcast(refusal(error, job.save.step).encode())
             return
         job.names = [str(name) for post in posts for name in post.head["names"]] + [BOXES]
         begin(attempt, job.save.step, job.save.save_id, job.names)
         job.begun = True
         tellers = first_of_each([post.head["tree"] for post in posts])[1:]
-        topic.announce(RankMessage(GO, {"trees": tellers}, b"").encode())
+        round.broadcast(RankMessage(GO, {"trees": tellers}, b"").encode())
 
     def commit(
         self,
@@ -290,9 +290,9 @@ class GroupCommit:
         timed: bool,
         told: ManifestCallback,
     ) -> None:
-        through(self.committing(job, index, entry, timed=timed, told=told))
+        through(self.commit_steps(job, index, entry, timed=timed, told=told))
 
-    def committing(
+    def commit_steps(
         self, job: Job, index: Index, entry: IndexEntry, *, timed: bool, told: ManifestCallback
     ) -> WaitPoints[None]:
         save, under = job.save, self._under[job.save.save_id]
@@ -308,15 +308,15 @@ class GroupCommit:
             "tree": under.digest,
         }
         data = replicas + (under.tree.text if under.tells_tree else b"")
-        with under.put as topic:
-            topic.post(RankMessage(PUT, head, data).encode())
+        with under.put as round:
+            round.send(RankMessage(PUT, head, data).encode())
             crashpoint("parts put and told, manifest not yet")
             yield
             if self.coordinates:
-                self._commit(topic, under, job, index, timed=timed, told=told)
-            heard = read_message(topic.hear(self._deadline_s, phase(topic, save)), 0)
+                self._commit(round, under, job, index, timed=timed, told=told)
+            heard = read_message(round.receive(self._deadline_s, phase(round, save)), 0)
         if heard.kind == ROWS:
-            yield from self._tell_rows(under, save)
+            yield from self._report_rows(under, save)
         crashpoint("commit heard, not yet reported")
         self._under.pop(save.save_id, None)
         if timed:
@@ -325,15 +325,15 @@ class GroupCommit:
             told(_told(save, index, heard.head))
 
     def _commit(
-        self, topic: Round, under: _SaveInProgress, job: Job, index: Index, *, timed: bool, told: ManifestCallback
+        self, round: Round, under: _SaveInProgress, job: Job, index: Index, *, timed: bool, told: ManifestCallback
     ) -> None:
         plan, save, repo = under.plan, job.save, self._repo
         assert plan is not None, "planned before"
         boxes, table = put_object(repo, save.id, BOXES, encode_boxes(plan.table, save.id, save.save_id), save.save_id)
-        posts = self._rounds.posts(topic, save)
+        posts = self._rounds.posts(round, save)
         digests = [post.data[: post.head["replicas"]] for post in posts]
         if not check_sets(plan.held, plan.replicas, plan.compared(under.all_replicas), digests):
-            topic.announce(RankMessage(ROWS, {}, b"").encode())
+            round.broadcast(RankMessage(ROWS, {}, b"").encode())
             return
         tree = self._tree(plan, under, save, posts)
         entries = [_entry(post.head["index"]) for post in posts]
@@ -357,21 +357,21 @@ class GroupCommit:
             boxes=table,
         )
         told(replace(manifest, tree=None))
-        topic.check()  # a rank that has given up since has reported the save as failed
+        round.check()  # a rank that has given up since has reported the save as failed
         commit(repo, manifest, receipts, tree=tree)
         crashpoint("manifest durable, not yet announced")
         said = {"bytes": manifest.bytes, "content": manifest.content, "leaves": manifest.leaves}
-        topic.announce(RankMessage(GO, {**said, "timing": timings.told()}, b"").encode())
+        round.broadcast(RankMessage(GO, {**said, "timing": timings.told()}, b"").encode())
 
-    def _tell_rows(self, under: _SaveInProgress, save: Save) -> WaitPoints[None]:
+    def _report_rows(self, under: _SaveInProgress, save: Save) -> WaitPoints[None]:
         """Something that ranks hold alike is not the same on all of them: which it is, ends the save on all."""
         assert under.put is not None
-        under.put = self._agreement.topic("rows", under.put.number)
-        with under.put as topic:
-            topic.post(RankMessage(ROWS, {}, under.replicas).encode())
+        under.put = self._agreement.round("rows", under.put.number)
+        with under.put as round:
+            round.send(RankMessage(ROWS, {}, under.replicas).encode())
             yield
             if self.coordinates:
-                plan, digests = under.plan, [post.data for post in self._rounds.posts(topic, save)]
+                plan, digests = under.plan, [post.data for post in self._rounds.posts(round, save)]
                 assert plan is not None, "planned before"
                 check_replicas(plan.held, plan.replicas, plan.compared(under.all_replicas), digests)
                 raise ShardMismatch(
@@ -379,7 +379,7 @@ class GroupCommit:
                     subject=str(save.id),
                     hint="something writes to the state while it is saved: save where training stands still",
                 )
-            topic.hear(self._deadline_s, phase(topic, save))
+            round.receive(self._deadline_s, phase(round, save))
 
     def _tree(self, plan: GroupPlan, under: _SaveInProgress, save: Save, posts: Sequence[RankMessage]) -> Spelled:
         """The tree of this moment: that of all ranks, plain values included. ShardMismatch where those differ."""
@@ -399,17 +399,17 @@ class GroupCommit:
 
     def failed(self, save: Save, error: BaseException) -> BaseException:
         under = self._under.pop(save.save_id, None)
-        topic = None if under is None else under.put or under.round
-        if topic is None or topic.over:
+        round = None if under is None else under.put or under.round
+        if round is None or round.over:
             return error
-        topic.fail(in_words(error), phase=f"the save of step {save.step}, {save.phase}")
+        round.fail(in_words(error), phase=f"the save of step {save.step}, {save.phase}")
         try:
-            topic.check()
+            round.check()
         except RanksError as standing:
             if standing.ranks and self.rank not in standing.ranks:
                 return standing  # what another met first: what follows here, objects freed under its hands, says less
         finally:
-            topic.end()
+            round.end()
         return error
 
     def _forget(self) -> None:

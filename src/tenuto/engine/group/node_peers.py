@@ -37,13 +37,13 @@ class NodePeers:
         free_shared_memory()
         own = [_memory_here(), *astuple(this_process())]
         phase = "telling where each rank runs"
-        with agreement.topic("node") as topic:
-            topic.post(canonical_json.dumps(own))
+        with agreement.round("node") as round:
+            round.send(canonical_json.dumps(own))
             if agreement.is_coordinator:
-                said = [canonical_json.loads(one) for one in topic.collect(deadline_s, phase)]
-                topic.announce(b"", [canonical_json.dumps(one) for one in _beside_each(said)])
-            topic.hear(deadline_s, phase)
-            told = canonical_json.loads(topic.answer())
+                said = [canonical_json.loads(one) for one in round.gather(deadline_s, phase)]
+                round.broadcast(b"", [canonical_json.dumps(one) for one in _beside_each(said)])
+            round.receive(deadline_s, phase)
+            told = canonical_json.loads(round.own_reply())
         if not told:
             return None
         ranks = [rank for rank, _ in told]

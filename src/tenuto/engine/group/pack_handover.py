@@ -20,34 +20,34 @@ from tenuto.repo.repository import Repo
 NOWHERE = -1
 
 
-def lacking(topic: Round, places: ReplicatedStore, needs: Callable[[], Sequence[str]], deadline_s: float) -> list[str]:
+def lacking(round: Round, places: ReplicatedStore, needs: Callable[[], Sequence[str]], deadline_s: float) -> list[str]:
     """The packs that some rank needs and does not find, on every rank the same. Raises what `Topic.gather` does."""
     phase = "telling which packs are not found"
     try:
         missed = [name for name in needs() if not places.has(name)]
     except TenutoError:
         missed = []  # it is met again, and told, where they are read
-    with topic:
-        topic.post(canonical_json.dumps(missed))
-        if topic.coordinates:
-            said = {name for one in topic.collect(deadline_s, phase) for name in canonical_json.loads(one)}
-            topic.announce(canonical_json.dumps(sorted(said)))
-        return [str(name) for name in canonical_json.loads(topic.hear(deadline_s, phase))]
+    with round:
+        round.send(canonical_json.dumps(missed))
+        if round.coordinates:
+            said = {name for one in round.gather(deadline_s, phase) for name in canonical_json.loads(one)}
+            round.broadcast(canonical_json.dumps(sorted(said)))
+        return [str(name) for name in canonical_json.loads(round.receive(deadline_s, phase))]
 
 
-def dealt(topic: Round, places: ReplicatedStore, names: Sequence[str], rank: int, deadline_s: float) -> list[str]:
+def dealt(round: Round, places: ReplicatedStore, names: Sequence[str], rank: int, deadline_s: float) -> list[str]:
     """Which of `names` this rank is to put into the home. CorruptionError, on all ranks, where none has one of them."""
     phase = "telling who has the packs that are not found"
     held = [number for number, name in enumerate(names) if any(holds(store, name) for store in places.others)]
-    with topic:
-        topic.post(canonical_json.dumps(held))
-        if topic.coordinates:
+    with round:
+        round.send(canonical_json.dumps(held))
+        if round.coordinates:
             who = [NOWHERE] * len(names)
-            for one, numbers in reversed(list(enumerate(topic.collect(deadline_s, phase)))):
+            for one, numbers in reversed(list(enumerate(round.gather(deadline_s, phase)))):
                 for number in canonical_json.loads(numbers):
                     who[number] = one
-            topic.announce(canonical_json.dumps(who))
-        who = canonical_json.loads(topic.hear(deadline_s, phase))
+            round.broadcast(canonical_json.dumps(who))
+        who = canonical_json.loads(round.receive(deadline_s, phase))
     if NOWHERE in who:
         name = names[who.index(NOWHERE)]
         raise CorruptionError(
@@ -64,7 +64,7 @@ def hand_over(repo: Repo, manifest: Manifest, names: Sequence[str]) -> None:
     assert isinstance(places, ReplicatedStore), "no place else has anything"
 
     def told(name: str, nbytes: int) -> None:
-        places.say(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks that do not find it")
+        places.warn(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks that do not find it")
 
     if names:
         copy_packs(repo, manifest, frozenset(names), places.home, told)

@@ -266,61 +266,61 @@ class GroupPlanner:
         self._said: list[RankLayout] = []
         self.plan: GroupPlan | None = None
 
-    def take(self, topic: Round, flattened: Flattened, save: Save) -> WaitPoints[WriteAssignment]:
+    def take(self, round: Round, flattened: Flattened, save: Save) -> WaitPoints[WriteAssignment]:
         """This rank's part of the plan. Raises RankFailed, RanksMissing, RanksDisagree and ShardMismatch."""
         spelled = canonical_json.dumps(flattened.tree)
-        with topic:
-            topic.post(RankMessage(NEW, {"step": save.step}, describe(flattened, spelled)).encode())
+        with round:
+            round.send(RankMessage(NEW, {"step": save.step}, describe(flattened, spelled)).encode())
             crashpoint("structure told, plan not yet heard")
             yield
             if self._agreement.is_coordinator:
-                self._learn(topic, flattened, save)
-            heard = self._rounds.heard(topic, save)
-            answer = topic.answer() if heard.kind == PLAN else b""
+                self._learn(round, flattened, save)
+            heard = self._rounds.received(round, save)
+            answer = round.own_reply() if heard.kind == PLAN else b""
         if heard.kind == TREES:
             asked = self._agreement.rank in heard.head["ranks"]
-            with self._agreement.topic("save") as second:
-                second.post(RankMessage(TREE, {"step": save.step}, spelled if asked else b"").encode())
+            with self._agreement.round("save") as second:
+                second.send(RankMessage(TREE, {"step": save.step}, spelled if asked else b"").encode())
                 yield
                 if self._agreement.is_coordinator:
                     self._learn_trees(second, flattened, save)
-                heard = self._rounds.heard(second, save)
-                answer = second.answer()
+                heard = self._rounds.received(second, save)
+                answer = second.own_reply()
         return WriteAssignment(heard.head, answer, flattened, self._agreement.rank)
 
-    def _learn(self, topic: Round, flattened: Flattened, save: Save) -> None:
+    def _learn(self, round: Round, flattened: Flattened, save: Save) -> None:
         """On the coordinator: what all ranks hold; the plan, or whose trees are asked for."""
-        posts = self._rounds.posts(topic, save)
-        if not self._rounds.alike(topic, posts, NEW):
+        posts = self._rounds.posts(round, save)
+        if not self._rounds.alike(round, posts, NEW):
             return
         try:
             self._said = [read_layout(post.data, rank) for rank, post in enumerate(posts)]
         except ShardMismatch as error:
-            topic.announce(refusal(error, save.step).encode())
+            round.broadcast(refusal(error, save.step).encode())
             return
         others = first_of_each([one.digest for one in self._said])[1:]
         if others:
-            topic.announce(RankMessage(TREES, {"ranks": others}, b"").encode())
+            round.broadcast(RankMessage(TREES, {"ranks": others}, b"").encode())
         else:
-            self._announce(topic, save, {self._said[0].digest: flattened.tree})
+            self._announce(round, save, {self._said[0].digest: flattened.tree})
 
-    def _learn_trees(self, topic: Round, flattened: Flattened, save: Save) -> None:
-        posts = self._rounds.posts(topic, save)
-        if self._rounds.alike(topic, posts, TREE):
+    def _learn_trees(self, round: Round, flattened: Flattened, save: Save) -> None:
+        posts = self._rounds.posts(round, save)
+        if self._rounds.alike(round, posts, TREE):
             trees = {self._said[0].digest: flattened.tree}
             trees |= {one.digest: canonical_json.loads(post.data)
                       for one, post in zip(self._said, posts, strict=True) if post.data}  # fmt: skip
-            self._announce(topic, save, trees)
+            self._announce(round, save, trees)
 
-    def _announce(self, topic: Round, save: Save, trees: dict[str, Json]) -> None:
+    def _announce(self, round: Round, save: Save, trees: dict[str, Json]) -> None:
         said, self._said = self._said, []
         try:
             plan, shares = plan_group(said, trees, strategy=self._strategy, chunk_bytes=self._chunk_bytes)
         except (RanksDisagree, ShardMismatch) as error:
-            topic.announce(refusal(error, save.step).encode())
+            round.broadcast(refusal(error, save.step).encode())
             return
         self.plan = plan
-        topic.announce(RankMessage(PLAN, plan.told, b"").encode(), shares)
+        round.broadcast(RankMessage(PLAN, plan.told, b"").encode(), shares)
 
 
 def first_of_each(marks: Sequence[str]) -> list[int]:

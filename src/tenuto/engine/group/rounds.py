@@ -68,15 +68,15 @@ class SaveRounds:
         """The last step that a rank had come to where the ranks were not at one. Who comes to it later fails it by
         himself: so all are at the same save again after it."""
 
-    def posts(self, topic: Round, save: Save) -> list[RankMessage]:
+    def posts(self, round: Round, save: Save) -> list[RankMessage]:
         """On the coordinator: of all ranks."""
         return [
-            read_message(data, rank) for rank, data in enumerate(topic.collect(self._deadline_s, phase(topic, save)))
+            read_message(data, rank) for rank, data in enumerate(round.gather(self._deadline_s, phase(round, save)))
         ]
 
-    def heard(self, topic: Round, save: Save) -> RankMessage:
+    def received(self, round: Round, save: Save) -> RankMessage:
         """What is announced of a save that goes on."""
-        heard = read_message(topic.hear(self._deadline_s, phase(topic, save)), 0)
+        heard = read_message(round.receive(self._deadline_s, phase(round, save)), 0)
         if heard.kind == AGAIN:
             self._forget()
             raise SaveFailed(
@@ -89,15 +89,15 @@ class SaveRounds:
             raise refused(heard, f"the save of step {save.step}")
         return heard
 
-    def alike(self, topic: Round, posts: Sequence[RankMessage], kind: str) -> bool:
+    def alike(self, round: Round, posts: Sequence[RankMessage], kind: str) -> bool:
         """On the coordinator: whether all ranks are at the same step of the same save. If they are not, what follows is
         announced: that all must say anew what they hold, since some did not; or that they are at different steps."""
         steps = [int(post.head["step"]) for post in posts]
         if len(set(steps)) > 1:
-            topic.announce(refusal(disagreement(steps, STEP), max(steps)).encode())
+            round.broadcast(refusal(disagreement(steps, STEP), max(steps)).encode())
             return False
         if any(post.kind != kind for post in posts):
-            topic.announce(RankMessage(AGAIN, {}, b"").encode())
+            round.broadcast(RankMessage(AGAIN, {}, b"").encode())
             return False
         return True
 
@@ -114,8 +114,8 @@ def disagreement(values: Sequence[Any], what: str) -> RanksDisagree:
     return RanksDisagree(f"the ranks do not agree about {what} ({said})", subject=what, hint=hint)
 
 
-def phase(topic: Round, save: Save) -> str:
-    return f"{topic.phase} (step {save.step})"
+def phase(round: Round, save: Save) -> str:
+    return f"{round.phase} (step {save.step})"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ class MemoryRestore:
     def restore(self, prepare: Prepare) -> RestoreResult | None:
         """None where there is nothing in memory to go on from; what is damaged is passed over, and told."""
         self.adopted = None
-        self._tier.adopt(None)
+        self._tier.take_over(None)
         self._tier.hold()
-        for candidate in self._tier.candidates(self._say):
+        for candidate in self._tier.candidates(self._warn):
             crashpoint("memory image found, not adopted")
             try:
                 result = self._restored(candidate, prepare)
@@ -42,7 +42,7 @@ class MemoryRestore:
                 self._emitter.emit(CandidateSkipped(candidate.footer.id, f"its image in memory: {message}"))
                 continue
             self.adopted = candidate
-            self._tier.adopt(candidate)
+            self._tier.take_over(candidate)
             footer = candidate.footer
             self._emitter.emit(RestoredFromMemory(footer.id, footer.age_s, candidate.adoptable.base))
             crashpoint("memory image adopted, not yet claimed")
@@ -58,7 +58,7 @@ class MemoryRestore:
         finally:
             image.close()
 
-    def _say(self, message: str) -> None:
+    def _warn(self, message: str) -> None:
         self._emitter.emit(Warned(message, self._run))
 
 

@@ -71,7 +71,7 @@ class MemoryCadence:
         """The tier whose images saves to the store are written from; None where they have memory of their own."""
         return self.tier
 
-    def capture_beside(self, fencing: FencedCapture) -> None:
+    def capture_fenced(self, fencing: FencedCapture) -> None:
         """From now on what optimizers own is copied beside training, as in saves to the store."""
         self._saver.fencing = fencing
 

@@ -24,7 +24,7 @@ from tenuto.repo.repository import Repo
 
 
 @dataclass(frozen=True, slots=True)
-class Adoptable:
+class EligibleImage:
     """An image that the run may go on from. `base`: the newest checkpoint of its line that is durable, None if nothing
     is; `durable`: the image is that very checkpoint, and only quicker to read."""
 
@@ -32,7 +32,7 @@ class Adoptable:
     durable: bool
 
 
-def judge(repo: Repo, run: str, footer: Seal) -> Adoptable | str:
+def judge(repo: Repo, run: str, footer: Seal) -> EligibleImage | str:
     """Whether `run` of this repository may go on from this image, or in words why not. Damage of the image itself shows
     when it is read. Raises errors of the store."""
     return foreign(repo, run, footer) or went_on(repo, run, footer.id, footer.save_id, footer.holder)
@@ -52,7 +52,7 @@ def foreign(repo: Repo, run: str, footer: Seal) -> str:
     return ""
 
 
-def went_on(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> Adoptable | str:
+def went_on(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> EligibleImage | str:
     """Whether nothing has been gone on from since, of an image that is not `foreign`. Raises errors of the store."""
     try:
         return _on_the_line(repo, run, id, save_id, holder)
@@ -60,7 +60,7 @@ def went_on(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: SealHo
         return f"what has happened since cannot be read: {error.message}"
 
 
-def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> Adoptable | str:
+def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> EligibleImage | str:
     number = holder.attempt
     record = repo.find_attempt(run, number)
     if record is None or record.id != holder.claim:
@@ -76,16 +76,16 @@ def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: S
     if removed is not None:
         return f"step {removed} of attempt {number}, at or before it, was removed by hand"
     if base is None:
-        return Adoptable(None, durable=False)
+        return EligibleImage(None, durable=False)
     if base == id and _save_id(repo, base) == save_id:
-        return Adoptable(base, durable=True)
+        return EligibleImage(base, durable=True)
     if committed and id.step <= committed[0]:
         return f"step {committed[0]} of attempt {number} is durable"
     if base.run == run and id.step <= base.step:
         return f"it is no newer than step {base.step}, which attempt {number} went on from"
     if not repo.exists(base):
         return f"checkpoint {base}, which it went on from, has been removed"
-    return Adoptable(base, durable=False)
+    return EligibleImage(base, durable=False)
 
 
 def _removed(repo: Repo, run: str, number: int, *, above: int, upto: int) -> int | None:

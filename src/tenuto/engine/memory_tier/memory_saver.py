@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tenuto.concurrency.background_priority import stand_back
+from tenuto.concurrency.background_priority import lower_priority
 from tenuto.concurrency.worker_threads import BackgroundWork, behind
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.tier import MemoryTier
@@ -103,7 +103,7 @@ class MemorySaver:
             self._capture(taken, eager=eager)
             save.stall_s = time.perf_counter() - began
             name = f"tenuto-memory-{id.step}"
-            self._work = behind.hand(lambda: self._background(taken), name)
+            self._work = behind.submit(lambda: self._background(taken), name)
         except BaseException:
             if fencing is not None:
                 fencing.give_up()
@@ -115,7 +115,7 @@ class MemorySaver:
     def join(self, timeout: float | None) -> bool:
         """Waits for what is being copied and sealed; False if it is not after `timeout` seconds."""
         if self.fencing is not None:
-            self.fencing.hurry()
+            self.fencing.flush()
         if self._work is not None:
             self._work.join(timeout)
         return self._work is None or not self._work.is_alive()
@@ -129,13 +129,13 @@ class MemorySaver:
         taken.filling.advance(plan.layout.nbytes)
 
     def _background(self, taken: _Taken) -> None:
-        with self._clock.cpu_beside():
+        with self._clock.cpu_in_background():
             self._finish(taken)
 
     def _finish(self, taken: _Taken) -> None:
         plan, id, content = taken.plan, taken.save.id, ""
         try:
-            stand_back()
+            lower_priority()
             digests = _digested(plan, taken.filling)
             crashpoint("memory image captured, not sealed")
             index = index_of(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.memory_tier.eligibility import Adoptable, judge
+from tenuto.engine.memory_tier.eligibility import EligibleImage, judge
 from tenuto.engine.memory_tier.image_store import Image, open_image
 from tenuto.engine.memory_tier.listing import dead_images, kept_by_others, passed_over, remove_image
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, SealHolder, encode_seal, new_seal, newest
@@ -225,10 +225,10 @@ class Candidate:
 
     half: MemorySlot
     footer: Seal
-    adoptable: Adoptable
+    adoptable: EligibleImage
 
 
-def adoptable(
+def eligible_images(
     repo: Repo, run: str, sealed: Iterable[tuple[MemorySlot, Seal]], report: Callable[[str], None]
 ) -> list[Candidate]:
     """Those that the run may go on from, newest first. `report` is told why another may not."""
@@ -407,7 +407,7 @@ class MemoryTier:
                 except OSError as error:
                     if half is self._adopted or not self._do_without(half, error):
                         raise
-            self._tell_fewer()
+            self._report_fewer()
         except OSError as error:
             if self._holder is None and any(half.slot.seals() for half in self._halves.all):
                 return  # first to be gone on from; that no more are kept is told once the run is claimed
@@ -436,7 +436,7 @@ class MemoryTier:
         if total > self._budget:
             raise OSError(0, f"{images} images take {total >> 20} MiB, and the budget is {self._budget >> 20} MiB")
 
-    def give_way(self) -> bool:
+    def shrink(self) -> bool:
         """There is no memory tier any more, and a save to the store has not the room for a whole image: what is sealed
         goes, for the state that is being saved is newer. Whether there was any, and nobody is busy with it."""
         halves = self._halves
@@ -454,7 +454,7 @@ class MemoryTier:
         self._why_fewer = error.strerror or str(error)
         return True
 
-    def _tell_fewer(self) -> None:
+    def _report_fewer(self) -> None:
         if self.in_flight < self._told_in_flight and self._why_fewer:
             self._told_in_flight = self.in_flight
             told = f"{self.in_flight} of {self._slots - 1} saves may be in flight at once: one more image in memory"
@@ -464,7 +464,7 @@ class MemoryTier:
         """The sealed images that the run may go on from, newest first. `report` is told why another may not."""
         for message in passed_over(kept_by_others(self._repo.id, self._run, self._ranks), self._ranks):
             report(message)
-        return adoptable(self._repo, self._run, self._sealed(), report)
+        return eligible_images(self._repo, self._run, self._sealed(), report)
 
     def _sealed(self) -> Iterator[tuple[MemorySlot, Seal]]:
         for half in self._halves.all if self._halves is not None and not self.off else ():
@@ -483,7 +483,7 @@ class MemoryTier:
             raise CorruptionError(f"{slot.name} is no longer what it was", subject=slot.name)
         return image
 
-    def adopt(self, candidate: Candidate | None) -> None:
+    def take_over(self, candidate: Candidate | None) -> None:
         """Training goes on from this image (None: from none of them), once the run is claimed."""
         self._adopted = candidate.half if candidate is not None else None
 
@@ -546,7 +546,7 @@ class MemoryTier:
             half.arenas.may_make = True
             try:
                 plan = half.open(flattened)
-                self._tell_fewer()
+                self._report_fewer()
                 return plan
             except OSError as error:
                 self._halves.ended(half)

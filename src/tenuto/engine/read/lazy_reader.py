@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.digest import digest
-from tenuto.concurrency.parallel_for import READ_THREADS, hand_out
+from tenuto.concurrency.parallel_for import READ_THREADS, parallel_for
 from tenuto.engine.read.packs import OpenPack, copy_to_turn_from, damaged, from_any_copy, open_pack
 from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, UsageError, typed
 from tenuto.model.box import Box
@@ -200,7 +200,7 @@ class LazyReader:
             for low in lows:
                 piece(low)
         else:
-            hand_out(piece, lows, READ_THREADS)
+            parallel_for(piece, lows, READ_THREADS)
 
     def _fetch(self, row: int, path: str, start: int, stop: int) -> tuple[Buffer, int]:
         """Verified bytes of the leaf that hold `start..stop-1`, and which of its bytes the first of them is."""

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from tenuto.codec.digest import DIGEST_BYTES, digest, digest_rows
-from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, hand_out
+from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
 from tenuto.engine.read.packs import OpenPack, damaged, missing, open_pack
 from tenuto.errors import CorruptionError, ObjectNotFound
 from tenuto.events import Emitter, Progress
@@ -219,7 +219,7 @@ class LeafReader:
                 chunks = _Chunks.of(plan)
                 tasks.extend(_Task(pack, plan, chunks, task) for task in plan.tasks)
             threads = READ_THREADS if reads else COPY_THREADS
-            hand_out(lambda task: self._one(task, targets, total), tasks, threads)
+            parallel_for(lambda task: self._one(task, targets, total), tasks, threads)
         finally:
             for pack in packs:
                 pack.close()

@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from tenuto.concurrency.parallel_for import READ_THREADS, hand_out
+from tenuto.concurrency.parallel_for import READ_THREADS, parallel_for
 from tenuto.engine.read.packs import OpenPack
 from tenuto.engine.staging import arena as arenas
 from tenuto.engine.staging import slots
@@ -610,7 +610,7 @@ class NodeSharedReads:
             for group in np.unique(groups).tolist():
                 if not self._room(group) or self._own.left:
                     break
-                hand_out(self._load_one, mine[groups == group].tolist(), READ_THREADS)
+                parallel_for(self._load_one, mine[groups == group].tolist(), READ_THREADS)
         except BaseException:
             self._own.leave()
             raise

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 
-from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, hand_out
+from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
 from tenuto.engine.read.leaf_reader import LeafReader
 from tenuto.engine.read.node_share import NodeSharedReads, RequestedReads
@@ -490,7 +490,7 @@ class ShardedReader:
     def _read_cuts(self, cuts: Sequence[BoxRead], readers: Mapping[int, LazyReader]) -> None:
         views = all(readers[saver].views(row) for saver, row in {(one.saver, one.row) for one in cuts})
         threads = COPY_THREADS if views else READ_THREADS
-        hand_out(lambda one: self._add(one.read(readers[one.saver])), cuts, threads)
+        parallel_for(lambda one: self._add(one.read(readers[one.saver])), cuts, threads)
 
     def _read_runs(self, runs: ContiguousReads, node: NodeSharedReads | None = None) -> None:
         """What lies side by side, row by row, as of one rank after the other."""

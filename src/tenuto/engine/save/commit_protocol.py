@@ -32,7 +32,7 @@ class CommitProtocol(Protocol):
         ...
 
     @property
-    def several(self) -> bool:
+    def has_peers(self) -> bool:
         """Whether other processes may still put objects of a save that fails here."""
         ...
 
@@ -73,7 +73,7 @@ class SoloCommit:
 
     rank = 0
     coordinates = True
-    several = False
+    has_peers = False
 
     def __init__(self, repo: Repo) -> None:
         self._repo = repo

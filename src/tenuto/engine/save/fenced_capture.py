@@ -18,7 +18,7 @@ from tenuto.events import Emitter, LeafDemoted, Warned
 from tenuto.model.leaf import LeafSpec
 from tenuto.state import update_barrier
 from tenuto.state.contract import Flattened
-from tenuto.state.update_barrier import CaptureChoice, LateBound, LeafHistory, UpdateGate, fall
+from tenuto.state.update_barrier import CaptureChoice, LateBound, LeafHistory, UpdateGate, lower_barrier
 
 Warn = Callable[[str], None]
 WARNINGS = 5
@@ -58,19 +58,19 @@ class FencedCapture:
             self._gate.begin_save()
         if self._watch is not None:
             self._watch.counts = False  # what is waited for here is the part of the save that begins
-        self.lift()
+        self.release()
         self._settle()
         self._say()
 
-    def lift(self) -> None:
+    def release(self) -> None:
         """Returns when training's memory may change, by whatever means."""
         if self._current is not None:
             self._current.before_update()
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Somebody waits for the save in flight."""
         if self._current is not None:
-            self._current.hurry()
+            self._current.flush()
 
     def give_up(self) -> None:
         """The image in flight is not wanted any more: when this returns nothing writes to it, and nothing waits for
@@ -79,7 +79,7 @@ class FencedCapture:
         if current is None or watch is None:
             return
         current.give_up()
-        fall(current)
+        lower_barrier(current)
         try:
             self._settle()
         finally:
@@ -122,7 +122,7 @@ class FencedCapture:
         fence.spent = save.clock.copied
         places.capture_now(plan.capturer, flattened, save.save_id, choice)
         self._current, self._watch = fence, watch
-        save.hasten = fence.hurry
+        save.hasten = fence.flush
         try:
             fence.begin()
         except BaseException:
@@ -136,7 +136,7 @@ class FencedCapture:
         if plan.arena.window is not None:
             if not self._window_told:
                 self._window_told = True
-                self.tell(
+                self.warn_once(
                     "the image does not fit into memory as a whole: its leaves are captured eagerly, piece by piece"
                 )
             return False
@@ -156,7 +156,7 @@ class FencedCapture:
             if not waiting.issuperset(long) and not self._scattered_told:
                 self._scattered_told = True
                 left_out = [specs[leaf].path for leaf in long if leaf not in waiting]
-                self.tell(
+                self.warn_once(
                     f"{len(left_out)} of {len(long)} leaves that optimizers own are captured eagerly, {left_out[0]} "
                     "first: they are not contiguous, or lie on a device from which no parts are copied"
                 )
@@ -182,7 +182,7 @@ class FencedCapture:
         with self.lock:
             self._record.passed(choice)
 
-    def tell(self, message: str) -> None:
+    def warn_once(self, message: str) -> None:
         self._emitter.emit(Warned(message))
 
 
@@ -240,7 +240,7 @@ class _Watch:
         if failure is not None:
             message = f"the capture of {self._save.id} beside training broke off: {failure!r}"
             self._filling.fail(SaveFailed(message, subject=str(self._save.id)))
-            self._fencing.tell(message)
+            self._fencing.warn_once(message)
         elif self._torn is not None:
             self._filling.fail(self._torn)
         else:

@@ -62,7 +62,7 @@ class SaveClock:
         self.put("cpu_s", time.thread_time() - self._cpu_at)
 
     @contextmanager
-    def cpu_beside(self) -> Iterator[None]:
+    def cpu_in_background(self) -> Iterator[None]:
         """The block's processor time counts too, also where it fails: it runs in another thread than the one that
         writes."""
         began = time.thread_time()

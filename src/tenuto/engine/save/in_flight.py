@@ -96,7 +96,7 @@ class StagingPool:
         """Whether an image of about `nbytes` has not the room to be there as a whole, beside what is kept elsewhere."""
         return not self._all[0].taken and self._all[0].arenas.tight(nbytes)
 
-    def look_again(self) -> None:
+    def retry_room(self) -> None:
         """There is more room than there was: a window that nobody uses is given back."""
         for lane in self._all:
             if not lane.taken:
@@ -240,7 +240,7 @@ class WriteQueue:
         before = self._work
         turn = before.join if before is not None and before.is_alive() else None
         pool = behind if stands_back else beside
-        self._work = pool.hand(lambda: work(turn), f"tenuto-save-{save.step}")
+        self._work = pool.submit(lambda: work(turn), f"tenuto-save-{save.step}")
 
     def give_back(self, save: Save) -> None:
         """Its image is needed no more. Before it is said to have ended: who waits for that finds room for the next."""

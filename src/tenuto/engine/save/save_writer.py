@@ -41,14 +41,14 @@ class SaveWriter:
         repo: Repo,
         emitter: Emitter,
         *,
-        party: CommitProtocol,
+        protocol: CommitProtocol,
         timed: bool,
         make_room: Callable[[], bool] | None,
         memory: MemoryTier | None,
     ) -> None:
         self._repo = repo
         self._emitter = emitter
-        self._party = party
+        self._protocol = protocol
         self._timed = timed
         self._make_room = make_room
         self._memory = memory
@@ -71,7 +71,7 @@ class SaveWriter:
     def _failed(self, job: Job, error: BaseException) -> TenutoError | None:
         """What became of a save that broke off: closed and told of, or None if it turns out to have committed."""
         save = job.save
-        cause = self._party.failed(save, error)
+        cause = self._protocol.failed(save, error)
         if not self._closed(job, error):
             return None
         if isinstance(cause, OwnershipError | SaveFailed):
@@ -93,7 +93,7 @@ class SaveWriter:
         try:
             if not job.begun:
                 return True
-            if not self._party.coordinates:
+            if not self._protocol.coordinates:
                 # What was put here after the coordinator had freed the save; nothing, if it may still commit.
                 free(self._repo, save.id, names=job.names, keep_begin=True)
                 return True
@@ -104,7 +104,7 @@ class SaveWriter:
                 return False
             crashpoint("unfinished save marked aborted, objects still there")
             # Another rank that still writes frees what is its own, and the next claim what a killed one has left.
-            free(self._repo, save.id, names=job.names, keep_begin=self._party.several)
+            free(self._repo, save.id, names=job.names, keep_begin=self._protocol.has_peers)
         except TenutoError as trouble:
             self._emitter.emit(
                 Warned(f"what {save.id} left behind stays until the next claim: {trouble.message}", str(save.id))
@@ -137,8 +137,8 @@ class SaveWriter:
             self._check_space(job)
             save.phase = "beginning"
             if not job.begun:
-                job.names = [*(pack.name for pack in layout.packs), index_file(self._party.rank)]
-                self._party.begin(job, attempt)
+                job.names = [*(pack.name for pack in layout.packs), index_file(self._protocol.rank)]
+                self._protocol.begin(job, attempt)
                 job.begun = True
         for pack in range(len(job.receipts), len(layout.packs)):
             job.receipts.append(self._write_pack(job, pack))
@@ -154,7 +154,7 @@ class SaveWriter:
         self.seal(job)
         save.phase = COMMITTING
         with clock.during("commit_s"):
-            self._party.commit(job, index, entry, receipts, timed=self._timed, told=self._know)
+            self._protocol.commit(job, index, entry, receipts, timed=self._timed, told=self._know)
         crashpoint("manifest durable, not yet reported")
 
     def _know(self, manifest: Manifest) -> None:
@@ -186,7 +186,7 @@ class SaveWriter:
             job.flattened,
             digests,
             job.save.save_id,
-            rank=self._party.rank,
+            rank=self._protocol.rank,
             chunk_bytes=self._repo.chunk_bytes,
         )
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tenuto.concurrency.background_priority import stand_back
+from tenuto.concurrency.background_priority import lower_priority
 from tenuto.concurrency.deadlines import within
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
@@ -62,7 +62,7 @@ class Saver:
         on_end: Callable[[Save], None] | None = None,
         make_room: Callable[[], bool] | None = None,
         memory: MemoryTier | None = None,
-        party: CommitProtocol | None = None,
+        protocol: CommitProtocol | None = None,
         beside: MemoryTier | None = None,
     ) -> None:
         """`memory`: the tier whose images are written from; `beside`: one whose images lie beside those of saves."""
@@ -71,10 +71,10 @@ class Saver:
         self._emitter = emitter or Emitter()
         self._on_end = on_end
         self.memory = memory
-        self._party: CommitProtocol = party or SoloCommit(repo)
-        rank = self._party.rank
+        self._protocol: CommitProtocol = protocol or SoloCommit(repo)
+        rank = self._protocol.rank
         self._writer = SaveWriter(
-            repo, self._emitter, party=self._party, timed=timed, make_room=make_room, memory=memory
+            repo, self._emitter, protocol=self._protocol, timed=timed, make_room=make_room, memory=memory
         )
 
         def holder(slot: int, beside: Callable[[], int]) -> BudgetedArena:
@@ -126,7 +126,7 @@ class Saver:
 
     def await_free(self, timeout: float | None) -> bool:
         """Waits until another save may be taken; False if none may after `timeout` seconds."""
-        self.hurry()
+        self.flush()
         return self._queue.await_room(self._most, timeout)
 
     def save(
@@ -154,10 +154,10 @@ class Saver:
             if self.fencing is not None:
                 self.fencing.begin_save()
         except BaseException as error:
-            self._party.missed(step, error)
+            self._protocol.missed(step, error)
             raise
         save = handle or self.plan_save(step, reason=about.reason)
-        flattened = self._party.take(flattened, save)
+        flattened = self._protocol.take(flattened, save)
         try:
             job = self._job(flattened, save, about, wait=wait, began=began)
             overlapped = not job.digest_while_writing
@@ -173,7 +173,7 @@ class Saver:
                 self._queue.leave(save)
                 raise
         except BaseException as error:
-            self._party.failed(save, error)
+            self._protocol.failed(save, error)
             raise
         if overlapped:
             self._overlap(job, wait=wait, eager=eager)
@@ -196,19 +196,19 @@ class Saver:
         attempt = self._claimed()
         return Save(CheckpointId(attempt.run, attempt.number, step), uuid.uuid4().hex, reason=reason)
 
-    def lift(self) -> None:
+    def release_fence(self) -> None:
         """Returns when training's memory may change, by whatever means."""
         if self.fencing is not None:
-            self.fencing.lift()
+            self.fencing.release()
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Somebody waits for what is in flight."""
         if self.fencing is not None:
-            self.fencing.hurry()
+            self.fencing.flush()
 
     def join(self, timeout: float | None) -> bool:
         """Waits for all that is in flight and what follows it; False if that is not over after `timeout` seconds."""
-        self.hurry()
+        self.flush()
         return self._queue.join(timeout)
 
     def close(self) -> None:
@@ -230,8 +230,8 @@ class Saver:
         tier = self._beside
         if tier is not None and tier.off:
             tight = self._lanes.tight(sum(spec.nbytes for spec in flattened.specs))
-            if tight and tier.give_way():
-                self._lanes.look_again()
+            if tight and tier.shrink():
+                self._lanes.retry_room()
         return self._lanes.take(flattened)
 
     def _claimed(self) -> Attempt:
@@ -296,7 +296,7 @@ class Saver:
             try:
                 save.clock.begin_cpu()
                 if job.digest_while_writing:  # training goes on meanwhile
-                    stand_back()
+                    lower_priority()
                 if turn is not None:
                     self._seal_early(job)
             finally:
@@ -346,7 +346,7 @@ class Saver:
     def _ended_with(self, save: Save, before: Superseded) -> Superseded:
         """A save that was in flight behind one that found the run claimed by another process: nothing of it is put."""
         failure = Superseded(f"{save.id} is not saved: {before.message}", subject=before.subject, hint=before.hint)
-        self._party.failed(save, failure)
+        self._protocol.failed(save, failure)
         self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
         return failure
 

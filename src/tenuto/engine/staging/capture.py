@@ -129,7 +129,7 @@ class Capturer:
                 admit(batch.end)
                 stamps.below(batch.end)
                 for number, first, stop in batch.rows:
-                    self._copy_beside_writer(self._groups[number], sources[number], first, stop)
+                    self._copy_while_writing(self._groups[number], sources[number], first, stop)
                 for number, _, _ in batch.rows:
                     self._groups[number].bound.wait()
                 progress(batch.end)
@@ -145,7 +145,7 @@ class Capturer:
             self._batches = _batches([group.leaves for group in self._groups], self.layout, self._step)
         return self._batches
 
-    def _copy_beside_writer(self, group: _Group, sources: list[Any], first: int, stop: int) -> None:
+    def _copy_while_writing(self, group: _Group, sources: list[Any], first: int, stop: int) -> None:
         """Rows `first..stop-1`. A leaf worth it is copied as one part, which keeps to this thread: copies by all of a
         framework's threads crawl while the writer has one of the cores."""
         begun = first

@@ -63,5 +63,5 @@ class ThreadRanks:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def board(self) -> KVStore:
+    def kv_store(self) -> KVStore:
         return self.shared

@@ -45,7 +45,7 @@ class SharedFiles:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def board(self) -> KVStore:
+    def kv_store(self) -> KVStore:
         return SharedFilesKVStore(Path(self.directory))
 
 

@@ -42,7 +42,7 @@ class TorchRanks:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def board(self) -> KVStore:
+    def kv_store(self) -> KVStore:
         return TorchKVStore.of_default_group()
 
 

@@ -17,7 +17,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.small_records import LeaseRecord, decode_attempt, encode_attempt
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.lease import BEAT_S, Lease, Trouble, read_last
-from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, held_here, let_go, take_hold
+from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, owned_here, release_ownership, take_ownership
 from tenuto.repo.process import judge, this_process
 from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.tombstones import dead_tombstones, is_tombstoned, take_back
@@ -84,7 +84,7 @@ class Attempt:
         """Says that this process is done with the run. Once, until `resume`; in a forked child it does nothing. Raises
         what `Lease.release` raises: the run then counts as used until its lease runs out."""
         if os.getpid() == self._pid and self._lease is not None:
-            let_go(self.repo, self.run, self.number)
+            release_ownership(self.repo, self.run, self.number)
             self._lease.release(timeout)
 
     def resume(self) -> None:
@@ -93,7 +93,7 @@ class Attempt:
         only checks."""
         try:
             if os.getpid() == self._pid and self._lease is not None:
-                take_hold(self.repo, self.run, self.number)
+                take_ownership(self.repo, self.run, self.number)
                 # Before the check: whoever looks from here on finds an owner, whoever has claimed before is found. One
                 # who looked before the beat and claims after the check is met at the commit, as ever.
                 self._lease.resume()
@@ -159,7 +159,7 @@ def claim(
     crashpoint("attempt claimed")
     lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
     attempt = Attempt(repo, record, lease)
-    take_hold(repo, run, record.number)
+    take_ownership(repo, run, record.number)
     lease.start()
     try:
         _take_back_tombstones(repo, record, previous, say)
@@ -190,7 +190,7 @@ def _put_claim(
     deadline = watch.clock.now() + wait_s
     waiting = False
     while True:
-        found = watch.look()
+        found = watch.inspect()
         over = watch.clock.now() >= deadline
         ended = found.verdict in ("free", "dead")
         if ended or (takeover and (over or found.verdict == "here")):
@@ -212,7 +212,7 @@ def _put_claim(
         if found.verdict == "here" or (over and found.verdict == "alive") or hopeless:
             raise _in_use(repo, run, found)
         if not waiting:
-            say(f"run {run} is owned by {_who(found)}; waiting for that to end")
+            say(f"run {run} is owned by {_owner_words(found)}; waiting for that to end")
             waiting = True
         watch.clock.sleep(_POLL_S)
 
@@ -243,7 +243,7 @@ def _reached(repo: Repo, run: str, number: int) -> tuple[int, int] | None:
 
 
 def _in_use(repo: Repo, run: str, found: OwnerFinding) -> RunInUse:
-    where = "this very process" if found.verdict == "here" else _who(found)
+    where = "this very process" if found.verdict == "here" else _owner_words(found)
     return RunInUse(
         f"run {run!r} at {repo.url} is in use: attempt {found.number} belongs to {where} ({found.reason})",
         subject=run,
@@ -251,7 +251,7 @@ def _in_use(repo: Repo, run: str, found: OwnerFinding) -> RunInUse:
     )
 
 
-def _who(found: OwnerFinding) -> str:
+def _owner_words(found: OwnerFinding) -> str:
     if found.record is None:
         return "a process whose record is damaged"
     owner = found.record.owner
@@ -330,7 +330,7 @@ def _is_gone(repo: Repo, run: str, number: int, last: LeaseRecord | None) -> boo
     if record is None or (last is not None and last.released and last.id == record.id):
         return True
     if record.owner == this_process():
-        return not held_here(repo, run, number)
+        return not owned_here(repo, run, number)
     return judge(record.owner) != "alive"
 
 

@@ -54,7 +54,7 @@ class OwnerWatch:
         self._since = 0.0
         self._moved = False
 
-    def look(self) -> OwnerFinding:
+    def inspect(self) -> OwnerFinding:
         began = self.clock.now()
         number, record = self._owner()
         if number == 0:
@@ -67,7 +67,7 @@ class OwnerWatch:
             if verdict == "dead":
                 return OwnerFinding("dead", number, record, "its process has ended")
             if record.owner == this_process():
-                if held_here(self.repo, self.run, number):
+                if owned_here(self.repo, self.run, number):
                     return OwnerFinding("here", number, record, "which has not closed it")
                 return OwnerFinding("dead", number, record, "this process has closed it")
             if verdict == "alive":
@@ -101,17 +101,17 @@ class OwnerWatch:
         return OwnerFinding("unknown", number, record, "its lease is being watched")
 
 
-def take_hold(repo: Repo, run: str, number: int) -> None:
+def take_ownership(repo: Repo, run: str, number: int) -> None:
     with _held_lock:
         _held.add((os.getpid(), repo.id, run, number))
 
 
-def let_go(repo: Repo, run: str, number: int) -> None:
+def release_ownership(repo: Repo, run: str, number: int) -> None:
     with _held_lock:
         _held.discard((os.getpid(), repo.id, run, number))
 
 
-def held_here(repo: Repo, run: str, number: int) -> bool:
+def owned_here(repo: Repo, run: str, number: int) -> bool:
     """Whether this process has claimed the attempt and not released it."""
     with _held_lock:
         return (os.getpid(), repo.id, run, number) in _held
@@ -136,7 +136,7 @@ def finished_runs(repo: Repo, runs: Iterable[str], watches: Iterable[OwnerWatch]
     while waiting:
         again = []
         for watch in waiting:
-            seen = watch.look()
+            seen = watch.inspect()
             if seen.verdict == "dead":
                 found[watch.run] = seen.number
             elif seen.verdict == "unknown":

@@ -74,7 +74,7 @@ def known(store: Store, repository: str) -> Store:
 def _away(places: ReplicatedStore) -> list[UnreachableReplica]:
     """The places on the list that are not found from here. Of one whose disk was replaced the old one is no longer
     looked for."""
-    said = {place.url: member for place in places.others if (member := _said(place)) is not None}
+    said = {place.url: member for place in places.others if (member := _describe(place)) is not None}
     listed = {_name(url, member.id) for url, member in said.items()}
     here = {UnreachableReplica(url, member.node) for url, member in said.items()}
     told = (_told(places.home, name) for name in _names(places.home) if name not in listed)
@@ -82,7 +82,7 @@ def _away(places: ReplicatedStore) -> list[UnreachableReplica]:
     return sorted(found - here, key=str)
 
 
-def _said(place: Store) -> Member | None:
+def _describe(place: Store) -> Member | None:
     try:
         return member_in(place)
     except TenutoError:
@@ -140,7 +140,7 @@ def _told(home: Store, name: str) -> Fields | None:
 
 def node_of(place: Store) -> str:
     """Which node's the place is; empty where it is no node's own, or does not say."""
-    member = _said(place)
+    member = _describe(place)
     return member.node if member is not None else ""
 
 
@@ -174,7 +174,7 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
             spare -= 1
             if spare < 0:
                 raise
-            store.say(f"{place.url} is left out: {error.message}")
+            store.warn(f"{place.url} is left out: {error.message}")
             members.append("")
             follower.mark = b""
     return tuple(members)
@@ -190,7 +190,7 @@ def _join(places: ReplicatedStore, place: Store, repository: str) -> str:
     own = _name(place.url, there.id)
     others = [one for one in before if one[:_KEY] == own[:_KEY]]
     if others and own not in others and not places.declared.per_node:
-        places.say(f"{place.url} is not the place that it was: what was put there before is not found")
+        places.warn(f"{place.url} is not the place that it was: what was put there before is not found")
     _list(places, place, there)
     return there.id
 

@@ -170,7 +170,7 @@ class ReplicatedStore:
             try:
                 store.delete([name])
             except StoreError as error:
-                self.say(f"{name} could not be taken back from {store.url}: {error.message}")
+                self.warn(f"{name} could not be taken back from {store.url}: {error.message}")
 
     def _copy(self, name: str, data: bytes, token: str) -> int:
         """Copies what the home has to the places that keep it; how many of those that packs are put into have it."""
@@ -195,16 +195,16 @@ class ReplicatedStore:
 
     def _lacks(self, place: Store, name: str, error: BaseException) -> None:
         """Tells of a place that is behind: once for each save."""
-        self.tell_once(place, name.rpartition("/")[0], f"{place.url} has no copy of {name}: {in_words(error)}")
+        self.warn_once(place, name.rpartition("/")[0], f"{place.url} has no copy of {name}: {in_words(error)}")
 
-    def say(self, message: str) -> None:
+    def warn(self, message: str) -> None:
         """Where warnings are errors nothing fails by one: what was asked for has been done."""
         with suppress(Warning):
             self.tell(message)
 
-    def tell_once(self, place: Store, about: str, message: str) -> None:
+    def warn_once(self, place: Store, about: str, message: str) -> None:
         if self._told.add((place.url, about)):
-            self.say(message)
+            self.warn(message)
 
     def follower(self, place: Store) -> Replica:
         """One of the other places."""
@@ -247,7 +247,7 @@ class ReplicatedStore:
             self._chosen.read(name, store)
             if not self.declared.per_node and store in (*self.members, *self.mirrors) and self.home in missed:
                 step = name.rpartition("/")[0]
-                self.tell_once(self.home, f"missing {step}", f"{name} is missing in {self.url}: read from {store.url}")
+                self.warn_once(self.home, f"missing {step}", f"{name} is missing in {self.url}: read from {store.url}")
             return found
         raise wrong
 
@@ -259,7 +259,7 @@ class ReplicatedStore:
             return False
         for store in self.order(name):
             if store not in turned and holds(store, name):
-                self.say(f"{name} in {used.url} is damaged: read from {store.url}")
+                self.warn(f"{name} in {used.url} is damaged: read from {store.url}")
                 return True
         return False
 
@@ -286,7 +286,7 @@ class ReplicatedStore:
             except (StoreError, CorruptionError):
                 continue
             if canonical_json.is_sealed(data, name):
-                self.say(f"{name} in {self.url} is damaged: read from {store.url}")
+                self.warn(f"{name} in {self.url} is damaged: read from {store.url}")
                 return data
         return None
 
@@ -329,7 +329,7 @@ class ReplicatedStore:
         try:
             return work(store)
         except StoreError as error:
-            self.say(f"{prefix or 'all'} of {store.url} cannot be listed: {error.message}")
+            self.warn(f"{prefix or 'all'} of {store.url} cannot be listed: {error.message}")
             return []
 
     # -- the rest ------------------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class ReplicatedStore:
             try:
                 store.delete([name for name in spread if self.follower(store).is_of_home(name)])
             except StoreError as error:
-                self.say(f"{spread[0]} could not be deleted from {store.url}: {error.message}")
+                self.warn(f"{spread[0]} could not be deleted from {store.url}: {error.message}")
 
     def settle(self, name: str) -> None:
         if not object_names.is_pack(name):

@@ -25,7 +25,7 @@ from tenuto.state.tree import LEAVES, OWN, ROOT, STRUCTURE, items, kind_of, name
 # Back under a mark: what belongs to one rank comes from its private tree, a shard takes its part of a leaf.
 
 
-def marked(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
+def declared_value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
     """Plans the value of `node` where it or the target has a mark. A mark in the target stays, and holds the value."""
     if kind_of(node) == OWN:
         return _own(plan, node, like, path, keep)
@@ -80,7 +80,7 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
     """Plans the value of `node`. With `keep`, `like` is the target, changed in place; else it only offers classes."""
     kind = kind_of(node)
     if kind == OWN or type(like) in MARKS:
-        return marked(plan, node, like, path, keep)
+        return declared_value(plan, node, like, path, keep)
     if keep and like is not ABSENT and type(like) not in ENCODERS:
         adapter = frameworks.adapter_for(type(like))
         if adapter is not None:

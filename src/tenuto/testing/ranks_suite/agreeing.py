@@ -23,10 +23,10 @@ class Agreeing(Base):
         def take_part(ranks: Agreement) -> list[object]:
             heard: list[object] = [ranks.session.id]
             for size in (0, 10, 2 << 20):
-                with ranks.topic("gather") as topic:
-                    heard.append(topic.gather(b"%d" % ranks.rank * size, ANSWER_S))
-                with ranks.topic("vote") as topic:
-                    heard.append(topic.vote(size != 10 or ranks.rank == 0, "not this one", ANSWER_S))
+                with ranks.round("gather") as round:
+                    heard.append(round.all_gather(b"%d" % ranks.rank * size, ANSWER_S))
+                with ranks.round("vote") as round:
+                    heard.append(round.vote(size != 10 or ranks.rank == 0, "not this one", ANSWER_S))
             return heard
 
         first, second = both(boards, take_part)
@@ -36,29 +36,29 @@ class Agreeing(Base):
 
     def test_a_failure_is_everybodys(self, boards: Boards) -> None:
         def take_part(ranks: Agreement) -> str:
-            with ranks.topic("save") as topic:
+            with ranks.round("save") as round:
                 if ranks.rank == 1:
-                    assert topic.fail("the disk is on fire")
+                    assert round.fail("the disk is on fire")
                 with pytest.raises(RankFailed, match="save 0: rank 1 has failed: the disk is on fire") as caught:
-                    topic.gather(b"", ANSWER_S)
+                    round.all_gather(b"", ANSWER_S)
                 assert (caught.value.ranks, caught.value.phase) == ((1,), "save 0")
-            with ranks.topic("save") as topic:
-                return topic.gather(b"next", ANSWER_S)[1].decode()
+            with ranks.round("save") as round:
+                return round.all_gather(b"next", ANSWER_S)[1].decode()
 
         assert both(boards, take_part) == ("next", "next")
 
     def test_who_gives_up_gives_up_for_all(self, boards: Boards) -> None:
         def take_part(ranks: Agreement) -> tuple[int, ...]:
-            topic = ranks.topic("save")
+            round = ranks.round("save")
             if ranks.rank == 1:
-                with ranks.topic("late") as late:
-                    late.hear(ANSWER_S)  # until the other has given up
-            topic.post(b"")
+                with ranks.round("late") as late:
+                    late.receive(ANSWER_S)  # until the other has given up
+            round.send(b"")
             with pytest.raises(RanksMissing) as caught:
-                topic.collect(0.2) if ranks.rank == 0 else topic.hear(ANSWER_S)
+                round.gather(0.2) if ranks.rank == 0 else round.receive(ANSWER_S)
             if ranks.rank == 0:
-                with ranks.topic("late") as late:
-                    late.announce(b"now")
+                with ranks.round("late") as late:
+                    late.broadcast(b"now")
             return caught.value.ranks
 
         assert both(boards, take_part) == ((1,), (1,))
@@ -75,8 +75,8 @@ class Agreeing(Base):
     def test_they_meet_again_over_what_is_left(self, boards: Boards) -> None:
         def take_part(ranks: Agreement) -> tuple[str, list[bytes]]:
             data = f"{ranks.session.id} {ranks.rank}".encode()
-            with ranks.topic("save") as topic:
-                return ranks.session.id, topic.gather(data, ANSWER_S)
+            with ranks.round("save") as round:
+                return ranks.session.id, round.all_gather(data, ANSWER_S)
 
         met = set()
         for _ in range(3):

@@ -16,9 +16,9 @@ VALUES = [b"\x00", b"plain", bytes(range(256)), b"\xff" * 4096, b"line\nline\x00
 
 class Keys(Base):
     def test_it_is_a_board(self, boards: Boards) -> None:
-        for board in boards:
-            assert isinstance(board, KVStore)
-            assert board.name and 0 < board.longest_pause_s <= 5
+        for kv_store in boards:
+            assert isinstance(kv_store, KVStore)
+            assert kv_store.name and 0 < kv_store.longest_pause_s <= 5
 
     @pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{len(value)}-{value[0]}")
     def test_what_one_puts_the_other_gets(self, boards: Boards, value: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.engine.memory_tier.eligibility import Adoptable
+from tenuto.engine.memory_tier.eligibility import EligibleImage
 from tenuto.engine.memory_tier.group.group_restore import MatchedImage, match_image, share_buffers
 from tenuto.engine.memory_tier.group.group_tier import GroupMemoryTier
 from tenuto.engine.memory_tier.image_store import Image
@@ -64,8 +64,8 @@ def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS, state: State =
     """A tier that has kept `steps` steps, as all ranks know."""
     rank, of = agreement.rank, agreement.world_size
     attempt = claim(repo, "main", None) if rank == 0 else None
-    with agreement.topic("claimed") as topic:
-        topic.gather(b"", 30)
+    with agreement.round("claimed") as round:
+        round.all_gather(b"", 30)
     record = repo.find_attempt("main", 1)
     assert record is not None
     attempt = attempt or joined(repo, record)
@@ -83,14 +83,14 @@ def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS, state: State =
 
 
 def leave(tier: GroupMemoryTier, agreement: Agreement) -> None:
-    with agreement.topic("end") as topic:
-        topic.gather(b"", 30)
+    with agreement.round("end") as round:
+        round.all_gather(b"", 30)
     tier.close(None)
 
 
 def opened(tier: GroupMemoryTier, step: int) -> Image:
     half, footer = next(one for one in tier.mine() if one[1].id.step == step)
-    return tier.open(Candidate(half, footer, Adoptable(None, durable=False)))
+    return tier.open(Candidate(half, footer, EligibleImage(None, durable=False)))
 
 
 def test_each_rank_has_the_newest_two_and_all_have_one_save_id(repo: Repo) -> None:
@@ -202,8 +202,8 @@ def handed_on(
     image = opened(tier, STEPS)
     try:
         found = matched(image, target, {"mine": np.zeros(2, np.int64)}, verify=meddle is None)
-        topic = partial(agreement.topic, "memory")
-        take = share_buffers(image, found, topic, deadline_s=30, emitter=Emitter())
+        round = partial(agreement.round, "memory")
+        take = share_buffers(image, found, round, deadline_s=30, emitter=Emitter())
         try:
             take()
         except (CorruptionError, ShardMismatch):
@@ -273,8 +273,8 @@ def test_where_one_rank_has_no_slots_none_keeps_states(repo: Repo) -> None:
     def work(agreement: Agreement) -> str:
         rank, of = agreement.rank, agreement.world_size
         attempt = claim(repo, "main", None) if rank == 0 else None
-        with agreement.topic("claimed") as topic:
-            topic.gather(b"", 30)
+        with agreement.round("claimed") as round:
+            round.all_gather(b"", 30)
         told: list[str] = []
         tier = GroupMemoryTier(repo, "main", agreement, deadline_s=30, emitter=Emitter(), warn=told.append)
         record = repo.find_attempt("main", 1)

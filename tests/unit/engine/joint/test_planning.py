@@ -37,16 +37,16 @@ def repo() -> Repo:
 def saved(repo: Repo, count: int, state: Callable[[int, int], Any], steps: int = 1) -> Any:
     """Saves of `count` ranks, `state(rank, step)` of each; what each rank has posted, by topic and rank."""
     posts: dict[tuple[str, int], bytes] = {}
-    post = Round.post
+    post = Round.send
 
-    def noted(topic: Round, data: bytes) -> None:
-        posts[topic.name, topic._session.rank] = data
-        post(topic, data)
+    def noted(round: Round, data: bytes) -> None:
+        posts[round.name, round._session.rank] = data
+        post(round, data)
 
     attempt = claim(repo, "main", None)
 
     def work(agreement: Agreement) -> list[Save]:
-        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         taken = [saver.save(Flattener(state(agreement.rank, step)).flatten(), step, wait=True, about=ManifestDetails())
                  for step in range(1, steps + 1)]  # fmt: skip
@@ -56,7 +56,7 @@ def saved(repo: Repo, count: int, state: Callable[[int, int], Any], steps: int =
         return taken
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Round, "post", noted)
+        patched.setattr(Round, "send", noted)
         try:
             on_ranks(count, work)
         finally:
@@ -78,7 +78,7 @@ def test_of_ranks_with_one_tree_none_but_the_coordinator_spells_it(repo: Repo) -
 
 def test_of_ranks_with_different_trees_one_of_each_spells_it(repo: Repo) -> None:
     posts = saved(repo, 4, stage, steps=2)
-    spelled = sorted((topic, rank) for (topic, rank), data in posts.items() if b'"as"' in data)
+    spelled = sorted((round, rank) for (round, rank), data in posts.items() if b'"as"' in data)
     # In the second round of planning, and at each commit: always rank 2, for itself and rank 3.
     assert [rank for _, rank in spelled] == [2] * 3
     model = load(repo.store, step=2).state["model"]
@@ -89,29 +89,29 @@ def test_of_ranks_with_different_trees_one_of_each_spells_it(repo: Repo) -> None
 
 def test_each_rank_reads_its_own_answer_and_they_are_removed() -> None:
     def take_part(agreement: Agreement) -> bytes:
-        with agreement.topic("plan") as topic:
-            topic.post(b"")
+        with agreement.round("plan") as round:
+            round.send(b"")
             if agreement.is_coordinator:
-                topic.collect(60)
-                topic.announce(b"all", [b"for %d" % rank for rank in range(3)])
-                keys = topic.keys()
-                assert keys[-3:] == [topic.answer_key(rank) for rank in range(3)]
-                assert all(agreement.session.board.get(key, timeout=5) is not None for key in keys[-3:])
-            assert topic.hear(60) == b"all"
-            return topic.answer()
+                round.gather(60)
+                round.broadcast(b"all", [b"for %d" % rank for rank in range(3)])
+                keys = round.keys()
+                assert keys[-3:] == [round.reply_key(rank) for rank in range(3)]
+                assert all(agreement.session.kv_store.get(key, timeout=5) is not None for key in keys[-3:])
+            assert round.receive(60) == b"all"
+            return round.own_reply()
 
     assert on_ranks(3, take_part) == [b"for 0", b"for 1", b"for 2"]
 
 
 def test_an_answer_that_nobody_has_given_is_refused() -> None:
     def take_part(agreement: Agreement) -> bytes:
-        with agreement.topic("plan") as topic:
-            topic.post(b"")
+        with agreement.round("plan") as round:
+            round.send(b"")
             if agreement.is_coordinator:
-                topic.collect(60)
-                topic.announce(b"all")
-            topic.hear(60)
-            return topic.answer()
+                round.gather(60)
+                round.broadcast(b"all")
+            round.receive(60)
+            return round.own_reply()
 
     assert all(isinstance(one, RanksDisagree) for one in outcomes(2, take_part))
 

@@ -107,7 +107,7 @@ def save(store: Counting, ranks: int, how: str, scale: int = 1) -> tuple[Repo, C
     attempt = claim(repo, "main", None)
 
     def work(agreement: Agreement) -> CheckpointId:
-        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         flattened = Flattener(state(agreement.rank, ranks, how, scale)).flatten()
         taken = saver.save(flattened, 1, wait=True, about=ManifestDetails(progress={"step": 1}, environment={}))

@@ -54,7 +54,7 @@ def train(
     attempt = claim(repo, "main", None)
 
     def work(agreement: Agreement) -> list[str]:
-        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         value, told = np.arange(12.0).reshape(4, 3), []
         flattener = Flattener({"first": np.ones(2), "w": hold(value, agreement.rank)})

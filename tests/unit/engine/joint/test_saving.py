@@ -63,7 +63,7 @@ def part(rank: int, of: int) -> dict[str, Any]:
 
 def save_with(repo: Repo, attempt: Any, state: Callable[[int, int], Any], steps: int = 1) -> Callable[..., list[Save]]:
     def work(agreement: Agreement) -> list[Save]:
-        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         taken = []
         for step in range(1, steps + 1):
@@ -207,7 +207,7 @@ def test_a_hole_is_refused_before_anything_is_written(repo: Repo, attempt: Any) 
 
 def test_ranks_that_save_different_steps_are_told(repo: Repo, attempt: Any) -> None:
     def work(agreement: Agreement) -> None:
-        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         state = flatten(part(agreement.rank, agreement.world_size))
         saver.save(state, 1, wait=True, about=ManifestDetails()).wait(60)
@@ -224,7 +224,7 @@ def test_ranks_that_save_for_different_attempts_are_told_and_nothing_is_begun(re
     other = joined(repo, replace(attempt.record, id="0" * 32))
 
     def work(agreement: Agreement) -> tuple[BaseException | None, bool]:
-        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=60))
         state = flatten(part(agreement.rank, agreement.world_size))
         saver.attempt = other if agreement.rank == 1 else attempt
         first = saver.save(state, 1, wait=False, about=ManifestDetails())
@@ -257,7 +257,7 @@ def test_a_rank_that_does_not_see_a_save_begun_puts_nothing(
 
     def work(agreement: Agreement) -> None:
         mine = elsewhere if agreement.rank == 1 else repo
-        saver = Saver(mine, "main", lasting=False, party=GroupCommit(mine, agreement, deadline_s=60))
+        saver = Saver(mine, "main", lasting=False, protocol=GroupCommit(mine, agreement, deadline_s=60))
         saver.attempt = attempt if agreement.is_coordinator else joined(mine, attempt.record)
         saver.save(flatten(part(agreement.rank, agreement.world_size)), 1, wait=True, about=ManifestDetails()).wait(60)
 
@@ -276,7 +276,7 @@ def repo_committed(repo: Repo, attempt: Any) -> list[Any]:
 
 def test_a_structure_that_changes_on_all_ranks_is_planned_anew(repo: Repo, attempt: Any) -> None:
     def work(agreement: Agreement) -> list[Save]:
-        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         state = part(agreement.rank, agreement.world_size)
         first = saver.save(flatten(state), 1, wait=True, about=ManifestDetails())
@@ -293,17 +293,17 @@ def test_a_structure_that_changes_behind_a_save_in_flight_does_not_concern_it(re
     planned = threading.Barrier(2, timeout=60)
 
     def work(agreement: Agreement) -> list[Save]:
-        party = GroupCommit(repo, agreement, deadline_s=60)
-        saver = Saver(repo, "main", lasting=False, in_flight=2, party=party)
+        protocol = GroupCommit(repo, agreement, deadline_s=60)
+        saver = Saver(repo, "main", lasting=False, in_flight=2, protocol=protocol)
         saver.attempt = attempt
-        begin, first_is_written = party.begin, threading.Event()
+        begin, first_is_written = protocol.begin, threading.Event()
 
         def held(job: Any, attempt: Any) -> None:
             if job.save.step == 1:
                 assert first_is_written.wait(60)
             begin(job, attempt)
 
-        party.begin = held  # type: ignore[method-assign]
+        protocol.begin = held  # type: ignore[method-assign]
         state = part(agreement.rank, agreement.world_size)
         first = saver.save(flatten(state), 1, wait=False, about=ManifestDetails())
         state["more"] = np.arange(9)
@@ -321,7 +321,7 @@ def test_a_structure_that_changes_behind_a_save_in_flight_does_not_concern_it(re
 
 def test_a_structure_that_changes_on_one_rank_loses_one_save_and_no_more(repo: Repo, attempt: Any) -> None:
     def work(agreement: Agreement) -> list[bool]:
-        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=60))
         saver.attempt = attempt
         state = {**part(agreement.rank, agreement.world_size), "own": tenuto.per_rank({})}
         committed = []
@@ -344,13 +344,13 @@ def test_what_one_rank_met_first_is_why_the_save_failed_on_all(repo: Repo, attem
     told = threading.Barrier(2, timeout=60)
 
     def work(agreement: Agreement) -> str:
-        party = GroupCommit(repo, agreement, deadline_s=60)
+        protocol = GroupCommit(repo, agreement, deadline_s=60)
         flattened = flatten(part(agreement.rank, agreement.world_size))
         save = Save(CheckpointId("main", attempt.number, 1), "")
-        party.take(flattened, save)
+        protocol.take(flattened, save)
         if agreement.rank == 1:
             told.wait()
-        cause = party.failed(save, OSError("the disk is full") if agreement.rank == 0 else OSError("no such file"))
+        cause = protocol.failed(save, OSError("the disk is full") if agreement.rank == 0 else OSError("no such file"))
         if agreement.rank == 0:
             told.wait()
         return str(cause)

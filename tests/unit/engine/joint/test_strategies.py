@@ -54,8 +54,8 @@ def saved(repo: Repo, strategy: Strategy) -> CheckpointId:
     attempt = claim(repo, "main", None)
 
     def work(agreement: Agreement) -> CheckpointId:
-        party = GroupCommit(repo, agreement, strategy=strategy, deadline_s=60)
-        saver = Saver(repo, "main", lasting=False, party=party)
+        protocol = GroupCommit(repo, agreement, strategy=strategy, deadline_s=60)
+        saver = Saver(repo, "main", lasting=False, protocol=protocol)
         saver.attempt = attempt
         save = saver.save(
             Flattener(held(agreement.rank)).flatten(), 7, wait=True, about=ManifestDetails(progress={"step": 7})
@@ -157,7 +157,7 @@ def test_by_one_rank_means_that_the_others_write_no_tensor() -> None:
     attempt = claim(repo, "main", None)
 
     def work(agreement: Agreement) -> CheckpointId:
-        saver = Saver(repo, "main", lasting=False, party=GroupCommit(repo, agreement, strategy="one", deadline_s=60))
+        saver = Saver(repo, "main", lasting=False, protocol=GroupCommit(repo, agreement, strategy="one", deadline_s=60))
         saver.attempt = attempt
         save = saver.save(Flattener({"w": np.arange(5000.0)}).flatten(), 1, wait=True, about=ManifestDetails())
         save.wait(60)

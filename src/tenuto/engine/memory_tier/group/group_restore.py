@@ -15,7 +15,7 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group import RESTORE_TIMES, RankGroup
 from tenuto.engine.group.rank_layout import box_of
 from tenuto.engine.memory_tier.adopt import MemoryRestore
-from tenuto.engine.memory_tier.eligibility import Adoptable, foreign, went_on
+from tenuto.engine.memory_tier.eligibility import EligibleImage, foreign, went_on
 from tenuto.engine.memory_tier.group.group_tier import GroupMemoryTier
 from tenuto.engine.memory_tier.image_store import Image, check_image
 from tenuto.engine.memory_tier.listing import kept_by_others, passed_over
@@ -190,7 +190,7 @@ _PHASE: Final = "handing on what only some ranks have in memory"
 
 
 def share_buffers(
-    image: Image, recalled: MatchedImage, topic: Callable[[], Round], *, deadline_s: float, emitter: Emitter
+    image: Image, recalled: MatchedImage, round: Callable[[], Round], *, deadline_s: float, emitter: Emitter
 ) -> Callable[[], None]:
     """Called by all ranks where one of them lacks something. `topic` opens the next topic. Raises what `Topic.collect`
     and `Topic.hear` do.
@@ -198,19 +198,19 @@ def share_buffers(
     What is returned takes what this rank lacks, and fills nothing yet. It raises CorruptionError where this rank's
     image cannot be read, ShardMismatch where no rank has what this one lacks.
     """
-    wanted = _asked([whole for whole, _ in recalled.lacking], topic, deadline_s)
+    wanted = _asked([whole for whole, _ in recalled.lacking], round, deadline_s)
     damaged: CorruptionError | None = None
     own: Mapping[LeafShape, bytes] = {}
     try:
         own = recalled.held(image, frozenset(wanted), emitter)
     except CorruptionError as error:  # told to all once they have heard of what there is
         damaged = error
-    with topic() as lent:
-        lent.post(_packed(own))
+    with round() as lent:
+        lent.send(_packed(own))
         if lent.coordinates:
-            told = [_unpacked(one) for one in lent.collect(deadline_s, _PHASE)]
-            lent.announce(_packed({whole: data for each in reversed(told) for whole, data in each.items()}))
-        found = _unpacked(lent.hear(deadline_s, _PHASE))
+            told = [_unpacked(one) for one in lent.gather(deadline_s, _PHASE)]
+            lent.broadcast(_packed({whole: data for each in reversed(told) for whole, data in each.items()}))
+        found = _unpacked(lent.receive(deadline_s, _PHASE))
     return partial(_take, recalled, found, damaged)
 
 
@@ -220,14 +220,14 @@ def _take(recalled: MatchedImage, found: Mapping[LeafShape, bytes], damaged: Cor
     recalled.take(found)
 
 
-def _asked(lacks: Sequence[LeafShape], topic: Callable[[], Round], deadline_s: float) -> list[LeafShape]:
+def _asked(lacks: Sequence[LeafShape], round: Callable[[], Round], deadline_s: float) -> list[LeafShape]:
     """What some rank lacks: named once, however many do."""
-    with topic() as asked:
-        asked.post(_named(lacks))
+    with round() as asked:
+        asked.send(_named(lacks))
         if asked.coordinates:
-            said = [_read(one) for one in asked.collect(deadline_s, _PHASE)]
-            asked.announce(_named(sorted({whole for each in said for whole in each})))
-        return _read(asked.hear(deadline_s, _PHASE))
+            said = [_read(one) for one in asked.gather(deadline_s, _PHASE)]
+            asked.broadcast(_named(sorted({whole for each in said for whole in each})))
+        return _read(asked.receive(deadline_s, _PHASE))
 
 
 def _named(wholes: Sequence[LeafShape]) -> bytes:
@@ -262,18 +262,18 @@ class CommonImage:
 
     id: CheckpointId
     save_id: str
-    adoptable: Adoptable
+    adoptable: EligibleImage
 
 
 class GroupMemoryRestore(MemoryRestore):
     """As Adopting, on every rank of a job: each calls the same methods in the same order."""
 
-    def __init__(self, repo: Repo, tier: GroupMemoryTier, run: str, company: RankGroup, emitter: Emitter) -> None:
+    def __init__(self, repo: Repo, tier: GroupMemoryTier, run: str, group: RankGroup, emitter: Emitter) -> None:
         super().__init__(tier, run, emitter)
         self._repo = repo
         self._joint = tier
-        self._company = company
-        self._deadline_s = RESTORE_TIMES * company.timeout_s
+        self._group = group
+        self._deadline_s = RESTORE_TIMES * group.timeout_s
 
     def exists(self) -> bool:
         return bool(self._common(_to_nobody))
@@ -285,8 +285,8 @@ class GroupMemoryRestore(MemoryRestore):
     def restore(self, prepare: Prepare) -> RestoreResult | None:
         """None, on all ranks, where there is no state that all have in memory and can go on from."""
         self.adopted = None
-        self._tier.adopt(None)
-        for common in self._common(self._say):
+        self._tier.take_over(None)
+        for common in self._common(self._warn):
             crashpoint("memory image found, not adopted")
             result = self._tried(common, prepare)
             if result is not None:
@@ -298,15 +298,15 @@ class GroupMemoryRestore(MemoryRestore):
     def _common(self, report: Callable[[str], None]) -> list[CommonImage]:
         """The states of which every rank has an image, newest first, as the coordinator finds them."""
         self._hold()
-        company = self._company
-        with company.agreement.topic("memory") as topic:
-            topic.post(canonical_json.dumps(self._told()))
+        group = self._group
+        with group.agreement.round("memory") as round:
+            round.send(canonical_json.dumps(self._told()))
             crashpoint("what is in memory told, choice not yet heard")
-            if company.coordinates:
-                told = [canonical_json.loads(one) for one in topic.collect(self._deadline_s, "what is in memory")]
+            if group.coordinates:
+                told = [canonical_json.loads(one) for one in round.gather(self._deadline_s, "what is in memory")]
                 found, words = choose(self._repo, self._run, told)
-                topic.announce(canonical_json.dumps({"found": [_common_json(one) for one in found], "words": words}))
-            heard = canonical_json.loads(topic.hear(self._deadline_s, "what is in memory"))
+                round.broadcast(canonical_json.dumps({"found": [_common_json(one) for one in found], "words": words}))
+            heard = canonical_json.loads(round.receive(self._deadline_s, "what is in memory"))
         for message in heard["words"]:
             report(message)
         return [_read_common(one) for one in heard["found"]]
@@ -322,12 +322,12 @@ class GroupMemoryRestore(MemoryRestore):
         for _, footer in self._joint.mine():
             why = foreign(self._repo, self._run, footer)
             if why:
-                words.append(f"step {footer.id.step} in memory of rank {self._company.rank} is passed over: {why}")
+                words.append(f"step {footer.id.step} in memory of rank {self._group.rank} is passed over: {why}")
             else:
                 images.append(_image_json(footer))
         if self._joint.held:
-            words.append(f"rank {self._company.rank} cannot look into its memory: {self._joint.held}")
-        ranks = self._company.world_size
+            words.append(f"rank {self._group.rank} cannot look into its memory: {self._joint.held}")
+        ranks = self._group.world_size
         words += passed_over(kept_by_others(self._repo.id, self._run, ranks), ranks)
         return {"images": images, "words": words}
 
@@ -357,7 +357,9 @@ class GroupMemoryRestore(MemoryRestore):
             verdict = self._vote(match, id)
             if not verdict and all(said.startswith(LACKING) for said in verdict.reasons.values()):
                 assert image is not None and recalled is not None
-                take = share_buffers(image, recalled, self._topic, deadline_s=self._deadline_s, emitter=self._emitter)
+                take = share_buffers(
+                    image, recalled, self._open_round, deadline_s=self._deadline_s, emitter=self._emitter
+                )
                 verdict = self._vote(take, id)
             if not self._heeded(verdict, id):
                 return None
@@ -388,7 +390,7 @@ class GroupMemoryRestore(MemoryRestore):
         seconds = time.perf_counter() - began
         self._emitter.emit(RestoredEvent(footer.id, moved, seconds, manifest.content))
         self.adopted = candidate
-        self._tier.adopt(candidate)
+        self._tier.take_over(candidate)
         self._emitter.emit(RestoredFromMemory(footer.id, footer.age_s, candidate.adoptable.base))
         crashpoint("memory image adopted, not yet claimed")
         return RestoreResult(footer.id, manifest, state, recalled.prepared.report, moved, seconds)
@@ -404,9 +406,9 @@ class GroupMemoryRestore(MemoryRestore):
             own = error
             reason = (UNFIT if _is_unfit(own) else "") + in_words(own)
         crashpoint("memory image looked into, not yet voted for")
-        with self._topic() as topic:
+        with self._open_round() as round:
             could = own is None and not reason
-            verdict = topic.vote(could, reason, self._deadline_s, f"going on from {id} in memory")
+            verdict = round.vote(could, reason, self._deadline_s, f"going on from {id} in memory")
         if own is not None and _is_unfit(own):
             raise own
         for rank, said in sorted(verdict.reasons.items()):
@@ -428,8 +430,8 @@ class GroupMemoryRestore(MemoryRestore):
             self._emitter.emit(CandidateSkipped(id, f"its image in the memory of rank {rank}: {said}"))
         return verdict.ok
 
-    def _topic(self) -> Round:
-        return self._company.agreement.topic("memory")
+    def _open_round(self) -> Round:
+        return self._group.agreement.round("memory")
 
 
 def choose(repo: Repo, run: str, told: Sequence[Mapping[str, Any]]) -> tuple[list[CommonImage], list[str]]:
@@ -460,10 +462,10 @@ def _lacking(ranks: Sequence[int]) -> str:
 
 def _judged(
     repo: Repo, run: str, id: CheckpointId, save_id: str, images: Iterable[Mapping[str, Any]]
-) -> Adoptable | str:
+) -> EligibleImage | str:
     """One verdict about a state that all have. Its images may be held by two attempts, where a process was killed
     after the claim: that of some ranks has been sealed anew then."""
-    found: set[Adoptable] = set()
+    found: set[EligibleImage] = set()
     for attempt, claim in sorted({(image["attempt"], image["claim"]) for image in images}):
         try:
             verdict = went_on(repo, run, id, save_id, SealHolder(attempt, claim))
@@ -501,7 +503,7 @@ def _common_json(common: CommonImage) -> Json:
 
 def _read_common(said: Mapping[str, Any]) -> CommonImage:
     base = None if said["base"] is None else _read_id(said["base"])
-    return CommonImage(_read_id(said["id"]), str(said["save_id"]), Adoptable(base, bool(said["durable"])))
+    return CommonImage(_read_id(said["id"]), str(said["save_id"]), EligibleImage(base, bool(said["durable"])))
 
 
 def _read_id(said: Mapping[str, Any]) -> CheckpointId:

@@ -58,7 +58,7 @@ class GroupMemoryTier(MemoryTier):
         return "" if self._halves is not None else self.off or self._why_not_held
 
     @property
-    def adopted(self) -> int | None:
+    def restored_from(self) -> int | None:
         """The step of the image that training goes on from."""
         footers = [footer for half, footer in self._sealed() if half is self._adopted]
         return footers[0].id.step if footers else None
@@ -71,8 +71,8 @@ class GroupMemoryTier(MemoryTier):
         """Called by all ranks once the run is claimed: whether they keep states, which all do, or none. `adopted`: the
         step that all have in memory already."""
         why = "" if super().on else self.off or "it has no slots"
-        with self._agreement.topic("memory") as topic:
-            verdict = topic.vote(not why, why, self._deadline_s, "keeping states in memory")
+        with self._agreement.round("memory") as round:
+            verdict = round.vote(not why, why, self._deadline_s, "keeping states in memory")
         if verdict:
             self._kept = CommonStep(self._agreement.session, NONE if adopted is None else adopted)
             return
@@ -101,7 +101,7 @@ class GroupMemoryTier(MemoryTier):
 
     def kept(self, id: CheckpointId) -> None:
         if self._kept is not None:
-            self._kept.whole(id.step)
+            self._kept.sealed(id.step)
 
     def missed(self, id: CheckpointId) -> None:
         if self._kept is not None:
@@ -128,12 +128,12 @@ class GroupMemoryCadence(MemoryCadence):
 
     replaces_torn = False
 
-    def __init__(self, *words: Any, company: RankGroup, **more: Any) -> None:
-        self._company = company
+    def __init__(self, *words: Any, group: RankGroup, **more: Any) -> None:
+        self._group = group
         super().__init__(*words, **{**more, "on_busy": "wait", "in_flight": 1})
 
     def _make_tier(self, repo: Repo, run: str, **more: Any) -> MemoryTier:
-        self._joint = GroupMemoryTier(repo, run, self._company.agreement, deadline_s=self._company.timeout_s, **more)
+        self._joint = GroupMemoryTier(repo, run, self._group.agreement, deadline_s=self._group.timeout_s, **more)
         return self._joint
 
     @property
@@ -142,7 +142,7 @@ class GroupMemoryCadence(MemoryCadence):
 
     def begin(self, attempt: Attempt, flattened: Flattened, step: int, since_s: float) -> None:
         """As Remembering; called by all ranks. Raises RankFailed, RanksMissing and RankStoreLost."""
-        adopted = self._joint.adopted
+        adopted = self._joint.restored_from
         super().begin(attempt, flattened, step, since_s)
         self._joint.agree(adopted)
 
@@ -151,6 +151,6 @@ class GroupMemoryCadence(MemoryCadence):
         return False
 
 
-def memory_cadence(company: RankGroup | None) -> Callable[..., MemoryCadence]:
+def memory_cadence(group: RankGroup | None) -> Callable[..., MemoryCadence]:
     """What keeps states in memory: of one process, or of one of several ranks."""
-    return MemoryCadence if company is None else partial(GroupMemoryCadence, company=company)
+    return MemoryCadence if group is None else partial(GroupMemoryCadence, group=group)
