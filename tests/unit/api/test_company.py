@@ -93,7 +93,7 @@ class Board:
 
             def __exit__(self, *words: object) -> None: ...
 
-            def hear(self, deadline: float, phase: str) -> bytes:
+            def receive(self, deadline: float, phase: str) -> bytes:
                 return canonical_json.dumps(list(announced))
 
         return Topic()

@@ -329,18 +329,18 @@ def test_an_update_does_not_wait_for_ever(
 
 @pytest.mark.parametrize("thread", ["tenuto-fence-5", "tenuto-memory-5"])
 def test_where_no_thread_can_be_started_nothing_waits_for_it(scene: Scene, tmp_path: Path, thread: str) -> None:
-    hand = WorkerThreads.submit
+    submit = WorkerThreads.submit
 
     def refusing(self: WorkerThreads, work: Callable[[], None], name: str) -> BackgroundWork:
         if name == thread:
             raise RuntimeError("can't start new thread")
-        return hand(self, work, name)
+        return submit(self, work, name)
 
     with spying(scene.told), scene.training(tmp_path / "p") as ckpt:
         for _ in range(4):
             scene.step(ckpt)
         assert sealed(ckpt) == 4
-        with mock.patch.object(WorkerThreads, "hand", refusing):
+        with mock.patch.object(WorkerThreads, "submit", refusing):
             scene.step(ckpt)
         assert any("step 5 is not kept in memory" in text and "new thread" in text for text in scene.said())
         assert not update_barrier._standing and not memory_of(ckpt)._saver.busy
