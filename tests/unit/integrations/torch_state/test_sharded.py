@@ -233,9 +233,9 @@ def test_no_collective_is_run(world: World, monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         state["x"].add_(1)
     flattener.flatten()
-    assert flattener.full_looks == 1
+    assert flattener.full_walks == 1
     state["x"] = distribute_tensor(torch.ones(8, 8), mesh, [Shard(1), Shard(0)], src_data_rank=None)
-    assert flattener.flatten().specs != () and flattener.full_looks == 2
+    assert flattener.flatten().specs != () and flattener.full_walks == 2
 
 
 def test_contiguous_parts_offer_their_memory(world: World) -> None:
