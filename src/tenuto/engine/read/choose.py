@@ -252,7 +252,7 @@ def _matched(
     savers: Callable[[], Sequence[int]],
 ) -> Matched:
     """`savers`: the ranks from whose packs `read` reads. What one rank alone has saved is read after the rest."""
-    beside = prepared.beside
+    beside = prepared.other_rank
 
     def read_all(node: NodeSharedReads | None) -> int:
         nbytes = read(node)
