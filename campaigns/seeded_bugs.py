@@ -18,7 +18,6 @@ from campaigns.scenarios import Seeded
 from campaigns.simulated_processes import replacing
 from tenuto.engine.read.leaf_reader import LeafReader
 from tenuto.errors import AlreadyExists, ObjectNotFound
-from tenuto.maintenance import retention
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Receipt
 from tenuto.policy.keep import KeepPolicy, KeepVerdict
@@ -156,10 +155,7 @@ def _drop_all() -> Iterator[None]:
     def drop(self: Any, facts: Any) -> list[KeepVerdict]:
         return [KeepVerdict(found.id, False, "unwanted") for found in facts]
 
-    with (
-        mock.patch.object(KeepPolicy, "decide", drop),
-        mock.patch.object(retention, "protections", lambda facts: {f.id: [] for f in facts}),
-    ):
+    with mock.patch.object(KeepPolicy, "decide", drop):
         yield
 
 
