@@ -10,7 +10,8 @@ from unittest import mock
 
 from campaigns.corruption.units import Unit, run_unit
 from campaigns.simulated_processes import replacing
-from tenuto.engine.read import choose, leaf_reader
+from tenuto.engine.read import choose
+from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.errors import CorruptionError, ObjectNotFound
 from tenuto.maintenance import inspect, verify
 from tenuto.model import canonical_json
@@ -139,22 +140,22 @@ def _half_the_chunks() -> AbstractContextManager[Any]:
 
 
 def _chunks_not_compared() -> AbstractContextManager[Any]:
-    return mock.patch.object(leaf_reader.LeafReader, "_check", lambda *rest: None)
+    return mock.patch.object(ChunkReader, "_check", lambda *rest: None)
 
 
 def _zeroes_are_holes() -> AbstractContextManager[Any]:
     """A chunk of nothing but zeroes is taken for one that a sparse file left out."""
-    check = leaf_reader.LeafReader._check
+    check = ChunkReader._check
 
     def lenient(self: Any, one: Any, first: int, stop: int, data: Any) -> None:
-        begin = one.chunks.position[first]
+        begin = one.chunks.offset[first]
         for row in range(first, stop):
-            low = one.chunks.position[row] - begin
-            chunk = data[low : low + one.chunks.size[row]]
+            low = one.chunks.offset[row] - begin
+            chunk = data[low : low + one.chunks.stored[row]]
             if chunk.any():
                 check(self, one, row, row + 1, chunk)
 
-    return mock.patch.object(leaf_reader.LeafReader, "_check", lenient)
+    return mock.patch.object(ChunkReader, "_check", lenient)
 
 
 def _silent_fallback() -> AbstractContextManager[Any]:
