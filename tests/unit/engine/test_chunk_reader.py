@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import tenuto
 from tenuto.codec.chunk_map import ChunkMap
-from tenuto.engine.read import chunk_reader
+from tenuto.engine.read import chunk_reader, lazy_reader
+from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.leaf_reader import LeafReader, Staged
 from tenuto.engine.read.packs import OpenPack, open_pack
 from tenuto.errors import CorruptionError
@@ -21,6 +22,7 @@ from tenuto.events import Emitter
 from tenuto.model.records import Index, Manifest
 from tenuto.repo.lineage import resolve
 from tenuto.repo.repository import Repo
+from tenuto.sharding.slices import region
 from tenuto.store.memory import MemoryReader, MemoryStore
 
 CHUNK = 512
@@ -62,6 +64,7 @@ def packs_that_are(how: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(chunk_reader, "open_pack", opened)
+        monkeypatch.setattr(lazy_reader, "open_pack", opened)
         yield
 
 
@@ -123,6 +126,41 @@ def test_a_flipped_bit_in_any_chunk_is_found(lengths: list[int], how: str, data:
                 else:
                     reader.read([(row, sink)], span)
                     assert sink.data.tobytes() == leaves[row][low : low + 1]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(lengths.filter(any), st.sampled_from(ACCESS[:2]), st.data())
+def test_slices_are_their_bytes_until_a_bit_flips(lengths: list[int], how: str, data: st.DataObject) -> None:
+    repo, manifest, index, leaves = saved(lengths)
+    table = repo.table(manifest, 0)
+    rows = st.sampled_from([row for row, length in enumerate(lengths) if length])
+
+    def look(reader: LazyReader, row: int, low: int, high: int) -> bytes:
+        out = np.empty(high - low, np.uint8)
+        reader.read(row, f"{row:03}", region((lengths[row],), slice(low, high), ""), 1, out)
+        return out.tobytes()
+
+    with packs_that_are(how):
+        reader = LazyReader(repo, manifest.id, table)
+        for _ in range(5):
+            row = data.draw(rows)
+            low = data.draw(st.integers(0, lengths[row] - 1))
+            high = data.draw(st.integers(low + 1, lengths[row]))
+            assert look(reader, row, low, high) == leaves[row][low:high]
+        row = data.draw(rows)
+        at = data.draw(st.integers(0, lengths[row] - 1))
+        chunk = ChunkMap.of(index).covering(row, at, at + 1)
+        name = f"{manifest.id.directory}/{index.packs[chunk.pack].name}"
+        flip(repo, name, chunk.begin + at - chunk.low, 0)
+        reader = LazyReader(repo, manifest.id, table)
+        with pytest.raises(CorruptionError) as caught:
+            look(reader, row, 0, lengths[row])
+        size = chunk.end - chunk.begin
+        expected = f"{row:03} is damaged: {name}, {size} bytes from offset {chunk.begin}, are not what was saved"
+        assert (caught.value.message, caught.value.subject, caught.value.object) == (expected, f"{row:03}", name)
+        for low, high in ((0, chunk.low), (chunk.high, lengths[row])):
+            if low < high:
+                assert look(reader, row, low, high) == leaves[row][low:high]
 
 
 def flip(repo: Repo, name: str, at: int, bit: int) -> None:

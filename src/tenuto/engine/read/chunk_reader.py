@@ -106,8 +106,20 @@ class _Lists(NamedTuple):
         return cls(*(getattr(chunks, name).tolist() for name in cls._fields))
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments of one `read`."""
+
+    rows: Column
+    out: Destinations
+    path: Callable[[int], str]
+    span: Span | None
+    progress: Callable[[int], None]
+
+
 @dataclass(slots=True)
 class _Task:
+    request: _Request
     pack: OpenPack
     plan: ReadPlan
     chunks: _Lists
@@ -123,14 +135,12 @@ class ChunkReader:
         id: CheckpointId,
         chunks: ChunkMap,
         entries: Sequence[PackEntry],
-        path: Callable[[int], str],
         *,
         packs: Callable[[PackEntry], OpenPack] | None = None,
         gone: Callable[[str], TenutoError] | None = None,
     ) -> None:
         """
         entries: the packs of the index.
-        path: the path of a row, for errors.
         packs: opens a pack, which stays its owner's; None: packs are opened by `read`, and closed.
         gone: the error for a pack, by name, that vanishes while it is read; None: that of a missing pack.
         """
@@ -138,7 +148,6 @@ class ChunkReader:
         self._id = id
         self._chunks = chunks
         self._entries = entries
-        self._path = path
         self._packs = packs
         self._gone = gone or (lambda name: missing(repo, name))
         self._buffers = AlignedBuffers()
@@ -149,6 +158,7 @@ class ChunkReader:
         self,
         rows: Column,
         out: Destinations,
+        path: Callable[[int], str],
         *,
         span: Span | None = None,
         progress: Callable[[int], None] = lambda done: None,
@@ -156,17 +166,19 @@ class ChunkReader:
         """Delivers rows into `out`; from another copy of a pack where one is damaged, unless the packs are another's.
 
         rows: their numbers; the places in this column are the `want` of `out`.
+        path: the path of a row, for errors.
         span: the bytes wanted of each row, from and to; None: all.
         progress: called after each range, from any thread, with the bytes that have been read so far.
 
         Raises CorruptionError, which names the row's path, the pack and the offset.
         """
+        request = _Request(rows, out, path, span, progress)
         if self._packs is not None:
-            self._read(rows, out, span, self._packs, progress)
+            self._deliver(request, self._packs)
         else:
-            from_any_copy(self._repo, lambda: self._read_opened(rows, out, span, progress))
+            from_any_copy(self._repo, lambda: self._deliver_from_opened(request))
 
-    def _read_opened(self, rows: Column, out: Destinations, span: Span | None, progress: Callable[[int], None]) -> None:
+    def _deliver_from_opened(self, request: _Request) -> None:
         opened: list[OpenPack] = []
 
         def packs(entry: PackEntry) -> OpenPack:
@@ -174,37 +186,23 @@ class ChunkReader:
             return opened[-1]
 
         try:
-            self._read(rows, out, span, packs, progress)
+            self._deliver(request, packs)
         finally:
             for pack in opened:
                 pack.close()
 
-    def _read(
-        self,
-        rows: Column,
-        out: Destinations,
-        span: Span | None,
-        packs: Callable[[PackEntry], OpenPack],
-        progress: Callable[[int], None],
-    ) -> None:
+    def _deliver(self, request: _Request, packs: Callable[[PackEntry], OpenPack]) -> None:
         self._done = 0
         tasks: list[_Task] = []
-        gap, reads = GAP_BYTES if span is None else PART_GAP_BYTES, False
-        for number, chosen in _by_pack(self._chunks.pack[rows], self._chunks.chunks(rows, span)):
+        gap, reads = GAP_BYTES if request.span is None else PART_GAP_BYTES, False
+        chunks = self._chunks.chunks(request.rows, request.span)
+        for number, chosen in _by_pack(self._chunks.pack[request.rows], chunks):
             pack = packs(self._entries[number])
             reads |= pack.view is None
             plan = coalesce(chosen, task_bytes=TASK_BYTES if pack.view is None else VIEWED_BYTES, gap_bytes=gap)
             lists = _Lists.of(plan.chunks)
-            tasks.extend(_Task(pack, plan, lists, task) for task in plan.tasks)
-
-        def work(one: _Task) -> None:
-            self._task(one, out)
-            with self._count:
-                self._done += one.task.nbytes
-                done = self._done
-            progress(done)
-
-        parallel_for(work, tasks, READ_THREADS if reads else COPY_THREADS)
+            tasks.extend(_Task(request, pack, plan, lists, task) for task in plan.tasks)
+        parallel_for(self._task, tasks, READ_THREADS if reads else COPY_THREADS)
 
     def read_range(self, pack: OpenPack, found: ChunkRange, target: Buffer, path: str) -> None:
         """Fills `target` with the bytes of consecutive chunks of one row, each verified. Raises as `read`.
@@ -224,21 +222,25 @@ class ChunkReader:
 
     # -- one task ------------------------------------------------------------------------------------------------------
 
-    def _task(self, one: _Task, out: Destinations) -> None:
+    def _task(self, one: _Task) -> None:
         task, plan, pack = one.task, one.plan, one.pack
         straight = pack.reader.alignment == 1 and task.shortest >= STRAIGHT_BYTES
         held = None if pack.view is not None or straight else self._fetch(pack, task.start, task.stop)
         for run in range(task.first, task.last):
-            self._run(one, plan.runs[run], plan.runs[run + 1], held, out)
+            self._run(one, plan.runs[run], plan.runs[run + 1], held)
+        with self._count:
+            self._done += task.nbytes
+            done = self._done
+        one.request.progress(done)
 
-    def _run(self, one: _Task, first: int, stop: int, held: Buffer | None, out: Destinations) -> None:
+    def _run(self, one: _Task, first: int, stop: int, held: Buffer | None) -> None:
         """Reads chunks `first..stop-1` of the plan, which lie one after the other. `held`: the task's bytes, where they
         have been read already.
 
         Chunks of one row arrive where they belong, and what arrived is digested. Small rows are digested together in
         memory of our own, and then copied out of it.
         """
-        pack, chunks, last = one.pack, one.chunks, stop - 1
+        pack, chunks, out, last = one.pack, one.chunks, one.request.out, stop - 1
         low, high = chunks.offset[first], chunks.offset[last] + chunks.stored[last]
         want, start = chunks.want[first], chunks.start[first]
         alone = want == chunks.want[last]
@@ -281,7 +283,7 @@ class ChunkReader:
             if not len(found):
                 return
             bad += int(found[0])
-        path = self._path(chunks.row[bad])
+        path = one.request.path(chunks.row[bad])
         raise damaged(self._repo, path, one.pack.name, chunks.stored[bad], chunks.offset[bad])
 
 

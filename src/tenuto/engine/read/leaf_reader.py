@@ -141,9 +141,7 @@ class LeafReader:
         self._id = str(manifest.id)
         self._emitter = emitter
         self._phase = phase
-        self._chunks = ChunkReader(
-            repo, manifest.id, ChunkMap.of(index), index.packs, lambda row: index.specs[row].path, packs=packs
-        )
+        self._chunks = ChunkReader(repo, manifest.id, ChunkMap.of(index), index.packs, packs=packs)
 
     def read(self, wants: Sequence[tuple[int, Sink]], span: Span | None = None) -> int:
         """Fills every sink; returns the bytes that they took. Raises CorruptionError, which names the leaf, the pack
@@ -160,7 +158,7 @@ class LeafReader:
             if self._emitter.listened:
                 self._emitter.emit(Progress(self._phase, self._id, done, total))
 
-        self._chunks.read(leaf, targets, span=span, progress=progress)
+        self._chunks.read(leaf, targets, lambda row: self._index.specs[row].path, span=span, progress=progress)
         targets.finish()
         return total
 
