@@ -17,8 +17,9 @@ import numpy as np
 from tenuto.codec.chunk_map import Array, ChunkMap, ChunkRange, Chunks, Column, Span
 from tenuto.codec.digest import DIGEST_BYTES, digest
 from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
+from tenuto.engine.read.chunk_runs import ChunkRun
 from tenuto.engine.read.packs import OpenPack, damaged, from_any_copy, missing, open_pack
-from tenuto.errors import ObjectNotFound, TenutoError
+from tenuto.errors import CorruptionError, ObjectNotFound, TenutoError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import PackEntry
 from tenuto.repo.repository import Repo
@@ -220,6 +221,23 @@ class ChunkReader:
         if digest(data) != self._chunks.digest_of(chunk.first):
             raise damaged(self._repo, path, pack, len(data), chunk.begin)
 
+    def read_run(self, pack: OpenPack, run: ChunkRun, path: Callable[[int], str]) -> Buffer:
+        """Returns the bytes of a run, each chunk verified, until this thread reads again. Raises CorruptionError as
+        `read`, and StoreError as the pack's reader."""
+        data = self._buffers.fetch(pack, run.start, run.stop)
+        self.check_run(pack.name, run, data, path)
+        return data
+
+    def check_run(self, pack: str, run: ChunkRun, data: Buffer, path: Callable[[int], str]) -> None:
+        """Raises CorruptionError where the bytes of a run, in the pack of this name, are not what was saved."""
+        bad = differing(run.chunks, self._chunks.digests, data)
+        if len(bad):
+            raise self._damaged(pack, run.chunks, int(bad[0]), path)
+
+    def _damaged(self, pack: str, chunks: Chunks, number: int, path: Callable[[int], str]) -> CorruptionError:
+        row = int(chunks.row[number])
+        return damaged(self._repo, path(row), pack, int(chunks.stored[number]), int(chunks.offset[number]))
+
     # -- one task ------------------------------------------------------------------------------------------------------
 
     def _task(self, one: _Task) -> None:
@@ -274,17 +292,16 @@ class ChunkReader:
 
     def _check(self, one: _Task, first: int, stop: int, data: Buffer) -> None:
         """Raises CorruptionError unless `data` is what was saved as chunks `first..stop-1` of the plan."""
-        chunks, bad = one.chunks, first
+        bad = first
         if stop - first == 1:
-            if digest(data) == self._chunks.digest_of(chunks.digest[first]):
+            if digest(data) == self._chunks.digest_of(one.chunks.digest[first]):
                 return
         else:
             found = differing(one.plan.chunks.take(slice(first, stop)), self._chunks.digests, data)
             if not len(found):
                 return
             bad += int(found[0])
-        path = one.request.path(chunks.row[bad])
-        raise damaged(self._repo, path, one.pack.name, chunks.stored[bad], chunks.offset[bad])
+        raise self._damaged(one.pack.name, one.plan.chunks, bad, one.request.path)
 
 
 def _by_pack(pack: Array, chunks: Chunks) -> Iterator[tuple[int, Chunks]]:
