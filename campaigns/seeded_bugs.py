@@ -16,7 +16,7 @@ from campaigns import broken_layers as layers
 from campaigns import broken_stores as stores
 from campaigns.scenarios import Seeded
 from campaigns.simulated_processes import replacing
-from tenuto.engine.read.leaf_reader import LeafReader
+from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.errors import AlreadyExists, ObjectNotFound
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Receipt
@@ -274,7 +274,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "digests not checked on read",
         "rotten bytes are restored",
-        patch=lambda: mock.patch.object(LeafReader, "_check", lambda *_: None),
+        patch=lambda: mock.patch.object(ChunkReader, "_check", lambda *_: None),
         scenarios=("several saves",),
     ),
     Bug(
