@@ -468,7 +468,7 @@ def test_a_waited_for_save_is_written_by_a_thread_that_does_not_stand_back(
 ) -> None:
     store, one = held(place, 1), state()
     back: list[str] = []
-    monkeypatch.setattr("tenuto.engine.save.saver.stand_back", lambda: back.append(threading.current_thread().name))
+    monkeypatch.setattr("tenuto.engine.save.saver.lower_priority", lambda: back.append(threading.current_thread().name))
 
     def act(event: Event) -> None:
         if isinstance(event, SaveStarted) and event.id.step == 2:
