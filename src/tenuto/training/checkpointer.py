@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from tenuto.certify.probe import certify_probe
+from tenuto.concurrency.deadlines import seconds
 from tenuto.engine.group.group import RankGroup, leave_on_error, refused
 from tenuto.engine.read.results import Restored
 from tenuto.engine.save.handle import Save
@@ -35,7 +36,6 @@ from tenuto.training.arguments import (
     fenced,
     memory_policy,
     policies,
-    seconds,
     strategy,
     tag_names,
 )

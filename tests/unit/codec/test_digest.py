@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.interpreter_lock import lets_others_run
-from support.interpreter_lock import lets_others_run
 from tenuto.codec.chunk_map import chunk_count, chunk_starts
 from tenuto.codec.digest import check_chunks, digest, digest_chunks, digest_rows
 

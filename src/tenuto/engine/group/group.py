@@ -16,7 +16,7 @@ from tenuto.events import Emitter, RanksBehind, Warned
 from tenuto.model.ids import run_key
 from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy
 from tenuto.ranks.agreement import Agreement
-from tenuto.ranks.contract import Ranks
+from tenuto.ranks.contract import TIMEOUT_S, Ranks
 from tenuto.ranks.timeouts import Settings
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt, announced
@@ -29,9 +29,6 @@ from tenuto.store.contract import Store, Where
 from tenuto.store.registry import open_store
 from tenuto.version import __version__
 
-TIMEOUT_S: Final = 600.0
-"""How long ranks wait for one that is alive: until it has built its Checkpointer, has come to the step that all save
-at, has put its part."""
 RESTORE_TIMES: Final = 3.0
 """So many times as long for the slowest rank to read its part of a checkpoint."""
 _CAME: Final = " came"
