@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from tenuto.certify.probe import probed
-from tenuto.engine.group.group import TIMEOUT_S, RankGroup, agreed_attempt, joined_group
-from tenuto.engine.group.group_restore import GroupRestore
+from tenuto.engine.group.group import joined_group
+from tenuto.engine.group.rank_group import TIMEOUT_S, RankGroup, SoloGroup
 from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult, chosen, restore_checkpoint, restore_latest
 from tenuto.engine.read.results import Checkpoint, Restored
 from tenuto.engine.save.job import ManifestDetails
@@ -94,11 +94,11 @@ def save(
     flattened = flatten(state)
     repo = Repo.create_or_open(open_store(where))
     with _saving.setdefault((repo.id, run_key(run)), threading.Lock()):
-        return _saved(repo, flattened, run, step, emitter=emitter)
+        return _saved(repo, flattened, run, step, emitter=emitter, group=SoloGroup())
 
 
 def _saved(
-    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, group: RankGroup | None = None
+    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, group: RankGroup
 ) -> Checkpoint:
     key = (repo.id, run_key(run))
     if run_registry.live(key) is not None:
@@ -108,13 +108,8 @@ def _saved(
             hint="call its save(), close it, or save to another run",
         )
     listen(repo.store, partial(emitter.warn, subject=run))
-    if group is None:
-        attempt, number = _attempt(repo, run, key, step)
-        protocol = None
-    else:
-        attempt, number = agreed_attempt(repo, group, lambda: _attempt(repo, run, key, step))
-        protocol = group.protocol(repo)
-    saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=protocol)
+    attempt, number = group.agree_on_attempt(repo, lambda: _attempt(repo, run, key, step))
+    saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=group.protocol(repo))
     saver.attempt = attempt
     try:
         about = ManifestDetails(
@@ -122,7 +117,7 @@ def _saved(
         )
         handle = saver.save(flattened, number, wait=True, about=about)
         id = handle.wait()
-        if group is None or group.coordinates:  # else it is another process's, which alone can hold the run by it
+        if group.coordinates:  # else it is another process's, which alone can hold the run by it
             _attempts[key] = (attempt, number)
     finally:
         attempt.release()
@@ -215,8 +210,7 @@ def load(
         facts = {"step": str(step)}
         with joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (group, repo):
             listen(repo.store, partial(emitter.warn, subject=run))
-            result = GroupRestore(repo, run, match, group=group, emitter=emitter).restore(step)
-            found = _found(repo, run, result)
+            found = _found(repo, run, group.restorer(repo, run, match, emitter).restore(step))
     else:
         repo = Repo.open(open_store(where))
         listen(repo.store, partial(emitter.warn, subject=run))

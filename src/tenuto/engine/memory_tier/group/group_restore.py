@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.group import RESTORE_TIMES, RankGroup
+from tenuto.engine.group.group import JobGroup
+from tenuto.engine.group.rank_group import RESTORE_TIMES
 from tenuto.engine.group.rank_layout import box_of
 from tenuto.engine.memory_tier.adopt import MemoryRestore
 from tenuto.engine.memory_tier.eligibility import EligibleImage, foreign, went_on
@@ -268,7 +269,7 @@ class CommonImage:
 class GroupMemoryRestore(MemoryRestore):
     """As Adopting, on every rank of a job: each calls the same methods in the same order."""
 
-    def __init__(self, repo: Repo, tier: GroupMemoryTier, run: str, group: RankGroup, emitter: Emitter) -> None:
+    def __init__(self, repo: Repo, tier: GroupMemoryTier, run: str, group: JobGroup, emitter: Emitter) -> None:
         super().__init__(tier, run, emitter)
         self._repo = repo
         self._joint = tier

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from tenuto.engine.group.group import RankGroup
+from tenuto.engine.group.group import JobGroup
+from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.cadence import MemoryCadence
 from tenuto.engine.memory_tier.seal import Seal
 from tenuto.engine.memory_tier.tier import MemorySlot, MemoryTier
@@ -128,7 +129,7 @@ class GroupMemoryCadence(MemoryCadence):
 
     replaces_torn = False
 
-    def __init__(self, *words: Any, group: RankGroup, **more: Any) -> None:
+    def __init__(self, *words: Any, group: JobGroup, **more: Any) -> None:
         self._group = group
         super().__init__(*words, **{**more, "on_busy": "wait", "in_flight": 1})
 
@@ -151,6 +152,6 @@ class GroupMemoryCadence(MemoryCadence):
         return False
 
 
-def memory_cadence(group: RankGroup | None) -> Callable[..., MemoryCadence]:
+def memory_cadence(group: RankGroup) -> Callable[..., MemoryCadence]:
     """What keeps states in memory: of one process, or of one of several ranks."""
-    return MemoryCadence if group is None else partial(GroupMemoryCadence, group=group)
+    return partial(GroupMemoryCadence, group=group) if isinstance(group, JobGroup) else MemoryCadence
