@@ -9,11 +9,8 @@ from functools import partial
 from typing import Any, Literal
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.group import JobGroup
 from tenuto.engine.group.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.engine.memory_tier.adopt import MemoryRestore
-from tenuto.engine.memory_tier.group.group_restore import GroupMemoryRestore
-from tenuto.engine.memory_tier.group.group_tier import GroupMemoryTier
 from tenuto.engine.memory_tier.tier import Candidate, MemoryTier
 from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult
 from tenuto.engine.read.results import Restored
@@ -84,7 +81,9 @@ class RunClaim:
         self._restorer = group.restorer(repo, run, self._prepare, emitter)
         self._private: dict[str, Any] = {}
         self._counters = Counters()
-        self.memory_restore: MemoryRestore | None = None
+        self.memory_restore = (
+            MemoryRestore(repo, memory, run, group, emitter) if memory is not None and resume_from == "latest" else None
+        )
         """What the process before left in memory, where it may be gone on from."""
         self.restored: Restored | None = None
         self._watch: OwnerWatch | None = None
@@ -97,12 +96,6 @@ class RunClaim:
         """Called when restoring is done, also where there was nothing to restore."""
         self.on_claimed: Callable[[Restored | None], None] | None = None
         """Called with what was restored, once the run is claimed."""
-        if memory is not None and resume_from == "latest":
-            self.memory_restore = (
-                GroupMemoryRestore(repo, memory, run, group, emitter)
-                if isinstance(memory, GroupMemoryTier) and isinstance(group, JobGroup)
-                else MemoryRestore(memory, run, emitter)
-            )
 
     @property
     def parent(self) -> CheckpointId | None:

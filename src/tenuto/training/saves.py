@@ -10,7 +10,6 @@ from typing import Any, Final, Literal
 from tenuto.concurrency.deadlines import within
 from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.cadence import MemoryCadence
-from tenuto.engine.memory_tier.group.group_tier import memory_cadence
 from tenuto.engine.read.results import Restored
 from tenuto.engine.save import handle as handles
 from tenuto.engine.save.fenced_capture import FencedCapture
@@ -188,7 +187,7 @@ class RunSaver:
         self.memory: MemoryCadence | None = None
         """States that are kept in memory, with a cadence of its own."""
         if memory is not None:
-            self.memory = memory_cadence(group)(
+            self.memory = MemoryCadence(
                 repo,
                 run,
                 memory,
@@ -197,6 +196,7 @@ class RunSaver:
                 in_flight=in_flight,
                 emitter=emitter,
                 warn=self.warn,
+                group=group,
             )
         protocol = group.protocol(repo)
         self.saver = Saver(
