@@ -11,7 +11,8 @@ from typing import Any, Literal
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.engine.memory_tier.adopt import MemoryRestore
-from tenuto.engine.memory_tier.tier import Candidate, MemoryTier
+from tenuto.engine.memory_tier.eligibility import Candidate
+from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult
 from tenuto.engine.read.results import Restored
 from tenuto.engine.read.sharded_reader import private_index_entry

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from tenuto.engine.read.choose import Prepare, RestoreResult, chosen, restore_checkpoint, restore_latest
-from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
-from tenuto.engine.save.handle import Save
-from tenuto.events import Emitter
-from tenuto.policy.save import Decision, DividedPolicy, Moment, SaveHistory
-from tenuto.ranks.timeouts import Deadline
-from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.repository import Repo
+from tenuto.engine.read.choose import chosen, restore_checkpoint, restore_latest
+from tenuto.engine.save.commit_protocol import SoloCommit
+from tenuto.policy.save import Decision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
+    from tenuto.engine.read.choose import Prepare, RestoreResult
+    from tenuto.engine.save.commit_protocol import CommitProtocol
+    from tenuto.engine.save.handle import Save
+    from tenuto.events import Emitter
+    from tenuto.policy.save import DividedPolicy, Moment, SaveHistory
+    from tenuto.ranks.timeouts import Deadline
+    from tenuto.repo.ownership.claim import Attempt
+    from tenuto.repo.repository import Repo
 
 TIMEOUT_S: Final = 600.0
 """How long ranks wait for one that is alive: until it has built its Checkpointer, has come to the step that all save

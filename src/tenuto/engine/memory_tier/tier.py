@@ -8,10 +8,9 @@ starts finds what the one before left, and goes on from it if nothing else has b
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -20,17 +19,16 @@ from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.common_states import common_states
-from tenuto.engine.memory_tier.eligibility import EligibleImage, judge
+from tenuto.engine.memory_tier.eligibility import Candidate, eligible_images
 from tenuto.engine.memory_tier.image_store import Image, open_image
-from tenuto.engine.memory_tier.listing import dead_images, kept_by_others, passed_over, remove_image
+from tenuto.engine.memory_tier.listing import kept_by_others, passed_over, remove_image
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, SealHolder, encode_seal, new_seal, newest
+from tenuto.engine.memory_tier.shortage import free_room, shortage
 from tenuto.engine.memory_tier.slot_file import LastingSlot, take_slots
 from tenuto.engine.save.manifest_builder import spelled
-from tenuto.engine.staging import slots
-from tenuto.engine.staging.arena import Arena, NoRoom, file_system_headroom, memory_headroom
+from tenuto.engine.staging.arena import Arena
 from tenuto.engine.staging.plan import Planner, SavePlan
-from tenuto.engine.staging.slots import Slot
-from tenuto.errors import CorruptionError, DeadlineExceeded, StoreError
+from tenuto.errors import CorruptionError, DeadlineExceeded
 from tenuto.events import Emitter, Warned
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Index
@@ -214,89 +212,6 @@ class SlotPool:
     def newest(self) -> Seal | None:
         footers = [half.footer for half in self.all if half.footer is not None]
         return max(footers, key=lambda footer: footer.sequence, default=None)
-
-
-# --------------------------------------------------------------------------------------------------
-# Sealed images that a run may go on from.
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A sealed image that the run may go on from."""
-
-    half: MemorySlot
-    footer: Seal
-    adoptable: EligibleImage
-
-
-def eligible_images(
-    repo: Repo, run: str, sealed: Iterable[tuple[MemorySlot, Seal]], report: Callable[[str], None]
-) -> list[Candidate]:
-    """Those that the run may go on from, newest first. `report` is told why another may not."""
-    found: list[Candidate] = []
-    for half, footer in sealed:
-        try:
-            verdict = judge(repo, run, footer)
-        except StoreError as error:
-            verdict = f"the repository does not answer: {error.message}"
-        if isinstance(verdict, str):
-            report(f"step {footer.id.step} in memory (attempt {footer.holder.attempt}) is passed over: {verdict}")
-        else:
-            found.append(Candidate(half, footer, verdict))
-    return sorted(found, key=lambda one: newness(one.footer), reverse=True)
-
-
-def newness(footer: Seal) -> tuple[int, int, int]:
-    """What is newer is greater, among the images of one rank."""
-    return (footer.holder.attempt, footer.id.step, footer.sequence)
-
-
-# --------------------------------------------------------------------------------------------------
-# Room in shared memory: what is said where there is too little, and whose images give way.
-
-ADVICE: Final = (
-    "give it room for two images of the state (docker: --shm-size=…; Kubernetes: an emptyDir with medium: Memory at "
-    "/dev/shm; memory_budget= if it is set), save less state, or leave memory= out; `tenuto ls --memory` shows what "
-    "lies there, and `tenuto memory clear` removes what dead processes left"
-)
-
-
-def shortage(error: OSError) -> str:
-    """Why two images do not fit, with the figures there are, and what to do."""
-    facts = [error.strerror or str(error)]
-    try:
-        descriptor = os.open(slots.SHARED_MEMORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            facts.append(f"{slots.SHARED_MEMORY} has {file_system_headroom(descriptor) >> 20} MiB free")
-        finally:
-            os.close(descriptor)
-    except OSError:
-        facts.append(f"there is no {slots.SHARED_MEMORY}")
-    free = memory_headroom()
-    if free is not None:
-        facts.append(f"{free >> 20} MiB of memory may still be used here")
-    return f"{'; '.join(facts)}; saves to the store go on. To have it: {ADVICE}"
-
-
-def free_room(own: Collection[Slot], emitter: Emitter, error: OSError) -> bool:
-    """Removes the oldest sealed image that a dead process of another run left, if there is one, and says so.
-
-    `own`: slots of this run, whose other ranks may be about to come back for what lies in theirs. `error`: why memory
-    could not be had. Nobody's image goes where that would not help: somebody may yet go on from it.
-    """
-    if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-        return False
-    runs = {slot.parent for slot in own}
-    found = [one for one in dead_images() if one.slot.parent not in runs and one.footer is not None]
-    missing = error.missing if isinstance(error, NoRoom) else 0
-    if not found or sum(one.bytes for one in found) < missing:
-        return False
-    oldest = min(found, key=lambda one: one.footer.sealed_us if one.footer is not None else 0)
-    if oldest.footer is None or not remove_image(oldest):
-        return False
-    what = f"the image of {oldest.footer.id}, which a dead process left in memory"
-    emitter.emit(Warned(f"{what}, was removed: its room was needed"))
-    return True
 
 
 LEAST: Final = 2

@@ -16,11 +16,11 @@ from support.rank_threads import on_ranks, outcomes
 from support.saves_of_ranks import held
 from tenuto.engine.group.group import JobGroup
 from tenuto.engine.memory_tier.common_states import StatesOfRanks
-from tenuto.engine.memory_tier.eligibility import EligibleImage
+from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage
 from tenuto.engine.memory_tier.group.group_restore import MatchedImage, match_image, share_buffers
 from tenuto.engine.memory_tier.image_store import Image
 from tenuto.engine.memory_tier.memory_saver import MemorySaver
-from tenuto.engine.memory_tier.tier import Candidate, MemoryTier
+from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import CheckpointLeaves
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.staging import slots

@@ -15,11 +15,11 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group import JobGroup
 from tenuto.engine.group.rank_group import RESTORE_TIMES
 from tenuto.engine.group.rank_layout import box_of
-from tenuto.engine.memory_tier.eligibility import EligibleImage, foreign, went_on
+from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, foreign, went_on
 from tenuto.engine.memory_tier.image_store import Image, check_image
 from tenuto.engine.memory_tier.listing import kept_by_others, passed_over
 from tenuto.engine.memory_tier.seal import Seal, SealHolder
-from tenuto.engine.memory_tier.tier import Candidate, MemoryTier
+from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import Prepare, RestoreResult
 from tenuto.engine.read.leaf_reader import Staged, read_leaves
 from tenuto.errors import (
