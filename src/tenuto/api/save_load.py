@@ -30,7 +30,7 @@ from tenuto.store.registry import open_store
 
 # What only saves and only several ranks need is imported where it is used: a process that loads once pays for neither.
 if TYPE_CHECKING:
-    from tenuto.engine.group.group import RankGroup
+    from tenuto.engine.group.rank_group import RankGroup
     from tenuto.repo.ownership.claim import Attempt
     from tenuto.sharding.write_plan import Strategy
     from tenuto.training import run_registry
@@ -95,14 +95,16 @@ def save(
         met = joined_group(ranks, where, run, emitter, patience_s, call="save", facts=facts, writers=writers)
         with met as (group, repo):
             return _saved(repo, flatten(state), run, step, emitter=emitter, group=group)
+    from tenuto.engine.group.rank_group import SoloGroup
+
     flattened = flatten(state)
     repo = Repo.create_or_open(open_store(where))
     with _saving.setdefault((repo.id, run_key(run)), threading.Lock()):
-        return _saved(repo, flattened, run, step, emitter=emitter)
+        return _saved(repo, flattened, run, step, emitter=emitter, group=SoloGroup())
 
 
 def _saved(
-    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, group: RankGroup | None = None
+    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, group: RankGroup
 ) -> Checkpoint:
     from tenuto.engine.save.job import ManifestDetails
     from tenuto.engine.save.saver import Saver
@@ -117,15 +119,8 @@ def _saved(
             hint="call its save(), close it, or save to another run",
         )
     listen(repo.store, partial(emitter.warn, subject=run))
-    if group is None:
-        attempt, number = _attempt(repo, run, key, step)
-        protocol = None
-    else:
-        from tenuto.engine.group.group import agreed_attempt
-
-        attempt, number = agreed_attempt(repo, group, lambda: _attempt(repo, run, key, step))
-        protocol = group.protocol(repo)
-    saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=protocol)
+    attempt, number = group.agree_on_attempt(repo, lambda: _attempt(repo, run, key, step))
+    saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=group.protocol(repo))
     saver.attempt = attempt
     try:
         about = ManifestDetails(
@@ -133,7 +128,7 @@ def _saved(
         )
         handle = saver.save(flattened, number, wait=True, about=about)
         id = handle.wait()
-        if group is None or group.coordinates:  # else it is another process's, which alone can hold the run by it
+        if group.coordinates:  # else it is another process's, which alone can hold the run by it
             _attempts[key] = (attempt, number)
     finally:
         attempt.release()
@@ -226,13 +221,11 @@ def load(
 
     if ranks.world_size > 1:
         from tenuto.engine.group.group import joined_group
-        from tenuto.engine.group.group_restore import GroupRestore
 
         facts = {"step": str(step)}
         with joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (group, repo):
             listen(repo.store, partial(emitter.warn, subject=run))
-            result = GroupRestore(repo, run, match, group=group, emitter=emitter).restore(step)
-            found = _found(repo, run, result)
+            found = _found(repo, run, group.restorer(repo, run, match, emitter).restore(step))
     else:
         repo = Repo.open(open_store(where))
         listen(repo.store, partial(emitter.warn, subject=run))

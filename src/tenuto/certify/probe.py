@@ -405,8 +405,7 @@ class CertifyProbe:
             last.wait(SAVE_DEADLINE_S)
             self._teller.await_kill(last.step)
         if training.step >= self._order.last:
-            if training.saving.group is not None:
-                training.saving.group.farewell(SAVE_DEADLINE_S)  # no rank leaves while another may still need it
+            training.saving.group.farewell(SAVE_DEADLINE_S)  # no rank leaves while another may still need it
             self._teller.leave(self._snapshots.certificate(), uncovered(self._covered), sorted(training.saving.logged))
 
 

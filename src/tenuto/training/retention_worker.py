@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from tenuto.concurrency.background_priority import lower_priority
-from tenuto.engine.group.group import RankGroup
+from tenuto.engine.group.rank_group import RankGroup
 from tenuto.errors import TenutoError
 from tenuto.events import Emitter
 from tenuto.maintenance.replica_tidy import tidy_replicas
@@ -32,14 +32,14 @@ class RetentionWorker:
         *,
         emitter: Emitter,
         warn: Callable[[str], None],
-        group: RankGroup | None = None,
+        group: RankGroup,
     ) -> None:
-        """Of several ranks the coordinator removes for all, and one of each node sees to its places; the others have
+        """The coordinator of `group` removes for all, and one rank of each node tidies its places; the others have
         nothing to do."""
         self.keep = keep
-        self._retains = group is None or group.coordinates
+        self._retains = group.coordinates
         self._spread = isinstance(repo.store, ReplicatedStore)
-        self._leads = self._spread and (group is None or group.leads)
+        self._leads = self._spread and group.leads
         self._repo = repo
         self._catalog = Catalog()
         if self._retains:
