@@ -11,7 +11,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.repo.replicated.config import Mirror, PerNode
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.store.contract import Store
-from tenuto.testing.checker import PLACE, Checker, found_from
+from tenuto.testing.checker import PLACE, Checker, open_without
 from tenuto.testing.expectations import Expected, Presence
 from tenuto.testing.simulated_disk import SimulatedDisk
 
@@ -77,7 +77,7 @@ class KeptChecker(Checker):
         if not lost:
             return  # seen already
         try:
-            repo = found_from(disk, without=lost)
+            repo = open_without(disk, without=lost)
             for id in must:
                 found = self.whole(disk, repo, id, expected.saved[id]) if repo.exists(id) else ["I3: it is lost"]
                 yield from (f"without {', '.join(lost)}: {id}: {problem}" for problem in found)
@@ -88,7 +88,7 @@ class KeptChecker(Checker):
         """What is shown there is whole, and committed in the home. Not of one that is being removed: its manifest may
         be gone from the home, and not yet from there."""
         try:
-            repo, home = found_from(disk, place), found_from(disk)
+            repo, home = open_without(disk, place), open_without(disk)
         except NotARepository:
             return  # not yet
         acknowledged = {id for line in expected.line.values() for id in line}

@@ -1,6 +1,6 @@
-"""Coalesced reads: which ranges of a pack to read for a set of wanted leaves, and which chunks lie in each.
+"""Plans coalesced reads: which ranges of a pack to read for the wanted leaves, and which chunks lie in each.
 
-Columns instead of an object for each chunk: a checkpoint of ten thousand small leaves costs no more than its bytes.
+Uses columns instead of one object for each chunk, so planning ten thousand small leaves costs no more than their bytes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 TASK_BYTES: Final = 1 << 20
 GAP_BYTES: Final = 256 << 10
 RUN_BYTES: Final = 256 << 10
-"""About how many bytes of small chunks are handled at once: they still lie in the processor's cache."""
+"""About how many bytes of small chunks are processed at once, so that they stay in the processor's cache."""
 SMALL_BYTES: Final = 16 << 10
-"""Below this the cost of handling a piece by itself is more than that of copying it once more."""
+"""Below this size, handling a piece by itself costs more than copying it once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """Bytes `start..stop-1` of a pack, read at once; the runs `first..last-1` of the plan lie in them.
+    """Bytes `start..stop-1` of a pack, read at once; they contain the plan's runs `first..last-1`.
 
-    `nbytes`: of the chunks, without what is unwanted between them. `shortest`: of the shortest piece of a leaf.
+    nbytes: bytes of the chunks, without unwanted bytes between them.
+    shortest: bytes of the shortest piece of a leaf.
     """
 
     start: int
@@ -40,12 +41,14 @@ class ReadTask:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read of one pack: its wanted chunks in the order in which they lie there.
+    """The reads of one pack: its wanted chunks in the order in which they lie there.
 
-    Columns, int64 [chunks]: chunk i is the `size[i]` bytes at `position[i]` of the pack, and the bytes from `start[i]`
-    on of the `want[i]`-th wanted leaf. `row` is its place in the index's table of digests. Run r is the chunks
-    `runs[r]..runs[r + 1] - 1`: they lie one after the other in the pack, and either belong to one leaf or are pieces of
-    small ones.
+    Columns are int64 [chunks]: chunk i is the `size[i]` bytes at `position[i]` of the pack, and the bytes from
+    `start[i]` on of the `want[i]`-th wanted leaf.
+
+    row: each chunk's row in the index's table of digests.
+    runs: run r is the chunks `runs[r]..runs[r + 1] - 1`; they are adjacent in the pack, and belong to one leaf or to
+        several small ones.
     """
 
     want: Column
@@ -58,11 +61,13 @@ class ReadPlan:
 
 
 def cut(length: Column, step: int) -> tuple[Column, Column]:
-    """Pieces of at most `step` bytes: which row each is of, and where in it the piece begins. int64 [pieces] each; rows
-    of no bytes have no piece."""
+    """Cuts rows into pieces of at most `step` bytes.
+
+    Returns each piece's row and its start in that row, int64 [pieces] each; empty rows have no piece.
+    """
     counts = -(-length // step)
     row = np.repeat(np.arange(len(length)), counts)
-    # A running count minus where the row began.
+    # A running count minus the row's first piece.
     within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     return row, within * step
 
@@ -77,26 +82,28 @@ def coalesce(
     task_bytes: int = TASK_BYTES,
     gap_bytes: int = GAP_BYTES,
 ) -> ReadPlan:
-    """Tasks that cover every byte of the wanted leaves once, in the order of the pack. Wanted ranges may overlap.
+    """Plans tasks that cover every byte of the wanted leaves once, in pack order. Wanted ranges may overlap.
 
-    One row for each wanted leaf, int64 [wanted]: `want` is what the plan calls it, `offset` and `length` are bytes in
-    the pack, `chunk_start` is the row of its first digest. A task is at most `task_bytes` long unless one chunk is
-    longer, and spans gaps of unwanted bytes up to `gap_bytes`.
+    want: int64 [wanted], the plan's number for each wanted leaf.
+    offset, length: int64 [wanted], bytes in the pack.
+    chunk_start: int64 [wanted], the row of each leaf's first digest.
+
+    A task has at most `task_bytes` bytes, unless one chunk is longer, and spans unwanted gaps of up to `gap_bytes`.
     """
     row, start = cut(length, max(task_bytes // chunk_bytes, 1) * chunk_bytes)
     order = np.argsort(offset[row] + start, kind="stable")
     row, start = row[order], start[order]
     position = offset[row] + start
     size = np.minimum(length[row] - start, max(task_bytes // chunk_bytes, 1) * chunk_bytes)
-    # One leaf may be wanted whole and in part: then a piece may end before the one that begins before it does.
+    # A leaf may be wanted in full and in part: then a piece may end before an earlier one does.
     reached = np.maximum.accumulate(position + size)
     bounds = _groups(position, reached, task_bytes, gap_bytes)
     piece, within = cut(size, chunk_bytes)
-    # Pieces and chunks: a piece is what a task reads of a leaf, whole chunks of it.
+    # A piece is what one task reads of a leaf, in complete chunks.
     at = position[piece] + within
     counts = np.minimum(size[piece] - within, chunk_bytes)
     first = np.searchsorted(piece, bounds)
-    # By the leaf: the short end of a long one is not handled as a small leaf is.
+    # Uses the leaf's length: the short end of a long leaf is not treated as a small leaf.
     runs = _runs(want[row][piece], at, counts, (length < SMALL_BYTES)[row][piece], first[:-1])
     return ReadPlan(
         want=want[row][piece],
@@ -110,8 +117,11 @@ def coalesce(
 
 
 def _groups(start: Column, stop: Column, limit: int, gap: int) -> Column:
-    """Where to cut ranges, by where they begin, into groups of at most `limit` bytes, or of one longer range, without a
-    gap of more than `gap` bytes inside: the first of each, and how many there are. `stop`: where all up to each end."""
+    """Groups ranges, sorted by start, into at most `limit` bytes (or one longer range) without a gap over `gap`.
+
+    Returns the first range of each group and, last, the number of ranges. `stop`: the furthest end of all ranges so
+    far.
+    """
     starts, stops = start.tolist(), stop.tolist()
     breaks = [*(np.flatnonzero(start[1:] - stop[:-1] > gap) + 1).tolist(), len(starts)]
     bounds, at, coming = [0], 0, 0
@@ -125,7 +135,7 @@ def _groups(start: Column, stop: Column, limit: int, gap: int) -> Column:
 
 
 def _runs(want: Column, position: Column, size: Column, small: Flags, tasks: Column) -> Column:
-    """The first chunk of each run, and how many chunks there are. A run begins with each task of `tasks`."""
+    """Returns the first chunk of each run and, last, the number of chunks. Each task of `tasks` begins a run."""
     if not len(want):
         return np.zeros(1, np.int64)
     stop = position + size

@@ -1,8 +1,8 @@
-"""The ranks' trees as one: equal where all have the same, with every rank's entries where mappings differ.
+"""Merges the ranks' trees: shared entries once, and every rank's entries where mappings differ.
 
-Pipeline stages and experts make ranks hold other entries of the same mappings. Nothing else may differ: a plain value
-that does would come back as one rank's on all of them. Trees that are equal, which of thousands nearly all are, are
-told by their digests; only different ones are walked.
+Pipeline stages and experts give ranks different entries of the same mappings. Nothing else may differ: a differing
+plain value would be restored as one rank's value on all of them. Equal trees, which nearly all of thousands are, are
+recognised by their digests; only different ones are walked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tenuto.state.tree import (
 
 PER_RANK: Final = "what belongs to each rank by itself is declared: tenuto.per_rank(…)"
 SHOWN: Final = 40
-"""Characters of a value that are shown."""
+"""Characters of a value shown in errors."""
 _MAPPINGS: Final = KEYED | {"module", "bypath"}
 _CONTENT: Final = frozenset({"i", "v", "meta"})
 """Fields of a node that hold other nodes."""
@@ -47,8 +47,11 @@ _CONTENT: Final = frozenset({"i", "v", "meta"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Union:
-    """`tree` names leaves 0..`len(paths)` - 1, `paths` by number. `numbers[r]` turns rank r's leaf numbers into these;
-    ranks with equal trees have the same array."""
+    """The merged tree.
+
+    paths: the path of each leaf by number, 0..`len(paths)` - 1.
+    numbers: `numbers[r]` maps rank r's leaf numbers to the merged ones; ranks with equal trees share the array.
+    """
 
     tree: Json
     paths: Sequence[str]
@@ -56,11 +59,12 @@ class Union:
 
 
 def unite(trees: Sequence[Json], digests: Sequence[Hashable] | None = None) -> Union:
-    """One tree of those of all ranks, `trees[r]` being rank r's shared one (never the private one); at least one.
+    """Merges the shared trees of all ranks, at least one; `trees[r]` is that of rank r.
 
-    `digests[r]`: equal for ranks whose trees are equal, and for no others; without them, trees that are not the same
-    object are compared by their spelling. If all are equal, the tree stays as it is. ShardMismatch, naming path and
-    ranks, for what differs in anything but the entries of mappings.
+    digests: equal for ranks with equal trees, and for no others; without them, trees are compared by their spelling.
+
+    Returns the tree unchanged if all are equal. Raises ShardMismatch, naming path and ranks, if anything but the
+    entries of mappings differs.
     """
     kinds = _kinds(trees, digests)
     if len(kinds) == 1:
@@ -77,7 +81,7 @@ def unite(trees: Sequence[Json], digests: Sequence[Hashable] | None = None) -> U
 
 
 def _kinds(trees: Sequence[Json], digests: Sequence[Hashable] | None) -> list[list[int]]:
-    """The ranks with equal trees, together."""
+    """Groups ranks with equal trees."""
     found: dict[Hashable, list[int]] = {}
     spelled: dict[int, bytes] = {}
     for rank, tree in enumerate(trees):
@@ -90,24 +94,23 @@ def _kinds(trees: Sequence[Json], digests: Sequence[Hashable] | None) -> list[li
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """A node of the `tree`-th different tree."""
+    """A node of the `tree`-th distinct tree."""
 
     tree: int
     node: Json
 
 
 class _Merger:
-    """Walks different trees at once. `ranks[t]`: who has the t-th of them."""
+    """Walks distinct trees in parallel. `ranks[t]`: the ranks that have the t-th."""
 
     def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
         self._ranks = ranks
         self._leaves: list[list[tuple[int, int]]] = []
-        """For each new leaf, (tree, number there)."""
+        """For each new leaf, pairs (tree, number in that tree)."""
         self._aliases: list[tuple[str, dict[str, Any], Sequence[_At]]] = []
 
     def merge(self, held: Sequence[_At], path: str, within: str = "") -> Json:
-        """The node that stands for those of `held`, which lie at one path. `within`: which part of an optimizer they
-        are, if one."""
+        """Merges the nodes `held` of one path. `within`: the part of an optimizer that they are, if any."""
         first = held[0].node
         kind = kind_of(first)
         for one in held[1:]:
@@ -128,10 +131,8 @@ class _Merger:
         self._same(held, [one.node for one in held], path)
         return first
 
-    # -- containers ----------------------------------------------------------------------------------------
-
     def _mapping(self, held: Sequence[_At], path: str, within: str) -> Json:
-        """Every entry that any of them has, in the order of the first one, then of the others."""
+        """Merges every entry that any node has, in the order of the first node, then of the others."""
         self._same_but_content(held, path)
         kind = kind_of(held[0].node)
         entries: dict[Hashable, tuple[Json, list[_At]]] = {}
@@ -144,12 +145,12 @@ class _Merger:
         for mark, (key, some) in entries.items():
             where = join(path, name_of(key) if kind == "bypath" else segment(key))
             if len(some) != len(held) and not free:
-                # A plain value comes back as a whole: entries that only some ranks have would come to the others too.
+                # A plain value is restored as a unit: entries of some ranks would reach the others too.
                 free = not all(is_plain(one.node) for one in held)
                 if not free:
                     raise self._lacking(held, some, where)
             if within == "group" and mark == "params":
-                pairs.append([key, _every(some)])
+                pairs.append([key, _union_of_params(some)])
             else:
                 part = "groups" if within == "optimizer" and mark == "param_groups" else ""
                 pairs.append([key, self.merge(some, where, part)])
@@ -159,7 +160,7 @@ class _Merger:
         return made
 
     def _metadata(self, held: Sequence[_At], path: str) -> list[Json]:
-        """What modules say of their parts, by the parts' names."""
+        """Merges the metadata of modules by the names of their parts."""
         found: dict[str, _At] = {}
         for one in held:
             for name, said in items(one.node, "meta"):
@@ -197,10 +198,8 @@ class _Merger:
         ]
         return first | {"i": made} if type(first) is dict else made
 
-    # -- leaves --------------------------------------------------------------------------------------------
-
     def _leaf(self, held: Sequence[_At], path: str) -> Json:
-        """A leaf, numbered as the walk meets it; an alias gets its leaf's number when all of them have theirs."""
+        """Numbers a leaf in walk order; an alias gets its leaf's number once all leaves are numbered."""
         self._same(held, [{**one.node, "n": 0} for one in held], path)
         made: dict[str, Json] = {**held[0].node, "n": len(self._leaves)}
         if made["!"] == "alias":
@@ -210,7 +209,7 @@ class _Merger:
         return made
 
     def numbers(self) -> list[Column]:
-        """For each tree, its leaves' new numbers by their old ones; gives the aliases theirs."""
+        """Returns the new leaf numbers of each tree by old number, and sets those of the aliases."""
         known: list[dict[Any, int]] = [{} for _ in self._ranks]
         for number, some in enumerate(self._leaves):
             for tree, old in some:
@@ -227,14 +226,12 @@ class _Merger:
             made["n"] = meant[0]
         return maps
 
-    # -- what differs --------------------------------------------------------------------------------------
-
     def _same_but_content(self, held: Sequence[_At], path: str) -> None:
         said = [{name: value for name, value in one.node.items() if name not in _CONTENT} for one in held]
         self._same(held, said, path)
 
     def _same(self, held: Sequence[_At], said: Sequence[Json], path: str) -> None:
-        """Equal as they are spelled: 1, 1.0 and True are three values."""
+        """Compares spellings, so that 1, 1.0 and True differ."""
         if len(held) == 1:
             return
         first = canonical_json.dumps(said[0])
@@ -247,7 +244,7 @@ class _Merger:
         kinds = {kind_of(one.node), kind_of(other.node)}
         here, there = rank_names(self._ranks[one.tree]), rank_names(self._ranks[other.tree])
         if kinds & LEAVES:
-            said = f"{where}: {here} {_held(one.node)}, {there} {_held(other.node)}"
+            said = f"{where}: {here} {_describe_leaf(one.node)}, {there} {_describe_leaf(other.node)}"
             return ShardMismatch(said, subject=where, hint="build the same model and optimizer on every rank")
         said = f"{where} differs between ranks: {_shown(one.node)} on {here}, {_shown(other.node)} on {there}"
         return ShardMismatch(said, subject=where, hint=PER_RANK)
@@ -261,8 +258,8 @@ class _Merger:
         return ShardMismatch(f"{where} is on {here}, and not on {there}", subject=where, hint=PER_RANK)
 
 
-def _every(held: Sequence[_At]) -> list[Json]:
-    """The parameters of a group, over all ranks."""
+def _union_of_params(held: Sequence[_At]) -> list[Json]:
+    """Returns the parameters of a group over all ranks."""
     return list(dict.fromkeys(name_of(name) for one in held for name in sequence(one.node)))
 
 
@@ -272,7 +269,7 @@ def _as_column(known: dict[Any, int], count: int) -> Column:
     return np.array([known[number] for number in range(count)], np.int64)
 
 
-def _held(node: Json) -> str:
+def _describe_leaf(node: Json) -> str:
     kind = kind_of(node)
     if kind == "leaf" and is_part(node):
         return f"holds a part of a {node.get('dtype')} tensor of shape {node.get('shape')}"
