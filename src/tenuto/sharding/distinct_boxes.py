@@ -37,16 +37,16 @@ class DistinctBoxes:
         return self.holders[self.start[:-1]]
 
 
-def distinct_boxes(held: Holdings) -> DistinctBoxes:
-    """Returns the distinct boxes of `held`, which `check` has accepted. Raises ShardMismatch if a rank holds a box
+def distinct_boxes(holdings: Holdings) -> DistinctBoxes:
+    """Returns the distinct boxes of holdings that `check` has accepted. Raises ShardMismatch if a rank holds a box
     twice.
 
     Empty boxes are ignored, except the lowest rank's box of an empty leaf.
     """
-    size = volumes(held.whole)
-    lines = _with_items(held, size)
-    leaf, offsets, shape = held.leaf[lines], held.offsets[lines], held.shape[lines]
-    pace = paces(held.whole)[leaf] * (size[leaf] > 0)[:, None]
+    size = volumes(holdings.whole)
+    lines = _with_items(holdings, size)
+    leaf, offsets, shape = holdings.leaf[lines], holdings.offsets[lines], holdings.shape[lines]
+    pace = paces(holdings.whole)[leaf] * (size[leaf] > 0)[:, None]
     # Two numbers identify a box: its first and its last item.
     first = begins(np.maximum(size, 1))[leaf] + dot(offsets, pace)
     last = first + dot(shape - 1, pace)
@@ -56,23 +56,24 @@ def distinct_boxes(held: Holdings) -> DistinctBoxes:
     first, last = first[order], last[order]
     begun = np.concatenate([np.ones(1, bool), (first[1:] != first[:-1]) | (last[1:] != last[:-1])])[: len(order)]
     found = DistinctBoxes(lines[order], np.append(np.flatnonzero(begun), len(order)))
-    rank = held.rank[found.holders]
+    rank = holdings.rank[found.holders]
     twice = np.flatnonzero((rank[1:] == rank[:-1]) & ~begun[1:])
     if len(twice):
         at = int(found.holders[twice[0]])
         raise ShardMismatch(
-            f"{held.path(at)}: rank {held.rank[at]} holds the box {held.box(at)} twice", subject=held.path(at)
+            f"{holdings.path(at)}: rank {holdings.rank[at]} holds the box {holdings.box(at)} twice",
+            subject=holdings.path(at),
         )
     return found
 
 
-def _with_items(held: Holdings, size: Column) -> Column:
+def _with_items(holdings: Holdings, size: Column) -> Column:
     """Returns the lines that form cells."""
-    lines = np.flatnonzero(every(held.shape > 0))
-    nothing = np.flatnonzero(size[held.leaf] == 0)
+    lines = np.flatnonzero(every(holdings.shape > 0))
+    nothing = np.flatnonzero(size[holdings.leaf] == 0)
     if not len(nothing):
         return lines
-    one_each = nothing[np.unique(held.leaf[nothing], return_index=True)[1]]
+    one_each = nothing[np.unique(holdings.leaf[nothing], return_index=True)[1]]
     return np.sort(np.concatenate([lines, one_each]))
 
 
@@ -90,9 +91,9 @@ class ReplicaSets:
     size: Column
 
 
-def replica_sets(held: Holdings, found: DistinctBoxes) -> ReplicaSets:
+def replica_sets(holdings: Holdings, found: DistinctBoxes) -> ReplicaSets:
     """Returns the set of ranks that hold each cell."""
-    counts, rank = found.counts, held.rank[found.holders].astype(np.uint64)
+    counts, rank = found.counts, holdings.rank[found.holders].astype(np.uint64)
     if not len(found):
         return ReplicaSets(counts, counts, counts)
     with np.errstate(over="ignore"):

@@ -240,7 +240,7 @@ def gather(by_rank: Sequence[Shards], *, leaves: int, paths: Sequence[str] = ())
     codes = [_codes(one, names) for one in by_rank]
     leaf = _joined([one.leaf for one in by_rank])
     whole = _widened([one.whole for one in by_rank], axes, 1)
-    held = Holdings(
+    holdings = Holdings(
         leaf=leaf,
         rank=np.repeat(np.arange(len(by_rank), dtype=np.int32), counts),
         row=np.arange(len(leaf)) - np.repeat(begins(counts)[:-1], counts),
@@ -251,58 +251,65 @@ def gather(by_rank: Sequence[Shards], *, leaves: int, paths: Sequence[str] = ())
         ndim=np.ones(leaves, np.int64),
         paths=paths,
     )
-    _check_leaves(held)
+    _check_leaves(holdings)
     ndim = _joined([one.ndim for one in by_rank])
-    held.whole[leaf] = whole
-    held.ndim[leaf] = ndim
-    _agreed(held, ~every(whole == held.whole[leaf]) | (ndim != held.ndim[leaf]), "its whole shape")
-    _agreed(held, _differs(leaf, _joined(codes), leaves), "its dtype")
-    _agreed(held, _differs(leaf, _joined([one.placement for one in by_rank]), leaves), "whether and how it is sharded")
-    check(held)
-    return held
+    holdings.whole[leaf] = whole
+    holdings.ndim[leaf] = ndim
+    _agreed(holdings, ~every(whole == holdings.whole[leaf]) | (ndim != holdings.ndim[leaf]), "its whole shape")
+    _agreed(holdings, _differs(leaf, _joined(codes), leaves), "its dtype")
+    _agreed(
+        holdings, _differs(leaf, _joined([one.placement for one in by_rank]), leaves), "whether and how it is sharded"
+    )
+    check(holdings)
+    return holdings
 
 
-def check(held: Holdings) -> None:
+def check(holdings: Holdings) -> None:
     """Raises ShardMismatch, naming leaf and rank, if a box does not lie in its leaf or sizes cannot be counted.
 
     Afterwards, lengths and offsets are non-negative, every box ends within its leaf, and all leaves have fewer than
     2^62 items and bytes in total.
     """
-    _check_leaves(held)
-    itemsize = held.itemsize
-    size = np.prod(held.whole.astype(np.float64), axis=1)
-    if len(held.whole) and (held.whole.min() < 0 or not size.sum() < LIMIT / 2):
-        worst = int(np.argmax(np.where((held.whole < 0).any(axis=1), np.inf, size)))
+    _check_leaves(holdings)
+    itemsize = holdings.itemsize
+    size = np.prod(holdings.whole.astype(np.float64), axis=1)
+    if len(holdings.whole) and (holdings.whole.min() < 0 or not size.sum() < LIMIT / 2):
+        worst = int(np.argmax(np.where((holdings.whole < 0).any(axis=1), np.inf, size)))
         raise ShardMismatch(
-            f"{leaf_name(held.paths, worst)}: a shape of {tuple(held.whole[worst].tolist())} is not one that memory "
-            "can hold",
-            subject=leaf_name(held.paths, worst),
+            f"{leaf_name(holdings.paths, worst)}: a shape of {tuple(holdings.whole[worst].tolist())} is not one that "
+            "memory can hold",
+            subject=leaf_name(holdings.paths, worst),
         )
-    if not len(held):
+    if not len(holdings):
         return
-    whole = held.whole[held.leaf]
+    whole = holdings.whole[holdings.leaf]
     # Compares without a sum, which could overflow.
     wrong = ~every(
-        (held.shape >= 0) & (held.offsets >= 0) & (held.shape <= whole) & (held.offsets <= whole - held.shape)
+        (holdings.shape >= 0)
+        & (holdings.offsets >= 0)
+        & (holdings.shape <= whole)
+        & (holdings.offsets <= whole - holdings.shape)
     )
-    padding = np.arange(held.whole.shape[1]) >= held.ndim[:, None]
-    wrong |= ~every(~padding[held.leaf] | ((held.shape == 1) & (whole == 1)))
-    wrong |= (itemsize < 0) | (itemsize.astype(np.float64) * size[held.leaf] >= LIMIT / 2)
+    padding = np.arange(holdings.whole.shape[1]) >= holdings.ndim[:, None]
+    wrong |= ~every(~padding[holdings.leaf] | ((holdings.shape == 1) & (whole == 1)))
+    wrong |= (itemsize < 0) | (itemsize.astype(np.float64) * size[holdings.leaf] >= LIMIT / 2)
     if wrong.any():
         at = int(np.argmax(wrong))
-        axes = int(held.ndim[held.leaf[at]])
-        offsets, shape, total = (part[:axes].tolist() for part in (held.offsets[at], held.shape[at], whole[at]))
+        axes = int(holdings.ndim[holdings.leaf[at]])
+        offsets, shape, total = (part[:axes].tolist() for part in (holdings.offsets[at], holdings.shape[at], whole[at]))
         raise ShardMismatch(
-            f"{held.path(at)}: rank {held.rank[at]} holds a box at {offsets} of shape {shape}, which does not lie in a "
-            f"leaf of shape {total}",
-            subject=held.path(at),
+            f"{holdings.path(at)}: rank {holdings.rank[at]} holds a box at {offsets} of shape {shape}, which does not "
+            f"lie in a leaf of shape {total}",
+            subject=holdings.path(at),
         )
 
 
-def _check_leaves(held: Holdings) -> None:
-    if len(held) and not 0 <= int(held.leaf.min()) <= int(held.leaf.max()) < held.leaves:
-        at = int(np.argmax((held.leaf < 0) | (held.leaf >= held.leaves)))
-        raise ShardMismatch(f"rank {held.rank[at]} names leaf {held.leaf[at]} of {held.leaves}", subject=held.path(at))
+def _check_leaves(holdings: Holdings) -> None:
+    if len(holdings) and not 0 <= int(holdings.leaf.min()) <= int(holdings.leaf.max()) < holdings.leaves:
+        at = int(np.argmax((holdings.leaf < 0) | (holdings.leaf >= holdings.leaves)))
+        raise ShardMismatch(
+            f"rank {holdings.rank[at]} names leaf {holdings.leaf[at]} of {holdings.leaves}", subject=holdings.path(at)
+        )
 
 
 def _differs(leaf: Column, value: Column, leaves: int) -> Flags:
@@ -313,12 +320,12 @@ def _differs(leaf: Column, value: Column, leaves: int) -> Flags:
     return found
 
 
-def _agreed(held: Holdings, differs: Flags, what: str) -> None:
+def _agreed(holdings: Holdings, differs: Flags, what: str) -> None:
     if not differs.any():
         return
-    same = held.leaf == held.leaf[int(np.argmax(differs))]
-    some, others = held.rank[same & differs].tolist(), held.rank[same & ~differs].tolist()
-    path = held.path(int(np.argmax(differs)))
+    same = holdings.leaf == holdings.leaf[int(np.argmax(differs))]
+    some, others = holdings.rank[same & differs].tolist(), holdings.rank[same & ~differs].tolist()
+    path = holdings.path(int(np.argmax(differs)))
     raise ShardMismatch(
         f"{path}: {rank_names(some)} and {rank_names(others)} do not agree about {what}",
         subject=path,

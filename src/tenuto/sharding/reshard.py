@@ -270,9 +270,9 @@ def _wide(lines: Matrix, axes: int, fill: int) -> Matrix:
 def _error(wanted: Holdings, at: int, fault: Fault) -> ShardMismatch:
     path, box = wanted.path(at), wanted.box(at)
     place = [one + offset for one, offset in zip(fault.place, box.offsets, strict=False)]
-    said = "is not in the checkpoint" if not fault.times else f"is {fault.times} times in the checkpoint"
+    problem = "is not in the checkpoint" if not fault.times else f"is {fault.times} times in the checkpoint"
     return ShardMismatch(
-        f"{path}: {item_name(place)} {said}; rank {wanted.rank[at]} wants {box}",
+        f"{path}: {item_name(place)} {problem}; rank {wanted.rank[at]} wants {box}",
         subject=path,
         hint="`tenuto verify WHERE` names all that is damaged",
     )

@@ -261,23 +261,25 @@ class _Options:
     size: int | None
     chunk_bytes: int
 
-    def check(self, held: Holdings) -> None:
+    def check(self, holdings: Holdings) -> None:
         """Raises UsageError for inconsistent arguments."""
         strategy, layer, size = self.strategy, self.layer, self.size
         if strategy not in get_args(Strategy):
             raise UsageError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}", subject=strategy)
-        if (strategy == "layer") != (layer is not None) or (layer is not None and len(layer) != held.leaves):
+        if (strategy == "layer") != (layer is not None) or (layer is not None and len(layer) != holdings.leaves):
             raise UsageError('strategy "layer", and no other, needs layer=, a number for each leaf')
         if (strategy == "size") != (size is not None) or (size is not None and size < 1):
             raise UsageError('strategy "size", and no other, needs size=, bytes from 1 on')
         if self.chunk_bytes < 1:
             raise UsageError(f"chunks of {self.chunk_bytes} bytes")
-        if len(held) and (int(held.rank[0]) < 0 or int(held.rank[-1]) >= self.world_size):
-            raise UsageError(f"holdings of ranks {held.rank[0]} to {held.rank[-1]} in a world of {self.world_size}")
+        if len(holdings) and (int(holdings.rank[0]) < 0 or int(holdings.rank[-1]) >= self.world_size):
+            raise UsageError(
+                f"holdings of ranks {holdings.rank[0]} to {holdings.rank[-1]} in a world of {self.world_size}"
+            )
 
 
 def assign(
-    held: Holdings,
+    holdings: Holdings,
     *,
     world_size: int,
     strategy: Strategy = "balanced",
@@ -288,46 +290,46 @@ def assign(
 ) -> Assignment:
     """Assigns each box to the ranks that write it. The same holdings give the same assignment on every machine.
 
-    held: the boxes of all ranks. A box on one rank is written by it; equal boxes are replicas, written once.
+    holdings: the boxes of all ranks. A box on one rank is written by it; equal boxes are replicas, written once.
     strategy: "balanced" cuts large replicas along their first axis (at rows, and at chunks where both coincide) so that
         ranks write about the same; "tensor" cuts none; "layer" gives all boxes of a layer with the same holders to one
         of these; "size" cuts every box into parts of at most `size` bytes, or one row; "one" gives a box to its lowest
         rank.
     layer: a number for each leaf, see `layers`.
-    found: `distinct_boxes(held)`, if at hand, of holdings that `check` has accepted.
+    found: `distinct_boxes(holdings)`, if at hand, of holdings that `check` has accepted.
 
     Overlapping boxes that are not equal are no replicas: choosing between their contents would be silent. They are kept
     here, and `check_coverage` of what is `written` rejects them, as it rejects missing items. Raises ShardMismatch for
     an invalid box (`check`) or one that a rank holds twice.
     """
-    how = _Options(world_size, strategy, layer, size, chunk_bytes)
-    how.check(held)
+    options = _Options(world_size, strategy, layer, size, chunk_bytes)
+    options.check(holdings)
     if found is None:
-        check(held)
-        found = distinct_boxes(held)
-    nbytes = held.nbytes()[found.first]
-    return _assignment(held, found, _parts(held, found, nbytes, how), nbytes)
+        check(holdings)
+        found = distinct_boxes(holdings)
+    nbytes = holdings.nbytes()[found.first]
+    return _assignment(holdings, found, _parts(holdings, found, nbytes, options), nbytes)
 
 
-def _parts(held: Holdings, found: DistinctBoxes, nbytes: Column, how: _Options) -> PouredBytes:
+def _parts(holdings: Holdings, found: DistinctBoxes, nbytes: Column, options: _Options) -> PouredBytes:
     """Returns which bytes of each cell go to which holder."""
-    row = _rows(held, found, nbytes) if how.strategy in ("balanced", "size") else nbytes
-    if how.size is not None:
-        whole = _pieces(nbytes, np.maximum(how.size // np.maximum(row, 1), 1) * row)
+    row = _rows(holdings, found, nbytes) if options.strategy in ("balanced", "size") else nbytes
+    if options.size is not None:
+        whole = _pieces(nbytes, np.maximum(options.size // np.maximum(row, 1), 1) * row)
     else:
         whole = _pieces(nbytes, nbytes)
     several = found.counts[whole.item] > 1
-    if how.strategy == "one" or not several.any():
+    if options.strategy == "one" or not several.any():
         return whole
     length = whole.high - whole.low
-    loads = np.zeros(how.world_size, np.int64)
+    loads = np.zeros(options.world_size, np.int64)
     single, shared = np.flatnonzero(~several), np.flatnonzero(several)
-    np.add.at(loads, held.rank[found.first[whole.item[single]]], length[single])
+    np.add.at(loads, holdings.rank[found.first[whole.item[single]]], length[single])
     step = length
-    if how.strategy == "balanced":
-        far = min(ALIGNED_CHUNKS * how.chunk_bytes, int(nbytes.sum()) // (how.world_size * EVEN))
-        step = _steps(nbytes, row, how.chunk_bytes, max(far, how.chunk_bytes))
-    parts = _shared(held, found, (whole.item[shared], length[shared], step[shared]), loads, how.layer)
+    if options.strategy == "balanced":
+        far = min(ALIGNED_CHUNKS * options.chunk_bytes, int(nbytes.sum()) // (options.world_size * EVEN))
+        step = _steps(nbytes, row, options.chunk_bytes, max(far, options.chunk_bytes))
+    parts = _shared(holdings, found, (whole.item[shared], length[shared], step[shared]), loads, options.layer)
     item = shared[parts.item]
     return PouredBytes(
         np.concatenate([whole.item[single], whole.item[item]]),
@@ -338,17 +340,17 @@ def _parts(held: Holdings, found: DistinctBoxes, nbytes: Column, how: _Options) 
 
 
 def _shared(
-    held: Holdings, found: DistinctBoxes, items: tuple[Column, Column, Column], loads: Column, layer: Column | None
+    holdings: Holdings, found: DistinctBoxes, items: tuple[Column, Column, Column], loads: Column, layer: Column | None
 ) -> PouredBytes:
     """Divides items among their holders; `items`: their cells, bytes, and the steps at which they may be cut."""
     cell, length, step = items
-    sets = replica_sets(held, found)
+    sets = replica_sets(holdings, found)
     several = sets.size > 1
     group = (np.cumsum(several) - 1)[sets.of[cell]]
-    members = _members(held, found, sets.example[several])
+    members = _members(holdings, found, sets.example[several])
     if layer is None:
         return deal(group, length, step, members, loads)
-    bundle = np.unique(layer, return_inverse=True)[1][held.leaf[found.first[cell]]] * len(several) + group
+    bundle = np.unique(layer, return_inverse=True)[1][holdings.leaf[found.first[cell]]] * len(several) + group
     member = _assign_bundles(bundle, group, length, members, loads)
     return PouredBytes(np.arange(len(cell)), member, np.zeros_like(cell), length)
 
@@ -366,11 +368,11 @@ def _assign_bundles(
     return member[bundle]
 
 
-def _members(held: Holdings, found: DistinctBoxes, example: Column) -> tuple[Column, Column]:
+def _members(holdings: Holdings, found: DistinctBoxes, example: Column) -> tuple[Column, Column]:
     """Returns the ranks of each set, concatenated, and where each set begins."""
     counts = found.counts[example]
     of, within = cut(counts, 1)
-    return held.rank[found.holders[found.start[example][of] + within]].astype(np.int64), begins(counts)
+    return holdings.rank[found.holders[found.start[example][of] + within]].astype(np.int64), begins(counts)
 
 
 def _axis(shape: Matrix) -> Column:
@@ -381,9 +383,9 @@ def _axis(shape: Matrix) -> Column:
     return found
 
 
-def _rows(held: Holdings, found: DistinctBoxes, nbytes: Column) -> Column:
+def _rows(holdings: Holdings, found: DistinctBoxes, nbytes: Column) -> Column:
     """Returns the bytes of one line of each cell along the axis that may be cut."""
-    shape = held.shape[found.first]
+    shape = holdings.shape[found.first]
     return nbytes // np.maximum(shape[np.arange(len(shape)), _axis(shape)], 1)
 
 
@@ -403,35 +405,35 @@ def _pieces(nbytes: Column, step: Column) -> PouredBytes:
     return PouredBytes(item, np.zeros_like(item), low, np.minimum(low + step[item], nbytes[item]))
 
 
-def _assignment(held: Holdings, found: DistinctBoxes, parts: PouredBytes, nbytes: Column) -> Assignment:
+def _assignment(holdings: Holdings, found: DistinctBoxes, parts: PouredBytes, nbytes: Column) -> Assignment:
     """Converts bytes of cells into boxes of lines."""
     holding = found.holders[found.start[parts.item] + parts.member]
-    offsets, shape = held.offsets[holding], held.shape[holding]
+    offsets, shape = holdings.offsets[holding], holdings.shape[holding]
     part = np.flatnonzero((parts.high - parts.low) < nbytes[parts.item])
     axis = _axis(shape[part])
     row = nbytes[parts.item[part]] // shape[part, axis]
     offsets[part, axis] += parts.low[part] // row
     shape[part, axis] = (parts.high - parts.low)[part] // row
-    rank = held.rank[holding]
+    rank = holdings.rank[holding]
     # Cells are ordered by leaf and position, parts by position within them.
     code = rank.astype(np.int64) * len(found) + parts.item
     order = np.lexsort((parts.low, code)) if len(part) else rising(code)
     return Assignment(holding[order], offsets[order], shape[order], rank[order])
 
 
-def written(held: Holdings, made: Assignment) -> Holdings:
+def written(holdings: Holdings, made: Assignment) -> Holdings:
     """Returns the boxes as the ranks' objects will hold them: row `row` of a rank is its `row`-th line of the
     assignment."""
     ranks, first = np.unique(made.rank, return_index=True)
     began = first[np.searchsorted(ranks, made.rank)] if len(made) else made.holding
     return replace(
-        held,
-        leaf=held.leaf[made.holding],
+        holdings,
+        leaf=holdings.leaf[made.holding],
         rank=made.rank,
         row=np.arange(len(made)) - began,
         offsets=made.offsets,
         shape=made.shape,
-        itemsize=held.itemsize[made.holding],
+        itemsize=holdings.itemsize[made.holding],
     )
 
 
