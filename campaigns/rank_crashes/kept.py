@@ -79,7 +79,9 @@ class KeptChecker(Checker):
         try:
             repo = open_without(disk, without=lost)
             for id in must:
-                found = self.whole(disk, repo, id, expected.saved[id]) if repo.exists(id) else ["I3: it is lost"]
+                found = (
+                    self.check_checkpoint(disk, repo, id, expected.saved[id]) if repo.exists(id) else ["I3: it is lost"]
+                )
                 yield from (f"without {', '.join(lost)}: {id}: {problem}" for problem in found)
         except TenutoError as error:
             yield f"I3: without {', '.join(lost)}: {type(error).__name__}: {error}"
@@ -100,5 +102,5 @@ class KeptChecker(Checker):
             elif not home.exists(id):
                 yield f"I1: in {place}: {id} is there, and not committed"
             else:
-                found = self.whole(disk, repo, id, expected.saved[id])
+                found = self.check_checkpoint(disk, repo, id, expected.saved[id])
                 yield from (f"in {place}: {problem}" for problem in found)

@@ -41,9 +41,9 @@ class JsonTail:
                 data = file.read()
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        complete = data[: data.rfind(b"\n") + 1]
+        self._read += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
 
 class TrailFollower:
@@ -310,7 +310,7 @@ def _signal(number: int) -> str:
 
 # The certification: an uninterrupted run, a killed and a resumed one, and only if they differ one more uninterrupted.
 
-WHOLE: Final = "uninterrupted"
+UNINTERRUPTED: Final = "uninterrupted"
 INTERRUPTED: Final = "to be killed"
 RESUMED: Final = "resumed"
 REPEATED: Final = "uninterrupted again"
@@ -378,10 +378,10 @@ class Certifier:
         last = self.steps + self.more
         self._runs_done: list[ScriptRun] = []
         self._ranks = 0
-        whole = self._run_script(WHOLE, "whole", last)
+        uninterrupted = self._run_script(UNINTERRUPTED, "whole", last)
         interrupted = self._run_script(INTERRUPTED, "resumed", last, save_at=self.steps)
         resumed = self._run_script(RESUMED, "resumed", last)
-        trails = [Trails(*runs) for runs in zip(whole, interrupted, resumed, strict=True)]
+        trails = [Trails(*runs) for runs in zip(uninterrupted, interrupted, resumed, strict=True)]
         if any(map(differs, trails)):
             repeated = self._run_script(REPEATED, "repeated", last)
             trails = [replace(one, repeated=again) for one, again in zip(trails, repeated, strict=True)]
@@ -396,8 +396,8 @@ class Certifier:
             uncovered=tuple(dict.fromkeys(found for one in resumed for found in one.uncovered)),
             unlogged={
                 metric: by
-                for metric, by in whole[0].certificate.get("watches", {}).items()
-                if metric not in whole[0].logged
+                for metric, by in uninterrupted[0].certificate.get("watches", {}).items()
+                if metric not in uninterrupted[0].logged
             },
             seconds=time.monotonic() - began,
         )

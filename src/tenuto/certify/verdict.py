@@ -138,7 +138,7 @@ class Cause:
     advice: tuple[str, ...] = ()
 
 
-def of_training(difference: Difference, whole: Trail, unseeded: tuple[str, ...]) -> Cause:
+def of_training(difference: Difference, trail: Trail, unseeded: tuple[str, ...]) -> Cause:
     """Explains a difference of two uninterrupted runs; `unseeded`: generators that may be the reason."""
     if unseeded:
         names = " and ".join(unseeded)
@@ -174,8 +174,8 @@ def of_training(difference: Difference, whole: Trail, unseeded: tuple[str, ...])
     return Cause(
         "nondeterministic step",
         "the same data and the same generators gave another result: a kernel that adds in changing order, a generator "
-        "of the step's own that nobody has seeded, a clock, or the order of a set of strings" + _batches_unseen(whole),
-        _deterministic(whole),
+        "of the step's own that nobody has seeded, a clock, or the order of a set of strings" + _batches_unseen(trail),
+        _deterministic(trail),
     )
 
 
@@ -291,13 +291,13 @@ Kind = Literal["exact", "inexact", "unrepeatable"]
 class Trails:
     """The trails of one rank.
 
-    whole: never interrupted.
+    uninterrupted: never interrupted.
     interrupted: killed after a save.
     resumed: continued from that save in a new process.
     repeated: a second uninterrupted run; None unless it was needed.
     """
 
-    whole: Trail
+    uninterrupted: Trail
     interrupted: Trail
     resumed: Trail
     repeated: Trail | None = None
@@ -326,7 +326,7 @@ def differs(trails: Trails) -> bool:
     repeated."""
     return (
         not trails.resumed.began
-        or _between_fresh_runs(trails.whole, trails.interrupted) is not None
+        or _between_fresh_runs(trails.uninterrupted, trails.interrupted) is not None
         or _not_restored(trails) is not None
         or _resumed(trails) is not None
     )
@@ -335,15 +335,15 @@ def differs(trails: Trails) -> bool:
 def judge(trails: Trails) -> ExactnessVerdict:
     """Returns the verdict; `repeated` is required if the trails differ."""
     if not differs(trails):
-        return ExactnessVerdict("exact", unseeded=tuple(sorted(unseeded(trails.whole, trails.interrupted))))
+        return ExactnessVerdict("exact", unseeded=tuple(sorted(unseeded(trails.uninterrupted, trails.interrupted))))
     assert trails.repeated is not None, "what does not repeat itself cannot be told from a faulty resume without it"
-    by_itself = _between_fresh_runs(trails.whole, trails.repeated)
+    by_itself = _between_fresh_runs(trails.uninterrupted, trails.repeated)
     if by_itself is not None:
-        guilty = _suspect_generators(trails.whole, trails.repeated, by_itself)
-        return ExactnessVerdict("unrepeatable", by_itself, of_training(by_itself, trails.whole, guilty), guilty)
+        guilty = _suspect_generators(trails.uninterrupted, trails.repeated, by_itself)
+        return ExactnessVerdict("unrepeatable", by_itself, of_training(by_itself, trails.uninterrupted, guilty), guilty)
     if not trails.resumed.began:
         return ExactnessVerdict("inexact", _resumed(trails), no_resume(trails.interrupted.reached))
-    before = _between_fresh_runs(trails.whole, trails.interrupted)
+    before = _between_fresh_runs(trails.uninterrupted, trails.interrupted)
     if before is not None:
         return ExactnessVerdict("unrepeatable", before, of_chance(before))
     difference = _not_restored(trails) or _resumed(trails)
@@ -374,7 +374,7 @@ def _between_fresh_runs(one: Trail, other: Trail) -> Difference | None:
 
 
 def _resumed(trails: Trails) -> Difference | None:
-    return first_difference(trails.whole, trails.resumed, unseeded(trails.whole, trails.interrupted))
+    return first_difference(trails.uninterrupted, trails.resumed, unseeded(trails.uninterrupted, trails.interrupted))
 
 
 def _not_restored(trails: Trails) -> Difference | None:

@@ -50,9 +50,9 @@ class Checker:
         self._known: dict[tuple[object, ...], list[str]] = {}
 
     def __call__(self, disk: SimulatedDisk, expected: Expected) -> list[str]:
-        return check(disk, expected, partial(self.whole, disk))
+        return check(disk, expected, partial(self.check_checkpoint, disk))
 
-    def whole(self, disk: SimulatedDisk, repo: Repo, id: CheckpointId, saved: Saved) -> list[str]:
+    def check_checkpoint(self, disk: SimulatedDisk, repo: Repo, id: CheckpointId, saved: Saved) -> list[str]:
         """Checks a checkpoint like `check_checkpoint`."""
         places = [repo.store.home, *repo.store.others] if isinstance(repo.store, ReplicatedStore) else [repo.store]
         key = (id, *((place.url, *_files(disk, f"{place.url}/{id.directory}")) for place in places))
@@ -82,10 +82,10 @@ def open_without(disk: FileSystem, place: str = PLACE, *, without: Container[str
     return repo
 
 
-Whole = Callable[[Repo, CheckpointId, Saved], Iterable[str]]
+CheckCheckpoint = Callable[[Repo, CheckpointId, Saved], Iterable[str]]
 
 
-def check(disk: FileSystem, expected: Expected, whole: Whole | None = None) -> list[str]:
+def check(disk: FileSystem, expected: Expected, check_one: CheckCheckpoint | None = None) -> list[str]:
     """Returns the problems of this disk; reads only."""
     try:
         repo = open_without(disk)
@@ -93,10 +93,12 @@ def check(disk: FileSystem, expected: Expected, whole: Whole | None = None) -> l
         return [f"I3: the repository is gone: {error.message}"] if expected.opened else []
     except TenutoError as error:
         return [f"I3: the repository does not open: {error!r}"]
-    return [problem for run in expected.runs for problem in check_run(repo, run, expected, whole or check_checkpoint)]
+    return [
+        problem for run in expected.runs for problem in check_run(repo, run, expected, check_one or check_checkpoint)
+    ]
 
 
-def check_run(repo: Repo, run: str, expected: Expected, whole: Whole) -> Iterator[str]:
+def check_run(repo: Repo, run: str, expected: Expected, check_one: CheckCheckpoint) -> Iterator[str]:
     """Checks one run of an opened repository."""
     try:
         attempts = repo.attempts(run)
@@ -117,7 +119,7 @@ def check_run(repo: Repo, run: str, expected: Expected, whole: Whole) -> Iterato
         if id not in expected.saved:
             yield f"I1: {id} exists and was never saved"
         else:
-            yield from whole(repo, id, expected.saved[id])
+            yield from check_one(repo, id, expected.saved[id])
     walked = _walk(repo, run, claimed, steps)
     if newest != walked:
         yield f"I4: latest is {newest}, the walk gives {walked}"
@@ -207,7 +209,7 @@ def _joined(repo: Repo, manifest: Manifest, indexes: list[Index], listed: int) -
     A private leaf is called `<path>@<rank>`. `listed`: the number of rows in the table of parts.
     """
     found: dict[str, bytes] = {}
-    wholes: dict[str, np.ndarray[Any, Any]] = {}
+    full: dict[str, np.ndarray[Any, Any]] = {}
     times: dict[str, np.ndarray[Any, Any]] = {}
     rows = 0
     for index in indexes:
@@ -216,18 +218,18 @@ def _joined(repo: Repo, manifest: Manifest, indexes: list[Index], listed: int) -
                 found[f"{spec.path}@{index.rank}"] = data
                 continue
             rows += 1
-            whole = wholes.setdefault(spec.path, np.zeros((*spec.leaf_shape, spec.itemsize), np.uint8))
+            array = full.setdefault(spec.path, np.zeros((*spec.leaf_shape, spec.itemsize), np.uint8))
             seen = times.setdefault(spec.path, np.zeros(spec.leaf_shape, np.int64))
             begins = spec.offsets or (0,) * len(spec.shape)
             place = tuple(slice(at, at + count) for at, count in zip(begins, spec.shape, strict=True))
-            whole[place] = np.frombuffer(data, np.uint8).reshape(*spec.shape, spec.itemsize)
+            array[place] = np.frombuffer(data, np.uint8).reshape(*spec.shape, spec.itemsize)
             seen[place] += 1
     for path, seen in times.items():
         if (seen != 1).any():
             raise _Differs(f"{path}: an item is in no part, or in several")
     if rows != listed:
         raise _Differs(f"the table of parts lists {listed} parts, the indexes {rows}")
-    return found | {path: whole.tobytes() for path, whole in wholes.items()}
+    return found | {path: array.tobytes() for path, array in full.items()}
 
 
 def _leaves(repo: Repo, manifest: Manifest, index: Index) -> Iterator[tuple[LeafSpec, bytes]]:
