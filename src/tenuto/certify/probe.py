@@ -408,7 +408,9 @@ class CertifyProbe:
             self._trail_writer.await_kill(last.step)
         if training.step >= self._order.last:
             training.saving.group.farewell(SAVE_DEADLINE_S)  # no rank leaves while another may still need it
-            self._trail_writer.leave(self._snapshots.certificate(), uncovered(self._covered), sorted(training.saving.logged))
+            self._trail_writer.leave(
+                self._snapshots.certificate(), uncovered(self._covered), sorted(training.saving.logged)
+            )
 
 
 def certify_probe(rank: int, world_size: int) -> CertifyProbe | None:

@@ -68,7 +68,9 @@ def test_a_save_that_is_still_to_come_is_what_is_wished_for() -> None:
     for step in range(1, 7):
         agreement.promised = next((one for at, one in agreement._proposals.items() if step <= at), None)
         left.append(group.completed(step, "SIGTERM" if step > 1 else None, ending=False))
-        group.decide(split_by_agreement(on.end() | every(minutes=10)), Moment(step=step, now_s=601.0 + step), history, None)
+        group.decide(
+            split_by_agreement(on.end() | every(minutes=10)), Moment(step=step, now_s=601.0 + step), history, None
+        )
         if step == 1:
             assert agreement.wishes == [], "the clock's"
     assert agreement.wishes == ["SIGTERM came"], "at step 2"
