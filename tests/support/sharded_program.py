@@ -78,7 +78,7 @@ class Saved:
         flattener = Flattener(state)
         flattened = flattener.flatten()
         again = flattener.flatten()
-        assert flattener.full_looks == 1 and again.specs == flattened.specs and again.leaf == flattened.leaf
+        assert flattener.full_walks == 1 and again.specs == flattened.specs and again.leaf == flattened.leaf
         assert [one.data_ptr() for one in again.sources] == [one.data_ptr() for one in flattened.sources]
         assert flattened.fingerprint == again.fingerprint == flatten(state).fingerprint
         assert not flattened.reports

@@ -30,12 +30,8 @@ if TYPE_CHECKING:
     from tenuto.state.restore.restorer import Restorer, Thunk
 
 
-# --------------------------------------------------------------------------------------------------
-# Objects that say their state themselves.
-
-
 def is_stateful(value: Any) -> bool:
-    """Whether the value says its state itself, and takes it back."""
+    """Returns whether the value saves and loads its own state."""
     kind = type(value)
     return (
         not isinstance(value, type)
@@ -44,14 +40,13 @@ def is_stateful(value: Any) -> bool:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# A value whose class the reading process has not offered: its type's name and what it held.
-
-
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """An enum (`value` is the member's name), a dataclass or namedtuple (`value` maps fields), or a registered type's
-    plain form, restored where no value of its class was at hand. Nothing is imported by `type_name`."""
+    """A value whose class the reading process did not offer. Nothing is imported by `type_name`.
+
+    `value` is the member's name of an enum, the fields of a dataclass or namedtuple, or the plain form of a registered
+    type.
+    """
 
     type_name: str
     value: Any
@@ -62,40 +57,42 @@ def type_name(kind: type) -> str:
 
 
 Refresh = Callable[[Any, "StateWalker"], Json]
-"""Given a value's present form: its node again, its leaves told to the writer in the same order as at first.
-Raises `Changed` where the node cannot be had without a fresh look."""
+"""Given the current value: its node again, with its leaves recorded in the same order as at first. Raises
+`StructureChanged` if the node needs a full walk."""
 
 Encode = Callable[[Any, str, "StateWalker"], tuple[Json, Refresh]]
-"""Given a value and its path: its node, and how to tell it again."""
+"""Given a value and its path: its node, and its `Refresh`."""
 
 
 class Adapter(Protocol):
-    """How values of one framework become nodes and come back."""
+    """Turns values of one framework into nodes and back."""
 
     def claims(self, kind: type) -> bool:
-        """Whether this adapter represents values of the type."""
+        """Returns whether this adapter represents values of the type."""
         ...
 
     def plain(self, kind: type) -> bool:
-        """Whether values of the type, which is this adapter's, are replaced as numbers are, and never filled."""
+        """Returns whether values of the type are replaced as numbers are, never filled."""
         ...
 
     def encode(self, value: Any, path: str, writer: StateWalker) -> tuple[Json, Refresh]: ...
 
     def encode_shard(self, value: Shard, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
-        """`encode` for a tensor of which its mark says where it lies in a global one."""
+        """Encodes a tensor whose mark gives its layout in a global one."""
         ...
 
     def encode_entries(
         self, entries: Mapping[str, Any], path: str, writer: StateWalker
     ) -> tuple[list[Json], Refresh] | None:
-        """The pairs of a dictionary whose values are all this adapter's, as `encode` of each would give them, and how
-        to tell them again (given the dictionary) at less cost than one by one. None where it cannot; then nothing was
-        told to the writer."""
+        """Encodes the pairs of a dictionary whose values all belong to this adapter, as `encode` of each would, with a
+        `Refresh` for the dictionary that is cheaper than one per value.
+
+        Returns None if it cannot; then nothing was recorded in the walker.
+        """
         ...
 
     def owners(self, value: Any, path: str) -> Iterable[tuple[Any, str]]:
-        """The tensors that an optimizer may hold, each with its path: the value itself, or a module's parameters."""
+        """Yields the tensors an optimizer may own with their paths: the value itself, or the parameters of a module."""
         ...
 
     def restore(self, value: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
@@ -111,11 +108,11 @@ class Adapter(Protocol):
         ...
 
     def allocate(self, spec: LeafSpec, node: Json, device: Any) -> tuple[Any, Sink]:
-        """A new tensor for a leaf, and where its bytes go."""
+        """Allocates a new tensor for a leaf. Returns it with its sink."""
         ...
 
     def view(self, base: Any, node: Json) -> Any:
-        """The value that a leaf's or alias's `node` describes over the allocated `base`."""
+        """Returns the value that the `node` of a leaf or alias describes over the allocated `base`."""
         ...
 
 
@@ -290,13 +287,15 @@ def register(
 ) -> None:
     """Makes values of exactly this type representable, and restorable where none exists yet.
 
-    `to_plain` returns what Tenuto can represent (tensors too), `from_plain` takes it back. Both may be left out for
-    an enum, a dataclass or a namedtuple. `name` (default: module and qualified name) is what the checkpoint says.
+    - `to_plain`: returns a form that Tenuto can represent (tensors too).
+    - `from_plain`: takes it back. Both are optional for an enum, a dataclass or a namedtuple.
+    - `name`: the name in the checkpoint (default: module and qualified name).
+
     Raises UsageError if the name belongs to another type.
     """
     tag = name or type_name(kind)
-    if (held := _by_name.get(tag)) is not None and held[0] is not kind:
-        raise UsageError(f"{tag!r} is registered for {type_name(held[0])} already", subject=tag, hint="pass name=")
+    if (known := _by_name.get(tag)) is not None and known[0] is not kind:
+        raise UsageError(f"{tag!r} is registered for {type_name(known[0])} already", subject=tag, hint="pass name=")
     if to_plain is None or from_plain is None:
         defaults = _defaults(kind)
         to_plain, from_plain = to_plain or defaults[0], from_plain or defaults[1]
@@ -319,7 +318,8 @@ def _defaults(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 
 def rebuild_dataclass(kind: type, fields: dict[str, Any]) -> Any:
-    """A dataclass value with these fields, its `__init__` not run: saved fields are the value, also derived ones."""
+    """Makes a dataclass value with these fields without `__init__`: saved fields are the value, derived ones
+    included."""
     made: Any = object.__new__(kind)
     for name, value in fields.items():
         object.__setattr__(made, name, value)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from tenuto.certify.probe import certify_probe
+from tenuto.concurrency.deadlines import seconds
 from tenuto.engine.group.group import leave_on_error, training_group
 from tenuto.engine.read.results import Restored
 from tenuto.engine.save.handle import Save
@@ -32,7 +33,6 @@ from tenuto.training.arguments import (
     fenced,
     memory_policy,
     policies,
-    seconds,
     strategy,
     tag_names,
 )

@@ -285,7 +285,7 @@ def test_posts_of_ranks_that_gave_up_unheard_are_not_believed_after_a_gap() -> N
                 return (1,)
             round.send(b"")
             assert gave_up.wait(PATIENT_S)
-            agreement.session.roll._turned_at -= 10.0  # its own clock tells of the gap
+            agreement.session.stall_guard._last_beat_at -= 10.0  # simulates a pause of the coordinator
             with pytest.raises(RanksMissing, match="gave up") as caught:
                 round.gather(PATIENT_S)
             judged.set()

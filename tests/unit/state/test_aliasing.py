@@ -52,4 +52,4 @@ def test_an_array_that_the_state_replaces_is_freed() -> None:
     gc.collect()
     assert old() is None
     assert flattener.flatten().sources[0] is state["weights"]
-    assert flattener.full_looks == 1
+    assert flattener.full_walks == 1

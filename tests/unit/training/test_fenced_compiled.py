@@ -28,7 +28,7 @@ def _anew() -> Iterator[None]:
     torch.manual_seed(0)
     torch.compiler.reset()
     yield
-    assert not update_barrier._standing, "a fence outlived its Checkpointer"
+    assert not update_barrier._barriers, "a fence outlived its Checkpointer"
     fence.steps.compiled.ran = False
 
 

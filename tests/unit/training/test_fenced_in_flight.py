@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    assert not update_barrier._standing, "a fence outlived its Checkpointer"
+    assert not update_barrier._barriers, "a fence outlived its Checkpointer"
     fence.steps.compiled.ran = False
 
 

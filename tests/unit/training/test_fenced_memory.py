@@ -46,7 +46,7 @@ def _alone() -> Iterator[None]:
     torch.manual_seed(0)
     with shared_memory():
         yield
-    assert not update_barrier._standing, "a fence outlived its Checkpointer"
+    assert not update_barrier._barriers, "a fence outlived its Checkpointer"
 
 
 @pytest.fixture
@@ -343,7 +343,7 @@ def test_where_no_thread_can_be_started_nothing_waits_for_it(scene: Scene, tmp_p
         with mock.patch.object(WorkerThreads, "submit", refusing):
             scene.step(ckpt)
         assert any("step 5 is not kept in memory" in text and "new thread" in text for text in scene.said())
-        assert not update_barrier._standing and not memory_of(ckpt)._saver.busy
+        assert not update_barrier._barriers and not memory_of(ckpt)._saver.busy
         scene.step(ckpt)
         assert sealed(ckpt) == 6
 

@@ -94,8 +94,7 @@ def test_the_data_goes_on_in_the_same_order_on_any_number_of_ranks(tmp_path: Pat
     certificate = lives[1][1][1].certificate
     assert not any("position" in one or "order" in one for one in certificate["reasons"])
     assert certificate["caveats"][-1] == (
-        "saved by 4 ranks and gone on with by 2: sums over ranks add up in another order, so results agree but for "
-        "rounding"
+        "saved by 4 ranks and resumed by 2: sums over ranks add up in another order, so results agree but for rounding"
     )
     assert lives[1][0][1].progress["data"] == {
         "epoch": 0,
@@ -180,12 +179,12 @@ def test_ranks_that_were_there_go_on_with_their_own_and_new_ones_with_new_ones()
 def test_what_becomes_of_streams_is_told() -> None:
     position, _ = going_on(0, 2, 4, ["python"])
     assert position.reasons == (
-        "saved by 2 ranks and gone on with by 4: random generators (numpy, torch/cpu) of ranks 2 to 3 begin streams of "
+        "saved by 2 ranks and resumed by 4: random generators (numpy, torch/cpu) of ranks 2 to 3 begin streams of "
         "their own, derived from those of rank 0",
     )
     position, _ = going_on(0, 3, 2, ["python", "numpy"])
     assert position.reasons == (
-        "saved by 3 ranks and gone on with by 2: random generators (torch/cpu) of rank 2 are not gone on with",
+        "saved by 3 ranks and resumed by 2: random generators (torch/cpu) of rank 2 are dropped",
     )
     certificate = position.amended({"exact": True, "reasons": [], "caveats": ["c"]}, WorldSizeChange(3, 2, 0))
     assert not certificate["exact"] and certificate["reasons"] == list(position.reasons)

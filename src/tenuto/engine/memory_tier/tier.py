@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from tenuto.codec.digest import digest
+from tenuto.codec.chunk_map import chunk_count
+from tenuto.codec.digest import DIGEST_BYTES, digest
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.common_states import common_states
 from tenuto.engine.memory_tier.eligibility import Candidate, eligible_images
 from tenuto.engine.memory_tier.image_store import Image, open_image
@@ -26,6 +26,7 @@ from tenuto.engine.memory_tier.seal import Seal, SealedObject, SealHolder, encod
 from tenuto.engine.memory_tier.shortage import free_room, shortage
 from tenuto.engine.memory_tier.slot_file import LastingSlot, take_slots
 from tenuto.engine.save.manifest_builder import spelled
+from tenuto.engine.save.rank_group import RankGroup
 from tenuto.engine.staging.arena import Arena
 from tenuto.engine.staging.plan import Planner, SavePlan
 from tenuto.errors import CorruptionError, DeadlineExceeded
@@ -68,7 +69,7 @@ class SlotArena:
         if arena is not None and arena.nbytes >= nbytes:
             return arena
         self._admit(self._slot, nbytes)
-        described = DESCRIBED_BYTES + self.leaves * LEAF_BYTES + -(-nbytes // self._chunk_bytes) * 16
+        described = DESCRIBED_BYTES + self.leaves * LEAF_BYTES + chunk_count(nbytes, self._chunk_bytes) * DIGEST_BYTES
         found = self._slot.reuse(nbytes, described)
         if found is None and not self.may_make:
             raise FileExistsError("what lies there is still needed")

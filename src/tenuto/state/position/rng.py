@@ -1,7 +1,6 @@
-"""The global random number generators as plain values: Python's `random`, numpy's legacy generator, and those of the
-frameworks that are loaded.
+"""The global random generators as plain values: Python's `random`, numpy's legacy generator, and those of frameworks.
 
-A framework is asked only where the program has imported it already: capturing never imports one.
+Capturing never imports a framework: only those the program has imported are asked.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ PLAIN: Final = ("python", "numpy")
 
 
 def capture(*, frameworks: bool = True) -> dict[str, Any]:
-    """The state of every global generator, as fresh values that later draws do not change.
+    """Returns the state of every global generator, as fresh values.
 
-    `python`: `version`, `keys` (uint32 [625], the last one the position), `gauss` (float or None). `numpy`: what
-    `numpy.random.get_state(legacy=False)` gives, arrays included. One entry more per framework.
+    - `python`: `version`, `keys` (uint32 [625], the last one the position), `gauss` (float or None).
+    - `numpy`: `numpy.random.get_state(legacy=False)`.
+    - one entry per framework.
     """
     version, keys, gauss = random.getstate()
     out: dict[str, Any] = {
@@ -37,8 +37,8 @@ def capture(*, frameworks: bool = True) -> dict[str, Any]:
 
 
 def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Puts the generators back to `state`; returns, in words, what of it had no counterpart here (a device that is
-    absent, a framework that this program does not use). StateMismatch where a value is not a generator's state."""
+    """Sets the generators to `state`. Returns remarks on parts without a counterpart here (an absent device, an unused
+    framework). Raises StateMismatch for a value that is no generator state."""
     notes: list[str] = []
     if "python" in state:
         _apply_python(state["python"])
@@ -73,7 +73,7 @@ def _apply_numpy(state: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """numpy asks for real dicts and arrays, whatever a restore has made of them."""
+    """Converts to real dicts and arrays, which numpy requires, whatever a restore returned."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, np.generic) else value

@@ -32,7 +32,7 @@ from tenuto.ranks.agreement import Agreement
 from tenuto.repo.ownership.claim import claim, joined
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Prepared
-from tenuto.state.declarations import Shard, everywhere, nowhere
+from tenuto.state.declarations import Shard, absent_layout, replicated_layout
 from tenuto.state.encode.flattener import Flattener
 from tenuto.state.restore.match import match_state
 from tenuto.store.registry import open_store
@@ -187,8 +187,8 @@ def averaged(rank: int, of: int, step: int) -> dict[str, Any]:
     mean, lost = np.full(4, 10.0 * step + rank), np.full(2, 1.0 * step)
     return {
         "w": np.arange(3.0) + step,
-        "mean": Shard(mean, (everywhere if rank == 1 else nowhere)(mean.shape)),
-        "lost": Shard(lost, nowhere(lost.shape)),
+        "mean": Shard(mean, (replicated_layout if rank == 1 else absent_layout)(mean.shape)),
+        "lost": Shard(lost, absent_layout(lost.shape)),
     }
 
 

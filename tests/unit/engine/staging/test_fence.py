@@ -169,7 +169,7 @@ def test_what_is_late_is_copied_in_order_and_the_last_of_it_told_when_all_is_jud
     fence.before_update()
     assert scene.observer.told[1:] == [("compared",), ("passed",)], "once"
     scene.sources[1].write(9)  # the update
-    assert fence.at_rest(0) and not update_barrier._standing
+    assert fence.at_rest(0) and not update_barrier._barriers
 
 
 def test_an_update_waits_for_the_copy(scene: Scene) -> None:
@@ -299,7 +299,7 @@ def test_a_comparison_that_fails_lets_the_update_pass(scene: Scene, monkeypatch:
 
     monkeypatch.setattr(Bound, "compare", fail)
     fence.before_update()
-    assert scene.observer.told[-2:] == [("ended", OSError), ("passed",)] and not update_barrier._standing
+    assert scene.observer.told[-2:] == [("ended", OSError), ("passed",)] and not update_barrier._barriers
 
 
 def test_a_copy_that_hangs_is_given_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 from tenuto.engine.read.choose import chosen, restore_checkpoint, restore_latest
 from tenuto.engine.save.commit_protocol import SoloCommit
 from tenuto.policy.save import Decision
+from tenuto.ranks.contract import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from tenuto.repo.ownership.claim import Attempt
     from tenuto.repo.repository import Repo
 
-TIMEOUT_S: Final = 600.0
-"""How long ranks wait for one that is alive: until it has built its Checkpointer, has come to the step that all save
-at, has put its part."""
 RESTORE_TIMES: Final = 3.0
 """So many times as long for the slowest rank to read its part of a checkpoint."""
 
