@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from tenuto.concurrency.deadlines import within
-from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.cadence import MemoryCadence
 from tenuto.engine.read.results import Restored
 from tenuto.engine.save import handle as handles
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.rank_group import RankGroup
 from tenuto.engine.save.saver import Saver
 from tenuto.errors import (
     DeadlineExceeded,
