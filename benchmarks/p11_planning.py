@@ -182,7 +182,7 @@ class Known:
         for _ in range(SAVES):
             self.look()
         seconds = time.perf_counter() - begun
-        assert self._flattener.full_looks == 1
+        assert self._flattener.full_walks == 1
         return seconds / SAVES
 
     def taking(self) -> float:

@@ -100,7 +100,7 @@ class RankProgram(Program):
     def alone_with_its_turns(self) -> Iterator[None]:
         """Nothing of a process happens beside its training."""
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(agreement, "_PAST", _PastOfEach(self.processes)))
+            stack.enter_context(mock.patch.object(agreement, "_SESSIONS", _PastOfEach(self.processes)))
             stack.enter_context(mock.patch.object(Heartbeat, "_run", lambda self: None))
             stack.enter_context(mock.patch.object(StallGuard, "_look_for_gap", lambda self: None))
             stack.enter_context(mock.patch.object(WriteQueue, "start", _at_once))
@@ -165,8 +165,8 @@ class _PastOfEach:
     def _own(self) -> ConvenedSessions:
         return self._each.setdefault(self._processes.current, ConvenedSessions())
 
-    def before(self, kv_store: BoardContract) -> list[StaleSession]:
-        return self._own.before(kv_store)
+    def stale(self, kv_store: BoardContract) -> list[StaleSession]:
+        return self._own.stale(kv_store)
 
     def opened(self, session: Session) -> None:
         self._own.opened(session)

@@ -132,7 +132,7 @@ def _told(case: Case, lives: Sequence[Life]) -> Iterator[str]:
         # What one process has given to all is alike on them from then on.
         own = case.streams == "of each rank" and min(case.worlds[: number + 1]) > 1
         for line in after.began:
-            said, words = line["certificate"], f"and gone on with by {after.world}"
+            said, words = line["certificate"], f"and resumed by {after.world}"
             if not any("sums over ranks" in one and words in one for one in said["caveats"]):
                 yield "the certificate does not say that sums are added up in another order"
             if said["exact"] is own or any("random generators (" in one for one in said["reasons"]) is not own:

@@ -151,9 +151,10 @@ class Process:
             self.disown()
             self.ckpt._closed = True
             self.ckpt._withdraw()
-            saver = self.ckpt._training.saving.saver
-            saver.join(10)
-            saver.close()
+            saving = self.ckpt._training.saving
+            saving.saver.join(10)
+            saving.saver.close()
+            saving.retention.join(10)  # its store is dead: what is still under way ends at its next call
 
     def fork(self) -> int:
         """A forked child uses what its parent owns; 0 if it is refused and does nothing, as it must."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from campaign_slices import outcome_of, reported
 from campaigns.exact_resume.cases import End
 from campaigns.resume_ranks.campaign import MODULE, Outcome, summary
 from campaigns.resume_ranks.cases import CASES, CONTROLS, QUICK, QUICK_CONTROLS, Case
 from campaigns.resume_ranks.judge import Life, differences, drawn, lives_of, order_of
+from support.campaign_slices import outcome_of, reported
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def _line(step: int, indices: list[int], **more: Any) -> dict[str, Any]:
 
 
 def _began(step: int, **more: Any) -> dict[str, Any]:
-    said = {"exact": True, "reasons": [], "caveats": ["saved by 1 and gone on with by 2: sums over ranks add up"]}
+    said = {"exact": True, "reasons": [], "caveats": ["saved by 1 and resumed by 2: sums over ranks add up"]}
     line = _line(step, [], certificate=said, life=2)
     return {**line, **more}
 

@@ -1,4 +1,4 @@
-"""What engine and api use: the ranks of a job, met in one session, agreeing on one topic after another."""
+"""The entry point of this package: the ranks of a job join one session and agree on one round after another."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tenuto.ranks.session import Session
 from tenuto.ranks.timeouts import Deadline, Settings
 
 _CLOSED: Final = "it has closed"
-_PAST: Final = ConvenedSessions()
+_SESSIONS: Final = ConvenedSessions()
 
 
 class Agreement:
-    """The ranks of one job, in one session. May be used by several threads at once.
+    """The ranks of one job in one session. Safe to use from several threads.
 
-    Every wait has a deadline: seconds from now, or a `Deadline` that several waits share. A wait ends `answer_s` after
-    it at the latest.
+    Every wait takes a deadline: seconds from now, or a `Deadline` shared by several waits. A wait ends at most
+    `answer_s` after it.
     """
 
     def __init__(self, session: Session, leftovers: StaleRounds) -> None:
@@ -33,7 +33,7 @@ class Agreement:
         self.session = session
         self._leftovers = leftovers
         self._proposals = Proposals(session.rank, session.world_size, 3 * settings.beat_s)
-        self._pulse = Heartbeat(session, self._proposals, self.round, leftovers.live, leftovers.tidy)
+        self._heartbeat = Heartbeat(session, self._proposals, self.round, leftovers.live, leftovers.tidy)
         self._round_numbers: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -41,7 +41,10 @@ class Agreement:
     def open(
         cls, ranks: Ranks, facts: Mapping[str, str], deadline: Deadline | float, settings: Settings | None = None
     ) -> Agreement:
-        """Meets the other ranks. `facts`: what has to be equal on all of them, such as run and repository.
+        """Joins the session of this job.
+
+        - `ranks`: this process and the key-value store it shares with the others.
+        - `facts`: values that must be equal on all ranks, such as run and repository.
 
         Raises RanksMissing, RanksDisagree, RankFailed and RankStoreLost, all with phase "handshake".
         """
@@ -49,28 +52,28 @@ class Agreement:
         until = deadline if isinstance(deadline, Deadline) else settings.deadline(deadline)
         kv_store = ranks.kv_store()
         try:
-            return cls._met(ranks, facts, kv_store, settings, until)
+            return cls._join(ranks, facts, kv_store, settings, until)
         except BaseException:
             kv_store.close()
             raise
 
     @classmethod
-    def _met(
+    def _join(
         cls, ranks: Ranks, facts: Mapping[str, str], kv_store: KVStore, settings: Settings, until: Deadline
     ) -> Agreement:
         hello = Hello(ranks.rank, ranks.world_size, facts)
         if ranks.world_size == 1:
-            session, before = Session(hello.nonce, 0, 1, kv_store, settings), []
+            session, stale = Session(hello.nonce, 0, 1, kv_store, settings), []
         elif ranks.is_coordinator:
-            before = _PAST.before(kv_store)
+            stale = _SESSIONS.stale(kv_store)
             convening = CoordinatorHandshake(kv_store, hello, settings)
             session = convening.run(until)
-            before += [StaleSession(id, ranks.world_size) for id in convening.abandoned]
-            _PAST.opened(session)
+            stale += [StaleSession(id, ranks.world_size) for id in convening.abandoned]
+            _SESSIONS.opened(session)
         else:
-            session, before = MemberHandshake(kv_store, hello, settings).run(until), []
-        agreement = cls(session, StaleRounds(session, before))
-        agreement._pulse.start()
+            session, stale = MemberHandshake(kv_store, hello, settings).run(until), []
+        agreement = cls(session, StaleRounds(session, stale))
+        agreement._heartbeat.start()
         return agreement
 
     @property
@@ -86,51 +89,56 @@ class Agreement:
         return self.session.is_coordinator
 
     def round(self, kind: str, number: int | None = None) -> Round:
-        """A topic of its own for one matter: `kind` is a word, `number` rises with each of that kind.
+        """Opens a round of its own for one matter.
 
-        Without a number it is the next one; then every rank has to open as many of the kind. Raises UsageError for a
-        number that does not rise.
+        - `kind`: one word.
+        - `number`: rises with each round of a kind. None takes the next number; then all ranks must open equally many
+          rounds of the kind.
+
+        Raises UsageError for a number that does not rise.
         """
         with self._lock:
             last = self._round_numbers.get(kind, -1)
             number = last + 1 if number is None else number
             if number <= last:
                 raise UsageError(
-                    f"{kind} {number} comes after {kind} {last}", subject=kind, hint="open topics with rising numbers"
+                    f"{kind} {number} comes after {kind} {last}", subject=kind, hint="open rounds with rising numbers"
                 )
             self._round_numbers[kind] = number
             return self._leftovers.opened(kind, number)
 
     def report(self, phase: str) -> None:
-        """What this rank does now, for the errors of those that wait for it. Costs nothing: told with the next beat."""
+        """Sets what this rank does now, for the errors of ranks that wait for it. Free: the next heartbeat carries
+        it."""
         self.session.phase = phase
 
     def want(self, reason: str) -> None:
-        """This rank wishes for a save, at a step that all ranks can still agree on. Returns at once; see `at`.
+        """Requests a save at a step that all ranks can still agree on. Returns at once; see `at`.
 
-        Raises RankStoreLost, on a rank that is not the coordinator.
+        Raises RankStoreLost on a rank that is not the coordinator.
         """
-        self._pulse.ask(reason)
+        self._heartbeat.ask(reason)
 
     def at(self, step: int, deadline: Deadline | float) -> Proposal | None:
-        """This rank has completed `step`, in the training thread; what all ranks save for here, if they do: the newest
-        of what they have agreed to, where that is more than one.
+        """Notes in the training thread that this rank completed `step`. Returns the proposal that all ranks save for
+        here.
 
-        Waits only where this rank has agreed to save here, for the others' answers. Raises then what `Topic.hear` does.
+        Returns the newest of several agreed proposals, None where there is none. Waits for the answers of the others
+        only where this rank agreed to save here, and then raises what `Round.receive` raises.
         """
         settings = self.session.settings
         due = self._proposals.reached(step, settings.clock.now())
         if not due or self.world_size == 1:
             return due[0] if due else None
         until = deadline if isinstance(deadline, Deadline) else settings.deadline(deadline)
-        heard = [self._heard(proposal, step, until) for proposal in due]
-        return next((one for one in reversed(heard) if one is not None), None)
+        agreed = [self._agreed(proposal, step, until) for proposal in due]
+        return next((one for one in reversed(agreed) if one is not None), None)
 
-    def _heard(self, proposal: Proposal, step: int, deadline: Deadline) -> Proposal | None:
-        """The proposal, where all ranks have agreed to it."""
+    def _agreed(self, proposal: Proposal, step: int, deadline: Deadline) -> Proposal | None:
+        """Returns the proposal if all ranks agreed to it."""
         round = self._leftovers.of(KIND, proposal.number)
         if round is None:
-            return None  # refused, and ended by the coordinator's own pulse, since this rank came to the step
+            return None  # refused, and ended by the coordinator's own heartbeat before this rank reached the step
         try:
             return proposal if round.receive(deadline, f"{round.phase} (save at step {step})") == b"1" else None
         finally:
@@ -138,14 +146,13 @@ class Agreement:
 
     @property
     def promised(self) -> Proposal | None:
-        """The save that this rank has agreed to, while it has not reached its step; the newest, where that is more than
-        one."""
+        """The save this rank agreed to and has not reached yet; the newest if there are several."""
         return self._proposals.armed
 
     def close(self, reason: str = _CLOSED) -> None:
-        """This rank takes part no longer: whoever waits for it raises RankFailed, with `reason`. Raises nothing."""
-        self._pulse.stop(reason)
-        _PAST.closed(self.session)
+        """Leaves the session: ranks that wait for this one raise RankFailed with `reason`. Raises nothing."""
+        self._heartbeat.stop(reason)
+        _SESSIONS.closed(self.session)
         self.session.kv_store.close()
 
     def __enter__(self) -> Agreement:

@@ -1,4 +1,4 @@
-"""What a rank does in the background while it trains: a sign of life, a look at the others, proposals, tidying up."""
+"""The background work of a rank during training: its heartbeat, watching the others, save proposals, cleanup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIND: Final = "proposal"
 
 
 class Heartbeat:
-    """One daemon thread; none where the rank is alone. It never ends the training: what it meets is told by waits."""
+    """One daemon thread; none in a group of one. It never ends the training: waits report the errors it meets."""
 
     def __init__(
         self,
@@ -34,26 +34,27 @@ class Heartbeat:
         self._live = live
         self._tidy = tidy
         self._count = 0
-        self._left: str | None = None
+        self._leave_reason: str | None = None
         self._stopped = threading.Event()
-        self._asked = ""
+        self._last_wish = ""
         self._deciding: Round | None = None
         self._unpublished: Proposal | None = None
-        self._owed: tuple[Round, bool] | None = None
-        """An answer that is not on the board yet."""
+        self._unsent_answer: tuple[Round, bool] | None = None
+        """An answer that is not in the key-value store yet."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Raises RankStoreLost if the first sign of life cannot be given."""
+        """Starts the thread. Raises RankStoreLost if the first heartbeat cannot be put."""
         if self._session.world_size == 1:
             return
-        self._session.roll.turned()
+        self._session.stall_guard.begin_beat()
         self._session.ask(self._beat, "start")
-        self._thread = threading.Thread(target=self._run, name="tenuto-ranks-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tenuto-ranks-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self, reason: str) -> None:
-        """The last sign of life says that this rank leaves. Never raises for a board that is lost."""
+        """Stops the thread and puts a last heartbeat with `reason`. Does not raise where the key-value store is
+        lost."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -61,29 +62,36 @@ class Heartbeat:
             return
         if self._thread is not threading.current_thread():
             self._thread.join(self._session.settings.beat_s + self._session.settings.answer_s)
-        self._left = reason
+        self._leave_reason = reason
         try:
             self._beat(self._session.settings.answer_s)
             self._tidy()
         except RankStoreLost:
-            return  # whoever waits for this rank loses the board likewise
+            return  # ranks that wait for this one lose the store as well
 
     def _run(self) -> None:
         while not self._stopped.wait(self._session.settings.beat_s):
-            self._session.roll.turned()
+            self._session.stall_guard.begin_beat()
             try:
                 self._beat(self._session.settings.answer_s)
                 self._watch()
                 self._propose()
                 self._tidy()
             except RanksError:
-                continue  # tried again at the next beat; who waits for something is told by his own wait
+                continue  # retried at the next beat; a rank that waits for something gets the error from its own wait
 
     def _beat(self, timeout: float) -> None:
         self._count += 1
-        roll = self._session.roll
-        story, live = self._session.story, self._live()
-        raw = beat(self._count, story, self._left, live, word=roll.heard, given_up=roll.given_up)
+        stall_guard = self._session.stall_guard
+        status, live = self._session.status, self._live()
+        raw = beat(
+            self._count,
+            status,
+            self._leave_reason,
+            live,
+            challenge=stall_guard.last_challenge,
+            given_up=stall_guard.given_up,
+        )
         self._session.kv_store.put(self._session.beat_key(self._session.rank), raw, timeout=timeout)
 
     def _watch(self) -> None:
@@ -94,7 +102,7 @@ class Heartbeat:
     # -- proposals
 
     def ask(self, reason: str) -> None:
-        """This rank wishes for a save. Raises RankStoreLost."""
+        """Requests a save. Raises RankStoreLost."""
         session = self._session
         if session.is_coordinator:
             self._proposals.wish(session.rank, reason)
@@ -105,7 +113,7 @@ class Heartbeat:
     def _propose(self) -> None:
         if self._session.is_coordinator:
             self._receive_wish()
-            self._publish()  # what the board did not take at the beat before
+            self._publish()  # what the store did not take at the previous beat
             self._decide()
             proposal = self._proposals.next()
             if proposal is not None:
@@ -113,9 +121,9 @@ class Heartbeat:
                 self._publish()
         else:
             self._publish_answer()
-            keys = [self._session.key("proposal"), self._session.roll.key]
-            raw, word = self._session.kv_store.get_many(keys, timeout=self._session.settings.answer_s)
-            self._session.roll.listen(word)
+            keys = [self._session.key("proposal"), self._session.stall_guard.key]
+            raw, challenge = self._session.kv_store.get_many(keys, timeout=self._session.settings.answer_s)
+            self._session.stall_guard.receive_challenge(challenge)
             if raw is not None:
                 values = json.loads(raw)
                 self._answer(Proposal(values["number"], values["step"], values["reason"], values["by"]))
@@ -124,12 +132,12 @@ class Heartbeat:
         raw = self._session.kv_store.get(self._session.key("wish"), timeout=self._session.settings.answer_s)
         if raw is not None:
             wish = json.loads(raw)
-            if wish["token"] != self._asked:
-                self._asked = wish["token"]
+            if wish["token"] != self._last_wish:
+                self._last_wish = wish["token"]
                 self._proposals.wish(wish["rank"], wish["reason"])
 
     def _publish(self) -> None:
-        """Puts the proposal that is not on the board yet, and this rank's own answer to it."""
+        """Puts the unpublished proposal and this rank's own answer to it."""
         proposal = self._unpublished
         if proposal is not None:
             names = ("number", "step", "reason", "by")
@@ -142,37 +150,37 @@ class Heartbeat:
 
     def _answer(self, proposal: Proposal) -> None:
         if self._proposals.new(proposal):
-            # The topic first: training may come to the step, and wait there, as soon as it is armed.
+            # The round comes first: once the answer is armed, training may reach the step and wait in the round.
             round = self._deciding if self._deciding is not None else self._open_round(KIND, proposal.number)
-            self._owed = round, self._proposals.answer(proposal)
+            self._unsent_answer = round, self._proposals.answer(proposal)
         self._publish_answer()
 
     def _publish_answer(self) -> None:
-        if self._owed is not None:
-            round, can = self._owed
+        if self._unsent_answer is not None:
+            round, can = self._unsent_answer
             round.send(b"1" if can else b"0", again=True)
-            self._owed = None
+            self._unsent_answer = None
             if not can and not self._session.is_coordinator:
                 round.end()
 
     def _decide(self) -> None:
-        """Announces what came of the proposal that is open, if all have answered. Waits for nobody."""
+        """Announces the outcome of the open proposal if all ranks have answered. Does not wait."""
         round = self._deciding
         if round is None or self._unpublished is not None:
             return
         try:
-            standing = round.outcome()  # announced at the beat before, by a call whose answer did not come
-            if standing is None:
+            settled = round.outcome()  # announced at the previous beat by a call whose answer was lost
+            if settled is None:
                 answers = round.gathered()
                 if answers is None:
                     return
-                standing = b"1" if all(answer == b"1" for answer in answers) else b"0"
-                round.broadcast(standing)
-            agreed = standing == b"1"
+                settled = b"1" if all(answer == b"1" for answer in answers) else b"0"
+                round.broadcast(settled)
+            agreed = settled == b"1"
         except RankStoreLost:
             raise
         except RanksError:
-            agreed = False  # who waited for it has given up; the wish stands
+            agreed = False  # a rank that waited for it gave up; the request stays
         if not agreed:
             self._proposals.withdrawn(round.number)
         self._deciding = None

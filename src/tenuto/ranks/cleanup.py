@@ -1,4 +1,8 @@
-"""What may still lie on the board, and its removal: its keys are as few after a month as after an hour."""
+"""Removal of stale keys: the key-value store holds as few keys after a month as after an hour.
+
+`StaleSession` and `ConvenedSessions` find what earlier sessions left because their processes were killed; `StaleRounds`
+removes the rounds of this session that no rank needs any more.
+"""
 
 from __future__ import annotations
 
@@ -16,49 +20,46 @@ from tenuto.ranks.round import Round
 from tenuto.ranks.session import OFFER, Session
 from tenuto.ranks.timeouts import Settings
 
-# --------------------------------------------------------------------------------------------------
-# Sessions that the board held before this one: what their processes could not remove, because they were killed.
-
-_MOST: Final = 1000
-"""Topics of a kind that are looked for."""
+_SEARCH_LIMIT: Final = 1000
+"""The number of rounds per kind that are searched for keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class StaleSession:
-    """A session of that many ranks, which lives no longer."""
+    """An ended session of `world_size` ranks."""
 
     session: str
     world_size: int
 
     def keys(self, kv_store: KVStore, timeout: float) -> list[str]:
-        """The keys that it may have left. Raises RankStoreLost."""
+        """Returns the keys it may have left. Raises RankStoreLost."""
         session = Session(self.session, 0, self.world_size, kv_store, Settings())
         keys = [session.key(name) for name in ("open", "wish", "proposal", "roll")]
         keys += [key for rank in range(self.world_size) for key in (session.key("ack", rank), session.beat_key(rank))]
         keys += CommonStep.keys(session)
         raw = kv_store.get(session.beat_key(0), timeout=timeout)
         for kind, numbers in rounds_of(raw or b"").items():
-            for number in numbers[-_MOST:]:
-                keys += Round(session, kind, number, int, _nothing).keys(every=True)
+            for number in numbers[-_SEARCH_LIMIT:]:
+                keys += Round(session, kind, number, int, _ignore_end).keys(every=True)
         return keys
 
 
 class ConvenedSessions:
-    """The sessions that this process has convened: those that live must not be taken for leftovers."""
+    """The sessions that this process convened, so that live ones are not taken for stale ones."""
 
     def __init__(self) -> None:
         self._live: set[str] = set()
         self._ended: dict[str, list[StaleSession]] = {}
         self._lock = threading.Lock()
 
-    def before(self, kv_store: KVStore) -> list[StaleSession]:
-        """What the board may still hold: the session that is offered there, and this process's own that have ended."""
+    def stale(self, kv_store: KVStore) -> list[StaleSession]:
+        """Returns the stale sessions of the store: the one offered there, and those of this process that ended."""
         try:
             raw = kv_store.get(OFFER, timeout=Settings().answer_s)
             offered = json.loads(raw or b"null")
             found = StaleSession(str(offered["session"]), min(int(offered["world_size"]), 1 << 20))
         except (ValueError, KeyError, TypeError, RankStoreLost):
-            found = None  # nothing is offered there; where the board is lost, the handshake tells
+            found = None  # no valid offer; if the store is lost, the handshake reports it
         with self._lock:
             ended = self._ended.pop(kv_store.name, [])
             if found is not None and found.session not in self._live and found not in ended:
@@ -76,24 +77,24 @@ class ConvenedSessions:
                 self._ended.setdefault(session.kv_store.name, []).append(StaleSession(session.id, session.world_size))
 
 
-def _nothing(round: Round, lowest: int) -> None:
-    """Nobody has it open."""
+def _ignore_end(round: Round, lowest: int) -> None:
+    """Ignores the end of a round that nobody has open."""
 
 
-_KEPT: Final = 64
-"""Topics of a kind that nobody posts to are kept so long: nobody tells that he has heard them."""
+_UNREAD_LIMIT: Final = 64
+"""Rounds kept per kind when no rank sends to them: nothing shows that they were received."""
 
 
 class StaleRounds:
-    """The topics of one session that this rank has opened. Only the coordinator removes any.
+    """The rounds this rank opened in one session. Only the coordinator removes any.
 
-    Each post says which topics of its kind its rank still needs. So once all posts to one topic are read, all those
-    below the lowest number so told are needed by nobody.
+    Each message carries the lowest round of its kind that its rank still needs. Once all messages of a round are read,
+    no rank needs the rounds below the lowest of these numbers.
     """
 
-    def __init__(self, session: Session, before: Sequence[StaleSession] = ()) -> None:
+    def __init__(self, session: Session, stale: Sequence[StaleSession] = ()) -> None:
         self._session = session
-        self._before = list(before)
+        self._stale = list(stale)
         self._open: dict[str, dict[int, Round]] = {}
         self._ended: dict[str, dict[int, Round]] = {}
         self._needed: dict[str, int] = {}
@@ -106,12 +107,12 @@ class StaleRounds:
         return round
 
     def of(self, kind: str, number: int) -> Round | None:
-        """The topic of that number, if it is open."""
+        """Returns the open round of that number, if there is one."""
         with self._lock:
             return self._open.get(kind, {}).get(number)
 
     def live(self) -> dict[str, list[int]]:
-        """The first and last number of each kind that may be on the board."""
+        """Returns the first and last number per kind that may be in the key-value store."""
         with self._lock:
             found = {}
             for kind in {*self._open, *self._ended}:
@@ -121,12 +122,12 @@ class StaleRounds:
             return found
 
     def tidy(self) -> None:
-        """Removes what nobody needs any more. Raises RankStoreLost; then it is tried again."""
+        """Deletes what no rank needs. Raises RankStoreLost; the next call retries."""
         if not self._session.is_coordinator:
             return
-        while self._before:
-            self._delete(self._before[-1].keys(self._session.kv_store, self._session.settings.answer_s))
-            self._before.pop()
+        while self._stale:
+            self._delete(self._stale[-1].keys(self._session.kv_store, self._session.settings.answer_s))
+            self._stale.pop()
         for round in self._unneeded():
             self._delete(round.keys())
             with self._lock:
@@ -152,7 +153,7 @@ class StaleRounds:
         with self._lock:
             found = []
             for kind, rounds in self._ended.items():
-                newest = sorted(rounds)[-_KEPT:]
+                newest = sorted(rounds)[-_UNREAD_LIMIT:]
                 needed = max(self._needed.get(kind, 0), newest[0] if newest else 0)
                 found += [round for number, round in rounds.items() if number < needed]
             return found

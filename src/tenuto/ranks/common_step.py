@@ -1,13 +1,12 @@
-"""Which step all ranks keep, where each keeps the newest two and lets go of the older for the next.
+"""The step that all ranks keep in memory, where each rank keeps its newest two and drops the older for the next.
 
-A rank that has a step whole says so, and from then on lets go neither of it nor of the last step that all have, until
-it is decided: once all have the step it is the one that all keep, and the one before may go; once one rank is past it
-without having it, it is of no use, and goes first. Only the coordinator decides. So at any moment, whichever ranks are
-killed, there is a step that all have, from the first that all had on.
+A rank reports each step it has complete. From then on it drops neither that step nor the last common step until a
+decision: once all ranks have the step it becomes the common one and its predecessor may go; once one rank is past the
+step without having it, the step is useless and goes first. Only the coordinator decides. So from the first common step
+on there is always a step that all ranks have, whichever ranks are killed.
 
-Nothing here is asked of the training's collectives, nor at a step of all: each rank puts one key for a step that it
-keeps, the coordinator another, all of it beside training. Training waits only where a rank would let go of a step
-before it is decided.
+This uses no collective of the training. Each rank puts one key for a step it keeps, the coordinator another, all in the
+background. Training waits only where a rank would drop a step before the decision.
 """
 
 from __future__ import annotations
@@ -26,56 +25,65 @@ NONE: Final = -1
 """No step."""
 _FIRST_PAUSE_S: Final = 0.001
 IDLE_S: Final = 60.0
-"""How long the thread sleeps at a time where nothing is to be told."""
+"""How long the thread sleeps at a time while there is nothing to report."""
 JOIN_S: Final = 1.0
-"""How long the end waits for the thread: what it still tells nobody needs."""
+"""How long `close` waits for the thread: nobody needs what it still has to report."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one rank says: the newest step that it has whole, the newest that it is past, having it or not (never below
-    `whole`), and why it keeps none any more."""
+    """The state of one rank.
 
-    whole: int = NONE
+    - `complete`: the newest step it has complete.
+    - `past`: the newest step it is past, whether it has it or not; never below `whole`.
+    - `off`: the reason why it keeps no steps any more.
+    """
+
+    complete: int = NONE
     past: int = NONE
     off: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """`common`: the newest step that all have had, which they keep. Of those above it, up to `past`, which some rank is
-    past, at most one may still become one that all have: `hope`. `off`: why nobody keeps any more."""
+    """The decision of the coordinator.
+
+    - `common`: the newest step that all ranks have; they keep it.
+    - `past`: the newest step that some rank is past.
+    - `hope`: the only step in (`common`, `past`] that may still become common.
+    - `off`: the reason why no rank keeps steps any more.
+    """
 
     common: int = NONE
     past: int = NONE
     hope: int = NONE
     off: str = ""
 
-    def open(self, told: StepReport) -> bool:
-        """Whether the step that a rank has may still become the one that all keep."""
-        return told.whole > self.common and (told.whole > self.past or told.whole == self.hope)
+    def open(self, report: StepReport) -> bool:
+        """Returns whether the step of a rank may still become the common one."""
+        return report.complete > self.common and (report.complete > self.past or report.complete == self.hope)
 
 
-def decide(before: StepDecision, told: Sequence[StepReport]) -> StepDecision:
-    """What follows from what all ranks say. `told` may be old: what a rank has said stands until it is decided."""
-    off = before.off or next((f"rank {rank}: {one.off}" for rank, one in enumerate(told) if one.off), "")
-    newest = max(told, key=lambda one: one.past)
-    step = newest.whole
-    hope = step if all(one.whole == step for one in told if one.past >= step) else NONE
-    common = step if all(one.whole == step for one in told) else NONE
+def decide(before: StepDecision, report: Sequence[StepReport]) -> StepDecision:
+    """Returns the decision that follows from all reports. Old reports are fine: a report holds until it is decided."""
+    off = before.off or next((f"rank {rank}: {one.off}" for rank, one in enumerate(report) if one.off), "")
+    newest = max(report, key=lambda one: one.past)
+    step = newest.complete
+    hope = step if all(one.complete == step for one in report if one.past >= step) else NONE
+    common = step if all(one.complete == step for one in report) else NONE
     common = max(before.common, common)
     return StepDecision(common, max(before.past, newest.past), hope if hope > common else NONE, off)
 
 
 class CommonStep:
-    """The same on each rank. To be called by any thread."""
+    """The protocol on one rank. Safe to call from any thread."""
 
     def __init__(self, session: Session, common: int = NONE) -> None:
-        """`common`: the step that all have already, `NONE` if there is none."""
+        """- `common`: the step that all ranks have already, `NONE` without one."""
         self._session = session
-        self._told = StepReport(common, common)
+        self._own = StepReport(common, common)
         self._decided = StepDecision(common)
-        self._others = [self._told] * session.world_size
+        self._others = [self._own] * session.world_size
         self._changed = threading.Condition()
         self._new = threading.Event()
         self._stopped = threading.Event()
@@ -85,101 +93,103 @@ class CommonStep:
 
     @staticmethod
     def keys(session: Session) -> list[str]:
-        """What it may leave on the board."""
+        """Returns the keys it may leave in the key-value store."""
         return [session.key("common"), *(session.key("kept", rank) for rank in range(session.world_size))]
 
     @property
     def common(self) -> int:
-        """The newest step of which it is known here that all ranks have it."""
+        """The newest step that this rank knows to be common."""
         with self._changed:
             return self._decided.common
 
     @property
     def off(self) -> str:
-        """Why nobody keeps any step any more, where a rank has said so."""
+        """The reason why no rank keeps steps any more, empty while they do."""
         with self._changed:
             return self._decided.off
 
     def sealed(self, step: int) -> None:
-        """This rank has `step`."""
-        self._report(lambda told: replace(told, whole=step, past=max(step, told.past)))
+        """Reports that this rank has `step` complete."""
+        self._report(lambda report: replace(report, complete=step, past=max(step, report.past)))
 
     def missed(self, step: int) -> None:
-        """This rank is past `step` and does not have it."""
-        self._report(lambda told: replace(told, past=max(step, told.past)))
+        """Reports that this rank is past `step` without having it."""
+        self._report(lambda report: replace(report, past=max(step, report.past)))
 
     def turn_off(self, why: str) -> None:
-        """This rank keeps none any more."""
-        self._report(lambda told: replace(told, off=told.off or why))
+        """Reports that this rank keeps no more steps."""
+        self._report(lambda report: replace(report, off=report.off or why))
 
     def settle(self, timeout: float) -> int:
-        """Returns once it is decided what becomes of the newest step that this rank has: the step that all keep, and
-        this one with them. Any other may go. DeadlineExceeded after `timeout` seconds; from then on at once, until it
-        is decided after all."""
+        """Waits for the decision on the newest step of this rank and returns the common step.
+
+        The common step and the step of this rank stay; any other may go. Raises DeadlineExceeded after `timeout`
+        seconds; from then on at once, until the decision comes.
+        """
         with self._changed:
             patience = timeout if self._patient else 0.0
             self._patient = self._changed.wait_for(self._settled, patience)
             if not self._patient:
-                raise DeadlineExceeded(f"it is not known whether all ranks have step {self._told.whole} in memory")
+                raise DeadlineExceeded(f"it is not known whether all ranks have step {self._own.complete} in memory")
             return self._decided.common
 
     def _settled(self) -> bool:
-        return not self._decided.open(self._told) or bool(self._decided.off)
+        return not self._decided.open(self._own) or bool(self._decided.off)
 
     def close(self) -> None:
-        """Tells no more, and hears no more."""
+        """Stops sending reports and receiving decisions."""
         self._stopped.set()
         self._new.set()
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
 
-    # -- beside training -----------------------------------------------------------------------------------------------
+    # -- background thread
 
     def _report(self, change: Callable[[StepReport], StepReport]) -> None:
         with self._changed:
-            self._told = change(self._told)
+            self._own = change(self._own)
             self._new.set()
 
     def _run(self) -> None:
-        """Tells what is new, then looks until it is decided."""
-        pause, said = _FIRST_PAUSE_S, self._told
+        """Sends new reports, then polls until they are decided."""
+        pause, sent = _FIRST_PAUSE_S, self._own
         while not self._stopped.is_set():
             if not self._new.wait(IDLE_S):
                 continue
             with self._changed:
-                told, decided = self._told, self._decided
-                if told != said:
+                report, decided = self._own, self._decided
+                if report != sent:
                     pause = _FIRST_PAUSE_S
-                elif not decided.open(told):
+                elif not decided.open(report):
                     self._new.clear()
                     continue
             try:
-                said = self._advance(told, said)
+                sent = self._advance(report, sent)
             except RankStoreLost as error:
                 if error.lasting:
-                    return  # nothing is decided any more: what all had last stays
+                    return  # no more decisions: the last common step stays
             self._stopped.wait(pause)
             pause = min(pause * 1.5, self._kv_store.longest_pause_s)
 
-    def _advance(self, told: StepReport, said: StepReport) -> StepReport:
-        """One exchange. What this rank has said by now."""
+    def _advance(self, report: StepReport, sent: StepReport) -> StepReport:
+        """Runs one exchange. Returns the report sent by now."""
         session, timeout = self._session, self._session.settings.answer_s
         if session.is_coordinator:
-            self._receive_reports(told, timeout)
+            self._receive_reports(report, timeout)
             self._announce(timeout)
         else:
-            if told != said:
-                self._kv_store.put(session.key("kept", session.rank), _encode(told), timeout=timeout)
+            if report != sent:
+                self._kv_store.put(session.key("kept", session.rank), _encode(report), timeout=timeout)
             raw = self._kv_store.get(session.key("common"), timeout=timeout)
             if raw is not None:
                 self._follow(StepDecision(*json.loads(raw)))
-        return told
+        return report
 
-    def _receive_reports(self, told: StepReport, timeout: float) -> None:
-        """On the coordinator: what those say who were behind when they were last heard."""
+    def _receive_reports(self, report: StepReport, timeout: float) -> None:
+        """Reads, on the coordinator, the reports of the ranks that were behind."""
         session = self._session
-        self._others[session.rank] = told
-        behind = [rank for rank, one in enumerate(self._others) if rank and one.past < told.past]
+        self._others[session.rank] = report
+        behind = [rank for rank, one in enumerate(self._others) if rank and one.past < report.past]
         raws = self._kv_store.get_many([session.key("kept", rank) for rank in behind], timeout=timeout)
         for rank, raw in zip(behind, raws, strict=True):
             if raw is not None:
@@ -204,5 +214,5 @@ class CommonStep:
         return self._session.kv_store
 
 
-def _encode(told: StepReport) -> bytes:
-    return json.dumps([told.whole, told.past, told.off]).encode()
+def _encode(report: StepReport) -> bytes:
+    return json.dumps([report.complete, report.past, report.off]).encode()

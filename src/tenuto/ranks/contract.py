@@ -1,7 +1,7 @@
-"""What the processes of a job are, and the board on which they write to each other.
+"""The contract of a backend: the processes of a job and the key-value store they share.
 
-A board is the only thing that a backend supplies. Everything that the ranks agree on is built on it, once, in
-`agreement`; `tenuto.testing.ranks_suite` says as tests what a board has to keep.
+A backend supplies only the store. `agreement` builds everything else on it, once. `tenuto.testing.ranks_suite` states
+as tests what a store must guarantee.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process, 0 to `world_size` - 1."""
+        """The number of this process, 0 to `world_size` - 1."""
         ...
 
     @property
@@ -25,72 +25,72 @@ class Ranks(Protocol):
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this process chooses what is restored, and commits."""
+        """Whether this process chooses what to restore, and commits."""
         ...
 
     def kv_store(self) -> KVStore:
-        """The board of these ranks: the same place for all of them. Raises RankStoreLost if it cannot be reached."""
+        """Returns the key-value store of these ranks, the same for all. Raises RankStoreLost if it is out of reach."""
         ...
 
 
 @runtime_checkable
 class KVStore(Protocol):
-    """Keys and values that all ranks see. May be used by several threads at once.
+    """Keys and values that all ranks see. Safe to use from several threads.
 
-    Keys are segments of `[A-Za-z0-9._-]`, none beginning with a dot, parted by `/`; no key is the beginning of
-    another's segments. Values are bytes of any length. What one rank has put, each other rank sees whole or not at all.
-    Every method raises RankStoreLost after `timeout` seconds at the latest. What timed out may still happen later.
+    Keys are segments of `[A-Za-z0-9._-]`, none with a leading dot, joined by `/`; no key is a prefix path of another.
+    Values are bytes of any length. Other ranks see a value that was put completely or not at all. Every method raises
+    RankStoreLost after `timeout` seconds at the latest; a call that timed out may still take effect later.
     """
 
     @property
     def name(self) -> str:
-        """The place, in words, for messages."""
+        """The place in words, for messages."""
         ...
 
     @property
     def holder(self) -> int | None:
-        """The rank whose process serves the board, if one does: the board dies with it."""
+        """The rank whose process serves the store, if one does: the store dies with it."""
         ...
 
     @property
     def longest_pause_s(self) -> float:
-        """How long who waits for a key may pause between two looks."""
+        """The longest pause between two polls of a rank that waits for a key. Seconds."""
         ...
 
     def put(self, key: str, value: bytes, *, timeout: float) -> None:
-        """Puts `value`, in place of what was there."""
+        """Puts `value`, replacing what is there."""
         ...
 
     def put_if_absent(self, key: str, value: bytes, *, timeout: float) -> bytes:
-        """Puts `value` if nothing is there, in one indivisible step. Returns what is there afterwards."""
+        """Puts `value` if the key is absent, atomically. Returns the value that is there afterwards."""
         ...
 
     def get(self, key: str, *, timeout: float) -> bytes | None:
-        """What is there now; None if nothing is. Never waits for the key."""
+        """Returns the current value, None if absent. Never waits for the key."""
         ...
 
     def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes | None]:
-        """`get` of each, in as few round trips as the place allows."""
+        """Returns `get` of each key, in as few round trips as possible."""
         ...
 
     def delete(self, keys: Sequence[str], *, timeout: float) -> None:
-        """Removes them; those that are not there are no error."""
+        """Deletes the keys; absent ones are no error."""
         ...
 
     def close(self) -> None:
-        """Gives threads and connections back. Waits for nobody; who uses the board again takes others."""
+        """Releases threads and connections without waiting. A later call opens new ones."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """How a vote ended: the same on all ranks. `reasons` are those of the ranks that are against, by rank."""
+    """The result of a vote, equal on all ranks. `reasons`: of the ranks that are against, by rank."""
 
     reasons: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Whether all ranks are for it."""
+        """Whether all ranks are in favour."""
         return not self.reasons
 
     def __bool__(self) -> bool:

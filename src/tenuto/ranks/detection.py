@@ -1,4 +1,4 @@
-"""Which ranks this process is one of: by what was passed, by torch.distributed, or alone."""
+"""Finds the ranks of this process: those passed by the user, those of torch.distributed, or this process alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from tenuto.ranks.contract import KVStore, Ranks
 from tenuto.ranks.kv.in_process import InProcessKVStore
 from tenuto.ranks.kv.torch_store import initialised
 
-# --------------------------------------------------------------------------------------------------
-# One process by itself.
-
 
 @dataclass(frozen=True, slots=True)
 class Solo:
-    """The only rank there is. `ranks=tenuto.Solo()`: what one process of a job does by itself, such as looking into
-    a checkpoint on one rank alone."""
+    """A group of one. `ranks=tenuto.Solo()` lets one process of a job work alone, such as to inspect a checkpoint."""
 
     rank: int = 0
     world_size: int = 1
@@ -34,10 +30,11 @@ def find_ranks(
     environment: Mapping[str, str] | None = None,
     modules: Mapping[str, ModuleType] | None = None,
 ) -> Ranks:
-    """The ranks of this job: `given`, if it is; else those of torch.distributed's default process group, if it is
-    initialised; else this process alone. Reads no more than memory and environment, and imports no torch.
+    """Returns the ranks of this job: `given`, else torch.distributed's initialised default process group, else this
+    process.
 
-    Raises RanksNotSupported if WORLD_SIZE tells of several processes and nothing tells how they meet.
+    Reads only memory and environment, and imports no torch. Raises RanksNotSupported if WORLD_SIZE gives several
+    processes that have no way to meet.
     """
     if given is not None:
         return given

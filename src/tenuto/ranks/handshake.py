@@ -1,13 +1,13 @@
-"""How the ranks find each other: a session that only processes which are there now can be part of.
+"""How the ranks find each other: a session that only live processes can join.
 
-The board may still hold what earlier incarnations wrote, and be used by processes that come back late. So each rank
-says hello with a number drawn now (a nonce); the coordinator answers with an offer that names the nonces it has seen
-and a session id drawn now; who finds his own nonce in an offer knows that it is meant for him, and acknowledges under
-that id, which nobody can have known before. The session is open once all ranks of one offer have acknowledged it, with
-facts equal to the coordinator's. An offer with stale hellos is acknowledged by nobody, and followed by another.
+The key-value store may hold what earlier incarnations wrote, and late processes may still use it. So each rank puts a
+hello with a fresh nonce. The coordinator answers with an offer of the nonces it read and a fresh session id. A rank
+that finds its own nonce in an offer acknowledges under that id, which nobody can have known before. The session opens
+once all ranks of one offer have acknowledged it with facts equal to the coordinator's. Nobody acknowledges an offer
+with stale hellos; another follows.
 
-Facts are compared only with those who acknowledge (or complain of an offer) by a number drawn now: what a dead
-process left behind can delay, and is never an error.
+Facts are compared only with processes that acknowledge, or complain about, a fresh number: leftovers of a dead process
+can delay a handshake but never fail it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,12 @@ from tenuto.ranks.message import Message, decode, failure
 from tenuto.ranks.session import OFFER, ROOT, Session
 from tenuto.ranks.timeouts import Deadline, Settings
 
-# --------------------------------------------------------------------------------------------------
-# What is said before there is a session: who a rank is, and which session the coordinator offers to whom.
-#
-# What cannot be read is nobody's: the board may hold anything from before.
+# Hello and offer, the messages before there is a session. What cannot be decoded is ignored: it may be a leftover.
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who a rank is. `nonce` is drawn for one handshake of one process; `facts` have to be equal on all ranks."""
+    """The identity of a rank. `nonce` is fresh for each handshake of a process; `facts` must be equal on all ranks."""
 
     rank: int
     world_size: int
@@ -49,7 +46,7 @@ class Hello:
 
     @classmethod
     def decode(cls, raw: bytes | None) -> Hello | None:
-        """None for what is no hello: a leftover of something else."""
+        """Decodes a hello. Returns None for anything else."""
         try:
             values = json.loads(raw or b"null")
             return cls(
@@ -65,7 +62,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """`nonces`: of the hellos that it answers, by rank; `by`: the coordinator's own."""
+    """A session offered to all ranks.
+
+    - `nonces`: of the hellos it answers, by rank.
+    - `by`: the nonce of the coordinator.
+    """
 
     session: str
     world_size: int
@@ -89,40 +90,45 @@ class Offer:
 
 PHASE: Final = "handshake"
 _BEYOND: Final = 1024
-"""Ranks of a larger job that are told at once what is wrong; the others are at their deadline."""
+"""The ranks of a larger job that are refused at once; the others fail at their deadline."""
 
 
 class Handshake:
-    """One rank's part in it. `run` returns the session, or raises."""
+    """The part of one rank in the handshake."""
 
     def __init__(self, kv_store: KVStore, hello: Hello, settings: Settings) -> None:
         self.kv_store = kv_store
         self.hello = hello
         self.settings = settings
-        self.session = self._named("none")
+        self.session = self._session_of("none")
         self.acknowledged = False
         self._complained: set[str] = set()
 
     def run(self, deadline: Deadline) -> Session:
-        """Raises RanksMissing, RanksDisagree, RankFailed, RankStoreLost."""
-        self._put(self._door("hello", self.hello.rank), self.hello.encode())
+        """Runs the handshake. Raises RanksMissing, RanksDisagree, RankFailed, RankStoreLost."""
+        self._put(self._handshake_key("hello", self.hello.rank), self.hello.encode())
         try:
             self.session.wait(
-                self._look, lambda: self._over(deadline), _raised, missing=self.missing, deadline=deadline, phase=PHASE
+                self._poll,
+                lambda: self._timeout_error(deadline),
+                _raised,
+                missing=self.missing,
+                deadline=deadline,
+                phase=PHASE,
             )
         except RanksError as error:
             if not self._declined(error):
                 raise
-        return self._named(self.session.id)
+        return self._session_of(self.session.id)
 
-    def _over(self, deadline: Deadline) -> RanksError | None:
+    def _timeout_error(self, deadline: Deadline) -> RanksError | None:
         if not deadline.passed:
             return None
         missing = self.missing()
-        told = [self.told_of(rank) for rank in missing[:NAMED]]
+        descriptions = [self.describe_missing(rank) for rank in missing[:NAMED]]
         more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         return RanksMissing(
-            f"{PHASE}: rank {self.hello.rank} waited {deadline.seconds:g} s for {', '.join(told)}{more}",
+            f"{PHASE}: rank {self.hello.rank} waited {deadline.seconds:g} s for {', '.join(descriptions)}{more}",
             subject=PHASE,
             hint="were all processes of the job started, with the same world size, and do they come to the same call?",
             ranks=tuple(missing),
@@ -130,37 +136,37 @@ class Handshake:
         )
 
     def _declined(self, error: RanksError) -> bool:
-        """The session must not open any more, as this rank raises `error`. Whether it is open already.
+        """Declines the session because this rank raises `error`. Returns whether the session is open already.
 
-        Raises what it was declined with before.
+        Raises the error of a rank that declined first.
         """
         if not self.acknowledged:
             return False
         message = failure(self.session.id, PHASE, self.hello.rank, error)
         try:
-            standing = self.session.settle(self.session.key("open"), message, self.settings.answer_s)
+            settled = self.session.settle(self.session.key("open"), message, self.settings.answer_s)
         except RankStoreLost:
-            return False  # the others find out by themselves
-        told = standing.error(self.hello.rank)
-        if told is not None and told.message != error.message:
-            raise told from error
-        return told is None
+            return False  # the others time out by themselves
+        earlier = settled.error(self.hello.rank)
+        if earlier is not None and earlier.message != error.message:
+            raise earlier from error
+        return earlier is None
 
-    def told_of(self, rank: int) -> str:
-        """What is known of a rank that is missing."""
+    def describe_missing(self, rank: int) -> str:
+        """Describes a missing rank."""
         return f"rank {rank}, which has offered no session to this process"
 
     def missing(self) -> list[int]:
         return [0]
 
-    def _look(self, timeout: float) -> bool | None:
+    def _poll(self, timeout: float) -> bool | None:
         raise NotImplementedError
 
-    def _named(self, id: str) -> Session:
-        """The session of that id, as this rank would take part in it."""
+    def _session_of(self, id: str) -> Session:
+        """Returns this rank's view of the session `id`."""
         return Session(id, self.hello.rank, self.hello.world_size, self.kv_store, self.settings)
 
-    def _door(self, *parts: str | int) -> str:
+    def _handshake_key(self, *parts: str | int) -> str:
         return "/".join([ROOT, "door", *map(str, parts)])
 
     def _put(self, key: str, value: bytes) -> None:
@@ -168,14 +174,14 @@ class Handshake:
 
     def _refuse(self, error: RanksDisagree, nonces: list[str]) -> None:
         for nonce in nonces:
-            self._put(self._door("refused", nonce), failure(nonce, PHASE, self.hello.rank, error).encode())
+            self._put(self._handshake_key("refused", nonce), failure(nonce, PHASE, self.hello.rank, error).encode())
 
-    def _heed(self, raw: bytes | None) -> None:
-        """Raises what somebody has refused this very process for."""
+    def _raise_refusal(self, raw: bytes | None) -> None:
+        """Raises the error with which another rank refused this process."""
         if raw is not None:
             error = decode(raw, self.hello.nonce, PHASE).error(self.hello.rank)
             if error is not None:
-                self.kv_store.delete([self._door("refused", self.hello.nonce)], timeout=self.settings.answer_s)
+                self.kv_store.delete([self._handshake_key("refused", self.hello.nonce)], timeout=self.settings.answer_s)
                 raise error
 
     def _claimed_twice(self, other: Hello) -> RanksDisagree:
@@ -189,19 +195,19 @@ class Handshake:
 
 
 class MemberHandshake(Handshake):
-    """A rank that is not the coordinator."""
+    """The handshake of a rank that is not the coordinator."""
 
     def __init__(self, kv_store: KVStore, hello: Hello, settings: Settings) -> None:
         super().__init__(kv_store, hello, settings)
         self._silent = [0]
         self._foreign = ""
-        """Who has offered a session to a job of another size."""
+        """The nonce of a coordinator that offered a session to a job of another size."""
 
-    def _look(self, timeout: float) -> bool | None:
-        keys = [OFFER, self._door("hello", self.hello.rank), self._door("hello", 0)]
+    def _poll(self, timeout: float) -> bool | None:
+        keys = [OFFER, self._handshake_key("hello", self.hello.rank), self._handshake_key("hello", 0)]
         raw_offer, raw_mine, raw_first = self.kv_store.get_many(keys, timeout=timeout)
-        self._heed(self.kv_store.get(self._door("refused", self.hello.nonce), timeout=timeout))
-        # What opened is looked for after the offer: once it stands, a later offer is meant for a later handshake.
+        self._raise_refusal(self.kv_store.get(self._handshake_key("refused", self.hello.nonce), timeout=timeout))
+        # Read after the offer: once the session is open, a later offer belongs to a later handshake.
         if self.acknowledged and self._is_open(timeout):
             return True
         first, mine, offer = Hello.decode(raw_first), Hello.decode(raw_mine), Offer.decode(raw_offer)
@@ -213,39 +219,41 @@ class MemberHandshake(Handshake):
             self._answer(offer)
         return None
 
-    def _over(self, deadline: Deadline) -> RanksError | None:
+    def _timeout_error(self, deadline: Deadline) -> RanksError | None:
         if deadline.passed and self.acknowledged:
             ranks = range(1, self.hello.world_size)
             keys = [self.session.key("ack", rank) for rank in ranks]
             acks = self.kv_store.get_many(keys, timeout=self.session.patience_s(deadline))
             self._silent = [rank for rank, ack in zip(ranks, acks, strict=True) if ack is None] or [0]
         elif deadline.passed and self._foreign:
-            # Only now: what a dead process was refused for says nothing about this job, as long as another may come.
-            raw = self.kv_store.get(self._door("refused", self._foreign), timeout=self.session.patience_s(deadline))
+            # Only now: the refusal of a dead process says nothing about this job while another may still come.
+            raw = self.kv_store.get(
+                self._handshake_key("refused", self._foreign), timeout=self.session.patience_s(deadline)
+            )
             error = decode(raw, self._foreign, PHASE).error(self.hello.rank) if raw is not None else None
             if isinstance(error, RanksError):
                 return error
-        return super()._over(deadline)
+        return super()._timeout_error(deadline)
 
     def missing(self) -> list[int]:
         return self._silent
 
-    def told_of(self, rank: int) -> str:
-        """Where a session was offered, all others have to answer it, and then the coordinator."""
+    def describe_missing(self, rank: int) -> str:
+        """Describes the missing rank: all ranks must acknowledge an offer, then the coordinator opens it."""
         if not self.acknowledged:
-            return super().told_of(rank)
+            return super().describe_missing(rank)
         return f"rank {rank}, which has not {'answered' if rank else 'opened'} the session that was offered"
 
     def _answer(self, offer: Offer) -> None:
         if offer.nonces.get(self.hello.rank) == self.hello.nonce:
             if offer.session != self.session.id:
-                session = self._named(offer.session)
+                session = self._session_of(offer.session)
                 self._put(session.key("ack", self.hello.rank), self.hello.encode())
                 self.session.id, self.acknowledged = session.id, True
         elif offer.world_size != self.hello.world_size and offer.by not in self._complained:
             self._complained.add(offer.by)
             self._foreign = offer.by
-            self._put(self._door("stray", offer.by), self.hello.encode())
+            self._put(self._handshake_key("stray", offer.by), self.hello.encode())
 
     def _is_open(self, timeout: float) -> bool:
         raw = self.kv_store.get(self.session.key("open"), timeout=timeout)
@@ -258,7 +266,7 @@ class MemberHandshake(Handshake):
 
 
 class CoordinatorHandshake(Handshake):
-    """The coordinator."""
+    """The handshake of the coordinator."""
 
     def __init__(self, kv_store: KVStore, hello: Hello, settings: Settings) -> None:
         super().__init__(kv_store, hello, settings)
@@ -267,13 +275,13 @@ class CoordinatorHandshake(Handshake):
         self._offered_at = settings.clock.now()
         self._acked: set[int] = {0}
         self.abandoned: list[str] = []
-        """Sessions that were offered, and then others in their place."""
+        """Sessions that were offered and then replaced by others."""
 
     def missing(self) -> list[int]:
-        """Those that have not answered this very process."""
+        """Returns the ranks that have not acknowledged to this process."""
         return [rank for rank in range(self.hello.world_size) if rank not in self._acked] or [0]
 
-    def _look(self, timeout: float) -> bool | None:
+    def _poll(self, timeout: float) -> bool | None:
         self._read_hellos(timeout)
         self._read_refusals(timeout)
         nonces = {rank: hello.nonce for rank, hello in self._hellos.items()}
@@ -283,17 +291,17 @@ class CoordinatorHandshake(Handshake):
         if self._offered:
             self._read_acks(timeout)
             if complete and len(self._acked) == self.hello.world_size:
-                return self._opened(timeout)
+                return self._open_session(timeout)
         return None
 
     def _due(self, complete: bool) -> bool:
-        """Ranks that come one by one, or in place of stale hellos, are not each an offer."""
+        """Returns whether to offer now: ranks that come one by one, or replace stale hellos, share an offer."""
         if complete and not self._offered:
             return True
         pause_s = self.settings.probe_s / 10 if complete else self.settings.probe_s
         return self.settings.clock.now() - self._offered_at >= pause_s
 
-    def told_of(self, rank: int) -> str:
+    def describe_missing(self, rank: int) -> str:
         hello = self._hellos.get(rank)
         if hello is None:
             return f"rank {rank}, which has not come"
@@ -302,7 +310,9 @@ class CoordinatorHandshake(Handshake):
     def _read_hellos(self, timeout: float) -> None:
         ranks = range(self.hello.world_size)
         for rank, raw in zip(
-            ranks, self.kv_store.get_many([self._door("hello", rank) for rank in ranks], timeout=timeout), strict=True
+            ranks,
+            self.kv_store.get_many([self._handshake_key("hello", rank) for rank in ranks], timeout=timeout),
+            strict=True,
         ):
             hello = Hello.decode(raw)
             if hello is not None and hello.rank == rank:
@@ -314,11 +324,11 @@ class CoordinatorHandshake(Handshake):
 
     def _read_refusals(self, timeout: float) -> None:
         try:
-            self._heed(self.kv_store.get(self._door("refused", self.hello.nonce), timeout=timeout))
+            self._raise_refusal(self.kv_store.get(self._handshake_key("refused", self.hello.nonce), timeout=timeout))
         except RanksDisagree as error:
             self._refuse_all(error)
             raise
-        stray = Hello.decode(self.kv_store.get(self._door("stray", self.hello.nonce), timeout=timeout))
+        stray = Hello.decode(self.kv_store.get(self._handshake_key("stray", self.hello.nonce), timeout=timeout))
         if stray is not None:
             self._compare(stray)
 
@@ -347,13 +357,13 @@ class CoordinatorHandshake(Handshake):
         names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
         if not names:
             return
-        told = "; ".join(
+        differences = "; ".join(
             f"{name} is {mine.get(name)!r} on rank 0 ({self.hello.who}) and {theirs.get(name)!r} on rank {other.rank} "
             f"({other.who})"
             for name in names
         )
         error = RanksDisagree(
-            f"{PHASE}: the ranks disagree: {told}",
+            f"{PHASE}: the ranks disagree: {differences}",
             subject=", ".join(names),
             hint="start all processes of a job with the same arguments, and give each job its own directory or store",
             ranks=(0, other.rank),
@@ -363,11 +373,12 @@ class CoordinatorHandshake(Handshake):
         raise error
 
     def _beyond(self, world_size: int) -> list[str]:
-        """Those who take the job for a larger one. Who comes later finds what this rank leaves under its own number."""
+        """Returns the nonces of ranks that assume a larger job. Later ones find what this rank leaves under its own
+        nonce."""
         if world_size <= self.hello.world_size:
             return []
         ranks = range(self.hello.world_size, min(world_size, self.hello.world_size + _BEYOND))
-        keys = [self._door("hello", rank) for rank in ranks]
+        keys = [self._handshake_key("hello", rank) for rank in ranks]
         raws = self.session.ask(lambda timeout: self.kv_store.get_many(keys, timeout=timeout), PHASE)
         return [self.hello.nonce, *(hello.nonce for hello in map(Hello.decode, raws) if hello is not None)]
 
@@ -376,7 +387,7 @@ class CoordinatorHandshake(Handshake):
         nonces = {hello.nonce for hello in self._hellos.values()} | set(more)
         self._refuse(error, sorted(nonces - own))
 
-    def _opened(self, timeout: float) -> bool:
+    def _open_session(self, timeout: float) -> bool:
         message = Message(self.session.id, PHASE, 0)
         error = self.session.settle(self.session.key("open"), message, timeout).error(0)
         if error is not None:

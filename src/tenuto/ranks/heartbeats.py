@@ -1,7 +1,8 @@
-"""Who is alive, by signs of life that each rank gives on the board, and the observer's own clock.
+"""Liveness of the ranks, from heartbeats in the key-value store and the clock of the observer.
 
-A rank's beat is a counter with what it does. Nothing is concluded from what the observer did not watch: where it has
-looked away for long (or was itself stopped), the silence begins anew.
+A heartbeat is a counter with the phase of its rank. `RankWatch` concludes nothing from time it did not observe: after a
+long pause of its own, the silence of a rank starts anew. `StallGuard` keeps the coordinator from trusting what it reads
+after such a pause.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from tenuto.ranks.contract import KVStore
 from tenuto.ranks.timeouts import Settings
 
 NAMED: Final = 8
-"""So many ranks are described one by one; of more only how many they are."""
+"""The number of ranks that are described one by one; the rest is only counted."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    looked_at: float
+    read_at: float
     silent_since: float
     raw: bytes | None
     phase: str = ""
     phase_since: float = 0.0
     left: str | None = None
-    word: str = ""
+    challenge: str = ""
     given_up: frozenset[str] = frozenset()
 
 
 class RankWatch:
-    """What one rank has seen of the others' beats. May be used by several threads."""
+    """What one rank observed of the others' heartbeats. Safe to use from several threads."""
 
     def __init__(self, kv_store: KVStore, key: Callable[[int], str], settings: Settings) -> None:
         self._kv_store = kv_store
@@ -43,7 +44,7 @@ class RankWatch:
         self._lock = threading.Lock()
 
     def read(self, ranks: Sequence[int], timeout: float) -> None:
-        """Reads their beats. Raises RankStoreLost."""
+        """Reads the heartbeats of `ranks`. Raises RankStoreLost."""
         raws = self._kv_store.get_many([self._key(rank) for rank in ranks], timeout=timeout)
         now = self._settings.clock.now()
         with self._lock:
@@ -54,47 +55,47 @@ class RankWatch:
         seen = self._seen.get(rank)
         if seen is None:
             seen = self._seen[rank] = _Seen(now, now, None)
-        elif now - seen.looked_at > self._settings.dead_after_s / 2:
+        elif now - seen.read_at > self._settings.dead_after_s / 2:
             seen.silent_since = now
-        seen.looked_at = now
+        seen.read_at = now
         if raw is None or raw == seen.raw:
             return
         seen.raw, seen.silent_since = raw, now
-        phase, seen.left, seen.word, seen.given_up = _told(raw)
+        phase, seen.left, seen.challenge, seen.given_up = _parse(raw)
         if phase != seen.phase:
             seen.phase, seen.phase_since = phase, now
 
     def due(self, ranks: Sequence[int]) -> bool:
-        """Whether one of them has not been looked at for as long as beats are apart."""
+        """Returns whether one of `ranks` has not been read for a heartbeat interval."""
         since = self._settings.clock.now() - self._settings.beat_s
         with self._lock:
-            return any(rank not in self._seen or self._seen[rank].looked_at <= since for rank in ranks)
+            return any(rank not in self._seen or self._seen[rank].read_at <= since for rank in ranks)
 
     def dead(self, ranks: Iterable[int]) -> list[int]:
-        """Those that were watched without a sign of life for `dead_after_s`."""
+        """Returns the ranks observed without a new heartbeat for `dead_after_s`."""
         limit = self._settings.dead_after_s
         with self._lock:
             return [
-                rank for rank in ranks if (seen := self._seen.get(rank)) and seen.looked_at - seen.silent_since >= limit
+                rank for rank in ranks if (seen := self._seen.get(rank)) and seen.read_at - seen.silent_since >= limit
             ]
 
     def departed(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those that have said that they leave, and why."""
+        """Returns the ranks that reported that they leave, with their reasons."""
         with self._lock:
             return {rank: seen.left for rank in ranks if (seen := self._seen.get(rank)) and seen.left is not None}
 
-    def word(self, rank: int) -> str:
-        """The word of the roll that the rank has repeated last."""
+    def challenge(self, rank: int) -> str:
+        """Returns the challenge that the rank repeated last."""
         with self._lock:
-            return self._seen[rank].word if rank in self._seen else ""
+            return self._seen[rank].challenge if rank in self._seen else ""
 
     def given_up(self, round: str) -> list[int]:
-        """The ranks that have given up `topic` while the board did not answer them."""
+        """Returns the ranks that gave up `round` while the key-value store did not answer them."""
         with self._lock:
             return [rank for rank, seen in self._seen.items() if round in seen.given_up]
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """`rank 2 (last reported "writing", 12 s ago; no sign of life for 8 s)`, for each."""
+        """Describes each rank: `rank 2 (last reported "writing", 12 s ago; no sign of life for 8 s)`."""
         with self._lock:
             texts = [self._describe(rank) for rank in ranks[:NAMED]]
         if len(ranks) > NAMED:
@@ -106,12 +107,12 @@ class RankWatch:
         if seen is None or seen.raw is None:
             return f"rank {rank} (has reported nothing)"
         now = self._settings.clock.now()
-        said = (
+        report = (
             f"last reported {seen.phase!r}, {now - seen.phase_since:.1f} s ago" if seen.phase else "reported no phase"
         )
-        silent = seen.looked_at - seen.silent_since
+        silent = seen.read_at - seen.silent_since
         quiet = f"; no sign of life for {silent:.1f} s" if silent > 2 * self._settings.beat_s else ""
-        return f"rank {rank} ({said}{quiet})"
+        return f"rank {rank} ({report}{quiet})"
 
 
 def beat(
@@ -120,16 +121,26 @@ def beat(
     left: str | None,
     rounds: dict[str, list[int]],
     *,
-    word: str = "",
+    challenge: str = "",
     given_up: Sequence[str] = (),
 ) -> bytes:
-    """One sign of life. `topics`: the numbers of each kind's topics that may still be on the board, first and last;
-    `word`, `given_up`: see `roll`."""
-    told = {"beat": count, "phase": phase, "left": left, "topics": rounds, "word": word, "given_up": list(given_up)}
-    return json.dumps(told).encode()
+    """Encodes one heartbeat.
+
+    - `rounds`: first and last number of each kind's rounds that may still be in the key-value store.
+    - `challenge`, `given_up`: see `StallGuard`.
+    """
+    facts = {
+        "beat": count,
+        "phase": phase,
+        "left": left,
+        "topics": rounds,
+        "word": challenge,
+        "given_up": list(given_up),
+    }
+    return json.dumps(facts).encode()
 
 
-def _told(raw: bytes) -> tuple[str, str | None, str, frozenset[str]]:
+def _parse(raw: bytes) -> tuple[str, str | None, str, frozenset[str]]:
     try:
         values = json.loads(raw)
         left = None if values["left"] is None else str(values["left"])
@@ -139,28 +150,29 @@ def _told(raw: bytes) -> tuple[str, str | None, str, frozenset[str]]:
 
 
 def rounds_of(raw: bytes) -> dict[str, range]:
-    """The topics that a beat tells of. Nothing, of a beat that cannot be read."""
+    """Returns the rounds a heartbeat names; none if it cannot be decoded."""
     try:
-        told = json.loads(raw)["topics"]
-        return {str(kind): range(int(first), int(last) + 1) for kind, (first, last) in told.items()}
+        facts = json.loads(raw)["topics"]
+        return {str(kind): range(int(first), int(last) + 1) for kind, (first, last) in facts.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-# --------------------------------------------------------------------------------------------------
-# Calling the roll: after it was stopped, or its board did not answer, the coordinator does not trust what it reads.
-#
-# While a coordinator is stopped whose process also serves the board, the others can give up and cannot say so there.
-# What they had posted before is there when it goes on, as if they still waited. So each rank's beat tells which
-# topics it has given up without being able to say so; and after a gap in its own time the coordinator believes no
-# posts before it has seen, from each rank, a beat that was made after the gap: one that repeats a word drawn since.
+# -- the coordinator after a pause of its own
 
-_KEPT: Final = 64
+_MAX_GIVEN_UP: Final = 64
 _SLACK_S: Final = 0.3
 
 
 class StallGuard:
-    """`turned` is called at each beat; a longer pause between two is a gap."""
+    """Makes the coordinator distrust the store after it was stopped, or the store did not answer.
+
+    While a coordinator whose process also serves the store is stopped, other ranks can give up and cannot report that
+    in the round. Their earlier messages are still there when it resumes, as if they waited. So each heartbeat lists the
+    rounds its rank gave up silently. After a gap in its own time (a longer pause between two `begin_beat`) the
+    coordinator trusts no message before it has, from each rank, a heartbeat made after the gap: one that repeats a
+    challenge drawn since.
+    """
 
     def __init__(self, kv_store: KVStore, key: Callable[[str], str], watch: RankWatch, settings: Settings) -> None:
         self._kv_store = kv_store
@@ -168,28 +180,28 @@ class StallGuard:
         self._watch = watch
         self._settings = settings
         self._lock = threading.Lock()
-        self._turned_at: float | None = None
-        self._word = ""
-        self._called = True
-        self.heard = ""
-        """The word that this rank has read, for its beat."""
+        self._last_beat_at: float | None = None
+        self._challenge = ""
+        self._published = True
+        self.last_challenge = ""
+        """The challenge this rank read last, for its heartbeat."""
         self._given_up: list[str] = []
 
     # -- every rank
 
     def give_up(self, round: str) -> None:
-        """This rank has given up `topic` without being able to say so there."""
+        """Notes that this rank gave up `round` without being able to report it there."""
         with self._lock:
-            self._given_up = [*self._given_up, round][-_KEPT:]
+            self._given_up = [*self._given_up, round][-_MAX_GIVEN_UP:]
 
     @property
     def given_up(self) -> list[str]:
         with self._lock:
             return list(self._given_up)
 
-    def listen(self, raw: bytes | None) -> None:
-        """`raw` stands under the key of the word."""
-        self.heard = raw.decode("ascii", "replace") if raw is not None else ""
+    def receive_challenge(self, raw: bytes | None) -> None:
+        """Takes `raw`, the value under `key`, as the current challenge."""
+        self.last_challenge = raw.decode("ascii", "replace") if raw is not None else ""
 
     @property
     def key(self) -> str:
@@ -197,29 +209,29 @@ class StallGuard:
 
     # -- the coordinator
 
-    def turned(self) -> None:
-        """Another beat begins."""
+    def begin_beat(self) -> None:
+        """Marks the start of another heartbeat."""
         with self._lock:
-            self._look_for_gap()
-            self._turned_at = self._settings.clock.now()
+            self._detect_gap()
+            self._last_beat_at = self._settings.clock.now()
 
-    def silent(self, ranks: list[int], timeout: float) -> list[int]:
-        """Those of `ranks` that have not been heard since the last gap. Raises RankStoreLost."""
+    def unconfirmed(self, ranks: list[int], timeout: float) -> list[int]:
+        """Returns those of `ranks` without a heartbeat since the last gap. Raises RankStoreLost."""
         with self._lock:
-            self._look_for_gap()
-            word, called = self._word, self._called
-        if not word:
+            self._detect_gap()
+            challenge, published = self._challenge, self._published
+        if not challenge:
             return []
-        if not called:
-            self._kv_store.put(self.key, word.encode("ascii"), timeout=timeout)
+        if not published:
+            self._kv_store.put(self.key, challenge.encode("ascii"), timeout=timeout)
             with self._lock:
-                self._called = self._called or word == self._word
-        missing = [rank for rank in ranks if self._watch.word(rank) != word]
+                self._published = self._published or challenge == self._challenge
+        missing = [rank for rank in ranks if self._watch.challenge(rank) != challenge]
         if missing:
             self._watch.read(missing, timeout)
-        return [rank for rank in missing if self._watch.word(rank) != word]
+        return [rank for rank in missing if self._watch.challenge(rank) != challenge]
 
-    def _look_for_gap(self) -> None:
-        now, last = self._settings.clock.now(), self._turned_at
+    def _detect_gap(self) -> None:
+        now, last = self._settings.clock.now(), self._last_beat_at
         if last is not None and now - last > 3 * self._settings.beat_s + _SLACK_S:
-            self._word, self._called, self._turned_at = secrets.token_hex(8), False, now
+            self._challenge, self._published, self._last_beat_at = secrets.token_hex(8), False, now

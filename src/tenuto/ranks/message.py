@@ -1,7 +1,7 @@
-"""What ranks write on the board: one line of JSON that says what it is and for whom, then bytes.
+"""The messages in the key-value store: one line of JSON with the header, then bytes.
 
-Each message names its session and topic. What a reader finds under a key and is not of its own session and topic ends
-the topic: no message can be taken for another, whatever the board does with its keys.
+Each message names its session and round. A reader that finds another session or round under a key fails the round, so
+no message is mistaken for another, whatever the store does with its keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATA: Final = "data"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`kind` is "data" or how it failed."""
+    """One message. `kind` is "data" or the kind of failure."""
 
     session: str
     round: str
@@ -37,14 +37,14 @@ class Message:
         head = {"session": self.session, "topic": self.round, "rank": self.rank, "kind": self.kind, "facts": self.facts}
         return json.dumps(head, separators=(",", ":")).encode() + b"\n" + self.data
 
-    def error(self, hearer: int) -> RanksError | None:
-        """The error that it tells of, as `hearer` raises it."""
+    def error(self, reader: int) -> RanksError | None:
+        """Returns the error of a failure message, as rank `hearer` raises it; None for data."""
         kind = _FAILURES.get(self.kind)
         if kind is None:
             return None
-        told = "" if hearer == self.rank else f" (told by rank {self.rank})"
+        origin = "" if reader == self.rank else f" (told by rank {self.rank})"
         return kind(
-            f"{self.facts['message']}{told}",
+            f"{self.facts['message']}{origin}",
             subject=self.facts["phase"],
             hint=self.facts["hint"],
             ranks=tuple(self.facts["ranks"]),
@@ -53,14 +53,14 @@ class Message:
 
 
 def failure(session: str, round: str, rank: int, error: RanksError) -> Message:
-    """`error` as a message, to be raised on every rank."""
+    """Encodes `error` as a message that every rank raises."""
     facts = {"message": error.message, "phase": error.phase, "hint": error.hint, "ranks": list(error.ranks)}
     kind = next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "failed")
     return Message(session, round, rank, kind, facts)
 
 
 def decode(raw: bytes, session: str, round: str, rank: int | None = None) -> Message:
-    """The message that `raw` is, of that session, topic and rank. Raises RanksDisagree if it is another's."""
+    """Decodes a message. Raises RanksDisagree if it belongs to another session, round or rank."""
     head, _, data = raw.partition(b"\n")
     try:
         values = json.loads(head)
@@ -76,7 +76,7 @@ def decode(raw: bytes, session: str, round: str, rank: int | None = None) -> Mes
 
 def _foreign(round: str, found: str) -> RanksDisagree:
     return RanksDisagree(
-        f"what was found on the ranks' board for {round!r} is {found}",
+        f"what the ranks' key-value store holds for {round!r} is {found}",
         subject=round,
         hint="does another job use the same directory or store? give each job its own",
         phase=round,

@@ -1,13 +1,13 @@
-"""Saving at a step that one rank wishes for, where the wish is not the same function of the step on all ranks.
+"""Saves at a step that one rank requests, where the request is not the same function of the step on all ranks.
 
 The coordinator proposes a step that no rank should have reached. Each rank answers in the background: yes while it has
-not reached the step, no afterwards. Who has said yes waits at that step until it is known whether all have; who has not
-goes on. If one said no, a later step is proposed. Between proposals the training thread only compares two numbers.
+not reached the step, no afterwards. A rank that answered yes waits at that step for the outcome; the others continue.
+After a no, the coordinator proposes a later step. Between proposals the training thread only compares two numbers.
 
-All know of a step that they have agreed to well before they reach it. Others may be proposed until then, and each
-stands by itself: who has said yes keeps its word.
+All ranks know an agreed step well before they reach it. Others may be proposed until then, and each stands by itself: a
+yes is binding.
 
-This file decides and does no I/O; `pulse` moves what is decided.
+This module decides and does no I/O; `background` transports the decisions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FURTHEST: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Every rank saves at the first step that is `step` or later. `by` is the rank that wished for it."""
+    """A save by every rank at its first step >= `step`. `by` is the rank that requested it."""
 
     number: int
     step: int
@@ -31,7 +31,7 @@ class Proposal:
 
 
 class Proposals:
-    """What one rank knows of proposals, and of its own step. `latency_s`: how long an answer takes, about."""
+    """What one rank knows of proposals and of its own step. `latency_s`: about how long an answer takes."""
 
     def __init__(self, rank: int, world_size: int, latency_s: float) -> None:
         self._rank = rank
@@ -42,17 +42,17 @@ class Proposals:
         self._reached_at: float | None = None
         self._step_s = 0.0
         self._armed: list[Proposal] = []
-        """By number. Several, where one is agreed to and its step is still to come when the next is proposed."""
+        """By number. Several, if another is proposed before this rank reaches the step of an agreed one."""
         self._seen = 0
         self._wishes: list[tuple[int, str, int]] = []
-        """Rank, reason, and the step that this rank had completed."""
+        """Rank, reason, and the step this rank had completed."""
         self._open: Proposal | None = None
         self._lead = 1
 
     # -- the training thread
 
     def reached(self, step: int, now: float) -> list[Proposal]:
-        """This rank has completed `step`. The proposals whose outcome it has to wait for here, by number."""
+        """Notes that this rank completed `step`. Returns the proposals whose outcome it must await here, by number."""
         with self._lock:
             if self._reached_at is not None and step > self._step:
                 spent = (now - self._reached_at) / (step - self._step)
@@ -71,19 +71,19 @@ class Proposals:
 
     @property
     def armed(self) -> Proposal | None:
-        """Where this rank will wait: for the newest, where there are several."""
+        """The newest proposal for which this rank will wait."""
         with self._lock:
             return self._armed[-1] if self._armed else None
 
     # -- every rank, in the background
 
     def new(self, proposal: Proposal) -> bool:
-        """Whether this rank has not answered it yet."""
+        """Returns whether this rank has not answered the proposal yet."""
         with self._lock:
             return proposal.number > self._seen
 
     def answer(self, proposal: Proposal) -> bool:
-        """Whether this rank can save there; from now on it will wait there. Once, of one that is `new`."""
+        """Answers a `new` proposal once: True if this rank can save there, and from now on it will wait there."""
         with self._lock:
             self._seen = proposal.number
             if self._step >= proposal.step:
@@ -92,7 +92,7 @@ class Proposals:
             return True
 
     def withdrawn(self, number: int) -> None:
-        """It has come to nothing: nobody has to wait there any more."""
+        """Drops a refused proposal: no rank waits for it."""
         with self._lock:
             self._armed = [one for one in self._armed if one.number != number]
 
@@ -103,7 +103,7 @@ class Proposals:
             self._wishes.append((by, reason, self._step))
 
     def next(self) -> Proposal | None:
-        """What is to be proposed now: one at a time, for all wishes since the one before."""
+        """Returns the proposal to make now: one at a time, for all requests since the previous one."""
         with self._lock:
             if self._alone or self._open is not None or not self._wishes:
                 return None
@@ -118,8 +118,8 @@ class Proposals:
             return self._open
 
     def decided(self, agreed: bool) -> None:
-        """The one that is open has been announced. Where it was refused, the wish stands, for further ahead; and so
-        does what was wished for behind the step that is saved."""
+        """Closes the announced proposal. A refusal keeps the request, for a step further ahead; requests made after the
+        saved step stay as well."""
         with self._lock:
             saved, self._open = self._open, None
             if agreed and saved is not None:

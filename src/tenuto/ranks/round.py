@@ -1,8 +1,8 @@
-"""One matter that the ranks agree on, once: each may post to it, the coordinator collects and announces.
+"""One agreement of the ranks: each may send to it, the coordinator gathers and broadcasts.
 
-What comes of a topic stands under one key that is written only once, by whoever is first: the coordinator's
-announcement, a rank's failure, or the failure of who gave up waiting. So all ranks learn the same, also one that was
-stopped in between and comes back later.
+The outcome of a round is one key that is written only once, by the first writer: the coordinator's broadcast, the
+failure of a rank, or the failure of a rank that gave up waiting. So all ranks learn the same outcome, even one that was
+stopped and resumes later.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from tenuto.ranks.timeouts import Deadline
 Found = TypeVar("Found")
 
 REASON: Final = 2000
-"""Characters of a reason that are told to the others."""
+"""The characters of a reason that are sent to the others."""
 
 
 class Round:
-    """As a context manager: an exception that leaves the block fails the topic on all ranks, and its end ends it here.
+    """One round. As a context manager: an exception that leaves the block fails the round on all ranks, and its end
+    ends it here.
 
-    `phase` is what errors and reports call it; the methods take a narrower one.
+    `phase` names the round in errors and reports; the methods take a narrower one.
     """
 
     def __init__(
@@ -44,18 +45,18 @@ class Round:
         self._low = low
         self._ended = ended
         self._lowest = 0
-        self._found: dict[int, Message] = {}
-        self._unheard: list[int] = []
+        self._messages: dict[int, Message] = {}
+        self._unconfirmed: list[int] = []
         self._each = False
 
     @property
     def register(self) -> str:
-        """The key of what comes of it."""
+        """The key of the outcome."""
         return self._session.key("topics", self.kind, self.number, "outcome")
 
     @property
     def coordinates(self) -> bool:
-        """Whether this rank collects and announces."""
+        """Whether this rank gathers and broadcasts."""
         return self._session.is_coordinator
 
     def message_key(self, rank: int) -> str:
@@ -65,14 +66,16 @@ class Round:
         return self._session.key("topics", self.kind, self.number, "answers", rank)
 
     def send(self, data: bytes, *, again: bool = False) -> None:
-        """Tells the coordinator. One round trip, waits for nobody. Raises RankStoreLost; then the coordinator counts on
-        it no longer, unless it is to be told `again`."""
+        """Sends `data` to the coordinator in one round trip, without waiting.
+
+        Raises RankStoreLost; then the coordinator no longer counts on this rank, unless it will send `again`.
+        """
         message = Message(self._session.id, self.name, self._session.rank, facts={"low": self._low()}, data=data)
         try:
             self._put(self.message_key(self._session.rank), message)
         except RankStoreLost:
             if not again:
-                self._session.roll.give_up(self.name)
+                self._session.stall_guard.give_up(self.name)
             raise
         self.posted = True
 
@@ -81,7 +84,7 @@ class Round:
         session.ask(lambda timeout: session.kv_store.put(key, raw, timeout=timeout), self.phase)
 
     def gather(self, deadline: Deadline | float, phase: str = "") -> list[bytes]:
-        """On the coordinator: what each rank has posted, by rank.
+        """Returns, on the coordinator, what each rank sent, by rank.
 
         Raises RanksMissing, RankFailed, RanksDisagree and RankStoreLost; the first three on all ranks alike.
         """
@@ -92,31 +95,31 @@ class Round:
         return result
 
     def gathered(self) -> list[bytes] | None:
-        """`collect` in one look, without waiting: None while posts are missing."""
+        """Polls `gather` once without waiting: None while messages are missing."""
         self._only_coordinator("gather")
         return self._session.ask(self._read_messages, self.phase)
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self._session.world_size) if rank not in self._found] or self._unheard
+        return [rank for rank in range(self._session.world_size) if rank not in self._messages] or self._unconfirmed
 
     def _read_messages(self, timeout: float) -> list[bytes] | None:
         session = self._session
-        missing = [rank for rank in range(session.world_size) if rank not in self._found]
+        missing = [rank for rank in range(session.world_size) if rank not in self._messages]
         keys = [self.register, *map(self.message_key, missing)]
         outcome, *raws = session.kv_store.get_many(keys, timeout=timeout)
         if outcome is not None:
-            self._understood(decode(outcome, session.id, self.name))
+            self._checked(decode(outcome, session.id, self.name))
         for rank, raw in zip(missing, raws, strict=True):
             if raw is not None:
-                self._found[rank] = decode(raw, session.id, self.name, rank)
-        if len(self._found) < session.world_size:
+                self._messages[rank] = decode(raw, session.id, self.name, rank)
+        if len(self._messages) < session.world_size:
             return None
-        self._unheard = session.roll.silent(list(range(1, session.world_size)), timeout)
-        if self._unheard:
+        self._unconfirmed = session.stall_guard.unconfirmed(list(range(1, session.world_size)), timeout)
+        if self._unconfirmed:
             return None
         self._refuse_if_given_up()
-        self._lowest = min(int(message.facts["low"]) for message in self._found.values())
-        return [self._found[rank].data for rank in range(session.world_size)]
+        self._lowest = min(int(message.facts["low"]) for message in self._messages.values())
+        return [self._messages[rank].data for rank in range(session.world_size)]
 
     def _refuse_if_given_up(self) -> None:
         session, ranks = self._session, self._session.watch.given_up(self.name)
@@ -129,13 +132,15 @@ class Round:
                 ranks=tuple(ranks),
                 phase=self.phase,
             )
-            self._understood(self._settle(failure(session.id, self.name, session.rank, error)))
+            self._checked(self._settle(failure(session.id, self.name, session.rank, error)))
 
     def broadcast(self, data: bytes, each: Sequence[bytes] = ()) -> None:
-        """On the coordinator: what came of it, for all ranks. `each`: by rank, what is for that rank alone (`answer`):
-        of what differs between thousands of ranks each reads its own.
+        """Publishes the outcome, on the coordinator.
 
-        Raises what the topic has failed with if it has: RankFailed, RanksMissing; and RankStoreLost.
+        - `data`: for all ranks.
+        - `each`: by rank, for that rank alone (`own_reply`): each of thousands of ranks reads only its own part.
+
+        Raises the failure of the round if it has failed (RankFailed, RanksMissing), and RankStoreLost.
         """
         self._only_coordinator("broadcast")
         for rank, one in enumerate(each):
@@ -143,34 +148,34 @@ class Round:
             self._put(self.reply_key(rank), Message(self._session.id, self.name, self._session.rank, data=one))
         token = {"token": secrets.token_hex(8)}
         message = Message(self._session.id, self.name, self._session.rank, facts=token, data=data)
-        standing = self._settle(message)
-        self._understood(standing)
-        if standing.facts != message.facts:
+        settled = self._settle(message)
+        self._checked(settled)
+        if settled.facts != message.facts:
             raise self._already_broadcast()
 
     def receive(self, deadline: Deadline | float, phase: str = "") -> bytes:
-        """What the coordinator has announced. Raises RanksMissing, RankFailed, RanksDisagree, RankStoreLost."""
+        """Returns what the coordinator broadcast. Raises RanksMissing, RankFailed, RanksDisagree, RankStoreLost."""
         session, silent = self._session, [0]
 
-        def look(timeout: float) -> Message | None:
+        def poll(timeout: float) -> Message | None:
             raw = session.kv_store.get(self.register, timeout=timeout)
             if raw is None and self.posted and (session.is_coordinator or until.passed):
                 self._check_silent_ranks(silent, timeout)
             return None if raw is None else decode(raw, session.id, self.name)
 
         until = deadline if isinstance(deadline, Deadline) else session.settings.deadline(deadline)
-        heard: Message = self._wait(look, lambda: silent, until, phase)
-        return self._understood(heard).data
+        received: Message = self._wait(poll, lambda: silent, until, phase)
+        return self._checked(received).data
 
     def own_reply(self) -> bytes:
-        """What was announced for this rank alone, once the announcement has been heard. Raises RanksDisagree where
-        nothing was, RankStoreLost."""
+        """Returns what was broadcast to this rank alone, after `receive`. Raises RanksDisagree if nothing was,
+        RankStoreLost."""
         session, key = self._session, self.reply_key(self._session.rank)
         raw = session.ask(lambda timeout: session.kv_store.get(key, timeout=timeout), self.phase)
         return decode(raw or b"", self._session.id, self.name, 0).data
 
     def all_gather(self, data: bytes, deadline: Deadline | float, phase: str = "") -> list[bytes]:
-        """On every rank: what each has given, by rank. Raises what `collect` does."""
+        """Returns, on every rank, what each rank gave, by rank. Raises what `gather` raises."""
         self.send(data)
         if self._session.is_coordinator:
             all_data = self.gather(deadline, phase)
@@ -185,7 +190,7 @@ class Round:
         return parts
 
     def vote(self, ok: bool, reason: str, deadline: Deadline | float, phase: str = "") -> VoteResult:
-        """On every rank the same verdict. `reason` counts where not `ok`.
+        """Returns the same result on every rank. `reason` counts where not `ok`.
 
         Raises RanksMissing, RankFailed, RanksDisagree, RankStoreLost.
         """
@@ -199,10 +204,10 @@ class Round:
         return VoteResult({int(rank): text for rank, text in reasons.items()})
 
     def fail(self, reason: str, phase: str = "") -> bool:
-        """This rank has failed: every rank that waits for this topic, or comes to, raises RankFailed.
+        """Fails the round: every rank that waits for it, now or later, raises RankFailed.
 
-        Whether the failure stands; not if the coordinator had announced before, or the board is lost. Raises nothing:
-        it is called where something else has been raised.
+        Returns whether the failure stands; it does not if the coordinator broadcast first or the key-value store is
+        lost. Raises nothing, because callers are already handling an exception.
         """
         rank, phase = self._session.rank, phase or self.phase
         error = RankFailed(
@@ -218,22 +223,23 @@ class Round:
             return False
 
     def check(self) -> None:
-        """One look, without waiting: raises what the topic has failed with, if it has, and RankStoreLost."""
+        """Raises the failure of the round, if it has failed, and RankStoreLost. Does not wait."""
         self.outcome()
 
     def outcome(self) -> bytes | None:
-        """As `check`; what has been announced, if anything has been."""
+        """Returns what was broadcast, None if nothing was. Otherwise as `check`."""
         raw = self._session.ask(lambda timeout: self._session.kv_store.get(self.register, timeout=timeout), self.phase)
-        return None if raw is None else self._understood(decode(raw, self._session.id, self.name)).data
+        return None if raw is None else self._checked(decode(raw, self._session.id, self.name)).data
 
     def end(self) -> None:
-        """This rank needs nothing more of it. When none does, it is removed from the board."""
+        """Ends the round on this rank. Once every rank has ended it, its keys are deleted."""
         if not self.over:
             self.over = True
             self._ended(self, self._lowest)
 
     def keys(self, *, every: bool = False) -> list[str]:
-        """The keys that it may have on the board. every: also those that only another process can know of."""
+        """Returns the keys it may have in the key-value store. `every`: also those that only another process can know
+        of."""
         ranks = range(self._session.world_size)
         answers = map(self.reply_key, ranks) if every or self._each else ()
         return [self.register, *map(self.message_key, ranks), *answers]
@@ -250,7 +256,7 @@ class Round:
 
     def _wait(
         self,
-        look: Callable[[float], Found | Message | None],
+        poll: Callable[[float], Found | Message | None],
         missing: Callable[[], list[int]],
         deadline: Deadline | float,
         phase: str,
@@ -259,16 +265,16 @@ class Round:
         until = deadline if isinstance(deadline, Deadline) else session.settings.deadline(deadline)
 
         def give_up(error: RanksError) -> Found | Message:
-            """Giving up is decided for all ranks; what was decided before it stands."""
-            return self._understood(self._settle(failure(session.id, self.name, session.rank, error)))
+            """Settles the failure for all ranks; an outcome settled earlier stands."""
+            return self._checked(self._settle(failure(session.id, self.name, session.rank, error)))
 
         def over() -> RanksError | None:
             return session.over(missing(), until, phase)
 
         try:
-            return session.wait(look, over, give_up, missing=missing, deadline=until, phase=phase)
+            return session.wait(poll, over, give_up, missing=missing, deadline=until, phase=phase)
         except RankStoreLost:
-            session.roll.give_up(self.name)
+            session.stall_guard.give_up(self.name)
             raise
 
     def _settle(self, message: Message) -> Message:
@@ -276,12 +282,12 @@ class Round:
         return self._session.ask(lambda timeout: settle(self.register, message, timeout), self.phase)
 
     def _check_silent_ranks(self, silent: list[int], timeout: float) -> None:
-        """Where this rank has posted, all have to: who waits names those that have not."""
+        """Finds the ranks that have not sent: once this rank has, all must."""
         ranks = range(self._session.world_size)
         raws = self._session.kv_store.get_many([self.message_key(rank) for rank in ranks], timeout=timeout)
         silent[:] = [rank for rank, raw in zip(ranks, raws, strict=True) if raw is None] or [0]
 
-    def _understood(self, outcome: Message) -> Message:
+    def _checked(self, outcome: Message) -> Message:
         error = outcome.error(self._session.rank)
         if error is not None:
             raise error
@@ -297,5 +303,5 @@ class Round:
 
     def _already_broadcast(self) -> UsageError:
         return UsageError(
-            f"{self.name} has been announced already", subject=self.name, hint="open a topic of its own for each matter"
+            f"{self.name} has been broadcast already", subject=self.name, hint="open a round of its own for each matter"
         )

@@ -1,4 +1,4 @@
-"""One meeting of the ranks of a job: its keys on the board, and the one loop in which everything is waited for."""
+"""One meeting of the ranks of a job: its keys in the key-value store, and the one loop that does all waiting."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ OFFER: Final = f"{ROOT}/door/offer"
 """The key under which the coordinator offers a session."""
 _FIRST_PAUSE_S: Final = 0.001
 _PAUSE_SHARE: Final = 0.1
-"""Of the time waited so far: so much longer than it must does a wait take at most."""
+"""A wait takes at most this share longer than it must."""
 _EACH_S: Final = 20e-6
-"""Of a pause for each rank: together they ask the board 50,000 times a second at most, until pauses are longest."""
+"""Seconds of a pause per rank: all ranks together poll at most 50,000 times a second, until pauses are longest."""
 _BEHIND_S: Final = 2.0
-"""After so long it is told for whom the coordinator waits, and again after twice the time, as long as it waits."""
+"""After so long the coordinator reports for whom it waits, and again after twice the time each."""
 _SHORTEST_S: Final = 0.05
-"""A question to the board gets at least so long, however near the deadline is."""
+"""The least timeout of a request to the key-value store, however near the deadline is."""
 
 
 class Session:
-    """`id` is in every key and every message, and is drawn anew for each meeting: nothing of another can be here."""
+    """The session of one rank.
+
+    `id` is in every key and message and is fresh for each meeting, so nothing of another session can appear here.
+    """
 
     def __init__(self, id: str, rank: int, world_size: int, kv_store: KVStore, settings: Settings) -> None:
         self.id = id
@@ -39,11 +42,12 @@ class Session:
         self.kv_store = kv_store
         self.settings = settings
         self.watch = RankWatch(kv_store, self.beat_key, settings)
-        self.roll = StallGuard(kv_store, self.key, self.watch, settings)
+        self.stall_guard = StallGuard(kv_store, self.key, self.watch, settings)
         self.phase = ""
         """What this rank does, as it last reported."""
         self.behind: Callable[[str, Sequence[int], float], None] | None = None
-        """Called on the coordinator, by whichever thread waits: for what, for which ranks, and for how long so far."""
+        """Called on the coordinator by the thread that waits, with the phase, the ranks it waits for, and the seconds
+        so far."""
         self._waiting: list[str] = []
         self._lock = threading.Lock()
 
@@ -58,14 +62,14 @@ class Session:
         return self.key("beat", rank)
 
     @property
-    def story(self) -> str:
-        """What this rank does, and for what it waits."""
+    def status(self) -> str:
+        """What this rank does and waits for."""
         with self._lock:
             waiting = f"waiting for {self._waiting[-1]}" if self._waiting else ""
         return ", ".join(part for part in (self.phase, waiting) if part)
 
     @contextmanager
-    def _told(self, phase: str) -> Iterator[None]:
+    def _waits_for(self, phase: str) -> Iterator[None]:
         with self._lock:
             self._waiting.append(phase)
         try:
@@ -75,7 +79,7 @@ class Session:
                 self._waiting.remove(phase)
 
     def ask(self, question: Callable[[float], Result], phase: str) -> Result:
-        """What `question(timeout)` returns; asked again while the board does not answer, for `answer_s`."""
+        """Returns `question(timeout)`, retried for `answer_s` while the key-value store does not answer."""
         deadline = self.settings.deadline(self.settings.answer_s)
         while True:
             try:
@@ -86,13 +90,13 @@ class Session:
             self.settings.clock.sleep(min(self.kv_store.longest_pause_s, deadline.remaining_s))
 
     def settle(self, key: str, message: Message, timeout: float) -> Message:
-        """Decides what stands under `key`, once and for all ranks: `message`, or what was decided before it."""
+        """Settles the value of `key` once for all ranks. Returns `message`, or the message settled before it."""
         raw = self.kv_store.put_if_absent(key, message.encode(), timeout=timeout)
         return decode(raw, self.id, message.round)
 
     def wait(
         self,
-        look: Callable[[float], Result | None],
+        poll: Callable[[float], Result | None],
         over: Callable[[], RanksError | None],
         give_up: Callable[[RanksError], Result],
         *,
@@ -100,19 +104,19 @@ class Session:
         deadline: Deadline,
         phase: str,
     ) -> Result:
-        """What `look(timeout)` returns once it is not None, or what `give_up` makes of the reason that `over` gives.
+        """Returns the first result of `look(timeout)` that is not None, or `give_up(reason)` for a reason of `over`.
 
-        `over` has to give one at the deadline. Raises RankStoreLost where the board does not answer, at the deadline at
-        the latest.
+        `over` must return a reason at the deadline. Raises RankStoreLost where the key-value store does not answer, at
+        the deadline at the latest.
         """
         clock, longest_s = self.settings.clock, self.kv_store.longest_pause_s
         began, least_s = clock.now(), max(_FIRST_PAUSE_S, self.world_size * _EACH_S)
-        told_s = _BEHIND_S
-        with self._told(phase):
+        report_s = _BEHIND_S
+        with self._waits_for(phase):
             while True:
                 reason: RanksError | None = None
                 try:
-                    found = look(self.patience_s(deadline))
+                    found = poll(self.patience_s(deadline))
                     if found is not None:
                         return found
                     reason = over()
@@ -121,18 +125,18 @@ class Session:
                         raise self.lost(error, phase, missing()) from error
                 if reason is not None:
                     return give_up(reason)
-                if self.behind is not None and self.is_coordinator and clock.now() - began >= told_s:
-                    told_s *= 2
+                if self.behind is not None and self.is_coordinator and clock.now() - began >= report_s:
+                    report_s *= 2
                     self.behind(phase, [rank for rank in missing() if rank != self.rank], clock.now() - began)
                 pause = min(max((clock.now() - began) * _PAUSE_SHARE, least_s), longest_s)
                 clock.sleep(min(pause, max(deadline.remaining_s, _FIRST_PAUSE_S)))
 
     def patience_s(self, deadline: Deadline) -> float:
-        """How long one question to the board may take."""
+        """Returns how long one request to the key-value store may take. Seconds."""
         return max(_SHORTEST_S, min(self.settings.answer_s, deadline.remaining_s))
 
     def over(self, missing: Sequence[int], deadline: Deadline, phase: str) -> RanksError | None:
-        """Why waiting for those that are `missing` is in vain, if it is: they have left, are dead, or it is late."""
+        """Returns why waiting for the `missing` ranks is in vain: they left, are dead, or it is too late. Else None."""
         others = [rank for rank in missing if rank != self.rank]
         late = deadline.passed
         if others and (late or self.watch.due(others)):
@@ -158,22 +162,22 @@ class Session:
         )
 
     def lost(self, error: RankStoreLost, phase: str, missing: Sequence[int]) -> RankStoreLost:
-        """`error` as who waits raises it: with the phase, and the ranks that are concerned."""
+        """Returns `error` with the phase and the ranks concerned, for the waiting caller."""
         if error.phase:
             return error
         holder = self.kv_store.holder
         others = [rank for rank in missing if rank != self.rank]
         served = "" if holder is None else f"; rank {holder} serves it"
         waited = f"; waited for {self.watch.describe(others)}" if others else ""
-        told = RankStoreLost(
+        described = RankStoreLost(
             f"{phase}: {error.message}{served}{waited}",
             subject=error.subject,
             hint=error.hint,
             ranks=tuple(others) if holder is None else (holder,),
             phase=phase,
         )
-        told.lasting = error.lasting
-        return told
+        described.lasting = error.lasting
+        return described
 
 
 def _left(left: dict[int, str], phase: str) -> RankFailed:

@@ -15,7 +15,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point in time that several waits may share. It goes on while this process is stopped."""
+    """A point in time that several waits may share. It keeps running while this process is stopped."""
 
     seconds: float
     clock: Clock = field(default_factory=Clock)
@@ -26,7 +26,7 @@ class Deadline:
 
     @property
     def remaining_s(self) -> float:
-        """Never below 0."""
+        """Seconds left, never below 0."""
         return max(0.0, self.at - self.clock.now())
 
     @property
@@ -36,15 +36,16 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How often ranks give a sign of life, and when they are given up. Seconds."""
+    """How often ranks send heartbeats, and when others give them up. Seconds."""
 
     beat_s: float = 1.0
     dead_after_s: float = 60.0
-    """No sign of life for so long: stopped or dead. A process that computes without a pause gives none either."""
+    """A rank without a heartbeat for so long is stopped or dead. A process that computes without a pause sends none
+    either."""
     answer_s: float = 10.0
-    """The board has to answer one question in this time."""
+    """The limit for one request to the key-value store."""
     probe_s: float = 2.0
-    """How often ranks that are there already are asked for what has to be equal, while others are still to come."""
+    """How often ranks that are present check their facts while others are still to come."""
     clock: Clock = field(default_factory=Clock)
 
     def deadline(self, seconds: float) -> Deadline:

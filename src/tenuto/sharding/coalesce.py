@@ -1,4 +1,4 @@
-"""Plans coalesced reads: which ranges of a pack to read for the wanted leaves, and which chunks lie in each.
+"""Plans coalesced reads: which ranges of a pack to read for the wanted chunks, and which chunks lie in each.
 
 Uses columns instead of one object for each chunk, so planning ten thousand small leaves costs no more than their bytes.
 """
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+
+from tenuto.codec.chunk_map import Chunks
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -27,8 +29,8 @@ SMALL_BYTES: Final = 16 << 10
 class ReadTask:
     """Bytes `start..stop-1` of a pack, read at once; they contain the plan's runs `first..last-1`.
 
-    nbytes: bytes of the chunks, without unwanted bytes between them.
-    shortest: bytes of the shortest piece of a leaf.
+    nbytes: the bytes of the chunks, without unwanted ones between them.
+    shortest: the bytes of the shortest piece of a row.
     """
 
     start: int
@@ -43,19 +45,11 @@ class ReadTask:
 class ReadPlan:
     """The reads of one pack: its wanted chunks in the order in which they lie there.
 
-    Columns are int64 [chunks]: chunk i is the `size[i]` bytes at `position[i]` of the pack, and the bytes from
-    `start[i]` on of the `want[i]`-th wanted leaf.
-
-    row: each chunk's row in the index's table of digests.
-    runs: run r is the chunks `runs[r]..runs[r + 1] - 1`; they are adjacent in the pack, and belong to one leaf or to
-        several small ones.
+    Run r is the chunks `runs[r]..runs[r + 1] - 1`: they lie one after the other in the pack, and either belong to one
+    row or are pieces of small ones.
     """
 
-    want: Column
-    start: Column
-    size: Column
-    position: Column
-    row: Column
+    chunks: Chunks
     runs: Sequence[int]
     tasks: Sequence[ReadTask]
 
@@ -72,48 +66,46 @@ def cut(length: Column, step: int) -> tuple[Column, Column]:
     return row, within * step
 
 
-def coalesce(
-    want: Column,
-    offset: Column,
-    length: Column,
-    chunk_start: Column,
-    *,
-    chunk_bytes: int,
-    task_bytes: int = TASK_BYTES,
-    gap_bytes: int = GAP_BYTES,
-) -> ReadPlan:
-    """Plans tasks that cover every byte of the wanted leaves once, in pack order. Wanted ranges may overlap.
+def coalesce(chunks: Chunks, *, task_bytes: int = TASK_BYTES, gap_bytes: int = GAP_BYTES) -> ReadPlan:
+    """Returns tasks that cover every chunk once, in the order of the pack.
 
-    want: int64 [wanted], the plan's number for each wanted leaf.
-    offset, length: int64 [wanted], bytes in the pack.
-    chunk_start: int64 [wanted], the row of each leaf's first digest.
-
-    A task has at most `task_bytes` bytes, unless one chunk is longer, and spans unwanted gaps of up to `gap_bytes`.
+    chunks: those of the wanted rows, in one pack, row after row; two rows may want the same bytes.
+    task_bytes: the longest task, unless one chunk is longer.
+    gap_bytes: the most unwanted bytes in a row that a task reads.
     """
-    row, start = cut(length, max(task_bytes // chunk_bytes, 1) * chunk_bytes)
-    order = np.argsort(offset[row] + start, kind="stable")
-    row, start = row[order], start[order]
-    position = offset[row] + start
-    size = np.minimum(length[row] - start, max(task_bytes // chunk_bytes, 1) * chunk_bytes)
-    # A leaf may be wanted in full and in part: then a piece may end before an earlier one does.
+    # A piece is what one task reads of one row: as many chunks of it as fit into a task.
+    begins = np.flatnonzero(_piece_begins(chunks, max(task_bytes // int(chunks.stored.max(initial=1)), 1)))
+    count = np.diff(np.append(begins, len(chunks)))
+    order = np.argsort(chunks.offset[begins], kind="stable")
+    piece, number = cut(count[order], 1)
+    chunks = chunks.take(begins[order][piece] + number)
+    first = np.cumsum(count[order]) - count[order]
+    position = chunks.offset[first]
+    size = np.add.reduceat(chunks.stored, first) if len(first) else chunks.stored
+    # A row may be wanted whole and in part: then a piece may end before the one that begins before it does.
     reached = np.maximum.accumulate(position + size)
     bounds = _groups(position, reached, task_bytes, gap_bytes)
-    piece, within = cut(size, chunk_bytes)
-    # A piece is what one task reads of a leaf, in complete chunks.
-    at = position[piece] + within
-    counts = np.minimum(size[piece] - within, chunk_bytes)
-    first = np.searchsorted(piece, bounds)
-    # Uses the leaf's length: the short end of a long leaf is not treated as a small leaf.
-    runs = _runs(want[row][piece], at, counts, (length < SMALL_BYTES)[row][piece], first[:-1])
-    return ReadPlan(
-        want=want[row][piece],
-        start=start[piece] + within,
-        size=counts,
-        position=at,
-        row=chunk_start[row][piece] + (start[piece] + within) // chunk_bytes,
-        runs=runs.tolist(),
-        tasks=_tasks(position, size, bounds, np.searchsorted(runs, first)),
-    )
+    first = np.append(first, len(chunks))[bounds]
+    runs = _runs(chunks, _small(chunks), first[:-1])
+    return ReadPlan(chunks, runs.tolist(), _tasks(position, size, bounds, np.searchsorted(runs, first)))
+
+
+def _piece_begins(chunks: Chunks, most: int) -> Flags:
+    """Returns which chunks begin a piece: the first of each row, and every one `most` chunks further on."""
+    begins = np.ones(len(chunks), bool)
+    begins[1:] = chunks.want[1:] != chunks.want[:-1]
+    firsts = np.flatnonzero(begins)
+    number = np.arange(len(chunks)) - np.repeat(firsts, np.diff(np.append(firsts, len(chunks))))
+    found: Flags = number % most == 0
+    return found
+
+
+def _small(chunks: Chunks) -> Flags:
+    """Returns which chunks belong to rows of which few bytes are wanted: the short end of a long row is not handled as
+    a small row is."""
+    wanted = np.bincount(chunks.want, weights=chunks.size)
+    found: Flags = (wanted < SMALL_BYTES)[chunks.want]
+    return found
 
 
 def _groups(start: Column, stop: Column, limit: int, gap: int) -> Column:
@@ -134,13 +126,14 @@ def _groups(start: Column, stop: Column, limit: int, gap: int) -> Column:
     return np.array(bounds, np.int64)
 
 
-def _runs(want: Column, position: Column, size: Column, small: Flags, tasks: Column) -> Column:
-    """Returns the first chunk of each run and, last, the number of chunks. Each task of `tasks` begins a run."""
+def _runs(chunks: Chunks, small: Flags, tasks: Column) -> Column:
+    """Returns the first chunk of each run, and how many chunks there are. A run begins with each task of `tasks`."""
+    want = chunks.want
     if not len(want):
         return np.zeros(1, np.int64)
-    stop = position + size
+    stop = chunks.end
     block = (stop - 1) // RUN_BYTES
-    apart = (position[1:] != stop[:-1]) | (block[1:] != block[:-1])
+    apart = (chunks.offset[1:] != stop[:-1]) | (block[1:] != block[:-1])
     apart |= (want[1:] != want[:-1]) & ~(small[1:] & small[:-1])
     begins = np.concatenate([np.ones(1, bool), apart])
     begins[tasks] = True

@@ -1,7 +1,7 @@
-"""What the flow asks of a framework: sources, sinks, and a device that copies.
+"""The contract between the engine and a framework: sources, sinks, and a device that copies.
 
-An adapter (one per framework, loaded when a value of that framework is met) implements these; the flow itself never
-imports a framework.
+One adapter per framework implements it, loaded when a value of that framework appears. The engine never imports a
+framework.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Bound(Protocol):
-    """Destinations of one capture, made once per structure and arena, and used again at each save."""
+    """Destinations of one capture, made once per structure and arena and reused by each save."""
 
     def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
-        """Copies leaves `start..stop-1` (in the order of `bind`) from `sources`; done when `wait` has returned."""
+        """Starts copying leaves `start..stop-1` (in the order of `bind`) from `sources`. `wait` completes it."""
         ...
 
     def copy_part(self, source: Any, leaf: int, start: int, stop: int) -> None:
@@ -32,11 +32,11 @@ class Bound(Protocol):
         ...
 
     def splits(self, source: Any) -> bool:
-        """Whether `copy_part` can serve this source: contiguous in host memory."""
+        """Returns whether `copy_part` accepts this source: contiguous in host memory."""
         ...
 
     def wait(self) -> None:
-        """Returns when everything copied so far is in the destinations."""
+        """Blocks until everything copied so far is in the destinations."""
         ...
 
 
@@ -46,18 +46,17 @@ class Device(Protocol):
     name: str
 
     def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> Bound:
-        """Prepares destinations: `views[i]` are the `specs[i].nbytes` bytes of leaf i in the image."""
+        """Prepares destinations: `views[i]` holds the `specs[i].nbytes` bytes of leaf i in the image."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Flattened:
-    """The training state as leaves, at one moment. Nothing is copied: `sources` still are the training's own tensors.
+    """The training state as leaves, at one moment. Copies nothing: `sources` are the training's own tensors.
 
-    Row i is what this rank holds of a leaf: `specs[i]` describes `sources[i]`, which `devices[device[i]]` can copy.
-    Shared leaves first (numbered in the order
-    in which `tree` names them), then the private ones of `private`. `fingerprint` is equal exactly when a plan, a
-    layout and a `Bound` made for another Flattened can be used for this one.
+    Row i is this rank's part of a leaf: `specs[i]` describes `sources[i]`, which `devices[device[i]]` can copy. Shared
+    leaves come first, numbered in the order of `tree`, then those of `private`. Two states have equal `fingerprint`
+    exactly if they can share a plan, a layout and a `Bound`.
     """
 
     tree: Json
@@ -68,26 +67,26 @@ class Flattened:
     device: Sequence[int]
     fingerprint: str
     reports: tuple[str, ...] = ()
-    """What a person should know: overlapping storages stored each by itself, and the like."""
+    """Remarks for the user, such as overlapping storages that are stored separately."""
     leaf: Sequence[int] | None = None
-    """The leaf number of each row, never falling; None: row i is leaf i. The leaves of `private` are numbered behind
-    those of `tree`. A leaf may have several rows (boxes), or none: then this rank holds nothing of it."""
+    """The leaf number of each row, ascending; None: row i is leaf i. The leaves of `private` are numbered after those
+    of `tree`. A leaf may have several rows (boxes), or none where this rank has no part of it."""
     shared: int | None = None
-    """How many leaves `tree` names; None: as many as there are shared rows."""
+    """The number of leaves in `tree`; None: the number of shared rows."""
 
 
 class Sink(Protocol):
-    """Where one leaf goes on restore."""
+    """The destination of one leaf on restore."""
 
     @property
     def buffer(self) -> Buffer | None:
-        """The destination's own bytes, where they are contiguous, writable host memory; else None."""
+        """The destination's own bytes if they are contiguous, writable host memory; else None."""
         ...
 
     def span(self) -> tuple[int, int] | None:
-        """Address and length of what `buffer` would be, where telling them is cheaper; None: ask for `buffer`.
+        """Returns address and length of `buffer` where that is cheaper, as for many small leaves; None: use `buffer`.
 
-        For small leaves, of which there may be many. Valid while the sink is held.
+        Valid while the sink is alive.
         """
         ...
 
@@ -98,63 +97,62 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What matched, by path."""
+    """The result of matching a checkpoint with a target, by path."""
 
     restored: tuple[str, ...] = ()
     created: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     """In the target, not in the checkpoint."""
     unexpected: tuple[str, ...] = ()
-    """In the checkpoint inside an entry that the target names, not in the target."""
+    """Not in the target, but in an entry of the checkpoint that the target names."""
     skipped: tuple[str, ...] = ()
-    """Top-level entries of the checkpoint that the target does not name, and leaves left out by include or exclude."""
+    """Entries of the checkpoint that the target does not name, and leaves left out by include or exclude."""
     mismatched: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 Form = tuple[str, tuple[int, ...]]
-"""Dtype name and shape of a leaf, the whole of it."""
+"""Dtype name and full shape of a leaf."""
 
 
 @runtime_checkable
 class Rows(Protocol):
-    """Leaves that are held as columns, so that many need not each be an object."""
+    """Leaves stored as columns, so that many need no object each."""
 
     @property
     def paths(self) -> Sequence[str]: ...
 
     @property
     def trees(self) -> tuple[Json, Json]:
-        """The shared and the private tree whose leaves the paths are, in order: looked through already."""
+        """The shared and the private tree whose leaves `paths` lists in order; already checked."""
         ...
 
     @property
     def shared(self) -> int:
-        """How many of the leaves are those of the shared tree."""
+        """The number of leaves of the shared tree."""
         ...
 
     def forms(self) -> Sequence[Form]:
-        """By leaf number."""
+        """Returns the forms by leaf number."""
         ...
 
 
 @dataclass(slots=True)
 class Prepared:
-    """A restore that has been matched but not begun: `wants` are leaf numbers and where their bytes go."""
+    """A restore that is matched and not begun. `wants`: leaf numbers and the destinations of their bytes."""
 
     wants: Sequence[tuple[int, Sink]]
     apply: Callable[[], Any]
-    """After every leaf has arrived: sets plain values, creates what did not exist, returns the state."""
+    """Called after every leaf has arrived: sets plain values, creates what is new, returns the state."""
     report: LoadReport = field(default_factory=LoadReport)
-    """Once applied, with what modules that load in their own way made of what they were given."""
+    """After `apply`, includes what modules with a load of their own made of their state."""
     boxes: Sequence[Box | None] | None = None
-    """For each of `wants` the box of the leaf that its sink takes; None: the whole leaf. None for all: every want takes
-    a whole leaf, of which then no other want takes anything."""
-    left_over: Unmatched | None = None
-    """Where other ranks have targets of their own: what this one does not take; None for nothing."""
-    beside: tuple[int, Callable[[], None]] | None = None
-    """A rank of those that have saved, and what reads some of what that one alone has; to be called once the wants are
-    there."""
+    """For each of `wants` the box its sink takes; None: the full leaf. None for all: every want takes a full leaf, and
+    each leaf is wanted once."""
+    unmatched: Unmatched | None = None
+    """If other ranks have targets of their own: what this one does not take; None for nothing."""
+    other_rank: tuple[int, Callable[[], None]] | None = None
+    """A rank of the save, and a function that reads what only that rank has; called once the wants have arrived."""
 
 
 Rename = Mapping[str, str] | Callable[[str], str]

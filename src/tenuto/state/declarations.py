@@ -1,4 +1,4 @@
-"""Where the elements of a local tensor lie in a global one: which cut of it is which box."""
+"""The layout of a local tensor in a global one, and the marks with which a user declares it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BoxPart:
-    """One box of the whole. `cut` are the spans of the local tensor's leading dimensions that hold it (none: all of the
-    tensor), in the same row-major order."""
+    """One box of the global tensor. `cut`: the spans of the local tensor's leading dimensions that contain it, in
+    row-major order (empty: the entire tensor)."""
 
     cut: tuple[Span, ...]
     offsets: Shape
@@ -27,10 +27,10 @@ class BoxPart:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a local tensor of shape `local` lies in a global one of shape `whole`.
+    """The layout of a local tensor of shape `local` in a global one of shape `whole`.
 
-    No parts: this rank holds nothing of it. `placement` is "replicated" where every rank that holds anything holds all
-    of it.
+    Without parts this rank has nothing of it. `placement` is "replicated" if every rank that has any of it has all of
+    it.
     """
 
     whole: Shape
@@ -39,45 +39,47 @@ class ShardLayout:
     placement: Literal["box", "replicated"] = "box"
 
 
-def taken(tensor: Any, part: BoxPart) -> Any:
-    """The view of a local tensor that is `part`, in the local tensor's own number of dimensions."""
+def part_view(tensor: Any, part: BoxPart) -> Any:
+    """Returns the view of `part` in a local tensor, with the dimensions of the local tensor."""
     return tensor[tuple(slice(start, stop) for start, stop in part.cut)] if part.cut else tensor
 
 
-def everywhere(shape: Sequence[int]) -> ShardLayout:
-    """The whole tensor, on every rank."""
-    return ShardLayout(tuple(shape), tuple(shape), (_all_of(shape),), "replicated")
+def replicated_layout(shape: Sequence[int]) -> ShardLayout:
+    """Returns the layout of a tensor that every rank has in full."""
+    return ShardLayout(tuple(shape), tuple(shape), (_full_box(shape),), "replicated")
 
 
-def nowhere(shape: Sequence[int]) -> ShardLayout:
-    """A tensor that other ranks hold: its local copy does not count."""
+def absent_layout(shape: Sequence[int]) -> ShardLayout:
+    """Returns the layout of a tensor that other ranks have: the local copy does not count."""
     return ShardLayout(tuple(shape), tuple(shape), (), "replicated")
 
 
-def nothing(whole: Shape, local: Shape, placement: Literal["box", "replicated"] = "box") -> ShardLayout:
-    """A local tensor without elements. One of a tensor that has none at all is that tensor: somebody must hold it."""
-    return ShardLayout(whole, local, () if prod(whole) else (_all_of(whole),), placement)
+def empty_layout(whole: Shape, local: Shape, placement: Literal["box", "replicated"] = "box") -> ShardLayout:
+    """Returns the layout of an empty local tensor. If the global tensor is empty too, the layout covers it: some rank
+    must."""
+    return ShardLayout(whole, local, () if prod(whole) else (_full_box(whole),), placement)
 
 
-def _all_of(shape: Sequence[int]) -> BoxPart:
+def _full_box(shape: Sequence[int]) -> BoxPart:
     return BoxPart((), (0,) * len(shape), tuple(shape))
 
 
 def at_offsets(local: Sequence[int], whole: Sequence[int], offsets: Sequence[int]) -> ShardLayout:
-    """A local tensor that is one box. `whole` may have more dimensions than it: the box is 1 wide in the first ones."""
+    """Returns the layout of a local tensor that is one box. In extra leading dimensions of `whole` the box is 1
+    wide."""
     local, whole, offsets = tuple(local), tuple(whole), tuple(offsets)
     more = len(whole) - len(local)
     if more < 0:
         raise UsageError(f"a tensor of shape {list(local)} is no part of one of shape {list(whole)}", hint="whole=")
     layout = checked(ShardLayout(whole, local, (BoxPart((), offsets, (1,) * more + local),)))
-    return layout if prod(local) else nothing(whole, local)
+    return layout if prod(local) else empty_layout(whole, local)
 
 
 def in_boxes(
     local: Sequence[int], whole: Sequence[int], boxes: Iterable[tuple[slice | tuple[slice, ...], Sequence[int]]]
 ) -> ShardLayout:
-    """A local tensor that is several boxes: for each the slice (or slices, from the first dimension on) of the local
-    tensor, and where in the whole that begins."""
+    """Returns the layout of a local tensor made of several boxes: each a slice (or slices, from the first dimension on)
+    of the local tensor and its offsets in the global one."""
     local, whole = tuple(local), tuple(whole)
     parts = []
     for where, offsets in boxes:
@@ -88,12 +90,12 @@ def in_boxes(
         shape = tuple(max(stop - start, 0) for start, stop in cut) + local[len(cut) :]
         parts.append(BoxPart(cut, tuple(offsets), (1,) * (len(whole) - len(shape)) + shape))
     found = checked(ShardLayout(whole, local, tuple(part for part in parts if prod(part.shape))))
-    return found if found.parts else nothing(whole, local)
+    return found if found.parts else empty_layout(whole, local)
 
 
 def fused_along(local: Sequence[int], sizes: Sequence[int] | None, dim: int, rank: int, of: int) -> ShardLayout:
-    """The share of rank `rank` of `of` in parameters of `sizes` along `dim` that lie behind one another: of each of
-    them an equal part. Without `sizes` there is one of them."""
+    """Returns the layout of rank `rank` of `of` in parameters of `sizes` concatenated along `dim`: an equal part of
+    each. Without `sizes` there is one parameter."""
     local = tuple(local)
     if not -len(local) <= dim < len(local) or not 0 <= rank < of:
         raise UsageError(f"rank {rank} of {of} along dimension {dim} of a tensor of shape {list(local)} is none")
@@ -111,11 +113,12 @@ def fused_along(local: Sequence[int], sizes: Sequence[int] | None, dim: int, ran
         width = size // of
         spans.append((begin + rank * width, begin + (rank + 1) * width))
         begin += size
-    return crossed(whole, {dim: spans})
+    return cross_layout(whole, {dim: spans})
 
 
 def flat_range(length: int, whole: Sequence[int], begin: int) -> ShardLayout:
-    """Elements `begin..begin+length-1` of a row-major tensor of shape `whole`, as a local tensor of one dimension."""
+    """Returns the layout of a 1-D tensor that is elements `begin..begin+length-1` of a row-major tensor of shape
+    `whole`."""
     whole = tuple(whole)
     if begin < 0 or begin + length > prod(whole):
         raise UsageError(
@@ -127,11 +130,11 @@ def flat_range(length: int, whole: Sequence[int], begin: int) -> ShardLayout:
         offsets, shape = _largest_box(at, begin + length, whole)
         parts.append(BoxPart(((at - begin, at - begin + prod(shape)),), offsets, shape))
         at += prod(shape)
-    return ShardLayout(whole, (length,), tuple(parts)) if parts else nothing(whole, (length,))
+    return ShardLayout(whole, (length,), tuple(parts)) if parts else empty_layout(whole, (length,))
 
 
 def _largest_box(at: int, end: int, whole: Shape) -> tuple[Shape, Shape]:
-    """Offsets and shape of the largest box that is a run of elements from `at` on, before `end`."""
+    """Returns offsets and shape of the largest box that is a run of elements from `at`, before `end`."""
     offsets, rest = [], at
     for inner in (prod(whole[dim + 1 :]) for dim in range(len(whole))):
         offsets.append(rest // inner)
@@ -144,28 +147,28 @@ def _largest_box(at: int, end: int, whole: Shape) -> tuple[Shape, Shape]:
     return tuple(offsets), (1,) * len(whole)
 
 
-def crossed(
+def cross_layout(
     whole: Shape, spans: dict[int, list[Span]], *, placement: Literal["box", "replicated"] = "box"
 ) -> ShardLayout:
-    """The layout of a local tensor that holds, along each dimension in `spans`, these spans of the whole one behind
-    another, and all of every other dimension."""
-    every = [joined(spans[dim]) if dim in spans else [(0, length)] for dim, length in enumerate(whole)]
+    """Returns the layout of a local tensor that concatenates these spans along each dimension in `spans`, and has all
+    of every other dimension."""
+    every = [merge_spans(spans[dim]) if dim in spans else [(0, length)] for dim, length in enumerate(whole)]
     local = tuple(sum(stop - start for start, stop in found) for found in every)
     if 0 in local:
-        return nothing(whole, local, placement)
+        return empty_layout(whole, local, placement)
     if all(len(found) == 1 for found in every):
         return ShardLayout(whole, local, (BoxPart((), tuple(found[0][0] for found in every), local),), placement)
     last = max(dim for dim, found in enumerate(every) if len(found) > 1)
     parts = []
-    for chosen in product(*(list(zip(found, _behind(found), strict=True)) for found in every)):
+    for chosen in product(*(list(zip(found, _consecutive(found), strict=True)) for found in every)):
         cut = tuple(here for _, here in chosen[: last + 1])
         shape = tuple(stop - start for (start, stop), _ in chosen)
         parts.append(BoxPart(cut, tuple(span[0] for span, _ in chosen), shape))
     return ShardLayout(whole, local, tuple(parts), placement)
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
-    """The same indices in the same order, in as few spans as there can be."""
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
+    """Returns the same indices in the same order, in as few spans as possible."""
     found: list[Span] = []
     for start, stop in spans:
         if start == stop:
@@ -177,8 +180,8 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def _behind(spans: Sequence[Span]) -> list[Span]:
-    """Where each lies when they lie behind one another."""
+def _consecutive(spans: Sequence[Span]) -> list[Span]:
+    """Returns the spans shifted so that each begins where the previous one ends."""
     found: list[Span] = []
     at = 0
     for start, stop in spans:
@@ -188,7 +191,7 @@ def _behind(spans: Sequence[Span]) -> list[Span]:
 
 
 def checked(layout: ShardLayout) -> ShardLayout:
-    """The layout itself; UsageError where its parts do not lie in the whole, or do not make up the local tensor."""
+    """Returns `layout`. Raises UsageError if its parts exceed the global tensor or do not tile the local one."""
     for part in layout.parts:
         inside = len(part.offsets) == len(part.shape) == len(layout.whole) and all(
             begin >= 0 and begin + length <= size
@@ -199,10 +202,10 @@ def checked(layout: ShardLayout) -> ShardLayout:
                 f"a box of shape {list(part.shape)} at {list(part.offsets)} does not lie in {list(layout.whole)}",
                 hint="offsets= and whole= are those of the global tensor",
             )
-    held = sum(prod(part.shape) for part in layout.parts)
-    if held != prod(layout.local) or _overlap([_spans(part.cut, layout.local) for part in layout.parts]):
+    covered = sum(prod(part.shape) for part in layout.parts)
+    if covered != prod(layout.local) or _overlap([_spans(part.cut, layout.local) for part in layout.parts]):
         raise UsageError(
-            f"the boxes are {held} elements of a local tensor of shape {list(layout.local)}, or overlap in it",
+            f"the boxes are {covered} elements of a local tensor of shape {list(layout.local)}, or overlap in it",
             hint="every element of the local tensor lies in exactly one of the boxes",
         )
     if _overlap([_spans_at(part) for part in layout.parts]):
@@ -226,16 +229,14 @@ def _overlap(boxes: Sequence[Sequence[Span]]) -> bool:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# What a user says about how a value relates to the ranks: a part of a global tensor, a replica, a rank's own.
-#
-# A mark stands in the state in place of the value. It is no part of the checkpoint's tree: what is saved under a mark
-# loads into a target without one, and the other way round.
+# -- marks: how a value relates to the ranks
+# A mark replaces the value in the state and is not part of the checkpoint's tree: what is saved under a mark loads into
+# a target without one, and vice versa.
 
 
 @dataclass(eq=False)
 class Shard:
-    """A local tensor or array, and where it lies in the global one. Made by `shard`, `fused` and `flat`."""
+    """A local tensor or array and its layout in the global one. Made by `shard`, `fused` and `flat`."""
 
     value: Any
     layout: ShardLayout
@@ -243,7 +244,7 @@ class Shard:
 
 @dataclass(eq=False)
 class Replicated:
-    """A value that is the same on every rank that has it. Made by `replicated`."""
+    """A value that is equal on every rank that has it. Made by `replicated`."""
 
     value: Any
 
@@ -268,15 +269,16 @@ def shard(
     rank: int | None = None,
     of: int | None = None,
 ) -> Shard:
-    """Declares that `tensor` (of torch or numpy) is this rank's part of a global tensor.
+    """Declares that `tensor` (of torch or numpy) is this rank's part of a global tensor, in one of three forms:
 
-    Say it in one of three ways. `whole=` and `offsets=`: the global shape, and where in it the tensor begins; `whole`
-    may have more dimensions than the tensor, which then is 1 wide in the first ones (an expert of a stack). `dim=`,
-    `rank=` and `of=`: equal parts along a dimension, this one the `rank`-th. `whole=` and `boxes=`: several boxes, each
-    as a slice of the tensor (or a tuple of slices, from the first dimension on) and its offsets in the whole.
+    - `whole=`, `offsets=`: the global shape and the position of the tensor in it. In extra leading dimensions of
+      `whole` (the experts of a stack) the tensor is 1 wide.
+    - `dim=`, `rank=`, `of=`: equal parts along a dimension, this one the `rank`-th.
+    - `whole=`, `boxes=`: several boxes, each a slice of the tensor (or a tuple of slices, from the first dimension on)
+      and its offsets in the global tensor.
 
-    Put what this returns into the state in place of the tensor, or give it to `declare`. Raises UsageError for boxes
-    that do not lie in the whole or do not make up the tensor.
+    Put the result into the state in place of the tensor, or pass it to `declare`. Raises UsageError for boxes that
+    exceed the global tensor or do not tile the local one.
     """
     local = _shape(tensor)
     if boxes is not None and whole is not None and offsets is None and dim is None:
@@ -292,18 +294,18 @@ def shard(
 
 
 def fused(tensor: Any, *, sizes: Sequence[int], rank: int, of: int, dim: int = 0) -> Shard:
-    """Declares this rank's part of parameters that are fused into one tensor, as query, key and value or gate and up.
+    """Declares this rank's part of parameters fused into one tensor, such as query, key and value, or gate and up.
 
-    `sizes` are the whole parameters' lengths along `dim`, in order. Each of them is cut into `of` equal parts, and
-    `tensor` holds the `rank`-th of each, one behind another. The checkpoint has the whole parameters, fused, so that it
-    loads at any other degree of tensor parallelism. Raises UsageError where the sizes do not fit.
+    `sizes` are the full lengths of the parameters along `dim`, in order. Each is cut into `of` equal parts, and
+    `tensor` concatenates the `rank`-th of each. The checkpoint stores the full parameters, fused, so it loads at any
+    degree of tensor parallelism. Raises UsageError where the sizes do not fit.
     """
     return Shard(tensor, fused_along(_shape(tensor), sizes, dim, rank, of))
 
 
 def flat(tensor: Any, *, whole: Sequence[int], begin: int) -> Shard:
-    """Declares that `tensor`, of one dimension, is elements `begin` and following of a flattened (row-major) tensor of
-    shape `whole`: a partition as ZeRO makes them. Raises UsageError where they do not lie in it."""
+    """Declares that the 1-D `tensor` is the elements from `begin` on of a flattened (row-major) tensor of shape
+    `whole`: a partition as ZeRO makes them. Raises UsageError if it exceeds that tensor."""
     shape = _shape(tensor)
     if len(shape) != 1:
         raise UsageError(f"a flat partition has one dimension, not the shape {list(shape)}", hint="tensor.view(-1)")
@@ -311,9 +313,9 @@ def flat(tensor: Any, *, whole: Sequence[int], begin: int) -> Shard:
 
 
 def replicated(value: Any) -> Replicated:
-    """Declares that a value, with everything in it, is the same on every rank that has it.
+    """Declares that a value, with everything in it, is equal on every rank that has it.
 
-    Replicas are compared at the first save and every 50th; what nothing declares is compared at every save.
+    Declared replicas are compared at the first save and every 50th; undeclared values at every save.
     """
     return Replicated(value)
 
@@ -323,28 +325,28 @@ def per_rank(value: Any) -> PerRank:
     return PerRank(value)
 
 
-# -- what is declared of a tensor itself -------------------------------------------------------------------------------
+# -- layouts declared on tensors
 
 _ATTRIBUTE: Final = "_tenuto_layout"
-"""Where a tensor carries what was declared of it: with it as long as it lives, and no weak reference to it, because a
-tensor to which something holds one cannot be given memory on load."""
+"""The attribute of a tensor with its declared layout. No weak reference: a tensor with one cannot get new memory on
+load."""
 
 _counted = [0]
 
 
 def declarations() -> int:
-    """A number that changes when anything is declared."""
+    """Returns a number that changes with every declaration."""
     return _counted[0]
 
 
 def attach(tensor: Any, layout: ShardLayout) -> None:
-    """Declares the layout of a tensor, wherever it is met."""
+    """Declares the layout of a tensor wherever it occurs."""
     _counted[0] += 1
     setattr(tensor, _ATTRIBUTE, layout)
 
 
 def attached(tensor: Any) -> ShardLayout | None:
-    """What was declared of a tensor itself."""
+    """Returns the layout declared on a tensor, if any."""
     return getattr(tensor, _ATTRIBUTE, None) if _counted[0] else None
 
 

@@ -1,6 +1,10 @@
-"""Who represents a value: its framework's adapter, found by the module of its type, or what a user has registered.
+"""The registry of frameworks, and what else represents a value: a type that a user has registered.
 
-Adapters are imported when a value of their framework is met, by a name that stands here and in no checkpoint.
+A framework is one declaration: which module of its integration represents values, positions loaders, captures random
+generators, guards updates, and knows what makes a resume inexact. Nothing of an integration is imported before the
+program has imported the framework itself, and no checkpoint names a module of ours. Another package declares a
+framework with an entry point in the group `tenuto.frameworks`, whose name is the framework's top-level module and whose
+value is a `Framework`; `tenuto.testing.adapter_suite` says what an integration has to keep.
 """
 
 from __future__ import annotations
@@ -9,9 +13,10 @@ import dataclasses
 import enum
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from tenuto.errors import UsageError
 from tenuto.model.leaf import LeafSpec
@@ -25,12 +30,8 @@ if TYPE_CHECKING:
     from tenuto.state.restore.restorer import Restorer, Thunk
 
 
-# --------------------------------------------------------------------------------------------------
-# Objects that say their state themselves.
-
-
 def is_stateful(value: Any) -> bool:
-    """Whether the value says its state itself, and takes it back."""
+    """Returns whether the value saves and loads its own state."""
     kind = type(value)
     return (
         not isinstance(value, type)
@@ -39,14 +40,13 @@ def is_stateful(value: Any) -> bool:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# A value whose class the reading process has not offered: its type's name and what it held.
-
-
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """An enum (`value` is the member's name), a dataclass or namedtuple (`value` maps fields), or a registered type's
-    plain form, restored where no value of its class was at hand. Nothing is imported by `type_name`."""
+    """A value whose class the reading process did not offer. Nothing is imported by `type_name`.
+
+    `value` is the member's name of an enum, the fields of a dataclass or namedtuple, or the plain form of a registered
+    type.
+    """
 
     type_name: str
     value: Any
@@ -57,40 +57,42 @@ def type_name(kind: type) -> str:
 
 
 Refresh = Callable[[Any, "StateWalker"], Json]
-"""Given a value's present form: its node again, its leaves told to the writer in the same order as at first.
-Raises `Changed` where the node cannot be had without a fresh look."""
+"""Given the current value: its node again, with its leaves recorded in the same order as at first. Raises
+`StructureChanged` if the node needs a full walk."""
 
 Encode = Callable[[Any, str, "StateWalker"], tuple[Json, Refresh]]
-"""Given a value and its path: its node, and how to tell it again."""
+"""Given a value and its path: its node, and its `Refresh`."""
 
 
 class Adapter(Protocol):
-    """How values of one framework become nodes and come back."""
+    """Turns values of one framework into nodes and back."""
 
     def claims(self, kind: type) -> bool:
-        """Whether this adapter represents values of the type."""
+        """Returns whether this adapter represents values of the type."""
         ...
 
     def plain(self, kind: type) -> bool:
-        """Whether values of the type, which is this adapter's, are replaced as numbers are, and never filled."""
+        """Returns whether values of the type are replaced as numbers are, never filled."""
         ...
 
     def encode(self, value: Any, path: str, writer: StateWalker) -> tuple[Json, Refresh]: ...
 
     def encode_shard(self, value: Shard, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
-        """`encode` for a tensor of which its mark says where it lies in a global one."""
+        """Encodes a tensor whose mark gives its layout in a global one."""
         ...
 
     def encode_entries(
         self, entries: Mapping[str, Any], path: str, writer: StateWalker
     ) -> tuple[list[Json], Refresh] | None:
-        """The pairs of a dictionary whose values are all this adapter's, as `encode` of each would give them, and how
-        to tell them again (given the dictionary) at less cost than one by one. None where it cannot; then nothing was
-        told to the writer."""
+        """Encodes the pairs of a dictionary whose values all belong to this adapter, as `encode` of each would, with a
+        `Refresh` for the dictionary that is cheaper than one per value.
+
+        Returns None if it cannot; then nothing was recorded in the walker.
+        """
         ...
 
     def owners(self, value: Any, path: str) -> Iterable[tuple[Any, str]]:
-        """The tensors that an optimizer may hold, each with its path: the value itself, or a module's parameters."""
+        """Yields the tensors an optimizer may own with their paths: the value itself, or the parameters of a module."""
         ...
 
     def restore(self, value: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
@@ -106,63 +108,163 @@ class Adapter(Protocol):
         ...
 
     def allocate(self, spec: LeafSpec, node: Json, device: Any) -> tuple[Any, Sink]:
-        """A new tensor for a leaf, and where its bytes go."""
+        """Allocates a new tensor for a leaf. Returns it with its sink."""
         ...
 
     def view(self, base: Any, node: Json) -> Any:
-        """The value that a leaf's or alias's `node` describes over the allocated `base`."""
+        """Returns the value that the `node` of a leaf or alias describes over the allocated `base`."""
         ...
 
 
-_HOMES: Final = {"torch": "tenuto.integrations.torch.adapter", "numpy": "tenuto.state.numpy_arrays"}
-KIND_HOMES: Final = {
-    "module": "torch",
-    "optimizer": "torch",
-    "sparse": "torch",
-    "subclass": "torch",
-    "generator": "torch",
-    "torch.size": "torch",
-    "torch.dtype": "torch",
-    "torch.device": "torch",
-    "nprandom": "numpy",
-}
+GROUP: Final = "tenuto.frameworks"
 
-_GATES: Final = {"torch": "tenuto.integrations.torch.fence"}
-"""Who knows which leaves a framework's optimizers own."""
 
-_adapters: dict[str, Adapter] = {}
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """A framework, and the modules of its integration. Every module but the adapter's is an optional ability.
+
+    name: the framework's top-level module.
+    adapter: the module whose `adapter` represents values of the framework (`tenuto.state.frameworks.Adapter`).
+    kinds: the kinds of nodes that only this framework has, which its adapter makes anew where a target lacks them.
+    rng: the module whose `capture`, `apply` and `derived` know the framework's global random generators.
+    positions: the module whose `attach` knows the framework's data loaders.
+    loaders: top-level modules besides `name` whose loaders `positions` knows.
+    certificate: the module whose `findings` says what makes a resume inexact.
+    gate: the module whose `gate` guards the updates of optimizers, for fenced captures.
+    """
+
+    name: str
+    adapter: str
+    kinds: frozenset[str] = frozenset()
+    rng: str = ""
+    positions: str = ""
+    loaders: frozenset[str] = frozenset()
+    certificate: str = ""
+    gate: str = ""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the program has imported the framework."""
+        return sys.modules.get(self.name) is not None
+
+    def ability(self, name: str) -> Any:
+        """Returns the module of one ability, such as "rng"; None where the framework has none of the kind."""
+        module: str = getattr(self, name)
+        return importlib.import_module(module) if module else None
+
+
+_TORCH: Final = "tenuto.integrations.torch"
+BUILT_IN: Final = (
+    Framework("numpy", adapter="tenuto.state.numpy_arrays", kinds=frozenset({"nprandom"})),
+    Framework(
+        "torch",
+        adapter=f"{_TORCH}.adapter",
+        kinds=frozenset(
+            {"module", "optimizer", "sparse", "subclass", "generator", "torch.size", "torch.dtype", "torch.device"}
+        ),
+        rng=f"{_TORCH}.rng",
+        positions=f"{_TORCH}.data.loaders",
+        loaders=frozenset({"torchdata"}),
+        certificate=f"{_TORCH}.certificate",
+        gate=f"{_TORCH}.fence",
+    ),
+)
+_BUILT_IN_NAMES: Final = frozenset(framework.name for framework in BUILT_IN)
+
 _by_type: dict[type, Adapter | None] = {}
 
 
-def home(name: str) -> Adapter:
-    """The adapter of a framework; ImportError if the framework is not installed."""
-    found = _adapters.get(name)
-    if found is None:
-        found = _adapters[name] = importlib.import_module(_HOMES[name]).adapter
+@cache
+def declared() -> dict[str, Framework]:
+    """Returns every framework by its name: the built-in ones, and those of installed packages."""
+    from importlib.metadata import entry_points  # slow to import
+
+    found = {framework.name: framework for framework in BUILT_IN}
+    for point in entry_points(group=GROUP):
+        if point.name not in _BUILT_IN_NAMES:
+            found[point.name] = cast(Framework, point.load())
     return found
 
 
-def gate(state: Any, tell: Callable[[str], None]) -> UpdateGate | None:
-    """What guards the updates of the optimizers in `state`; None while no framework that has any is loaded."""
-    for name, module in _GATES.items():
-        if name in sys.modules:
-            found: UpdateGate = importlib.import_module(module).gate(state, tell)
-            return found
-    return None
+def loaded(ability: str) -> Iterator[tuple[Framework, Any]]:
+    """Yields the frameworks that the program has imported and that have the ability, each with its module."""
+    for framework in declared().values():
+        if framework.loaded and (module := framework.ability(ability)) is not None:
+            yield framework, module
+
+
+def named(name: str) -> Framework | None:
+    """Returns the framework of a top-level module; None where nobody declares it.
+
+    Entry points are looked up only for modules that are neither built in nor Python's own.
+    """
+    for framework in BUILT_IN:
+        if framework.name == name:
+            return framework
+    if name in sys.stdlib_module_names or name in ("__main__", "tenuto"):
+        return None
+    return declared().get(name)
+
+
+@cache
+def adapter_of(name: str) -> Adapter:
+    """Returns the adapter of a declared framework. Raises ImportError where the framework is not installed."""
+    framework = named(name)
+    assert framework is not None, f"{name} is declared"
+    return cast(Adapter, framework.ability("adapter").adapter)
 
 
 def adapter_for(kind: type) -> Adapter | None:
-    """The adapter that represents values of this type, if any."""
+    """Returns the adapter that represents values of this type, or None."""
     try:
         return _by_type[kind]
     except KeyError:
         found: Adapter | None = None
         for name in dict.fromkeys(base.__module__.partition(".")[0] for base in kind.__mro__):
-            if name in _HOMES and (candidate := home(name)).claims(kind):
+            if named(name) is not None and (candidate := adapter_of(name)).claims(kind):
                 found = candidate
                 break
         _by_type[kind] = found
         return found
+
+
+def has_kind(kind: str) -> bool:
+    """Returns whether nodes of this kind belong to one framework alone."""
+    return _of_kind(kind) is not None
+
+
+def adapter_of_kind(kind: str) -> Adapter:
+    """Returns the adapter of the framework that alone has nodes of this kind.
+
+    Raises ImportError where the framework is not installed.
+    """
+    framework = _of_kind(kind)
+    assert framework is not None, f"some framework has the kind {kind}"
+    return adapter_of(framework.name)
+
+
+def _of_kind(kind: str) -> Framework | None:
+    for frameworks in (BUILT_IN, declared().values()):
+        for framework in frameworks:
+            if kind in framework.kinds:
+                return framework
+    return None
+
+
+def positions_of(top_level: str) -> Any:
+    """Returns the module whose `attach` knows loaders of a top-level module; None where nobody does."""
+    for framework in BUILT_IN:
+        if top_level in (framework.name, *framework.loaders) and framework.positions:
+            return framework.ability("positions")
+    framework_of = named(top_level)
+    return framework_of.ability("positions") if framework_of is not None else None
+
+
+def gate(state: Any, warn: Callable[[str], None]) -> UpdateGate | None:
+    """Returns what guards the updates of the optimizers in `state`; None while no framework that has any is loaded."""
+    for _, module in loaded("gate"):
+        return cast(UpdateGate, module.gate(state, warn))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +287,15 @@ def register(
 ) -> None:
     """Makes values of exactly this type representable, and restorable where none exists yet.
 
-    `to_plain` returns what Tenuto can represent (tensors too), `from_plain` takes it back. Both may be left out for
-    an enum, a dataclass or a namedtuple. `name` (default: module and qualified name) is what the checkpoint says.
+    - `to_plain`: returns a form that Tenuto can represent (tensors too).
+    - `from_plain`: takes it back. Both are optional for an enum, a dataclass or a namedtuple.
+    - `name`: the name in the checkpoint (default: module and qualified name).
+
     Raises UsageError if the name belongs to another type.
     """
     tag = name or type_name(kind)
-    if (held := _by_name.get(tag)) is not None and held[0] is not kind:
-        raise UsageError(f"{tag!r} is registered for {type_name(held[0])} already", subject=tag, hint="pass name=")
+    if (known := _by_name.get(tag)) is not None and known[0] is not kind:
+        raise UsageError(f"{tag!r} is registered for {type_name(known[0])} already", subject=tag, hint="pass name=")
     if to_plain is None or from_plain is None:
         defaults = _defaults(kind)
         to_plain, from_plain = to_plain or defaults[0], from_plain or defaults[1]
@@ -214,7 +318,8 @@ def _defaults(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 
 def rebuild_dataclass(kind: type, fields: dict[str, Any]) -> Any:
-    """A dataclass value with these fields, its `__init__` not run: saved fields are the value, also derived ones."""
+    """Makes a dataclass value with these fields without `__init__`: saved fields are the value, derived ones
+    included."""
     made: Any = object.__new__(kind)
     for name, value in fields.items():
         object.__setattr__(made, name, value)

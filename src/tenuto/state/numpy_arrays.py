@@ -1,4 +1,4 @@
-"""numpy's values and long bytes: leaves that lie in host memory."""
+"""The adapter for numpy values and long bytes: leaves in host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tenuto.model.box import Box
 from tenuto.model.leaf import DTYPES, LeafSpec, dtype
 from tenuto.model.records import Json
 from tenuto.state.contract import Bound, Buffer, Sink
-from tenuto.state.declarations import Shard, ShardLayout, taken
+from tenuto.state.declarations import Shard, ShardLayout, part_view
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.atoms import encode_scalar
 from tenuto.state.encode.walker import SeenLeaf, StateWalker, StructureChanged
@@ -30,7 +30,8 @@ _NAMES: Final = {row.numpy: row.name for row in DTYPES.values() if row.numpy is 
 
 
 def dtype_name(kind: np.dtype[Any], path: str = "") -> str:
-    """The name of an array's type. Unserialisable for objects, and for types that their own string does not give."""
+    """Returns the dtype name of an array. Raises Unserialisable for objects, and for types that their string does not
+    give."""
     if kind.hasobject or kind.names is not None or np.dtype(kind.str) != kind:
         raise Unserialisable(
             f"{path or ROOT}: an array of {kind} has no representation",
@@ -41,13 +42,13 @@ def dtype_name(kind: np.dtype[Any], path: str = "") -> str:
 
 
 def array_dtype(name: str) -> np.dtype[Any]:
-    """numpy's type for a leaf's dtype; where numpy has none, items of its size without a meaning."""
+    """Returns numpy's type for a leaf's dtype; where numpy has none, opaque items of its size."""
     row = dtype(name)
     return np.dtype(row.numpy if row.numpy is not None else f"V{row.size}")
 
 
 def as_bytes(array: Array) -> Buffer:
-    """The bytes of a C-contiguous array, not copied."""
+    """Returns the bytes of a C-contiguous array without a copy."""
     return np.asarray(array).reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
 
 
@@ -92,7 +93,7 @@ HOST: Final = HostDevice()
 
 
 class ArraySink:
-    """An existing or new array that a leaf's bytes go into."""
+    """The sink of an existing or new array."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -102,8 +103,8 @@ class ArraySink:
         return as_bytes(self._array) if self._array.flags.c_contiguous and self._array.flags.writeable else None
 
     def span(self) -> tuple[int, int] | None:
-        held = self._array.flags
-        return (_address(self._array), self._array.nbytes) if held.c_contiguous and held.writeable else None
+        flags = self._array.flags
+        return (_address(self._array), self._array.nbytes) if flags.c_contiguous and flags.writeable else None
 
     def fill(self, data: Buffer) -> None:
         np.copyto(self._array, np.ndarray(self._array.shape, self._array.dtype, data), casting="no")
@@ -114,11 +115,12 @@ def _geometry(array: Array) -> Geometry:
     return Geometry("cpu", high - low if array.nbytes else 0, ("numpy", array.dtype.str, array.shape, array.strides))
 
 
-def _parts_told(array: Array, layout: ShardLayout) -> list[SeenLeaf]:
-    """The rows of a declared array. The first one has the extent of all of it: they may lie in each other's gaps."""
+def _part_rows(array: Array, layout: ShardLayout) -> list[SeenLeaf]:
+    """Returns the rows of a declared array. The first has the extent of the entire array: rows may lie in each other's
+    gaps."""
     found: list[SeenLeaf] = []
     for number, part in enumerate(layout.parts):
-        piece = taken(array, part).reshape(part.shape)
+        piece = part_view(array, part).reshape(part.shape)
         whole = _geometry(array)
         shape = (whole.shape, layout, number)
         found.append((piece, _address(piece), Geometry("cpu", 0 if number else whole.extent, shape)))
@@ -180,16 +182,16 @@ class NumpyAdapter:
         if writer.private:
             node, again = self.encode(array, path, writer)
             return node, lambda shard, replay: again(shard.value, replay)
-        name, told = dtype_name(array.dtype, path), _parts_told(array, layout)
-        node = writer.rows(path, {"as": "numpy"}, name, layout, told, device=HOST, tensor=array)
+        name, seen = dtype_name(array.dtype, path), _part_rows(array, layout)
+        node = writer.rows(path, {"as": "numpy"}, name, layout, seen, device=HOST, tensor=array)
         known, strides = array.dtype, array.strides
 
         def refresh(again: Shard, replay: StateWalker) -> Json:
             now = again.value
             same = isinstance(now, np.ndarray) and now.dtype == known and now.strides == strides
-            if not same or now.shape != layout.local or again.layout != layout or (now is not array and not told):
+            if not same or now.shape != layout.local or again.layout != layout or (now is not array and not seen):
                 raise StructureChanged
-            for source, place, _ in _parts_told(now, layout):
+            for source, place, _ in _part_rows(now, layout):
                 replay.again(source, place)
             return node
 
@@ -197,23 +199,23 @@ class NumpyAdapter:
 
     def _encode_bytes(self, value: bytes | bytearray, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
         length, kind = len(value), type(value).__name__
-        held = bytes(value)  # a bytearray may change, or be gone and its identity reused, before the leaf is copied
+        data = bytes(value)  # a bytearray may change, or die and have its identity reused, before the leaf is copied
         geometry = Geometry("bytes", 0, (kind, length))
         node = writer.leaf(
             path,
             {"as": "bytes", "type": kind},
             ("uint8", (length,)),
-            held,
+            data,
             device=HOST,
-            address=id(held),
+            address=id(data),
             geometry=geometry,
         )
 
         def refresh(again: bytes | bytearray, replay: StateWalker) -> Json:
             if len(again) != length:
                 raise StructureChanged
-            held = bytes(again)
-            replay.again(held, id(held))
+            data = bytes(again)
+            replay.again(data, id(data))
             return node
 
         return node, refresh
@@ -258,7 +260,7 @@ class NumpyAdapter:
             )
         if not array.flags.writeable:
             return restorer.mismatch(array, path, restorer.words(node), "a shard that cannot be written")
-        parts = [(Box(part.offsets, part.shape), ArraySink(taken(array, part))) for part in layout.parts]
+        parts = [(Box(part.offsets, part.shape), ArraySink(part_view(array, part))) for part in layout.parts]
         restorer.want_parts(number, parts, path, _address(array), lambda: _geometry(array))
         return lambda: array
 

@@ -1,4 +1,4 @@
-"""numpy's random generators: their states as nodes, checked before they are put back."""
+"""The states of numpy's random generators as nodes, checked before they are set."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _bits(value: Any) -> Any:
 
 
 def set_generator(value: Any, state: Any, path: str) -> Any:
-    """`value`, put to `state`; CorruptionError where that is none of it."""
+    """Sets the generator `value` to `state` and returns it. Raises CorruptionError for anything but its state."""
     try:
         check_generator(state)
         if isinstance(value, np.random.RandomState):
@@ -52,8 +52,8 @@ def set_generator(value: Any, state: Any, path: str) -> Any:
 
 
 def check_generator(state: Any) -> None:
-    """Raises ValueError, or what a missing part raises, for a state with a position outside of its words: numpy takes
-    it unchecked, and the next draw reads memory there."""
+    """Raises ValueError, or the error of a missing part, for a state with a position outside its words: numpy does not
+    check it, and the next draw would read memory there."""
     if state["bit_generator"] == "MT19937":
         inner = state["state"]
         words, at, last = np.shape(inner["key"]) == (MT19937_WORDS,), inner["pos"], MT19937_WORDS
@@ -66,9 +66,9 @@ def check_generator(state: Any) -> None:
 
 
 def new_generator(node: Json, state: Thunk, path: str) -> Any:
-    """A generator of the kind that the node and the state name, not put to it yet."""
-    held = state()
-    name = held.get("bit_generator") if isinstance(held, dict) else None
+    """Makes a generator of the kind that the node and the state name, with its state not set yet."""
+    values = state()
+    name = values.get("bit_generator") if isinstance(values, dict) else None
     bits = _BIT_GENERATORS.get(str(name))
     if bits is None:
         raise CorruptionError(f"{path or ROOT}: a numpy generator of kind {name!r} is not known", subject=path)

@@ -1,4 +1,4 @@
-"""The tree of a state: which nodes have children, and at which paths."""
+"""The tree of a state: which nodes have children, at which paths, and access to nodes by path."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tenuto.model.paths import escape, join
 from tenuto.model.records import Json
 
 MAX_DEPTH: Final = 90
-"""Containers inside containers; canonical JSON allows 400 brackets, and a dictionary takes three."""
+"""The nesting limit of containers; canonical JSON allows 400 brackets, and a dictionary takes three."""
 
 WRAPPING: Final = 16
-"""Levels of a tree that no container stands for: an object's state, an optimizer's parts, the private root."""
+"""Levels of a tree without a container: an object's state, an optimizer's parts, the private root."""
 
 PRIVATE: Final = "#private"
 OWN: Final = "per_rank"
-"""What stands in the shared tree for a value that belongs to each rank alone; and, in a rank's private tree, the entry
-that has all of them by path."""
+"""Marks in the shared tree a value that belongs to each rank alone; in a private tree, the entry with all of these by
+path."""
 ROOT: Final = "#value"
 
 KEYED: Final = frozenset({"dict", "ordereddict", "defaultdict", "counter"})
@@ -32,11 +32,11 @@ LEAVES: Final = frozenset({"leaf", "alias"})
 STRUCTURE: Final = frozenset(
     {"leaf", "alias", "module", "optimizer", "object", "sparse", "subclass", "generator", "nprandom", "random"}
 )
-"""Kinds that hold tensors or live in an object: a value without any of them is plain, and replaced as a whole."""
+"""Kinds with tensors or inside an object. A value without any of them is plain, and replaced as a unit."""
 
 
 def kind_of(node: Json) -> str:
-    """The node's kind; "" for what JSON has itself, "list" for an array."""
+    """Returns the kind of a node: "" for what JSON has itself, "list" for an array."""
     if type(node) is dict:
         kind = node.get("!")
         if type(kind) is not str:
@@ -46,7 +46,7 @@ def kind_of(node: Json) -> str:
 
 
 def segment(key: Json) -> str:
-    """The path segment of a dictionary key's node."""
+    """Returns the path segment for the node of a dictionary key."""
     if type(key) is str:
         return escape(key) if key else "#s:"
     if key is None:
@@ -61,7 +61,7 @@ def segment(key: Json) -> str:
 
 
 def items(node: Json, field: str = "i") -> list[tuple[Any, Json]]:
-    """The pairs of a node that has some; CorruptionError for anything else in their place."""
+    """Returns the pairs of a node. Raises CorruptionError for anything else in their place."""
     found = node.get(field)
     if type(found) is not list or (found and (set(map(type, found)) != {list} or set(map(len, found)) != {2})):
         raise CorruptionError(f"a {node.get('!')} node without pairs")
@@ -82,7 +82,7 @@ def name_of(key: Any) -> str:
 
 
 def children(node: Json, path: str) -> list[tuple[str, Json]]:
-    """The nodes below `node` that can hold leaves, each with its path."""
+    """Returns the nodes below `node` that can contain leaves, with their paths."""
     kind = kind_of(node)
     if kind in KEYED:
         return [(join(path, segment(key)), child) for key, child in items(node)]
@@ -100,13 +100,13 @@ def children(node: Json, path: str) -> list[tuple[str, Json]]:
 
 
 def terminals(node: Json, path: str = "") -> list[str]:
-    """The paths of all leaves and plain values, and of what is empty, in the order of the tree."""
+    """Returns the paths of all leaves, plain values and empty containers, in tree order."""
     below = children(node, path) if isinstance(node, dict | list) else []
     return [path] if not below else [one for where, child in below for one in terminals(child, where)]
 
 
 def walk(node: Json, path: str = "") -> Iterator[tuple[str, Json]]:
-    """Every node below and at `node`, parents first, in order. CorruptionError where it is nested too deeply."""
+    """Yields `node` and every node below, parents first, in order. Raises CorruptionError if nested too deeply."""
     stack: list[tuple[int, str, Json]] = [(0, path, node)]
     while stack:
         depth, where, at = stack.pop()
@@ -119,7 +119,7 @@ def walk(node: Json, path: str = "") -> Iterator[tuple[str, Json]]:
 
 
 def is_plain(node: Json) -> bool:
-    """Whether the node holds neither leaves (other than long bytes) nor objects."""
+    """Returns whether the node contains neither leaves (except long bytes) nor objects."""
     waiting = [node]
     while waiting:
         at = waiting.pop()
@@ -130,7 +130,7 @@ def is_plain(node: Json) -> bool:
 
 
 def _below(node: Json) -> list[Json]:
-    """The nodes of `children`, without their paths."""
+    """Returns the nodes of `children` without their paths."""
     kind = kind_of(node)
     if kind in KEYED or kind in NAMED or kind == "bypath":
         return [child for _, child in items(node)]
@@ -144,12 +144,12 @@ def is_bytes(node: Json) -> bool:
 
 
 def is_part(node: Json) -> bool:
-    """Whether a node is a leaf that was saved as a global tensor, of which each rank may hold a part."""
+    """Returns whether a node is a leaf saved as a global tensor, of which each rank may have a part."""
     return kind_of(node) in LEAVES and "shape" in node
 
 
 def number_of(node: Json, count: int, path: str = "") -> int:
-    """The leaf number that a leaf or alias node names, below `count`."""
+    """Returns the leaf number of a leaf or alias node, below `count`."""
     number = node.get("n")
     if type(number) is not int or not 0 <= number < count:
         raise CorruptionError(f"{path}: the tree names leaf {number!r} of {count}", subject=path)
@@ -157,7 +157,8 @@ def number_of(node: Json, count: int, path: str = "") -> int:
 
 
 def leaf_nodes(tree: Json) -> list[tuple[str, Json]]:
-    """Every leaf and alias with its path, in order. Strict as `walk` is; DuplicatePath for two at one path."""
+    """Returns every leaf and alias with its path, in order. Strict as `walk`; raises DuplicatePath for two at one
+    path."""
     found = _usual(tree)
     return _slow_leaf_nodes(tree) if found is None else found
 
@@ -174,11 +175,11 @@ def _slow_leaf_nodes(tree: Json) -> list[tuple[str, Json]]:
 
 
 class _Unusual(Exception):
-    """Something that only the slow way judges."""
+    """Something that only the slow path can judge."""
 
 
 def _usual(tree: Json) -> list[tuple[str, Json]] | None:
-    """What `_slow_leaf_nodes` finds, for trees without anything that it would have to refuse or that is rare."""
+    """Returns the result of `_slow_leaf_nodes` for trees without rare or invalid parts, else None."""
     found: list[tuple[str, Json]] = []
     try:
         if type(tree) is dict and tree["!"] in LEAVES:
@@ -190,7 +191,7 @@ def _usual(tree: Json) -> list[tuple[str, Json]] | None:
 
 
 def _gather(node: Json, path: str, depth: int, found: list[tuple[str, Json]], segments: dict[str, str]) -> None:
-    """Appends the leaves below a node that is none itself. `segments` remembers the usual keys."""
+    """Appends the leaves below a node that is no leaf. `segments` caches the usual keys."""
     if depth > MAX_DEPTH:
         raise _Unusual
     kind = "list" if type(node) is list else node["!"]
@@ -244,7 +245,7 @@ def _checked_pairs(node: Json) -> list[list[Json]]:
 
 
 def _segments(pairs: list[list[Json]], known: dict[str, str], named: bool) -> list[str]:
-    """The path segments of the pairs' keys."""
+    """Returns the path segments of the keys."""
     keys = [key for key, _ in pairs]
     if len(keys) > _MANY and are_segments(keys):
         return keys
@@ -263,7 +264,7 @@ def _segments(pairs: list[list[Json]], known: dict[str, str], named: bool) -> li
 
 
 def are_segments(keys: Sequence[Json]) -> bool:
-    """Whether every key is its own path segment, as nearly all are: found out for all of them at once."""
+    """Returns whether every key is its own path segment, as nearly all are. Tests all of them at once."""
     if set(map(type, keys)) != {str} or "" in keys:
         return False
     every = "".join(keys)
@@ -272,19 +273,19 @@ def are_segments(keys: Sequence[Json]) -> bool:
 
 _MANY: Final = 16
 _SPECIAL: Final = re.compile("[~/@#]")
-"""Characters that `escape` changes, wherever they stand."""
+"""The characters that `escape` changes anywhere."""
 
 
 def leaf_paths(tree: Json) -> list[str]:
-    """The path of each leaf, by leaf number.
+    """Returns the path of each leaf, by leaf number.
 
-    Strict: CorruptionError for a tree that `flatten` cannot have made (numbers that are not 0..n-1 once each, aliases
-    of nothing, malformed nodes), DuplicatePath for two leaves at one path.
+    Raises CorruptionError for a tree that `flatten` cannot have made (numbers other than 0..n-1 once each, aliases of
+    nothing, malformed nodes), DuplicatePath for two leaves at one path.
     """
     nodes = leaf_nodes(tree)
     numbers = [node.get("n") for _, node in nodes if node["!"] == "leaf"]
     if numbers == list(range(len(nodes))) and {*map(type, numbers)} <= {int}:
-        return [where for where, _ in nodes]  # as `flatten` numbers them, where no two are tied
+        return [where for where, _ in nodes]  # as `flatten` numbers them where none are tied
     found: dict[int, str] = {}
     aliases: list[tuple[str, Json]] = []
     for where, node in nodes:
@@ -302,15 +303,14 @@ def leaf_paths(tree: Json) -> list[str]:
     return [found[number] for number in range(len(found))]
 
 
-# --------------------------------------------------------------------------------------------------
-# Single nodes of a tree, by path.
+# -- single nodes by path
 
 NOTHING: Final[Any] = object()
-"""There is no node at a path: None is a value."""
+"""There is no node at a path; None is a value."""
 
 
 def node_at(tree: Json, path: str, at: str = "") -> Json:
-    """The outermost node at `path`, or NOTHING. `tree` lies at `at`, and has been checked not to be too deep."""
+    """Returns the outermost node at `path`, or NOTHING. `tree` is at `at`, and its depth is checked."""
     if at == path:
         return tree
     for where, child in children(tree, at):
@@ -322,12 +322,12 @@ def node_at(tree: Json, path: str, at: str = "") -> Json:
 
 
 def leaves_below(node: Json, path: str) -> list[str]:
-    """The paths of leaves and aliases at and below a node."""
+    """Returns the paths of leaves and aliases at and below a node."""
     return [where for where, below in walk(node, path) if kind_of(below) in LEAVES]
 
 
 def plain_paths(tree: Json) -> list[str]:
-    """The path of everything that is no leaf and holds nothing further: numbers, texts, sets, empty lists. What is each
-    rank's own is in the private trees."""
+    """Returns the path of every plain value without children: numbers, texts, sets, empty lists. Values of one rank are
+    in the private trees."""
     other = LEAVES | {OWN}
     return [where for where, node in walk(tree) if kind_of(node) not in other and not children(node, where)]

@@ -1,8 +1,8 @@
-"""The store contract: a place that holds opaque objects under relative names.
+"""The store contract: a place for opaque objects under relative names.
 
-One primitive carries all concurrency: `put_if_absent`. There is no overwrite, no append and no rename. Names are
-`/`-separated, without empty, `.` or `..` segments. Every method may be called from any thread. Every method raises only
-errors of the `StoreError` branch (and what `Content.pieces` itself raises). Nothing here retries: one wrapper does.
+All concurrency control rests on one primitive, `put_if_absent`: there is no overwrite, append or rename. Names are
+`/`-separated without empty, `.` or `..` segments. Every method is thread-safe and raises only errors of the
+`StoreError` branch, plus whatever `Content.pieces` raises. Nothing retries here; one wrapper does.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from tenuto.model.records import Receipt
 
 
 class Content(Protocol):
-    """Bytes to put: `length` is known before the first byte is."""
+    """Bytes to put. `length` is known before the first byte."""
 
     @property
     def length(self) -> int: ...
 
     def pieces(self) -> Iterator[memoryview]:
-        """The bytes in order, as contiguous buffers whose lengths sum to `length`.
+        """Yields the bytes in order, as contiguous buffers whose lengths sum to `length`.
 
-        A piece is valid only until the next one is asked for: its memory may hold other bytes from then on. May block
-        until bytes are ready; may raise, and then the put leaves nothing under its name. Each call starts anew. A piece
-        that starts page-aligned in memory and at a multiple of 4096 in the object can be written directly; the buffer
-        behind the last piece is readable up to the next multiple of 4096.
+        A piece is valid only until the next one is requested; its memory may be reused from then on. May block until
+        bytes are ready. An exception makes the put leave nothing under its name. Each call starts over. A piece can be
+        written directly if it is page-aligned in memory and at a multiple of 4096 in the object; the buffer behind the
+        last piece must be readable up to the next multiple of 4096.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Content that is one buffer already."""
+    """Content that is already one buffer."""
 
     data: bytes | memoryview
 
@@ -61,12 +61,12 @@ class Entry:
 class Stat:
     length: int
     modified_ns: int
-    """By the store's own clock: to be compared with another object's in the same store, with nothing else."""
+    """By the store's own clock: comparable only between objects of one store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """One level of names, sorted: `directories` and `objects` hold last segments, not full names."""
+    """One level of names, sorted. `directories` and `objects` hold last segments, not full names."""
 
     directories: tuple[str, ...]
     objects: tuple[str, ...]
@@ -75,9 +75,9 @@ class Listing:
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     commits: bool
-    """put_if_absent is atomic here. Where it is not, the store holds data, never commits."""
+    """Whether put_if_absent is atomic. Where it is not, the store holds data but never commits."""
     persistent: bool
-    """What is acknowledged survives power loss."""
+    """Whether acknowledged objects survive power loss."""
 
 
 class Reader(Protocol):
@@ -88,23 +88,22 @@ class Reader(Protocol):
 
     @property
     def alignment(self) -> int:
-        """1, or the multiple (4096) at which offset, buffer address and length should lie to be read at full speed:
-        then the bytes come past the page cache. Any other read works too, buffered."""
+        """1, or 4096: the multiple of offset, buffer address and length at which reads bypass the page cache and run at
+        full speed. Any other read works too, buffered."""
         ...
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer` with the bytes from `offset`; CorruptionError naming object and offset if the object ends
-        first.
+        """Fills `buffer` with the bytes from `offset`. Thread-safe.
 
-        An aligned read may reach beyond the end by less than `alignment`: what lies beyond is left undefined. Several
-        threads may read at once.
+        Raises CorruptionError with object and offset if the object ends first. An aligned read may reach past the end
+        by less than `alignment`; the bytes there are undefined.
         """
         ...
 
     def view(self) -> memoryview | None:
-        """The whole object, read-only, where its bytes lie in memory already and need no copy to be had; else None.
+        """Returns the whole object read-only if its bytes are in memory and need no copy, else None.
 
-        Valid until `close`. For objects that nobody changes: a file that is cut under a view ends the process.
+        Valid until `close`. Only for objects that nobody changes: truncating a mapped file ends the process.
         """
         ...
 
@@ -121,7 +120,7 @@ class Reader(Protocol):
 class Store(Protocol):
     @property
     def url(self) -> str:
-        """Where this is, for messages; without credentials."""
+        """The location, for messages; without credentials."""
         ...
 
     @property
@@ -130,66 +129,70 @@ class Store(Protocol):
         ...
 
     def probe(self) -> Capabilities:
-        """Finds out by doing whether `put_if_absent` refuses a second put; leaves nothing behind."""
+        """Tests whether `put_if_absent` refuses a second put. Leaves nothing behind."""
         ...
 
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
-        """Puts an object: whole or not at all, durable when this returns.
+        """Puts an object atomically; it is durable on return.
 
-        `token` (the save id) tells this writer's temporaries from others'. Raises AlreadyExists, changing nothing, if
-        the name is taken; StoreFull before the first byte where space can be reserved; StoreUnreliable if a flush
-        failed (permanent: the caller abandons the name). After any other error the object may or may not exist.
+        `token` (the save id) separates the temporaries of this writer from others'. Raises AlreadyExists, without
+        effect, if the name is taken; StoreFull, before the first byte where space can be reserved; StoreUnreliable if a
+        flush failed (permanent: the caller abandons the name). After any other error the object may or may not exist.
         """
         ...
 
     def get(self, name: str, *, limit: int) -> bytes:
-        """The whole object. Raises ObjectNotFound; CorruptionError if it is longer than `limit` bytes, unread."""
+        """Returns the whole object. Raises ObjectNotFound; CorruptionError, unread, if it is longer than `limit`
+        bytes."""
         ...
 
     def open(self, name: str) -> Reader:
-        """An object for ranged reads. Raises ObjectNotFound."""
+        """Opens an object for ranged reads. Raises ObjectNotFound."""
         ...
 
     def stat(self, name: str) -> Stat:
-        """Raises ObjectNotFound."""
+        """Returns length and time of an object. Raises ObjectNotFound."""
         ...
 
     def children(self, prefix: str) -> Listing:
-        """The level below `prefix` (no trailing slash; empty for the root), without leftovers. A missing prefix is
+        """Lists the level below `prefix` (no trailing slash, empty for the root) without leftovers. A missing prefix is
         empty."""
         ...
 
     def walk(self, prefix: str) -> Iterator[Entry]:
-        """Every object below `prefix`, sorted by name, without leftovers. What vanishes meanwhile is passed over."""
+        """Yields every object below `prefix` but leftovers, sorted by name. Skips those that vanish meanwhile."""
         ...
 
     def leftovers(self, prefix: str) -> Iterator[Entry]:
-        """Temporaries of unfinished puts below `prefix`, by names that `delete` takes."""
+        """Yields the temporaries of unfinished puts below `prefix`, under names that `delete` accepts."""
         ...
 
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:
-        """Removes objects in the order given; gone durably when this returns. A name that is absent is no error.
+        """Removes objects in the given order, durably on return. An absent name is no error.
 
-        Each removal is durable before the next one is begun only across calls, not within one.
+        Removals are ordered durably only across calls, not within one.
         """
         ...
 
     def settle(self, name: str) -> None:
-        """Makes durable what is visible now under `name`: its presence with its bytes, or its absence."""
+        """Makes durable what is visible under `name`: its presence with its bytes, or its absence."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be put, or None where nobody knows."""
+        """Returns the bytes that can still be put, None if unknown."""
         ...
 
     def close(self) -> None: ...
 
 
 def is_unreadable(error: BaseException | None) -> bool:
-    """Whether a disk did not give an object's bytes (EIO). Whoever restores takes that for damage of the object, if it
-    stays; whoever removes, claims or commits does not, and stops: the object may be whole."""
+    """Returns whether a disk failed to read an object (EIO).
+
+    A restore treats a lasting EIO as damage of the object. Removing, claiming and committing stop instead: the object
+    may be intact.
+    """
     return isinstance(error, StoreError) and error.errno == errno.EIO
 
 
 Where = str | os.PathLike[str] | Store
-"""What a user writes for a place: a path, a URL, or a store already made."""
+"""A place as a user writes it: a path, a URL or a store."""

@@ -1,4 +1,4 @@
-"""Objects in this process's memory, under a name that every part of the process can open: for tests and trials."""
+"""Objects in the memory of this process, under a name that any part of it can open: for tests and trials."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TICK_NS: Final = 1_000_000
 
 @dataclass
 class SharedObjects:
-    """What all stores of one name share."""
+    """The objects and the clock that all stores of one name share."""
 
     objects: dict[str, tuple[bytes, int]] = field(default_factory=dict)
-    """Name to bytes and time of the put."""
+    """Bytes and time of the put, by name."""
     clock_ns: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -35,7 +35,7 @@ _places_lock = threading.Lock()
 
 
 class MemoryStore:
-    """Two stores of one name in one process hold the same objects. Times are a counter: every put moves it by 1 ms."""
+    """A store in memory. Stores of one name in one process share their objects. Each put advances the clock by 1 ms."""
 
     def __init__(self, name: str) -> None:
         self.name: Final = name
@@ -59,7 +59,7 @@ class MemoryStore:
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
         check_new_name(name)
         check_token(token)
-        data = b"".join(bytes(piece) for piece in content.pieces())  # each is copied before the next is asked for
+        data = b"".join(bytes(piece) for piece in content.pieces())  # copied before the next is requested
         if len(data) != content.length:
             raise StoreError(f"{name} was announced with {content.length} bytes and has {len(data)}", subject=name)
         with self.place.lock:
@@ -127,12 +127,12 @@ class MemoryStore:
         return None
 
     def advance(self, seconds: float) -> None:
-        """Moves this store's clock on, for what depends on the age of objects."""
+        """Advances the clock of this store, for code that depends on the age of objects."""
         with self.place.lock:
             self.place.clock_ns += round(seconds * 1e9)
 
     def close(self) -> None:
-        """The objects stay, for the next store of this name."""
+        """Keeps the objects, for the next store of this name."""
 
 
 @dataclass
@@ -158,7 +158,7 @@ class MemoryReader:
         return memoryview(self.data)
 
     def close(self) -> None:
-        """Holds nothing open."""
+        """Does nothing: nothing is open."""
 
     def __enter__(self) -> MemoryReader:
         return self

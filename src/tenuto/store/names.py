@@ -1,4 +1,4 @@
-"""Names of objects: what may be one, and how the temporaries of unfinished puts are told from them."""
+"""Valid names of objects, and how the temporaries of unfinished puts are marked."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final
 from tenuto.errors import StoreError
 
 TEMPORARY: Final = ".tmp-"
-"""Stands in the last segment of every temporary: `<final name>.tmp-<token>`."""
+"""Part of the last segment of every temporary: `<final name>.tmp-<token>`."""
 _LONGEST: Final = 4096
 
 
 def check_name(name: str) -> str:
-    """Returns `name` if it may name an object or a temporary, else raises StoreError. Nothing outside a store can be
-    named, whatever a manifest says."""
+    """Returns `name` if it may name an object or a temporary, else raises StoreError. No name reaches outside a store,
+    whatever a manifest contains."""
     if not isinstance(name, str) or not name:
         raise StoreError(f"{name!r} cannot name an object", subject=str(name))
     if len(name) > _LONGEST or "\0" in name or any(segment in ("", ".", "..") for segment in name.split("/")):
@@ -26,7 +26,7 @@ def check_name(name: str) -> str:
 
 
 def check_new_name(name: str) -> str:
-    """`check_name`, for an object that is to be put."""
+    """Returns `name` if a new object may have it, as `check_name`."""
     if TEMPORARY in check_name(name):
         raise StoreError(f"{name!r} cannot name an object: {TEMPORARY!r} marks temporaries", subject=name)
     if not name.isprintable():
@@ -51,5 +51,5 @@ def is_leftover(name: str) -> bool:
 
 
 def is_listable(segment: str) -> bool:
-    """Whether a file or directory found by this name can be an object, a temporary or a directory of them."""
+    """Returns whether a file or directory of this name can be an object, a temporary or a directory of them."""
     return segment.isprintable()

@@ -1,4 +1,4 @@
-"""From what a user writes (`where`) to a store: a path, a URL, or a store already made."""
+"""Opens a store from what a user writes (`where`): a path, a URL, or a store."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tenuto.store.wrappers.retry import RetryingStore
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
 _PLANNED: Final = frozenset({"s3", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "http", "https"})
 GROUP: Final = "tenuto.stores"
-"""Entry points of this group serve further schemes: the name is the scheme, the object a callable from URL to Store."""
+"""The entry points that serve further schemes: the name is the scheme, the object a callable from URL to Store."""
 
 
 def open_store(where: str | os.PathLike[str] | Store) -> Store:
-    """A path or file:// URL is a local directory, memory://NAME a place in this process's memory; other schemes are
-    looked for among the entry points of the group `tenuto.stores`. All are wrapped so that passing faults are borne.
-    A Store is returned as it is: who makes one chooses its wrappers. Opening touches nothing.
+    """Opens the store of `where`, without touching it.
 
-    Raises UsageError for what is none of these.
+    A path or file:// URL is a local directory, memory://NAME a place in the memory of this process; entry points of the
+    group `tenuto.stores` serve other schemes. All are wrapped to retry transient faults. A Store is returned unchanged:
+    its maker chooses the wrappers. Raises UsageError for anything else.
     """
     if isinstance(where, Store):
         return where
@@ -44,11 +44,11 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
         return RetryingStore(_local(_path_of(text)))
     if scheme == "memory":
         return RetryingStore(MemoryStore(_memory_name(text)))
-    return RetryingStore(_serving(scheme, text)(text))
+    return RetryingStore(_entry_point(scheme, text)(text))
 
 
 def _local(path: str) -> LocalStore:
-    # Symbolic links on the way to the root are the user's own arrangement; inside a repository none is followed.
+    # Symbolic links on the way to the root are the user's choice; inside a repository none is followed.
     return LocalStore(os.path.realpath(os.path.expanduser(path)))
 
 
@@ -71,7 +71,7 @@ def _memory_name(url: str) -> str:
     return name
 
 
-def _serving(scheme: str, url: str) -> Callable[[str], Store]:
+def _entry_point(scheme: str, url: str) -> Callable[[str], Store]:
     from importlib.metadata import entry_points  # slow to import, and seldom needed
 
     for point in entry_points(group=GROUP):

@@ -230,7 +230,7 @@ class RunClaim:
         )
         moved = self._position.moved(self._counters)
         if moved is not None:
-            prepared.beside = moved.donor, partial(self._take_random, manifest, moved.donor)
+            prepared.other_rank = moved.donor, partial(self._take_random, manifest, moved.donor)
         return prepared
 
     def _take_random(self, manifest: Manifest, donor: int) -> None:

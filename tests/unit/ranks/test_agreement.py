@@ -62,7 +62,7 @@ def test_the_board_holds_no_more_keys_after_many_topics() -> None:
             with agreement.round("save") as round:
                 round.all_gather(b"", PATIENT_S)
             with agreement.round("word") as round:
-                round.announce(b"") if agreement.is_coordinator else round.hear(PATIENT_S)
+                round.broadcast(b"") if agreement.is_coordinator else round.receive(PATIENT_S)
 
     job(kv_store, 3, take_part)
     assert len(kv_store.keys()) < 64 * 4 + 30
@@ -122,12 +122,12 @@ def test_an_announcement_cannot_follow_a_failure() -> None:
         if agreement.rank == 1:
             assert round.fail("too late")
         with pytest.raises(RankFailed):
-            round.hear(PATIENT_S)
+            round.receive(PATIENT_S)
         with pytest.raises(RankFailed):
             round.check()
         if agreement.is_coordinator:
             with pytest.raises(RankFailed):
-                round.announce(b"all is well")
+                round.broadcast(b"all is well")
         return True
 
     assert job(InProcessKVStore(), 2, take_part) == [True, True]
@@ -137,8 +137,8 @@ def test_only_the_coordinator_announces() -> None:
     def take_part(agreement):
         with agreement.round("save") as round:
             if agreement.rank == 1:
-                with pytest.raises(UsageError, match="only the coordinator can announce, and this is rank 1"):
-                    round.announce(b"")
+                with pytest.raises(UsageError, match="only the coordinator can broadcast, and this is rank 1"):
+                    round.broadcast(b"")
             return round.all_gather(b"", PATIENT_S)
 
     assert job(InProcessKVStore(), 2, take_part) == [[b"", b""]] * 2
@@ -151,12 +151,12 @@ def test_what_is_no_message_of_the_topic_is_refused() -> None:
         round = agreement.round("save")
         if agreement.rank == 1:
             with agreement.round("other") as other:
-                other.post(b"")
-                stolen = kv_store.get(other.post_key(1), timeout=1)
-            kv_store.put(round.post_key(1), stolen, timeout=1)
+                other.send(b"")
+                stolen = kv_store.get(other.message_key(1), timeout=1)
+            kv_store.put(round.message_key(1), stolen, timeout=1)
             return None
         with pytest.raises(RanksDisagree, match="'other/0'"):
-            round.collect(PATIENT_S)
+            round.gather(PATIENT_S)
 
     job(kv_store, 2, take_part)
 
@@ -285,7 +285,7 @@ def test_posts_of_ranks_that_gave_up_unheard_are_not_believed_after_a_gap() -> N
                 return (1,)
             round.send(b"")
             assert gave_up.wait(PATIENT_S)
-            agreement.session.roll._turned_at -= 10.0  # its own clock tells of the gap
+            agreement.session.stall_guard._last_beat_at -= 10.0  # simulates a pause of the coordinator
             with pytest.raises(RanksMissing, match="gave up") as caught:
                 round.gather(PATIENT_S)
             judged.set()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tenuto
 from tenuto.errors import UsageError
-from tenuto.state.declarations import ShardLayout, crossed, joined, taken
+from tenuto.state.declarations import ShardLayout, cross_layout, merge_spans, part_view
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -22,7 +22,7 @@ def laid(layout: ShardLayout, local: Any, into: Any) -> Any:
     assert local.shape == layout.local
     for part in layout.parts:
         index = tuple(slice(at, at + length) for at, length in zip(part.offsets, part.shape, strict=True))
-        piece = taken(local, part)
+        piece = part_view(local, part)
         assert piece.base is not None or piece is local
         into[index] = piece.reshape(part.shape)
     return into
@@ -73,7 +73,7 @@ def test_spans_along_several_dimensions_cross(whole: tuple[int, ...], data: st.D
     for dim in data.draw(st.sets(st.integers(0, len(whole) - 1))):
         chosen = data.draw(st.permutations(range(whole[dim])))[: data.draw(st.integers(0, whole[dim]))]
         spans[dim] = [(one, one + 1) for one in chosen]
-    layout = crossed(whole, spans)
+    layout = cross_layout(whole, spans)
     full = numbered(whole)
     every = [
         [one for span in spans.get(dim, [(0, length)]) for one in range(*span)] for dim, length in enumerate(whole)
@@ -85,7 +85,7 @@ def test_spans_along_several_dimensions_cross(whole: tuple[int, ...], data: st.D
 
 
 def test_spans_that_touch_are_one() -> None:
-    assert joined([(0, 2), (2, 2), (2, 5), (7, 8), (5, 7)]) == [(0, 5), (7, 8), (5, 7)]
+    assert merge_spans([(0, 2), (2, 2), (2, 5), (7, 8), (5, 7)]) == [(0, 5), (7, 8), (5, 7)]
 
 
 def test_the_three_ways_of_a_shard() -> None:

@@ -91,7 +91,7 @@ def test_what_changes_is_seen_again_and_nothing_else() -> None:
     first = flattener.flatten()
     state["x"], state["own"], state["same"].value["n"] = parts(array + 1), tenuto.per_rank(2), 3
     again = flattener.flatten()
-    assert flattener.full_looks == 1 and again.fingerprint == first.fingerprint and again.leaf == first.leaf
+    assert flattener.full_walks == 1 and again.fingerprint == first.fingerprint and again.leaf == first.leaf
     assert again.sources[0][0, 0] == 1 and again.tree != first.tree and again.private != first.private
     for change in (
         {"x": array},
@@ -100,10 +100,10 @@ def test_what_changes_is_seen_again_and_nothing_else() -> None:
         {"own": tenuto.replicated(2)},
         {"same": {"n": 3}},
     ):
-        before, looks = dict(state), flattener.full_looks
+        before, looks = dict(state), flattener.full_walks
         state.update(change)
         assert flattener.flatten().tree == flatten(state).tree
-        assert flattener.full_looks == looks + 1 or change.keys() == {"same"}
+        assert flattener.full_walks == looks + 1 or change.keys() == {"same"}
         assert flattener.flatten().fingerprint == flatten(state).fingerprint
         state.update(before)
         flattener.flatten()

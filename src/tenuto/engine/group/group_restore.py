@@ -300,7 +300,7 @@ class GroupRestore:
             outcome.match_s = time.perf_counter() - began
         except Exception as error:  # noqa: BLE001 - told to all, and raised here after they have heard it
             own = as_damage(error)
-        left_over = None if found is None else found[1].prepared.left_over
+        left_over = None if found is None else found[1].prepared.unmatched
         reason = "" if own is None else _reason(own)
         with self._open_round() as round:
             self.raised_by_all = True

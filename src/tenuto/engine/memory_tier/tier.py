@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from tenuto.codec.digest import digest
+from tenuto.codec.chunk_map import chunk_count
+from tenuto.codec.digest import DIGEST_BYTES, digest
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.eligibility import EligibleImage, judge
 from tenuto.engine.memory_tier.image_store import Image, open_image
@@ -69,7 +70,7 @@ class SlotArena:
         if arena is not None and arena.nbytes >= nbytes:
             return arena
         self._admit(self._slot, nbytes)
-        described = DESCRIBED_BYTES + self.leaves * LEAF_BYTES + -(-nbytes // self._chunk_bytes) * 16
+        described = DESCRIBED_BYTES + self.leaves * LEAF_BYTES + chunk_count(nbytes, self._chunk_bytes) * DIGEST_BYTES
         found = self._slot.reuse(nbytes, described)
         if found is None and not self.may_make:
             raise FileExistsError("what lies there is still needed")

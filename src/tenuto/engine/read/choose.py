@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 from tenuto.concurrency.gc_pause import gc_paused
 from tenuto.engine.read.leaf_reader import read_leaves
 from tenuto.engine.read.node_share import NodeSharedReads
-from tenuto.engine.read.packs import from_any_copy
 from tenuto.engine.read.sharded_reader import ShardedReader
 from tenuto.errors import CheckpointNotFound, CorruptionError, NothingRestorable, StoreError, in_words, typed
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent, Warned
@@ -232,9 +231,7 @@ def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of
                 repo,
                 manifest,
                 prepared,
-                lambda _: from_any_copy(
-                    repo, lambda: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
-                ),
+                lambda _: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter),
                 lambda: [0],
             )
         alone = ShardedReader(repo, manifest, own, emitter)
@@ -252,7 +249,7 @@ def _matched(
     savers: Callable[[], Sequence[int]],
 ) -> Matched:
     """`savers`: the ranks from whose packs `read` reads. What one rank alone has saved is read after the rest."""
-    beside = prepared.beside
+    beside = prepared.other_rank
 
     def read_all(node: NodeSharedReads | None) -> int:
         nbytes = read(node)

@@ -1,4 +1,4 @@
-"""torch: its tensors, modules and optimizers as leaves, exact data positions, generators. Loaded when torch is used."""
+"""torch: tensors, modules and optimizers as leaves, exact data positions, generators. Loaded when torch is used."""
 
 from __future__ import annotations
 

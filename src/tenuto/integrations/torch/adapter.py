@@ -1,4 +1,4 @@
-"""What represents torch's values: tensors, modules, optimizers, generators, and its small plain types."""
+"""The adapter for torch's values: tensors, modules, optimizers, generators, and its small plain types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tenuto.model.leaf import LeafSpec
 from tenuto.model.paths import escape, join
 from tenuto.model.records import Json
 from tenuto.state.contract import Sink
-from tenuto.state.declarations import Replicated, Shard, attach, attached, declarations, everywhere
+from tenuto.state.declarations import Replicated, Shard, attach, attached, declarations, replicated_layout
 from tenuto.state.encode.walker import StateWalker
 from tenuto.state.frameworks import Refresh
 from tenuto.state.restore.restorer import Restorer, Thunk
@@ -153,23 +153,21 @@ def _fresh_generator(node: Json, path: str, restorer: Restorer) -> Thunk:
 adapter: Final = TorchAdapter()
 
 
-# --------------------------------------------------------------------------------------------------
-# What a user declares of a module's parameters where they are, so that the state may hold the module as it is.
+# -- declarations on parameters, for states that contain the module itself
 
 Rule = Callable[[Any], Shard | Replicated]
 
 
 def declare(what: Shard | Replicated | nn.Module, rules: Mapping[str, Rule] | None = None) -> None:
-    """Declares of a parameter itself that it is this rank's part of a global one, or the same on several ranks.
+    """Declares that a parameter is this rank's part of a global one, or equal on several ranks.
 
-    `declare(tenuto.fused(layer.qkv.weight, sizes=(h, h, h), rank=r, of=n))` is kept with the parameter: wherever a
-    state holds it, in a module too, it is saved and restored as that part, and so is optimizer state of its shape.
-    `declare(tenuto.replicated(module))` does it for every parameter and buffer of a module. With `rules`, `what` is a
-    module: globs over the names of its parameters, each with what makes the declaration of one; the first that matches
-    counts, and a parameter that none matches is left alone.
+    `declare(tenuto.fused(layer.qkv.weight, sizes=(h, h, h), rank=r, of=n))` stays with the parameter: wherever a state
+    contains it, also in a module, it is saved and restored as that part, and so is optimizer state of its shape.
+    `declare(tenuto.replicated(module))` does this for every parameter and buffer of a module. With `rules`, `what` is a
+    module: globs over the names of its parameters, each with a function that declares one; the first match counts, and
+    a parameter without a match stays undeclared.
 
-    Raises UsageError for what cannot be declared (a DTensor says itself where it lies), and for a rule that matches
-    nothing.
+    Raises UsageError for what cannot be declared (a DTensor has its own layout), and for a rule that matches nothing.
     """
     if rules is not None:
         _by_name(what, rules)
@@ -210,4 +208,4 @@ def _declare(what: Any) -> None:
             f"of a {type(tensor if tensor is not None else what).__name__} nothing can be declared",
             hint="declare a tensor of torch; put an array into the state as tenuto.shard(…); a DTensor needs nothing",
         )
-    attach(tensor, what.layout if isinstance(what, Shard) else everywhere(tensor.shape))
+    attach(tensor, what.layout if isinstance(what, Shard) else replicated_layout(tensor.shape))

@@ -1,4 +1,4 @@
-"""The state that `tenuto bench` measures with, as torch's tensors over the same memory."""
+"""The sample state of `tenuto bench` as torch tensors over the same memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tenuto.bench.sample import Arrays, Sample, make_arrays
 
 
 def torch_sample(sizes: Sequence[int]) -> Sample:
-    """Tensors of these lengths in bytes, copied by torch with its default threads."""
+    """Returns tensors of these lengths in bytes, copied by torch with its default threads."""
     arrays = make_arrays(sizes)
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 

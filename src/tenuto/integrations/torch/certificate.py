@@ -1,5 +1,5 @@
-"""What torch adds to a certificate: settings that make the same program compute other numbers, and what modules hold
-that no state_dict shows."""
+"""torch's part of a certificate: settings that change the numbers of the same program, and module state outside any
+state_dict."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tenuto.training.snapshot import Findings
 
 
 def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict[str, Any]:
-    """The certificate of a training state, as `state.certificate.certificate` gives it."""
+    """Returns the certificate of a training state, as `training.snapshot.certificate`."""
     return plain.certificate(state, position)
 
 
 def findings(state: Mapping[str, Any]) -> Findings:
-    """Reads flags only: no tensor is touched, no device synchronised."""
+    """Reads flags only: touches no tensor, synchronises no device."""
     reasons = tuple(_nondeterminism()) if _uses_accelerator() else ()
     caveats = tuple(_unsaved(list(_modules(state))))
     if not any(isinstance(value, torch.optim.Optimizer) for value in state.values()):
@@ -68,7 +68,7 @@ def _unsaved(modules: list[tuple[str, torch.nn.Module]]) -> Iterator[str]:
 
 
 def _lays_buckets_anew(module: torch.nn.Module) -> bool:
-    """Whether the first step after a resume rounds sums otherwise than the same step without one."""
+    """Returns whether the first step after a resume rounds sums differently than the same step without one."""
     wrapper = getattr(torch.nn.parallel, "DistributedDataParallel", None)
     if wrapper is None or not isinstance(module, wrapper) or torch.distributed.get_world_size(module.process_group) < 3:
         return False

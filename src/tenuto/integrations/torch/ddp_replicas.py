@@ -1,5 +1,4 @@
-"""What DistributedDataParallel keeps the same on all ranks: parameters, and buffers that it overwrites with the first
-rank's at every forward pass."""
+"""The replicas of DistributedDataParallel: parameters, and buffers that rank 0 broadcasts at every forward pass."""
 
 from __future__ import annotations
 
@@ -12,29 +11,29 @@ from torch import nn
 
 from tenuto.integrations.torch.fence import found_in
 from tenuto.integrations.torch.wrappers import places
-from tenuto.state.declarations import ShardLayout, everywhere, nowhere
+from tenuto.state.declarations import ShardLayout, absent_layout, replicated_layout
 
 
 @dataclass(slots=True)
 class DDPReplicas:
-    """`parameters` and `buffers` by identity. Of the buffers only the first rank's counts: in between two forward
-    passes every rank has moved its own on by its own batch."""
+    """Replicated `parameters` and `buffers` by identity. Only the first rank's buffers count: between two forward
+    passes each rank updates its own with its own batch."""
 
     parameters: set[int] = field(default_factory=set)
     buffers: dict[int, bool] = field(default_factory=dict)
-    """Whether this rank is the first."""
+    """By buffer: whether this rank is the first."""
 
     def __bool__(self) -> bool:
         return bool(self.parameters or self.buffers)
 
     def layout(self, tensor: torch.Tensor) -> ShardLayout | None:
-        """How a buffer lies; None for any other tensor."""
+        """Returns the layout of a buffer; None for any other tensor."""
         first = self.buffers.get(id(tensor))
-        return None if first is None else everywhere(tensor.shape) if first else nowhere(tensor.shape)
+        return None if first is None else replicated_layout(tensor.shape) if first else absent_layout(tensor.shape)
 
 
 def replicas(modules: Iterable[nn.Module]) -> DDPReplicas:
-    """What is replicated in and below these modules; nothing where there is one rank."""
+    """Returns the replicas in and below these modules; none with a single rank."""
     found = DDPReplicas()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return found
@@ -54,7 +53,7 @@ def _gather(wrapper: nn.parallel.DistributedDataParallel, found: DDPReplicas) ->
         if name not in ignored:
             found.parameters.add(id(parameter))
     if not wrapper.broadcast_buffers:
-        return  # each rank has its own, and they are the same only where nothing moves them
+        return  # each rank has its own; they are equal only while nothing updates them
     first = torch.distributed.get_rank(group) == 0
     for name, buffer in wrapper.module.named_buffers(remove_duplicate=False):
         if name not in ignored:
@@ -62,7 +61,7 @@ def _gather(wrapper: nn.parallel.DistributedDataParallel, found: DDPReplicas) ->
 
 
 def replicas_in(state: Any) -> DDPReplicas:
-    """What is replicated in a state."""
+    """Returns the replicas in a state."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return DDPReplicas()
     return replicas(found_in(state)[1])

@@ -1,4 +1,8 @@
-"""Copying tensors into host memory: as torch does it itself, with its own threads, streams and kernels."""
+"""Copies tensors into host memory, with torch's own threads, streams and kernels.
+
+Late copies run in the background behind a fence: on the host in a thread, on an accelerator on a stream of their own.
+The accelerator's part has been run against fakes only, on no device yet.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,9 @@ from tenuto.model.leaf import LeafSpec
 from tenuto.state.contract import Bound, Buffer
 from tenuto.state.update_barrier import LateCopies, LateLeaf
 
-# --------------------------------------------------------------------------------------------------
-# Copies that run beside training, behind a fence: by a thread on the host, on a stream of their own on an accelerator.
-#
-# The accelerator's half has been run against fakes only, on no device yet.
-
 HOST_STEP: Final = 4 << 20
 DEVICE_STEP: Final = 32 << 20
-"""Bytes of one copy: how long somebody in a hurry waits for it, and how much memory of a device a comparison takes."""
+"""Bytes per copy: bounds how long an urgent caller waits, and the device memory of a comparison."""
 
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -31,7 +30,7 @@ _compare.restype = ctypes.c_int
 
 
 _wholes: Final[MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]]] = WeakIdKeyDictionary()
-"""A local tensor -> the DTensor that it is the memory of, weakly."""
+"""A local tensor -> the DTensor whose memory it is, weakly."""
 
 
 class _Parts(Protocol):
@@ -39,13 +38,14 @@ class _Parts(Protocol):
 
 
 def count_with(local: torch.Tensor, whole: torch.Tensor) -> None:
-    """From now on what is done in place to a DTensor counts as a change of its local tensor: torch counts it at the
-    DTensor alone, and writes the local tensor below what counts."""
+    """Counts in-place changes of a DTensor as changes of its local tensor: torch counts them at the DTensor alone, and
+    writes the local tensor below the counter."""
     _wholes[local] = weakref.ref(whole)
 
 
 def hold(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory and the same count of changes, also when the tensor is given other memory through `.data`."""
+    """Returns a tensor with the same memory and change count, which survive when `.data` gives the tensor other
+    memory."""
     held = tensor.detach()
     if _wholes and (whole := _wholes.get(tensor)) is not None:
         held._tenuto_whole = whole()  # type: ignore[attr-defined]
@@ -53,13 +53,13 @@ def hold(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version(held: torch.Tensor) -> int:
-    """How often the memory was changed in place, as far as torch counts it."""
+    """Returns how often the memory was changed in place, as far as torch counts it."""
     whole = getattr(held, "_tenuto_whole", None)
     return int(held._version + (whole._version if whole is not None else 0))
 
 
 def can_wait(tensor: torch.Tensor) -> bool:
-    """Whether parts of the tensor's bytes can be copied later, and its changes in place are counted."""
+    """Returns whether parts of the tensor's bytes can be copied later, and its in-place changes are counted."""
     return bool(
         tensor.is_contiguous()
         and not tensor.is_conj()
@@ -70,7 +70,7 @@ def can_wait(tensor: torch.Tensor) -> bool:
 
 
 class HostCopies:
-    """Parts that the calling thread copies."""
+    """Late parts that the calling thread copies."""
 
     def __init__(
         self, bound: _Parts, views: Sequence[Buffer], parts: Sequence[LateLeaf], watched: Sequence[LateLeaf]
@@ -91,7 +91,7 @@ class HostCopies:
 
 
 def compare_on_host(views: Sequence[Buffer], parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
-    """Compares at once, bit for bit (a NaN equals itself), without holding the interpreter."""
+    """Compares at once, bitwise (a NaN equals itself), without the interpreter lock."""
     found = [
         _compare(held.data_ptr() + start, views[leaf].ctypes.data + start, stop - start) == 0
         for held, leaf, start, stop in parts
@@ -100,9 +100,9 @@ def compare_on_host(views: Sequence[Buffer], parts: Sequence[LateLeaf]) -> Calla
 
 
 class DeviceCopies:
-    """Parts that a stream of their own copies, once what was asked for before has been done.
+    """Late parts copied on a separate stream, after all work queued before.
 
-    The host waits only where it is told to (`copy`); `order` makes the current stream wait.
+    The host waits only in `copy`; `order` makes the current stream wait.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class DeviceCopies:
             stream.wait_event(before)
             with torch.cuda.stream(stream):
                 for held, leaf, start, stop in parts:
-                    held.record_stream(stream)  # its memory is given to nobody else while this stream reads it
+                    held.record_stream(stream)  # keeps the memory from being reused while this stream reads it
                     target = torch.from_numpy(views[leaf][start:stop])
                     target.copy_(as_bytes(held)[start:stop], non_blocking=True)
                     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ class DeviceCopies:
 def compare_on_device(
     device: torch.device, views: Sequence[Buffer], parts: Sequence[LateLeaf]
 ) -> Callable[[], Sequence[bool]]:
-    """The image's parts go to the device and are compared there, in the order of the current stream."""
+    """Moves the image's parts to the device and compares them there, in the order of the current stream."""
     with torch.no_grad(), torch.cuda.device(device):
         unequal = []
         for held, leaf, start, stop in parts:
@@ -164,7 +164,7 @@ _streams: dict[torch.device, Any] = {}
 
 
 def _side_stream(device: torch.device) -> Any:
-    """One for each device: saves follow one another."""
+    """Returns the one side stream of a device: saves follow one another."""
     found = _streams.get(device)
     if found is None:
         found = _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -181,18 +181,18 @@ OPAQUE: Final = frozenset(
     if name.startswith(("bits", "float4", "int", "uint")) and name not in
     {"int8", "int16", "int32", "int64", "int", "uint8", "uint16", "uint32", "uint64"}
 )  # fmt: skip
-"""Types that torch has no copy kernel for: copied as the bytes that they are."""
+"""Types without a copy kernel in torch: copied as raw bytes."""
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or, of a type that torch cannot copy, its bytes in integers of the same size."""
+    """Returns the tensor, or for a type that torch cannot copy its bytes as integers of the same size."""
     if tensor.dtype not in OPAQUE:
         return tensor
     return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16)
 
 
 def over(view: Buffer, kind: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor whose memory is `view` (writable, of the right length)."""
+    """Returns a tensor over the memory `view` (writable, of the right length)."""
     if not view.size:
         return torch.empty(tuple(shape), dtype=kind)
     flat = torch.frombuffer(view, dtype=kind)
@@ -200,7 +200,7 @@ def over(view: Buffer, kind: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
 
 
 def writable(data: Buffer) -> Buffer:
-    """The same bytes as an array that torch takes without a warning; whoever asks does not write them."""
+    """Returns the same bytes as an array that torch accepts without a warning. The caller does not write to it."""
     if data.flags.writeable:
         return data
     same: Buffer = np.ndarray((data.size,), np.uint8, (ctypes.c_uint8 * data.size).from_address(data.ctypes.data))  # type: ignore[arg-type]
@@ -238,7 +238,7 @@ class TorchBound:
 
     def splits(self, source: Any) -> bool:
         return bool(
-            source.device.type == "cpu"  # of no other device is the address one of this process's memory
+            source.device.type == "cpu"  # addresses of other devices are not in this process's memory
             and source.is_contiguous()
             and not source.is_conj()
             and not source.is_neg()
@@ -265,10 +265,11 @@ class TorchBound:
 
 
 class AcceleratorBound(TorchBound):
-    """Destinations for tensors of an accelerator: copies are queued on the current stream and run beside the host.
+    """Destinations for tensors of an accelerator. Copies are queued on the current stream and run in parallel with the
+    host.
 
-    The image is registered with the driver as pinned memory where that succeeds; else torch copies through its own
-    staging memory, which is correct and slower.
+    The image is registered with the driver as pinned memory if possible; else torch copies through its own staging
+    memory, which is correct but slower.
     """
 
     late_step = DEVICE_STEP
@@ -284,7 +285,8 @@ class AcceleratorBound(TorchBound):
         targets = self._targets
         with torch.no_grad(), torch.cuda.device(self._device):
             for leaf in range(start, stop):
-                # A bit left to the copy would be applied to the host's bytes at once, before they have arrived.
+                # A lazy conjugate or negative bit would be applied to the host's bytes at once, before they have
+                # arrived.
                 targets[leaf].copy_(raw(sources[leaf]).resolve_conj().resolve_neg(), non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
@@ -309,8 +311,8 @@ class AcceleratorBound(TorchBound):
 
 
 _pinned: dict[int, int] = {}
-"""Begin -> end of what this process has registered: registering twice is an error that the driver would report later,
-at a call that has nothing to do with it."""
+"""Begin -> end of the memory this process registered: the driver reports a second registration late, at an unrelated
+call."""
 
 
 def _pin(owner: AcceleratorBound, views: Sequence[Buffer]) -> None:
@@ -351,7 +353,7 @@ _devices: dict[torch.device, TorchDevice] = {}
 
 
 def device_of(device: torch.device) -> TorchDevice:
-    """What copies tensors of this device; one for each, so that leaves of one are copied together."""
+    """Returns the copier for a device; one each, so that leaves of a device are copied together."""
     found = _devices.get(device)
     if found is None:
         found = _devices.setdefault(device, TorchDevice(device))

@@ -1,4 +1,4 @@
-"""A restored state as a `.pt` file that `torch.load(weights_only=True)` reads: nested dicts, tensors, plain values."""
+"""Writes a restored state as a `.pt` file for `torch.load(weights_only=True)`: nested dicts, tensors, plain values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Siz
 
 
 def write(state: Any, file: IO[bytes]) -> list[str]:
-    """Writes `state`, and returns what was written as something else, in words. StateError if torch refuses."""
+    """Writes `state`. Returns descriptions of what was converted. Raises StateError if torch refuses."""
     plainly = _Plainly()
     plain = plainly.convert(state)
     try:
@@ -28,7 +28,7 @@ def write(state: Any, file: IO[bytes]) -> list[str]:
 
 
 class _Plainly:
-    """Turns values into those that torch reads without running code; counts what it turned into something else."""
+    """Converts values to those that torch reads without running code, and counts the conversions."""
 
     def __init__(self) -> None:
         self.changed: collections.Counter[tuple[str, str]] = collections.Counter()

@@ -1,11 +1,11 @@
-"""Which leaves an optimizer of torch owns, and the one hook at which every optimizer's step waits.
+"""Finds the leaves that torch optimizers own, and waits before every optimizer step.
 
 The hook is torch's own, before every step of every optimizer of the process. It is installed while a Checkpointer
-captures behind a fence, and holds no optimizer, so that copying and pickling one is what it was.
+captures behind a fence, and keeps no reference to an optimizer, so copying and pickling one is unaffected.
 
-A hook may be bypassed: a compiled step has none, and a CUDA graph replays kernels alone. So an optimizer counts only if
-its hook was seen to run since the save before. The compiler follows the hook once, before the first compiled step: that
-is when this one waits.
+A hook may be bypassed: a compiled step has none, and a CUDA graph replays only kernels. So an optimizer counts only if
+its hook was seen to run since the previous save. The compiler traces the hook once, before the first compiled step; the
+hook waits then.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tenuto.state.encode.atoms import ENCODERS
 from tenuto.state.update_barrier import PROBATION, let_updates_pass
 
 _MOST = 100_000
-"""Objects that a search for optimizers looks at."""
+"""The objects that a search for optimizers visits at most."""
 
 
 class _Compiled:
-    """Set by code that torch.compile has made of an optimizer's step, where the hook is traced and not called."""
+    """Set by code that torch.compile made of an optimizer's step, where the hook is traced and not called."""
 
     ran = False
 
 
 class OptimizerSteps:
-    """Which optimizers were seen to step, process-wide."""
+    """The optimizers that were seen to step, process-wide."""
 
     def __init__(self) -> None:
         self.tick = 0
@@ -78,7 +78,7 @@ class OptimizerSteps:
         return known is not None and known[0]() is optimizer and known[1] > tick
 
     def graph(self, optimizer: Optimizer) -> None:
-        """Its step is being recorded into a CUDA graph, which replays it without any hook."""
+        """Notes that a step is recorded into a CUDA graph, which replays it without hooks."""
         self._graphed[id(optimizer)] = weakref.ref(optimizer)
 
     def graphed(self, optimizer: Optimizer) -> bool:
@@ -93,19 +93,19 @@ _compiled = steps.compiled
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         _before_compiled()
-        # Traced, once. What is compiled does no more than this, without a break in the graph.
+        # Traced once. Compiled code does only this, without a graph break.
         _compiled.ran = True
         return
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        steps.graph(optimizer)  # a capture may not wait for another stream
+        steps.graph(optimizer)  # a capture must not wait for another stream
         return
     steps.see(optimizer)
     let_updates_pass()
 
 
 def _before_compiled() -> None:
-    """Called by the compiler, which takes it for a constant, while it traces a step: no compiled step has run yet, and
-    every save from here on is eager."""
+    """Waits while the compiler traces a step (it treats the call as a constant): no compiled step has run yet, and
+    every later save is eager."""
     let_updates_pass()
     _compiled.ran = True
 
@@ -122,7 +122,7 @@ class TorchGate:
         self._told: set[str] = set()
         self._known: _Known | None = None
         self._without = 0
-        """Captures at which there was no optimizer."""
+        """The captures without an optimizer."""
         self._save = self._before = steps.tick
         steps.enter()
         self._leave = weakref.finalize(self, _leave, os.getpid())
@@ -137,7 +137,7 @@ class TorchGate:
         optimizers, modules = found_in(self._state)
         if not optimizers:
             self._without += 1
-            if self._without == PROBATION:  # the first captures are eager anyway, and one may be made later
+            if self._without == PROBATION:  # the first captures are eager anyway, and an optimizer may be made later
                 self._once(
                     "no optimizer of torch is found in the state (one inside an object of your own is not seen): "
                     "everything is captured eagerly"
@@ -186,20 +186,19 @@ class TorchGate:
 
 
 class _Known:
-    """What was found to be fenceable, as long as the same optimizers own it. Holds none of it: the state's tensors are
-    known again by weak references. What is a new object at each save, like the state of a random generator, is never
-    among it."""
+    """The fenceable sources, valid while the same optimizers own them. Keeps only weak references to the state's
+    tensors. An object that is new at each save, such as the state of a random generator, never matches."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], sources: Sequence[Any], found: Mapping[int, torch.Tensor]
     ) -> None:
-        """`found`: as `_among` gives it."""
+        """`found`: as returned by `_among`."""
         self.found = list(found)
         self._owners = _owners(optimizers)
         self._count = len(sources)
         self._held = [(at, weakref.ref(sources[at]), sources[at].is_contiguous()) for at in found]
         self._wholes = [weakref.ref(tensor) for tensor in found.values() if is_dtensor(tensor)]
-        """They count what is done to their parts."""
+        """DTensors, which count the changes of their parts."""
 
     def holds(self, optimizers: Sequence[Optimizer], sources: Sequence[Any]) -> bool:
         return (
@@ -229,18 +228,18 @@ gate = TorchGate
 
 
 _Owned = tuple[torch.Tensor, torch.Tensor]
-"""What this process holds of a tensor that an optimizer owns, and the tensor itself: the same but for a DTensor."""
+"""The memory of a tensor in this process, and the tensor as the optimizer has it: identical except for a DTensor."""
 
 
 def _owned(optimizers: Iterable[Optimizer]) -> dict[int, _Owned]:
-    """By the identity of what is held; without tensors whose changes nobody counts."""
+    """Returns the owned tensors by identity of their memory; without tensors whose changes are not counted."""
     tensors = [tensor for optimizer in optimizers for tensor in tensors_of(optimizer) if not tensor.is_inference()]
     return {id(local): (local, tensor) for tensor in tensors for local in [local_of(tensor)]}
 
 
 def _among(sources: Sequence[Any], owned: Mapping[int, _Owned]) -> dict[int, torch.Tensor]:
-    """Positions of the sources that are owned, the very tensors or the same memory in the same form, and the tensors as
-    optimizers have them."""
+    """Returns the positions of sources that are owned (the same tensor, or the same memory in the same form), with the
+    tensors of the optimizers."""
     found: dict[int, torch.Tensor] = {}
     forms: dict[int, _Owned] | None = None
     for position, source in enumerate(sources):
@@ -264,7 +263,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters that it updates, and every tensor of its state."""
+    """Yields the parameters that an optimizer updates, and every tensor of its state."""
     for group in optimizer.param_groups:
         yield from group["params"]
     for value in optimizer.state.values():
@@ -283,7 +282,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def written_by_forward(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Weights that a forward pass changes in place: embeddings which keep their rows to a norm."""
+    """Yields weights that a forward pass changes in place: embeddings with a maximum norm."""
     for module in modules:
         for one in module.modules():
             if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
@@ -291,7 +290,7 @@ def written_by_forward(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def found_in(state: Any) -> tuple[list[Optimizer], list[nn.Module]]:
-    """The optimizers and the outermost modules in a state, as deep as its containers go."""
+    """Returns the optimizers and the outermost modules in a state, at any depth of its containers."""
     optimizers: list[Optimizer] = []
     modules: list[nn.Module] = []
     waiting, seen = [state], set[int]()

@@ -1,6 +1,6 @@
-"""Where a DTensor's local tensor lies in the whole one: read from its mesh and placements, without any communication.
+"""Reads the layout of a DTensor's local tensor from its mesh and placements, without communication.
 
-The classes are looked up, not imported: there is no DTensor while nothing has imported them.
+The classes are looked up, not imported: there is no DTensor unless something has imported them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from typing import Any, Final
 import torch
 
 from tenuto.errors import StateError
-from tenuto.state.declarations import Shape, ShardLayout, Span, crossed, everywhere, joined, nothing
+from tenuto.state.declarations import (
+    Shape,
+    ShardLayout,
+    Span,
+    cross_layout,
+    empty_layout,
+    merge_spans,
+    replicated_layout,
+)
 from tenuto.state.tree import ROOT
 
 
@@ -23,12 +31,12 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor: a DTensor's local tensor, or the tensor itself."""
+    """Returns this process's part of a tensor: a DTensor's local tensor, or the tensor itself."""
     return held_by(tensor) if is_dtensor(tensor) else tensor
 
 
 def held_by(tensor: Any) -> torch.Tensor:
-    """A DTensor's local tensor, arrived."""
+    """Returns a DTensor's local tensor after pending collectives."""
     local: torch.Tensor = tensor._local_tensor
     if type(local) is not torch.Tensor and type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()  # type: ignore[attr-defined]
@@ -36,19 +44,18 @@ def held_by(tensor: Any) -> torch.Tensor:
 
 
 def alone(tensor: Any) -> bool:
-    """Whether a DTensor's mesh has no other rank."""
+    """Returns whether a DTensor's mesh has only this rank."""
     return bool(tensor._spec.mesh.size() == 1)
 
 
 def layout_of(tensor: Any, path: str) -> ShardLayout:
-    """The layout of a DTensor on this rank.
+    """Returns the layout of a DTensor on this rank.
 
-    StateError, naming the path, for a sum that has not been made yet, and for a placement or a local tensor that it
-    cannot explain.
+    Raises StateError with the path for a pending sum, an unknown placement, and a local tensor that does not fit them.
     """
     spec, local = tensor._spec, local_of(tensor).shape
     placements = spec.placements
-    # By type too: in some versions a strided shard is equal to one that is not.
+    # By type too: in some versions a strided shard equals a plain one.
     form = (id(spec.mesh), placements, *map(type, placements), tensor.shape, local, getattr(spec, "shard_order", None))
     known = _known.get(form)
     if known is not None and known[0] is spec.mesh:
@@ -61,7 +68,7 @@ def layout_of(tensor: Any, path: str) -> ShardLayout:
 
 
 _known: Final[dict[Any, tuple[Any, ShardLayout]]] = {}
-"""By mesh, placements and shapes: the mesh, and what was read. States have many tensors of few forms."""
+"""By mesh, placements and shapes: the mesh and the layout. States have many tensors of few forms."""
 
 
 def _read_layout(tensor: Any, spec: Any, where: str) -> ShardLayout:
@@ -73,7 +80,7 @@ def _read_layout(tensor: Any, spec: Any, where: str) -> ShardLayout:
     if at is None:
         return ShardLayout(whole, whole, (), "box" if sharded else "replicated")
     if not sharded:
-        return everywhere(whole)
+        return replicated_layout(whole)
     cuts = {
         dim: tuple(
             (sizes[one], at[one], getattr(placements[one], "split_factor", 1)) for one in _ordered(spec, dim, along)
@@ -88,10 +95,10 @@ _KNOWN_MOST: Final = 4096
 
 
 def _cut_layout(whole: Shape, local: Shape, cuts: dict[int, _Cuts], where: str) -> ShardLayout:
-    """The layout of a tensor whose dimensions are cut so."""
-    layout = crossed(whole, {dim: _spans(whole[dim], local[dim], each, where) for dim, each in cuts.items()})
+    """Returns the layout of a tensor whose dimensions have these cuts."""
+    layout = cross_layout(whole, {dim: _spans(whole[dim], local[dim], each, where) for dim, each in cuts.items()})
     if 0 in layout.local and 0 in local:
-        return nothing(whole, local)  # an empty part of FSDP's may be empty in other dimensions too
+        return empty_layout(whole, local)  # an empty part of FSDP's may be empty in other dimensions too
     if layout.local != local:
         raise _unexplained(where, local, layout.local)
     return layout
@@ -111,12 +118,12 @@ def _check(placement: Any, size: int, where: str) -> None:
 
 
 def _is_shard(placement: Any) -> bool:
-    # _StridedShard is no Shard to is_shard() in every version.
+    # In some versions is_shard() is False for _StridedShard.
     return bool(placement.is_shard() or type(placement).__name__ == "_StridedShard")
 
 
 def _by_dimension(placements: Sequence[Any], sizes: Sequence[int]) -> dict[int, list[int]]:
-    """Dimension of the tensor -> the mesh's dimensions that it is cut along, where that is more than one rank."""
+    """Returns dimension of the tensor -> the mesh dimensions (of several ranks) that it is cut along."""
     found: dict[int, list[int]] = {}
     for number, (placement, size) in enumerate(zip(placements, sizes, strict=True)):
         if _is_shard(placement) and size > 1:
@@ -125,7 +132,7 @@ def _by_dimension(placements: Sequence[Any], sizes: Sequence[int]) -> dict[int, 
 
 
 def _ordered(spec: Any, dim: int, along: list[int]) -> list[int]:
-    """The mesh's dimensions in the order in which they cut: from left to right where the spec says nothing else."""
+    """Returns the mesh dimensions in the order in which they cut: from left to right unless the spec says otherwise."""
     for entry in getattr(spec, "shard_order", None) or ():
         if entry.tensor_dim == dim:
             return [number for number in entry.mesh_dims if number in along]
@@ -133,12 +140,12 @@ def _ordered(spec: Any, dim: int, along: list[int]) -> list[int]:
 
 
 def _spans(length: int, held: int, cuts: Sequence[tuple[int, int, int]], where: str) -> list[Span]:
-    """The spans of one dimension that this rank holds, `held` indices in all. `cuts`: ranks, this one's place among
-    them, and pieces that are cut apart, in the order in which they cut.
+    """Returns the spans of one dimension on this rank, `held` indices in all.
 
-    FSDP cuts what tensor parallelism has cut already, and says so by a strided shard in front: read from left to right
-    that is another way to cut where lengths do not divide. So both ways are looked at, and what this rank holds tells
-    which it was.
+    `cuts`, in the order of cutting: number of ranks, position of this rank, and number of pieces that are cut
+    separately. FSDP cuts what tensor parallelism has already cut, and marks that by a strided shard in front; read from
+    left to right this gives other cuts where lengths do not divide. So both readings are tried, and the local length
+    decides.
     """
     said = inner_first = [(0, length)]
     for ranks, at, pieces in cuts:
@@ -147,7 +154,7 @@ def _spans(length: int, held: int, cuts: Sequence[tuple[int, int, int]], where: 
         return said
     for ranks, at, _ in reversed(cuts):
         inner_first = _cut(inner_first, ranks, at, 1)
-    fitting = [one for one in (joined(said), joined(inner_first)) if _length(one) == held]
+    fitting = [one for one in (merge_spans(said), merge_spans(inner_first)) if _length(one) == held]
     if len(fitting) == 2 and fitting[0] != fitting[1]:
         raise StateError(
             f"{where}: {held} of {length} indices of a strided DTensor could be either of two parts",
@@ -162,7 +169,8 @@ def _length(spans: Sequence[Span]) -> int:
 
 
 def _cut(spans: Sequence[Span], ranks: int, at: int, pieces: int) -> list[Span]:
-    """Part `at` of `ranks`, of each of `pieces` pieces, as torch.chunk cuts both: the last ones may be shorter."""
+    """Returns part `at` of `ranks` of each of `pieces` pieces, as torch.chunk cuts both: the last ones may be
+    shorter."""
     found: list[Span] = []
     length = _length(spans)
     for piece in range(pieces):
@@ -178,7 +186,7 @@ def _chunk(length: int, count: int, number: int) -> Span:
 
 
 def _between(spans: Sequence[Span], low: int, high: int) -> list[Span]:
-    """Indices `low..high-1` of what the spans hold, one behind another."""
+    """Returns indices `low..high-1` of the concatenated spans."""
     found: list[Span] = []
     at = 0
     for start, stop in spans:

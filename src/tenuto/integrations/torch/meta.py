@@ -1,4 +1,4 @@
-"""Targets on the meta device: given memory on load, as the same objects that optimizers, ties and the state hold."""
+"""Gives meta tensors memory on load, as the same objects that optimizers, ties and the state refer to."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def materialise(tensor: torch.Tensor, number: int, spec: LeafSpec, path: str, re
 
 
 def materialise_part(tensor: torch.Tensor, layout: ShardLayout, number: int, path: str, restorer: Restorer) -> Thunk:
-    """`materialise` for a tensor that is laid out as `layout`, a DTensor or a declared one: gives it memory for what
-    this rank holds."""
+    """`materialise` for a tensor with a layout, a DTensor or a declared one: gives it memory for this rank's part."""
     from tenuto.integrations.torch.sharded import around, sinks
 
     if not _taken(tensor, path, restorer):
@@ -38,7 +37,7 @@ def materialise_part(tensor: torch.Tensor, layout: ShardLayout, number: int, pat
 
 
 def _taken(tensor: torch.Tensor, path: str, restorer: Restorer) -> bool:
-    """Notes that a meta tensor is filled; False where it is already."""
+    """Notes that a meta tensor is filled. Returns False if it already is."""
     plan = plans(restorer)
     restorer.restored.append(path)
     if id(tensor) in plan.taken:
@@ -86,7 +85,7 @@ def plans(restorer: Restorer) -> MetaPlan:
 
 
 def device_after(tensor: torch.Tensor, restorer: Restorer) -> Any:
-    """Where a tensor will lie once the restore is done."""
+    """Returns the device of a tensor after the restore."""
     if not tensor.is_meta:
         return tensor.device
     return torch.device(restorer.device if restorer.device is not None else "cpu")

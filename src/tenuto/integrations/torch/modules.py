@@ -1,4 +1,8 @@
-"""Modules <-> entries: what state_dict() says, under names without wrappers."""
+"""Encodes and restores modules: the entries of state_dict(), under names without wrappers.
+
+FSDP2's hooks around state_dict only put parameters back into their shards, so they count as no customisation. A module
+that loads in its own way gets its saved entries through load_state_dict() and decides.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,7 @@ from tenuto.state.restore.match import refuse_unmatched
 from tenuto.state.restore.restorer import MODULES, Restorer, Thunk
 from tenuto.state.tree import KEYED, LEAVES, ROOT, items, kind_of, name_of
 
-# --------------------------------------------------------------------------------------------------
-# FSDP2 (`fully_shard`): its hooks around state_dict only put parameters back into their shards, and need not be asked
-# for what they are there for.
+# -- FSDP2
 
 _HOME: Final = "torch.distributed.fsdp._fully_shard"
 
@@ -39,12 +41,12 @@ def is_its_own(hook: Any) -> bool:
 
 
 def others(hooks: Iterable[Any]) -> bool:
-    """Whether any of these hooks is somebody else's."""
+    """Returns whether any of these hooks is not FSDP2's own."""
     return any(not is_its_own(hook) for hook in hooks)
 
 
 def settling(module: nn.Module) -> list[Callable[[], Any]]:
-    """What puts the module's parameters back into their shards, where a forward pass has left them gathered. No rank
+    """Returns the functions that put parameters back into their shards where a forward pass left them gathered. No rank
     waits for another."""
     return [
         _called(hook, one)
@@ -64,21 +66,20 @@ def settle(module: nn.Module) -> None:
 
 
 def loaded(module: nn.Module) -> None:
-    """What FSDP2 does after load_state_dict: it looks at the memory that its parameters have now."""
+    """Runs FSDP2's hooks after load_state_dict, which update its references to the parameters' memory."""
     for one in module.modules():
         for hook in list(one._load_state_dict_post_hooks.values()):
             if is_its_own(hook):
                 hook(one, None)
 
 
-# --------------------------------------------------------------------------------------------------
-# Modules that load in their own way: they get what they saved, and decide.
+# -- modules with a load of their own
 
 
 def through_load_state_dict(
     module: nn.Module, node: Json, theirs: dict[str, Json], found: list[ModuleEntry], *, path: str, restorer: Restorer
 ) -> None:
-    """Plans load_state_dict(), which decides; what it says that it lacks, or has no place for, is taken over."""
+    """Plans load_state_dict() with the saved entries; adopts the missing and unexpected keys it reports."""
     keys = {one.name: one.key for one in found}
     present = {one.name: one.value for one in found}
     state: OrderedDict[str, Thunk] = OrderedDict()
@@ -115,7 +116,7 @@ def through_load_state_dict(
 
 
 def _take_over(missing: Sequence[str], unexpected: Sequence[str], restorer: Restorer) -> None:
-    """Strictness and the report, by what a module has found as it loaded."""
+    """Applies strictness and the report to the keys that a module reported on load."""
     asked_for = [where for where in missing if restorer.selection.takes(where)]
     if restorer.strict and not restorer.selection.everything:
         refuse_unmatched(() if restorer.apart else unexpected, asked_for)
@@ -127,7 +128,8 @@ def _take_over(missing: Sequence[str], unexpected: Sequence[str], restorer: Rest
 
 
 def _part(ours: Any, layout: ShardLayout, child: Json, path: str, restorer: Restorer) -> Thunk:
-    """What load_state_dict() gets for a part of a global tensor: this rank's part, as the module's own is one."""
+    """Plans load_state_dict()'s value for a part of a global tensor: this rank's part, laid out like the module's
+    own."""
     if ours.is_meta:
         materialise_part(ours, layout, restorer.spec(child, path)[0], path, restorer)
     else:
@@ -153,7 +155,7 @@ def _fits(ours: torch.Tensor, child: Json, path: str, restorer: Restorer) -> boo
 def _load(
     module: nn.Module, thunks: Mapping[str, Thunk], metadata: Mapping[str, Any], path: str, restorer: Restorer
 ) -> Any:
-    """What load_state_dict() returns."""
+    """Calls load_state_dict() and returns its result."""
     state = OrderedDict((key, thunk()) for key, thunk in thunks.items())
     state._metadata = metadata  # type: ignore[attr-defined]
     try:
@@ -186,7 +188,7 @@ _FLAGS: Final = ("param", "buffer", "grad")
 
 
 def overrides(module: nn.Module, *names: str) -> bool:
-    """Whether the class has its own version of a method; torch's own classes are known to keep to the rules."""
+    """Returns whether the class overrides one of the methods; torch's own classes are known to follow the rules."""
     for name in names:
         for base in type(module).__mro__:
             if name in vars(base):
@@ -213,7 +215,8 @@ def _loads_its_own_way(module: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class ModuleEntry:
-    """One entry of state_dict(): its key there, its canonical name, and the module's own tensor where it is that."""
+    """One entry of state_dict(): its key, its canonical name, its value, and whether that is the module's own
+    tensor."""
 
     key: str
     name: str
@@ -222,9 +225,9 @@ class ModuleEntry:
 
 
 def entries(module: nn.Module, path: str) -> tuple[list[ModuleEntry], Mapping[str, Any]]:
-    """What state_dict() says, and its metadata by canonical module prefix.
+    """Returns the entries of state_dict(), and its metadata by canonical module prefix.
 
-    A tree of modules that all save in torch's own way need not be asked: their state is their tensors, in order.
+    A module tree that saves in torch's standard way need not be asked: its state is its tensors, in order.
     """
     if is_plain(module):
         metadata = {place.canonical.rstrip("."): {"version": place.module._version} for place in places(module)}
@@ -265,7 +268,7 @@ def _canonical(key: Any, prefixes: list[tuple[str, str]]) -> str:
 
 
 def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether an entry is the module's own tensor (as state_dict() gives it: detached)."""
+    """Returns whether an entry is the module's own tensor (detached, as state_dict() returns it)."""
     if value is own:
         return True
     if value.layout is not torch.strided or own.layout is not torch.strided or value.is_meta != own.is_meta:
@@ -277,7 +280,7 @@ def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
     return own.is_meta or type(value) is not torch.Tensor or value.data_ptr() == own.data_ptr()
 
 
-# -- down -------------------------------------------------------------------------------------------------------
+# -- encode
 
 
 def encode(module: nn.Module, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
@@ -342,8 +345,8 @@ def _again(
     put_back: Sequence[Callable[[], Any]],
     known: list[ModuleEntry] | None,
 ) -> Refresh:
-    """For modules of which each value must be asked again; where `known` is None their state_dict() too. A tree of
-    modules that save in torch's own way has the same entries as long as everything sits where it sat."""
+    """Returns the refresh of a module whose values must be encoded again; with `known` None also its state_dict(). A
+    module tree that saves in the standard way keeps its entries while every tensor stays in its slot."""
 
     def refresh(again: nn.Module, replay: StateWalker) -> Json:
         for put in put_back:
@@ -359,12 +362,12 @@ def _again(
 
 
 def _metadata_node(metadata: Mapping[str, Any], writer: StateWalker, path: str) -> Json:
-    """state_dict()'s metadata where it says more than that a module is of version 1."""
+    """Returns the node of state_dict()'s metadata, without modules of version 1."""
     return [[prefix, writer.closed(said, path)] for prefix, said in metadata.items() if said != {"version": 1}]
 
 
 class _Cells:
-    """Which tensors and modules sit where, by identity."""
+    """The slots of a module tree: which tensors and modules they contain, by identity."""
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self.path = path
@@ -381,7 +384,7 @@ class _Cells:
             self._others += [(held, len(held)) for held in counted]
 
     def check(self, module: nn.Module) -> None:
-        """Raises Changed where anything is not what it was."""
+        """Raises StructureChanged if a slot has changed."""
         if module is not self._module:
             raise StructureChanged
         for held, size in self._others:
@@ -395,7 +398,7 @@ class _Cells:
                     raise StructureChanged
 
 
-# -- back -------------------------------------------------------------------------------------------------------
+# -- restore
 
 
 def restore(module: nn.Module, node: Json, path: str, restorer: Restorer) -> Thunk:
@@ -438,7 +441,7 @@ def _left_over(theirs: dict[str, Json], path: str, restorer: Restorer) -> None:
 
 
 def _extra(module: nn.Module, one: ModuleEntry, node: Json, path: str, restorer: Restorer) -> None:
-    """Extra state: whatever the module's class makes of it."""
+    """Plans extra state, whatever the module's class makes of it."""
     raw = one.key[: -len(_EXTRA)]
     owner = next(place.module for place in places(module) if place.raw == raw)
     value = restorer.rebuild(bare(node), path, one.value)
@@ -454,7 +457,7 @@ def _check_meta(module: nn.Module, path: str, restorer: Restorer) -> None:
 
 
 def fresh(node: Json, path: str, restorer: Restorer) -> Thunk:
-    """A module's entries where there is no module: a dictionary as state_dict() gives it."""
+    """Plans a module's entries without a module: a dictionary as from state_dict()."""
     thunks = {
         name_of(key): restorer.rebuild(bare(child), join(path, escape(name_of(key)))) for key, child in items(node)
     }
@@ -462,7 +465,7 @@ def fresh(node: Json, path: str, restorer: Restorer) -> Thunk:
 
 
 def bare(node: Json) -> Json:
-    """A leaf's node as state_dict() would give it: a plain tensor."""
+    """Returns a leaf's node as state_dict() would have it: a plain tensor."""
     if isinstance(node, dict) and node.get("!") in (*LEAVES, "sparse"):
         return {key: value for key, value in node.items() if key not in _FLAGS}
     return node

@@ -12,9 +12,10 @@ from tenuto.errors import StateMismatch
 
 
 def capture() -> dict[str, Any]:
-    """`cpu`: uint8 [5056]; `cuda`: one uint8 tensor per device, where this process has used CUDA; `mps` likewise.
+    """Returns the states: `cpu` (uint8 [5056]), `cuda` (one uint8 tensor per device, if CUDA is initialised), `mps`
+    likewise.
 
-    CUDA that nothing has initialised is left alone: no number has been drawn there, and asking would set it up.
+    Uninitialised CUDA is left alone: nothing has been drawn there, and asking would initialise it.
     """
     out: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -25,7 +26,7 @@ def capture() -> dict[str, Any]:
 
 
 def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Puts the generators back; returns what has no counterpart here, in words."""
+    """Sets the generators. Returns descriptions of states without a counterpart here."""
     notes: list[str] = []
     _set(torch.set_rng_state, state["cpu"], "rng/torch/cpu")
     devices = list(state.get("cuda", ()))
@@ -43,8 +44,8 @@ def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def derived(part: str, state: Any, seed: int) -> Any:
-    """A new state of the `part` of what `capture` gives, seeded with `seed`, in the form of `state`; None where the
-    device is not here."""
+    """Returns a new state for the `part` of `capture`, seeded with `seed`, in the form of `state`; None if the device
+    is absent."""
     if part == "cpu":
         return _seeded("cpu", seed)
     if part == "cuda" and torch.cuda.is_available():
@@ -60,7 +61,7 @@ def _seeded(device: str, seed: int) -> torch.Tensor:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Within the block draws may be made; afterwards torch's CPU generator is where it was."""
+    """Restores torch's CPU generator after the block, which may draw from it."""
     before = torch.get_rng_state()
     try:
         yield
@@ -69,7 +70,7 @@ def kept() -> Iterator[None]:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that belong to a loader, each once: DataLoader hands its own to the sampler that it makes."""
+    """Returns the generators of a loader, each once: DataLoader passes its own to the sampler it makes."""
     found: list[torch.Generator] = []
     batch_sampler = loader.batch_sampler
     for owner in (loader, batch_sampler, getattr(batch_sampler, "sampler", None), loader.sampler):
@@ -80,7 +81,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def set_generators(generators: Sequence[torch.Generator], states: Sequence[Any], path: str) -> None:
-    """Sets generators, one state each; StateMismatch where one is no state of such a generator."""
+    """Sets each generator to its state. Raises StateMismatch for an invalid state."""
     for number, (generator, saved) in enumerate(zip(generators, states, strict=True)):
         _set(generator.set_state, saved, f"{path}/{number}")
 

@@ -1,4 +1,4 @@
-"""Parts of global tensors <-> leaves: DTensors, and tensors of which a layout was declared."""
+"""Encodes and restores parts of global tensors: DTensors, and tensors with a declared layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tenuto.model.box import Box
 from tenuto.model.paths import join
 from tenuto.model.records import Json
 from tenuto.state.contract import Sink
-from tenuto.state.declarations import Shard, ShardLayout, attached, everywhere, taken
+from tenuto.state.declarations import Shard, ShardLayout, attached, part_view, replicated_layout
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.walker import SeenLeaf, StateWalker, StructureChanged
 from tenuto.state.frameworks import Refresh
@@ -28,7 +28,7 @@ from tenuto.state.tree import LEAVES, ROOT, kind_of, segment
 
 
 def encode_shard(value: Shard, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
-    """A tensor of which a mark says where it lies. StateError where it is not of the shape that was declared."""
+    """Encodes a tensor with a declared layout. Raises StateError if its shape is not the declared one."""
     tensor, layout = value.value, value.layout
     node, again = _encode(tensor, _declared_local(tensor, layout, path), layout, path, writer)
 
@@ -41,7 +41,7 @@ def encode_shard(value: Shard, path: str, writer: StateWalker) -> tuple[Json, Re
 
 
 def encode_dtensor(tensor: Any, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
-    """A DTensor: what this rank holds of it."""
+    """Encodes a DTensor: this rank's part of it."""
     layout = layout_of(tensor, path)
     local = local_of(tensor)
     node, again = _encode(tensor, local, layout, path, writer)
@@ -56,8 +56,8 @@ def encode_dtensor(tensor: Any, path: str, writer: StateWalker) -> tuple[Json, R
 
 
 class ShardDict:
-    """A dictionary of which all values are tensors, DTensors or shards: told one by one, without a step of the walk for
-    each. `pairs`: keys and nodes."""
+    """A dictionary whose values are all tensors, DTensors or shards, encoded without a walk step for each. `pairs`:
+    keys and nodes."""
 
     def __init__(self, entries: Mapping[str, Any], path: str, writer: StateWalker) -> None:
         self.pairs: list[Json] = []
@@ -91,8 +91,8 @@ def _declared_local(tensor: torch.Tensor, layout: ShardLayout, path: str) -> tor
 def _encode(
     tensor: torch.Tensor, local: torch.Tensor, layout: ShardLayout, path: str, writer: StateWalker
 ) -> tuple[Json, Callable[[torch.Tensor, torch.Tensor, StateWalker], Json]]:
-    """Rows of `local`; `tensor` is what the state holds, and what a name of the leaf is known by. What is returned
-    beside the node tells both again."""
+    """Encodes the rows of `local`. `tensor` is the object in the state, which identifies the leaf. Returns the node and
+    a refresh for both."""
     tensors.check(local, path)
     if local.layout is not torch.strided:
         raise StateError(f"{path or ROOT}: a part of a sparse tensor has no representation", subject=path or ROOT)
@@ -105,7 +105,7 @@ def _encode(
         node = writer.leaf(
             path, known.about, known.spec, local, device=known.device, address=place, geometry=known.geometry
         )
-        layout = everywhere(local.shape)
+        layout = replicated_layout(local.shape)
     else:
         told = _told(local, layout)
         node = writer.rows(path, known.about, known.spec[0], layout, told, device=known.device, tensor=tensor)
@@ -123,7 +123,7 @@ def _encode(
 
 
 def seen_as(tensor: torch.Tensor, local: torch.Tensor) -> Look:
-    """What the local tensor looks like, in the role that the tensor around it has."""
+    """Returns the look of the local tensor, with the role of the tensor around it."""
     found = look(local)
     return found if tensor is local else (*found[:4], tensor.requires_grad, *found[5:7], look_role(tensor))
 
@@ -135,12 +135,13 @@ def look_role(tensor: torch.Tensor) -> str:
 def _source(local: torch.Tensor, part: Any) -> torch.Tensor:
     if not part.cut and local.shape == part.shape:
         return local
-    piece: torch.Tensor = taken(local.detach(), part).reshape(part.shape)
+    piece: torch.Tensor = part_view(local.detach(), part).reshape(part.shape)
     return piece
 
 
 def _told(local: torch.Tensor, layout: ShardLayout) -> list[SeenLeaf]:
-    """The rows of a local tensor. The first one has the extent of all of it: they may lie in each other's gaps."""
+    """Returns the rows of a local tensor. The first has the extent of the entire tensor: rows may lie in each other's
+    gaps."""
     lies = geometry(local)
     found: list[SeenLeaf] = []
     for number, part in enumerate(layout.parts):
@@ -152,7 +153,7 @@ def _told(local: torch.Tensor, layout: ShardLayout) -> list[SeenLeaf]:
     return found
 
 
-# -- back ---------------------------------------------------------------------------------------------------------
+# -- restore
 
 
 def restore_shard(value: Shard, node: Json, path: str, restorer: Restorer) -> Thunk:
@@ -166,7 +167,7 @@ def restore_dtensor(tensor: Any, node: Json, path: str, restorer: Restorer) -> T
     if kind_of(node) not in LEAVES:
         return restorer.mismatch(tensor, path, restorer.words(node), f"a DTensor {tensors.words(tensor)}")
     if restorer.private:
-        return _restore(tensor, everywhere(local_of(tensor).shape), (local_of(tensor), node), path, restorer)
+        return _restore(tensor, replicated_layout(local_of(tensor).shape), (local_of(tensor), node), path, restorer)
     return _restore(tensor, layout_of(tensor, path), (local_of(tensor), node), path, restorer)
 
 
@@ -177,7 +178,7 @@ def _words(tensor: torch.Tensor, layout: ShardLayout) -> str:
 def _restore(
     tensor: torch.Tensor, layout: ShardLayout, into: tuple[torch.Tensor, Json], path: str, restorer: Restorer
 ) -> Thunk:
-    """Plans filling the local tensor in `into` with its parts of the leaf of the node beside it."""
+    """Plans filling the local tensor in `into` with its parts of the leaf of the node in `into`."""
     local, node = into
     number, spec = restorer.spec(node, path)
     if TORCH_DTYPES.get(spec.dtype) is not tensor.dtype or spec.shape != layout.whole:
@@ -187,8 +188,8 @@ def _restore(
 
         return materialise_part(tensor, layout, number, path, restorer)
     tensors.note_gradient(tensor, node, path, restorer)
-    address = local.data_ptr() or id(local)  # tensors without elements have no address of their own
-    if prod(layout.local) and layout.parts == everywhere(layout.whole).parts:
+    address = local.data_ptr() or id(local)  # empty tensors have no address
+    if prod(layout.local) and layout.parts == replicated_layout(layout.whole).parts:
         restorer.want_existing(number, tensors.TensorSink(local), path, address, lambda: geometry(local))
     else:
         restorer.want_parts(number, sinks(local, layout), path, address, lambda: geometry(local))
@@ -196,18 +197,19 @@ def _restore(
 
 
 def sinks(local: torch.Tensor, layout: ShardLayout) -> Sequence[tuple[Box, Sink]]:
-    """Where each box that the local tensor holds goes."""
-    return [(Box(part.offsets, part.shape), tensors.TensorSink(taken(local.detach(), part))) for part in layout.parts]
+    """Returns a sink for each box of the local tensor."""
+    return [
+        (Box(part.offsets, part.shape), tensors.TensorSink(part_view(local.detach(), part))) for part in layout.parts
+    ]
 
 
 def made_like(parameter: Any, layout: ShardLayout, node: Json, path: str, restorer: Restorer) -> Thunk:
-    """Plans a new tensor, on the restorer's device, for a leaf that lies as the parameter it belongs to: a DTensor
-    beside a DTensor."""
+    """Plans a new tensor for a leaf on the restorer's device, laid out like its parameter (a DTensor for a DTensor)."""
     number, spec = restorer.spec(node, path)
     restorer.created.append(path)
     kind = TORCH_DTYPES[spec.dtype]
     local = torch.empty(layout.local if layout.parts else local_of(parameter).shape, dtype=kind, device=restorer.device)
-    if layout.parts == everywhere(layout.whole).parts:
+    if layout.parts == replicated_layout(layout.whole).parts:
         restorer.want(number, tensors.TensorSink(local))
     else:
         restorer.want_boxes(number, sinks(local, layout))
@@ -216,8 +218,7 @@ def made_like(parameter: Any, layout: ShardLayout, node: Json, path: str, restor
 
 
 def whole_like(parameter: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
-    """Plans a new DTensor, on the restorer's device, that lies as a whole on every rank of the mesh of the parameter
-    that it belongs to, and has not its shape."""
+    """Plans a new DTensor on the restorer's device, replicated on the mesh of its parameter, whose shape differs."""
     number, spec = restorer.spec(node, path)
     restorer.created.append(path)
     local = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=restorer.device)
@@ -227,7 +228,7 @@ def whole_like(parameter: Any, node: Json, path: str, restorer: Restorer) -> Thu
 
 
 def _replicated(local: torch.Tensor, like: Any) -> Any:
-    """A DTensor of which every rank of the mesh of the DTensor `like` holds all. No rank is asked."""
+    """Makes a DTensor replicated on the mesh of `like`, without communication."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh, meta = like._spec.mesh, like._spec.tensor_meta
@@ -237,7 +238,7 @@ def _replicated(local: torch.Tensor, like: Any) -> Any:
 
 
 def around(local: torch.Tensor, like: Any) -> Any:
-    """A DTensor of `local` as the DTensor `like` is one of its own. No rank is asked."""
+    """Makes a DTensor of `local` with the layout of `like`, without communication."""
     from torch.distributed.tensor import DTensor
 
     spec = like._spec
@@ -247,6 +248,5 @@ def around(local: torch.Tensor, like: Any) -> Any:
 
 
 def layout_like(tensor: Any, path: str) -> ShardLayout | None:
-    """How what belongs to a parameter, and has its shape, lies: as the parameter itself, where that is a DTensor or was
-    declared; else None."""
+    """Returns the layout of a DTensor or declared parameter, which its state of equal shape shares; else None."""
     return layout_of(tensor, path) if is_dtensor(tensor) else attached(tensor)

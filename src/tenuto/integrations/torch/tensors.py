@@ -1,4 +1,5 @@
-"""Tensors <-> leaves: dense ones as their bytes, sparse ones and subclasses as the dense tensors they are made of."""
+"""Encodes and restores tensors: dense ones as bytes, sparse ones and subclasses as the dense tensors they consist
+of."""
 
 from __future__ import annotations
 
@@ -27,19 +28,18 @@ from tenuto.state.frameworks import Refresh, Tagged, type_name
 from tenuto.state.restore.restorer import SWAPS, Restorer, Thunk
 from tenuto.state.tree import LEAVES, ROOT, items, segment
 
-# --------------------------------------------------------------------------------------------------
-# What the leaf of a dense tensor depends on: all of it that two tensors of one form have in common.
+# -- forms: everything of a dense tensor that its leaf depends on
 
 _NAMES: Final = {kind: name for name, kind in TORCH_DTYPES.items() if name in DTYPES and str(kind) == f"torch.{name}"}
 
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types that are what they seem; any other may compute what it holds, or hold nothing yet."""
+"""Types without surprises; any other may compute its values, or have none yet."""
 
 Look = tuple[torch.dtype, torch.Size, Any, torch.device, bool, bool, bool, str]
 
 
 def look(tensor: torch.Tensor) -> Look:
-    """Everything of a dense tensor that its leaf depends on, its type, address and values apart."""
+    """Returns everything of a dense tensor that its leaf depends on, except type, address and values."""
     return (
         tensor.dtype,
         tensor.shape,
@@ -53,8 +53,8 @@ def look(tensor: torch.Tensor) -> Look:
 
 
 def _role(tensor: torch.Tensor) -> str:
-    """What a tensor is to a module, as its node names it; empty for a mere tensor."""
-    # A buffer is a Tensor that says so itself; asking every tensor by isinstance costs more than copying it.
+    """Returns the role of a tensor in a module, as its node names it; empty for a plain tensor."""
+    # A Buffer is a Tensor that says so itself; an isinstance for every tensor would cost more than its copy.
     if type(tensor) is torch.Tensor and not tensor.__dict__:
         return ""
     if isinstance(tensor, torch.nn.Parameter):
@@ -63,7 +63,7 @@ def _role(tensor: torch.Tensor) -> str:
 
 
 def about(seen: Look) -> dict[str, Json]:
-    """What a node says of a tensor beside its numbers."""
+    """Returns the properties in a tensor's node, without its numbers."""
     said: dict[str, Json] = {"as": "torch"}
     if seen[7]:
         said[seen[7]] = True
@@ -76,8 +76,8 @@ def about(seen: Look) -> dict[str, Json]:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What the leaves of all tensors of one look have in common: dtype name and shape, what a node says of them, what
-    copies them, what their memory looks like."""
+    """The common part of the leaves of all tensors of one look: dtype name and shape, node properties, device,
+    geometry."""
 
     spec: tuple[str, tuple[int, ...]]
     about: Json
@@ -87,7 +87,7 @@ class TensorForm:
 
 @lru_cache(maxsize=4096)
 def form_of(seen: Look) -> TensorForm | None:
-    """None for a type that has no name. States have many tensors of few forms."""
+    """Returns the form of a look; None for an unnamed dtype. States have many tensors of few forms."""
     kind, shape, strides, device, _, conjugate, negative, _ = seen
     name = _NAMES.get(kind)
     if name is None:
@@ -97,7 +97,7 @@ def form_of(seen: Look) -> TensorForm | None:
 
 
 def geometry(tensor: torch.Tensor) -> Geometry:
-    """What tells two views of one address apart: type, shape, strides, conjugate and negative bits."""
+    """Returns what separates two views of one address: type, shape, strides, conjugate and negative bits."""
     return _geometry((tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()))
 
 
@@ -113,7 +113,7 @@ def _geometry(view: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.d
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the first element lies; an empty tensor lies nowhere and is only the same as itself."""
+    """Returns the address of the first element; an empty tensor has none and equals only itself."""
     return tensor.data_ptr() or id(tensor)
 
 
@@ -136,12 +136,12 @@ def unknown_type(tensor: torch.Tensor, path: str) -> Unserialisable:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether a parameter or buffer waits for its first input to have a shape."""
+    """Returns whether a parameter or buffer waits for its first input to get a shape."""
     return isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
 
 
 def check(tensor: torch.Tensor, path: str) -> None:
-    """Raises Unserialisable, naming the path, for a tensor that has no bytes to save."""
+    """Raises Unserialisable with the path for a tensor without bytes to save."""
     where, kind = path or ROOT, type(tensor)
     if tensor.is_meta:
         raise Unserialisable(
@@ -203,7 +203,7 @@ def _encode_declared(tensor: torch.Tensor, layout: ShardLayout, path: str, write
 
 
 def dense_leaf(tensor: torch.Tensor, seen: Look, path: str, writer: StateWalker) -> Json:
-    """The node of a dense tensor that has been checked, and looks like this."""
+    """Returns the node of a checked dense tensor with this look."""
     known = form_of(seen)
     if known is None:
         raise unknown_type(tensor, path)
@@ -214,7 +214,7 @@ def dense_leaf(tensor: torch.Tensor, seen: Look, path: str, writer: StateWalker)
 
 
 def is_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of other tensors, and says how."""
+    """Returns whether a tensor consists of other tensors, and can be flattened."""
     return type(tensor) not in PLAIN and bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -273,11 +273,11 @@ def _subclass_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json
     }
 
 
-# -- back ---------------------------------------------------------------------------------------------------------
+# -- restore
 
 
 class TensorSink:
-    """An existing or new tensor that a leaf's bytes go into."""
+    """The sink of an existing or new tensor."""
 
     __slots__ = ("_buffer", "_span", "_tensor")
 
@@ -312,7 +312,7 @@ class TensorSink:
 
 
 def bytes_of(tensor: torch.Tensor) -> Buffer:
-    """The bytes of a contiguous tensor in host memory, not copied. The array keeps that memory alive."""
+    """Returns the bytes of a contiguous tensor in host memory without a copy. The array keeps the memory alive."""
     nbytes = tensor.nbytes
     if not nbytes:
         return np.empty(0, np.uint8)
@@ -374,7 +374,7 @@ def restore(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> 
 
 
 def note_gradient(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> None:
-    """Says where a tensor that was trained is not, or the other way round."""
+    """Notes a tensor that was trained when saved and is not now, or vice versa."""
     if bool(node.get("grad")) != tensor.requires_grad and tensor.is_leaf:
         restorer.notes.append(
             f"{path}: requires_grad was {bool(node.get('grad'))} when saved and is {tensor.requires_grad}"
@@ -384,8 +384,8 @@ def note_gradient(tensor: torch.Tensor, node: Json, path: str, restorer: Restore
 def restore_all(
     tensors: Sequence[torch.Tensor], nodes: Sequence[Json], paths: Sequence[str], restorer: Restorer
 ) -> bool:
-    """`restore` for many leaves at once, each into the tensor itself. False, and nothing is done, where one of them is
-    anything but an ordinary tensor that fits its own leaf."""
+    """`restore` for many leaves at once, in place. Returns False, without effect, if one is not an ordinary tensor that
+    fits its leaf."""
     if declarations() and any(attached(one) is not None for one in tensors):
         return False
     found = restorer.forms(nodes) if PLAIN.issuperset(map(type, tensors)) else None
@@ -397,7 +397,7 @@ def restore_all(
     try:
         for tensor, node, form in zip(tensors, nodes, forms, strict=True):
             kind, shape, nbytes = known[form]
-            address = tensor.data_ptr()  # RuntimeError where the layout is sparse, and 0 on the meta device
+            address = tensor.data_ptr()  # RuntimeError for a sparse layout, 0 on the meta device
             if not address or tensor.dtype is not kind or tensor.shape != shape:
                 return False
             if tensor.requires_grad is not node.get("grad", False):
@@ -427,7 +427,7 @@ def _restore_sparse(tensor: torch.Tensor, node: Json, path: str, restorer: Resto
         found = made().detach()
         with torch.no_grad():
             if tensor.layout is not torch.sparse_coo:
-                tensor.resize_as_sparse_(found)  # setting .data of a compressed tensor does nothing, and says nothing
+                tensor.resize_as_sparse_(found)  # setting .data of a compressed tensor silently does nothing
             tensor.copy_(found)
 
     restorer.later(path, take, SWAPS)
@@ -484,21 +484,19 @@ def fresh_subclass(node: Json, path: str, restorer: Restorer) -> Thunk:
     return build
 
 
-# --------------------------------------------------------------------------------------------------
-# Many dense tensors looked at together: told at first, and told again at well under a microsecond each.
+# -- many dense tensors, re-recorded in well under a microsecond each
 
 
 class WatchedTensors:
-    """Tensors in an order, and whether each still is what it was.
-
-    They are not held: what the state replaces is to be freed.
-    """
+    """A sequence of tensors, and whether each is still the same. Keeps no references: what the state replaces is to be
+    freed."""
 
     def __init__(self) -> None:
         self._known: list[tuple[weakref.ref[torch.Tensor], int, type, Any, Look]] = []
 
     def first(self, tensor: torch.Tensor, path: str, writer: StateWalker) -> Json:
-        """Tells the next tensor to `writer`: its node. Raises Unserialisable for one that has no bytes to save."""
+        """Records the next tensor in `writer` and returns its node. Raises Unserialisable for one without bytes to
+        save."""
         check(tensor, path)
         seen = look(tensor)
         node = dense_leaf(tensor, seen, path, writer)
@@ -506,7 +504,8 @@ class WatchedTensors:
         return node
 
     def again(self, replay: StateWalker, values: Iterable[torch.Tensor]) -> None:
-        """Tells the leaves to `replay`, in order. Raises Changed where a tensor differs in more than its values."""
+        """Records the leaves in `replay`, in order. Raises StructureChanged if a tensor differs in more than its
+        values."""
         sources, addresses = replay.leaves.sources, replay.leaves.addresses
         for now, (known, place, kind, layout, seen) in zip(values, self._known, strict=True):
             here = now.data_ptr() if known() is now else 0
@@ -521,7 +520,7 @@ class WatchedTensors:
                 ):
                     raise StructureChanged
             elif type(now) is not kind or now.layout is not layout or look(now) != seen:
-                # Another object, or another memory behind the same one: everything may differ.
+                # Another object, or other memory behind the same one: everything may differ.
                 raise StructureChanged
             else:
                 here = address(now)
@@ -530,7 +529,7 @@ class WatchedTensors:
 
 
 class TensorDict:
-    """A dictionary of dense tensors under strings. `pairs`: as its node has them."""
+    """A dictionary of dense tensors under string keys. `pairs`: as in its node."""
 
     def __init__(self, held: Mapping[str, torch.Tensor], path: str, writer: StateWalker) -> None:
         self._keys = list(held)
@@ -540,7 +539,7 @@ class TensorDict:
         ]
 
     def again(self, held: Mapping[Any, Any], replay: StateWalker) -> list[Json]:
-        """Tells the leaves to `replay`; the pairs. Raises Changed where keys or tensors are others."""
+        """Records the leaves in `replay` and returns the pairs. Raises StructureChanged if keys or tensors differ."""
         if list(held) != self._keys:
             raise StructureChanged
         self._looks.again(replay, held.values())

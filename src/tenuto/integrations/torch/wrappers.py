@@ -1,4 +1,4 @@
-"""Modules that wrap another: their prefix is no part of a name, where an instance of the wrapper sits."""
+"""Modules that wrap another: their prefixes are left out of names where the wrapper's instance is."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _WRAPPERS: Final = (
 
 
 def wrapped_name(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper holds what it wraps; None for any other module.
+    """Returns the attribute with the wrapped module; None for any other module.
 
-    The classes are looked up, not imported: there is no instance of a class that nothing has imported.
+    The classes are looked up, not imported: a class that nothing has imported has no instances.
     """
     for home, name, attribute in _WRAPPERS:
         kind = getattr(sys.modules.get(home), name, None)
@@ -33,7 +33,7 @@ def wrapped_name(module: nn.Module) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class WrappedModule:
-    """A module within the one that is saved: its prefix in state_dict(), and the same without wrappers."""
+    """A module within the saved one: its prefix in state_dict(), and the same without wrappers."""
 
     module: nn.Module
     raw: str
@@ -42,7 +42,7 @@ class WrappedModule:
 
 
 def places(module: nn.Module, raw: str = "", canonical: str = "") -> Iterator[WrappedModule]:
-    """Every module at and below `module`, in the order of state_dict(); a shared one once for each of its names."""
+    """Yields `module` and every module below, in the order of state_dict(); a shared one once per name."""
     attribute = wrapped_name(module)
     yield WrappedModule(module, raw, canonical, attribute is not None)
     for name, child in module._modules.items():
@@ -51,7 +51,7 @@ def places(module: nn.Module, raw: str = "", canonical: str = "") -> Iterator[Wr
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
-    """(raw name, canonical name, tensor, whether state_dict() has it) of every parameter and buffer."""
+    """Yields (raw name, canonical name, tensor, whether state_dict() has it) of every parameter and buffer."""
     for place in places(module):
         for name, parameter in place.module._parameters.items():
             if parameter is not None:

@@ -1,4 +1,4 @@
-"""A board in this process: for one rank, and for many ranks that are threads of one process."""
+"""A key-value store in this process: for one rank, and for many ranks that are threads of one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tenuto.ranks.contract import KVStore
 
 
 class InProcessKVStore:
-    """What is put is there for all who hold this object."""
+    """A dictionary shared by all users of this object."""
 
     holder: Final = None
     longest_pause_s: Final = 0.005
@@ -43,17 +43,17 @@ class InProcessKVStore:
                 self._values.pop(key, None)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing: there is nothing to release."""
 
     def keys(self) -> list[str]:
-        """What is there, sorted; for tests of what is left behind."""
+        """Returns the keys, sorted; for tests of what is left behind."""
         with self._lock:
             return sorted(self._values)
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadRanks:
-    """One of many ranks in one process: for tests and simulations. All are handed the same board."""
+    """One of many ranks in one process, for tests and simulations. All get the same store."""
 
     rank: int
     world_size: int

@@ -1,7 +1,7 @@
-"""Ranks that meet in a directory which all of them see, such as one on a network file system.
+"""Ranks that meet in a directory that all of them see, such as one on a network file system.
 
-A value is one small file, put under its name by a rename, or by a hard link where only the first may put it: both are
-whole or not at all on every file system that nodes share. No time stamp and no notification is relied on.
+A value is one small file. A rename puts it under its name, or a hard link where only the first may put it: both are
+atomic on every file system that nodes share. Nothing relies on time stamps or notifications.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NO_LINKS: Final = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, 
 
 @dataclass(frozen=True, slots=True)
 class SharedFiles:
-    """The ranks of a job that meet in `directory`, for a job whose processes do not meet in torch.distributed.
+    """The ranks of a job that meet in `directory`, for jobs whose processes do not meet in torch.distributed.
 
-    Each process gives its own `rank`, 0 to `world_size` - 1. The directory may be used again by the same job after a
-    restart, and by one job at a time.
+    Each process gives its own `rank`, 0 to `world_size` - 1. The same job may use the directory again after a restart;
+    only one job may use it at a time.
     """
 
     directory: str | os.PathLike[str]
@@ -56,32 +56,32 @@ class SharedFilesKVStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.name = f"the directory {root}"
-        self._line = DeadlineWorker(self.name, self._lost)
+        self._worker = DeadlineWorker(self.name, self._lost)
 
     def put(self, key: str, value: bytes, *, timeout: float) -> None:
-        self._line.call(lambda: self._put(key, value), timeout)
+        self._worker.call(lambda: self._put(key, value), timeout)
 
     def put_if_absent(self, key: str, value: bytes, *, timeout: float) -> bytes:
-        return self._line.call(lambda: self._put_if_absent(key, value), timeout)
+        return self._worker.call(lambda: self._put_if_absent(key, value), timeout)
 
     def get(self, key: str, *, timeout: float) -> bytes | None:
-        return self._line.call(lambda: self._get(key), timeout)
+        return self._worker.call(lambda: self._get(key), timeout)
 
     def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes | None]:
-        return self._line.call(lambda: [self._get(key) for key in keys], timeout)
+        return self._worker.call(lambda: [self._get(key) for key in keys], timeout)
 
     def delete(self, keys: Sequence[str], *, timeout: float) -> None:
-        self._line.call(lambda: self._delete(keys), timeout)
+        self._worker.call(lambda: self._delete(keys), timeout)
 
     def close(self) -> None:
-        self._line.close()
+        self._worker.close()
 
     def _path(self, key: str) -> Path:
         return self.root.joinpath(*key.split("/"))
 
     def _temporary(self, path: Path, value: bytes) -> Path:
         temporary = path.with_name(f".{secrets.token_hex(8)}")
-        tries = 4  # the directory may be removed, with the last key in it, between the two calls
+        tries = 4  # another rank may remove the directory, with its last key, between the two calls
         while True:
             tries -= 1
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ class SharedFilesKVStore:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            pass  # also what a network file system says whose first answer was lost: what is there tells
+            pass  # or the reply of a network file system was lost: the value that is there decides
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -147,7 +147,7 @@ class SharedFilesKVStore:
             while parent != self.root:
                 try:
                     parent.rmdir()
-                except OSError:  # something is in it, or it is gone already
+                except OSError:  # not empty, or gone already
                     break
                 parent = parent.parent
 

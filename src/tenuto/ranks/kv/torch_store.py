@@ -1,8 +1,8 @@
 """Ranks that meet in the store of torch.distributed's default process group.
 
-Nothing here is a collective and nothing uses the process group: a rank that hangs in one can still be told of. The
-store is asked over a connection of our own where it is a TCP store, because a connection serves one question at a time,
-and training may hold its own for long. torch is never imported: a group that is initialised has imported it.
+Nothing here is a collective or uses the process group, so a rank that hangs in one is still reported. A TCP store is
+asked over a connection of our own, because a connection serves one request at a time and training may occupy its own
+for long. torch is never imported: an initialised group has imported it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tenuto.errors import RankStoreLost
 from tenuto.ranks.contract import KVStore
 
 _PART_BYTES: Final = 1 << 20
-"""The store's server closes the connection of who sends much more than 8 MiB at once."""
+"""The store's server closes a connection that sends much more than 8 MiB at once."""
 _WHOLE, _PARTS = b"\x00", b"\x01"
 _ABSENT_S: Final = 5.0
-"""How long the store itself waits for a key that has been removed between two questions."""
+"""How long the store itself waits for a key that was deleted between two requests."""
 _CONNECT_S: Final = 300
-"""How long a connection may take, as torch's own may: whoever waits for it gives up when his own time is over."""
+"""How long a connection may take, as torch's own may: a caller gives up at its own timeout."""
 
 Result = TypeVar("Result")
 
@@ -47,16 +47,16 @@ class TorchRanks:
 
 
 def initialised(modules: Mapping[str, ModuleType] | None = None) -> TorchRanks | None:
-    """The ranks of the default process group; None if there is none, or torch has not been imported."""
+    """Returns the ranks of the default process group; None without one, or if torch has not been imported."""
     distributed: Any = (sys.modules if modules is None else modules).get("torch.distributed")
-    # A half-imported module has no such functions yet, and a build without distributed support never has.
+    # A half-imported module has no such functions yet; a build without distributed support never has.
     if distributed is None or not getattr(distributed, "is_available", bool)() or not distributed.is_initialized():
         return None
     return TorchRanks(int(distributed.get_rank()), int(distributed.get_world_size()))
 
 
 class TorchKVStore:
-    """A board in a `torch.distributed.Store`; `make` connects, in the thread that will ask."""
+    """A key-value store in a `torch.distributed.Store`; `make` connects, in the thread that will ask."""
 
     longest_pause_s: Final = 0.05
 
@@ -65,11 +65,11 @@ class TorchKVStore:
         self.holder = holder
         self._make = make
         self._store: Any = None
-        self._line = DeadlineWorker(name, self._lost)
+        self._worker = DeadlineWorker(name, self._lost)
 
     @classmethod
     def of_default_group(cls) -> TorchKVStore:
-        """Raises RankStoreLost if this version of torch does not tell its store."""
+        """Opens the store of the default group. Raises RankStoreLost if this version of torch does not expose it."""
         distributed: Any = sys.modules["torch.distributed"]
         try:
             store = distributed.distributed_c10d._get_default_store()
@@ -83,7 +83,7 @@ class TorchKVStore:
 
     @classmethod
     def of(cls, store: Any) -> TorchKVStore:
-        """A board in `store`, over a connection of its own where it is a TCP store."""
+        """Opens a key-value store in `store`, over its own connection where that is a TCP store."""
         base = _base(store)
         if hasattr(base, "host") and hasattr(base, "port"):
             by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -97,7 +97,7 @@ class TorchKVStore:
     def put(self, key: str, value: bytes, *, timeout: float) -> None:
         def ask(store: Any) -> None:
             store.set(key, self._split(store, key, value))
-            store.check([key])  # `set` is only sent: the answer to the next question says that it has come
+            store.check([key])  # `set` is only sent: the next reply proves that it has arrived
 
         self._ask(ask, timeout)
 
@@ -134,7 +134,7 @@ class TorchKVStore:
         def drop() -> None:
             self._store = None
 
-        self._line.close(drop)
+        self._worker.close(drop)
 
     def _ask(self, work: Callable[[Any], Result], timeout: float) -> Result:
         def ask() -> Result:
@@ -142,10 +142,10 @@ class TorchKVStore:
                 self._store = self._make()
             return work(self._store)
 
-        return self._line.call(ask, timeout)
+        return self._worker.call(ask, timeout)
 
     def _heads(self, store: Any, keys: list[str]) -> list[bytes | None]:
-        """The store tells whether all of some keys are there, and never which: so halves are asked for."""
+        """Finds the keys that exist. The store answers only whether all of some keys do, so this bisects."""
         if not keys:
             return []
         if store.check(keys):
@@ -160,7 +160,7 @@ class TorchKVStore:
         return [*self._heads(store, keys[:middle]), *self._heads(store, keys[middle:])]
 
     def _present(self, store: Any, keys: list[str]) -> list[bytes | None] | None:
-        """None if one has been removed meanwhile: the store waits for it then, and gives up."""
+        """Returns the values; None if one was deleted meanwhile, for which the store waits and gives up."""
         try:
             if len(keys) > 1 and not hasattr(_base(store), "path"):  # a file store waits where others answer
                 return [_bytes(value) for value in store.multi_get(keys)]
@@ -171,7 +171,7 @@ class TorchKVStore:
             return None
 
     def _split(self, store: Any, key: str, value: bytes) -> bytes:
-        """Puts the parts of a long value, under names used once, and returns what goes under `key` itself."""
+        """Puts the parts of a long value under names used once. Returns the value for `key` itself."""
         if len(value) <= _PART_BYTES:
             return _WHOLE + bytes(value)
         count = -(-len(value) // _PART_BYTES)
@@ -192,7 +192,7 @@ class TorchKVStore:
             subject=self.name,
             hint="the process that serves it has died, or the network is gone: restart the job",
         )
-        lost.lasting = True  # its connection is not made again
+        lost.lasting = True  # nothing reconnects it
         return lost
 
 
@@ -210,8 +210,10 @@ def _base(store: Any) -> Any:
 
 
 def _connected(store: Any, base: Any) -> Any:
-    """A connection of our own to the same keys. Before torch 2.8 a store cannot be cloned, and does not tell its
-    prefix: then the keys lie beside it."""
+    """Opens a connection of our own to the same keys.
+
+    A store before torch 2.8 cannot be cloned and does not expose its prefix: then our keys have none.
+    """
     if hasattr(store, "clone"):
         own = store.clone()
     else:

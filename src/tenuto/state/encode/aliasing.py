@@ -1,4 +1,4 @@
-"""Which leaves are the same memory, and which overlap without being the same."""
+"""Finds leaves that are the same memory, and leaves that overlap without being the same."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Geometry(NamedTuple):
-    """What a leaf's memory looks like, its address apart. Equal geometry at an equal address: an alias.
+    """The layout of a leaf in memory without its address. Equal geometry at equal address is an alias.
 
-    `space` is the memory it lies in ("cpu", "cuda:0"), `extent` bytes from the first to the last element, `shape` is
-    whatever else tells two views of one address apart.
+    - `space`: the memory ("cpu", "cuda:0").
+    - `extent`: bytes from the first to the last element.
+    - `shape`: whatever else distinguishes two views of one address.
     """
 
     space: str
@@ -23,7 +24,7 @@ class Geometry(NamedTuple):
 
 
 def first_of_each(addresses: Sequence[int], geometries: Sequence[Geometry]) -> list[int]:
-    """For each leaf the position of the first that is the same memory; its own where it is the first."""
+    """Returns for each leaf the position of the first that is the same memory; its own if it is the first."""
     seen: dict[tuple[int, Geometry], int] = {}
     return [
         seen.setdefault((address, geometry), position)
@@ -32,9 +33,9 @@ def first_of_each(addresses: Sequence[int], geometries: Sequence[Geometry]) -> l
 
 
 class Arrangement:
-    """How the leaves of one state lie towards each other: which are the same memory, and that no others share a byte.
+    """The memory relations of the leaves of one state: which are the same, and that no others share a byte.
 
-    `firsts` are those of `first_of_each`, of the leaves before `boundary` and of those behind it.
+    `firsts` are those of `first_of_each`, separately for the leaves before `boundary` and from it on.
     """
 
     def __init__(self, geometries: Sequence[Geometry], firsts: Sequence[int], boundary: int) -> None:
@@ -50,7 +51,7 @@ class Arrangement:
         self._extents: Column = extents[self._stored]
         self._spaces: Column = spaces[self._stored]
         empty = np.flatnonzero(extents == 0).tolist()
-        # Leaves of no bytes lie nowhere: their addresses say only which of them are the same object.
+        # Empty leaves have no location: their addresses only tell which are the same object.
         self._empty = [
             (positions, [geometries[position] for position in positions], [firsts[position] for position in positions])
             for positions in ([one for one in empty if one < boundary], [one for one in empty if one >= boundary])
@@ -58,9 +59,9 @@ class Arrangement:
         ]
 
     def holds(self, addresses: Sequence[int]) -> bool:
-        """Whether leaves at these addresses are the same as one another exactly where they were, and none overlap.
+        """Returns whether leaves at these addresses have the same aliases and no overlaps.
 
-        False where a closer look is needed; never true for an arrangement that is another.
+        False means that a full check is needed; never True for another arrangement.
         """
         at: Column = np.fromiter(addresses, np.int64, len(addresses))
         for positions, geometries, firsts in self._empty:
@@ -73,7 +74,7 @@ class Arrangement:
 
 
 def _apart(begins: Column, extents: Column, spaces: Column) -> bool:
-    """Whether no two of these ranges, none of them empty, share a byte of one space."""
+    """Returns whether no two of these non-empty ranges share a byte of one space."""
     order = np.lexsort((begins, spaces))
     begin, space = begins[order], spaces[order]
     ends = begin + extents[order]
@@ -83,7 +84,7 @@ def _apart(begins: Column, extents: Column, spaces: Column) -> bool:
 def overlaps(
     addresses: Sequence[int], geometries: Sequence[Geometry], positions: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Pairs among `positions` whose memory overlaps, each leaf with the one that reaches furthest before it."""
+    """Returns overlapping pairs among `positions`: each leaf with the one that reaches furthest before it."""
     ordered = sorted(
         (position for position in positions if geometries[position].extent),
         key=lambda position: (geometries[position].space, addresses[position]),

@@ -1,7 +1,7 @@
-"""Plain values without children <-> nodes, exactly typed: every value comes back as the type and the bits it was.
+"""Encodes plain values without children as nodes and back: the same type and bits return.
 
-A node is JSON. What JSON has itself (null, true, integers up to 2^53, finite floats, strings) is its own node; all else
-is an object whose "!" names the kind.
+A node is JSON. What JSON has itself (null, true, integers up to 2^53, finite floats, strings) is its own node; anything
+else is an object whose "!" names the kind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tenuto.model.canonical_json import tag_number, untag_number
 from tenuto.model.records import Json
 
 INLINE_BYTES: Final = 1024
-"""bytes of this length or more become a leaf."""
+"""bytes of at least this length become a leaf."""
 
 _PATHS: Final[dict[str, type[pathlib.PurePath]]] = {
     "PurePosixPath": pathlib.PurePosixPath,
@@ -45,7 +45,7 @@ def _unb64(text: Any) -> bytes:
 
 
 def encode_text(value: str) -> Json:
-    """A string; one with lone surrogates as tagged bytes, because JSON would join two halves into one character."""
+    """Encodes a string; with lone surrogates as tagged bytes, because JSON would join two halves into one character."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -116,7 +116,7 @@ def _new_random(node: Json) -> random.Random:
 
 
 def random_state(node: Json, path: str) -> Any:
-    """What random.Random.setstate takes."""
+    """Returns an argument for random.Random.setstate."""
     return decode_atom(node, path).getstate()
 
 
@@ -187,7 +187,7 @@ def encode_bytes(value: bytes | bytearray) -> Json:
 
 
 def decode_atom(node: Json, path: str = "") -> Any:
-    """The value of an atom's node. Raises CorruptionError for what no atom's node can be."""
+    """Returns the value of an atom's node. Raises CorruptionError for anything else."""
     if not isinstance(node, dict):
         if isinstance(node, list):
             raise CorruptionError(f"{path or 'the state'}: a list where a single value belongs", subject=path)

@@ -1,4 +1,4 @@
-"""Python's containers on the walk down: which node each becomes, its children by the writer."""
+"""Encodes Python's containers as nodes; the walker encodes their children."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FACTORIES: Final[dict[Any, str]] = {
         collections.Counter,
     )
 }
-"""Default factories that a checkpoint may name; a defaultdict with any other comes back only into an existing one."""
+"""Default factories that a checkpoint may name; a defaultdict with another one restores only into an existing one."""
 
 
 def _sorted_elements(writer: StateWalker, value: Iterable[Any], path: str) -> list[Json]:
@@ -66,7 +66,7 @@ def _slice(writer: StateWalker, value: slice, path: str) -> Json:
 
 
 DICTIONARIES: Final = frozenset({dict, collections.OrderedDict})
-"""Dictionaries that a framework's adapter may tell as a whole."""
+"""Dictionaries that an adapter may encode as a unit."""
 
 CONTAINERS: Final[dict[type, Callable[[StateWalker, Any, str], Json]]] = {
     dict: lambda w, v, p: {"!": "dict", "i": w.entries(v, p)},

@@ -1,4 +1,4 @@
-"""Flattening: once with a full look, then again and again at the cost of looking whether anything changed."""
+"""Flattens a state: the first time with a full walk, then at the cost of checking for changes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tenuto.state.tree import OWN, PRIVATE, items, kind_of
 
 @dataclass(slots=True)
 class _Known:
-    """What the last full look found: all but the state's own tensors, which a state that replaces them must not hold
-    twice."""
+    """The result of the last full walk, without the state's tensors: a state that replaces them must not keep both
+    alive."""
 
     about: Flattened
     """Without tree and sources."""
@@ -33,34 +33,34 @@ class _Known:
     firsts: Sequence[int]
     arrangement: Arrangement
     boundary: int
-    """How many of the leaves met are shared ones."""
+    """The number of shared leaves met."""
     declared: int
-    """How much had been declared by then."""
+    """The number of declarations by then."""
 
 
 class Flattener:
-    """Flattens one state again and again. `state` is held by reference, and read anew each time; so is `private`.
+    """Flattens one state repeatedly. `state` and `private` are references, read anew each time.
 
-    `flatten()` is equal to `flatten(state, private=private)`; while the structure is unchanged it
-    costs a few microseconds per leaf.
+    `flatten()` equals `flatten(state, private=private)`; while the structure is unchanged it costs a few microseconds
+    per leaf.
     """
 
     def __init__(self, state: Any, *, private: Any = None) -> None:
         self._state = state
         self._private = private
         self._known: _Known | None = None
-        self.full_looks = 0
-        """How often the structure was new."""
+        self.full_walks = 0
+        """The number of full walks."""
 
     def flatten(self) -> Flattened:
         if self._known is not None and self._known.declared == declarations():
             try:
-                return self._again(self._known)
+                return self._replay(self._known)
             except StructureChanged:
                 self._known = None
-        return self._look()
+        return self._full_walk()
 
-    def _again(self, known: _Known) -> Flattened:
+    def _replay(self, known: _Known) -> Flattened:
         writer = StateWalker(self._state, self._private, script=known.script)
         tree, private, boundary, _ = _walk(writer, self._state, self._private)
         writer.finish_replay()
@@ -86,8 +86,8 @@ class Flattener:
         )
 
     @gc_paused
-    def _look(self) -> Flattened:
-        self.full_looks += 1
+    def _full_walk(self) -> Flattened:
+        self.full_walks += 1
         writer = StateWalker(self._state, self._private)
         declared = declarations()
         tree, private, boundary, shared = _walk(writer, self._state, self._private)
@@ -119,15 +119,15 @@ class Flattener:
 
 
 def flatten(state: Any, *, private: Any = None) -> Flattened:
-    """The training state as leaves. `private` is what belongs to this rank alone, a mapping.
+    """Flattens the training state into leaves. `private`: a mapping that belongs to this rank alone. Copies nothing.
 
-    Raises Unserialisable, DuplicatePath or StateError, naming the path. Nothing is copied.
+    Raises Unserialisable, DuplicatePath or StateError with the path.
     """
     return Flattener(state, private=private).flatten()
 
 
 def _walk(writer: StateWalker, state: Any, private: Any) -> tuple[Json, Json, int, int]:
-    """The trees, and how many of what was met and of the leaves are shared."""
+    """Returns the two trees, the number of shared leaves met, and the number of shared leaves."""
     tree = writer.encode_root(state)
     boundary = len(writer.leaves.sources)
     own, shared = writer.own(), writer.count
@@ -145,7 +145,7 @@ def _walk(writer: StateWalker, state: Any, private: Any) -> tuple[Json, Json, in
 
 
 def _check_memory(addresses: list[int], known: _Known) -> None:
-    """Raises Changed where leaves at these addresses are other aliases, or overlap in another way, than they did."""
+    """Raises StructureChanged if leaves at these addresses have other aliases or overlaps than before."""
     if not known.about.reports and known.arrangement.holds(addresses):
         return
     firsts = _firsts(addresses, known.geometries, known.boundary)
@@ -156,7 +156,7 @@ def _check_memory(addresses: list[int], known: _Known) -> None:
 
 
 def _firsts(addresses: Sequence[int], geometries: Sequence[Geometry], boundary: int) -> list[int]:
-    """For each leaf met, the position of the one that is stored; private leaves are never aliases of shared ones."""
+    """Returns for each leaf met the position of the one that is stored. Private leaves never alias shared ones."""
     shared = first_of_each(addresses[:boundary], geometries[:boundary])
     private = first_of_each(addresses[boundary:], geometries[boundary:])
     return [*shared, *(boundary + position for position in private)]
@@ -204,8 +204,8 @@ def _fingerprint(leaves: LeafSequence, counts: tuple[int, int] | None) -> str:
         columns += [counts, leaves.leaf, leaves.without]
     if any(spec.placement not in _UNDECLARED for spec in specs):
         columns += [[(spec.offsets, spec.whole, spec.placement) for spec in specs]]
-    told = repr(tuple(columns)).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(told, digest_size=16).hexdigest()
+    encoded = repr(tuple(columns)).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 _UNDECLARED: Final = frozenset({"whole", "per_rank"})

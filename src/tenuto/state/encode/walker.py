@@ -1,8 +1,8 @@
-"""Walking the state down: values become nodes, tensors become leaves.
+"""Walks a state down: values become nodes, tensors become leaves.
 
-One walk serves both the first look and every later one. What only frameworks know goes through `_foreign`: at first the
-adapter encodes and leaves a *refresh* behind; later that refresh tells the present sources, and raises `Changed` where
-the structure is no longer what it was.
+One walk serves the first pass and every later one. Values of frameworks go through `_foreign`: the first pass lets the
+adapter encode and keeps its *refresh*; later ones call the refresh, which records the current sources and raises
+`StructureChanged` if the structure differs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ from tenuto.state.encode.containers import CONTAINERS, DICTIONARIES
 from tenuto.state.frameworks import is_stateful, type_name
 from tenuto.state.tree import MAX_DEPTH, OWN, PRIVATE, ROOT, segment
 
-# --------------------------------------------------------------------------------------------------
-# What a walk down a state has met, as columns.
-
 
 @dataclass(slots=True)
 class LeafSequence:
-    """Every leaf in the order met, aliases included."""
+    """Every leaf in the order met, aliases included, as columns."""
 
     sources: list[Any] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
@@ -43,14 +40,14 @@ class LeafSequence:
     specs: list[LeafSpec] = field(default_factory=list)
     devices: list[Device] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    """The row of each, or of the one that it aliases."""
+    """The row of each, or of the one it aliases."""
     leaf: list[int] = field(default_factory=list)
-    """The leaf number of each row: a leaf has several rows where this rank holds several boxes of it."""
+    """The leaf number of each row: a leaf has several rows where this rank has several boxes of it."""
     without: list[LeafSpec] = field(default_factory=list)
-    """The leaves of which this rank holds nothing, as they are as a whole: they have no row."""
+    """The leaves of which this rank has no part, in full shape: they have no row."""
 
     def firsts(self) -> list[int]:
-        """For each leaf met, the position of the one that is stored: its own, where it is no alias."""
+        """Returns for each leaf met the position of the one that is stored: its own unless it is an alias."""
         stored: list[int] = []
         found: list[int] = []
         for position, number in enumerate(self.numbers):
@@ -60,14 +57,10 @@ class LeafSequence:
         return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Which tensors of a state an optimizer may hold, and where they lie.
-
-
 def owners(root: Any, path: str = "") -> dict[int, tuple[Any, str]]:
-    """Identity -> (tensor, path) for every tensor that an optimizer may hold, the first path winning.
+    """Returns identity -> (tensor, path) for every tensor that an optimizer may own; the first path wins.
 
-    The tensors are held, so that no identity is reused while the table lives.
+    The table keeps the tensors alive, so that no identity is reused.
     """
     found: dict[int, tuple[Any, str]] = {}
     stack: set[int] = set()
@@ -109,15 +102,12 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
                 yield segment(one.name), getattr(value, one.name)
 
 
-# --------------------------------------------------------------------------------------------------
-# Leaves as a walk tells them: numbers, rows, and which of them are the same memory.
-
 SeenLeaf = tuple[Any, int, Geometry]
 """One row: its source, address and geometry."""
 
 
 class LeafRecorder:
-    """The leaves that one walk has met so far, shared ones first, then those of this rank alone."""
+    """The leaves that one walk has met: shared ones first, then those of this rank alone."""
 
     def __init__(self) -> None:
         self.leaves = LeafSequence()
@@ -129,26 +119,26 @@ class LeafRecorder:
         """Address -> position of the leaf that was met there first."""
         self._others: dict[int, dict[Geometry, int]] = {}
         """Address -> row of every leaf that was met there, where there are several."""
-        self._nowhere: dict[int, tuple[Any, int]] = {}
-        """Identity -> a tensor of which this rank holds nothing, kept for as long as the walk takes, and its leaf."""
+        self._without_part: dict[int, tuple[Any, int]] = {}
+        """Identity -> a tensor of which this rank has no part, kept alive during the walk, and its leaf."""
 
     def begin_private(self) -> None:
-        """What follows belongs to this rank alone; its leaves are numbered from 0 again in its own tree."""
+        """Switches to the leaves of this rank alone, numbered from 0 again in their own tree."""
         self._private = True
         self._placement = "per_rank"
-        self._nowhere.clear()
+        self._without_part.clear()
         self._base = self.count
         self._first.clear()
         self._others.clear()
 
     @property
     def private(self) -> bool:
-        """Whether what is told now belongs to this rank alone."""
+        """Whether the leaves recorded now belong to this rank alone."""
         return self._private
 
     @contextmanager
     def placed(self, placement: Placement) -> Iterator[None]:
-        """What is told inside is placed like this; what belongs to one rank stays so."""
+        """Sets the placement of leaves recorded inside; leaves of one rank keep theirs."""
         before = self._placement
         self._placement = before if self._private else placement
         try:
@@ -167,10 +157,10 @@ class LeafRecorder:
         address: int,
         geometry: Geometry,
     ) -> Json:
-        """A leaf, or an alias of one seen before: its node, which also carries `about`."""
+        """Records a leaf, or an alias of one seen before. Returns its node with `about` added."""
         where = _checked_path(path)
         leaves = self.leaves
-        row = self._met(source, address, geometry)
+        row = self._row_of(source, address, geometry)
         if row != len(leaves.specs):
             return {"!": "alias", "n": leaves.leaf[row] - self._base, **about}
         leaves.specs.append(LeafSpec(where, spec[0], spec[1], self._private, placement=self._placement))
@@ -185,20 +175,21 @@ class LeafRecorder:
         about: Json,
         dtype: str,
         layout: ShardLayout,
-        told: Sequence[SeenLeaf],
+        seen: Sequence[SeenLeaf],
         *,
         device: Device,
         tensor: Any,
     ) -> Json:
-        """A leaf of which this rank holds the parts of `layout`, `told` one by one; or an alias of one seen before.
+        """Records a leaf of which this rank has the parts of `layout`, with one row of `seen` each, or an alias of one
+        seen before. Returns its node.
 
-        Its node says dtype and whole shape too, because there is no row to say so where a rank holds nothing. `tensor`
-        is what two names of such a leaf have in common.
+        The node has dtype and global shape too, because a rank without a part has no row for them. `tensor` identifies
+        two names of such a leaf.
         """
         where, leaves = _checked_path(path), self.leaves
         about = {**about, "dtype": dtype, "shape": list(layout.whole)}
-        if not told:
-            number = self._nowhere.setdefault(id(tensor), (tensor, self.count))[1]
+        if not seen:
+            number = self._without_part.setdefault(id(tensor), (tensor, self.count))[1]
             if number == self.count:
                 leaves.without.append(LeafSpec(where, dtype, layout.whole))
                 self.count += 1
@@ -206,11 +197,11 @@ class LeafRecorder:
             return {"!": "alias", "n": number - self._base, **about}
         first, new = -1, len(leaves.specs)
         placement = layout.placement if self._placement != "per_rank" else "per_rank"
-        for part, (source, address, geometry) in zip(layout.parts, told, strict=True):
-            row = self._met(source, address, geometry)
+        for part, (source, address, geometry) in zip(layout.parts, seen, strict=True):
+            row = self._row_of(source, address, geometry)
             first = row if first < 0 else first
             if row == len(leaves.specs):
-                # A part that is the whole is a leaf like any other: so one rank alone can save what many can.
+                # A part that covers the global tensor is an ordinary leaf, so one rank can save what many can.
                 cut = layout.placement == "box" and part.shape != layout.whole
                 begin, whole = (part.offsets, layout.whole) if cut else (None, None)
                 leaves.specs.append(
@@ -223,8 +214,8 @@ class LeafRecorder:
         self.count += 1
         return {"!": "leaf", "n": self.count - 1 - self._base, **about}
 
-    def _met(self, source: Any, address: int, geometry: Geometry) -> int:
-        """The row of the memory that a leaf lies in: that of what lay there before, or the next one."""
+    def _row_of(self, source: Any, address: int, geometry: Geometry) -> int:
+        """Returns the row of the leaf's memory: an existing one, or the next."""
         leaves = self.leaves
         position, row = len(leaves.sources), len(leaves.specs)
         leaves.sources.append(source)
@@ -236,7 +227,7 @@ class LeafRecorder:
         return row
 
     def _among_others(self, address: int, geometry: Geometry) -> int:
-        """The row that is this very memory, where some row lies at this address already."""
+        """Returns the row of exactly this memory, where another row has the same address."""
         found = self._others.get(address)
         if found is None:
             first = self._first[address]
@@ -244,7 +235,7 @@ class LeafRecorder:
         return found.setdefault(geometry, len(self.leaves.specs))
 
     def again(self, source: Any, address: int) -> None:
-        """A leaf met again, in the place it had at first."""
+        """Records a leaf at the place it had in the first pass."""
         self.leaves.sources.append(source)
         self.leaves.addresses.append(address)
 
@@ -259,34 +250,33 @@ def _checked_path(path: str) -> str:
 
 
 class StructureChanged(Exception):
-    """The structure is not what it was at the last full look."""
+    """The structure differs from that of the last full walk."""
 
 
 @dataclass(slots=True)
 class WalkStep:
-    """One value of a framework met on the walk, or a dictionary of nothing else: where, and how to tell its sources
-    again."""
+    """One value of a framework met on the walk, or a dictionary encoded as a unit: its place and its refresh."""
 
     path: str
     kind: type
     refresh: frameworks.Refresh | None = None
     values: frozenset[type] = frozenset()
-    """Of a dictionary told as a whole: the types of its values."""
+    """For a dictionary encoded as a unit: the types of its values."""
 
 
 class _Entries:
-    """What a step for a dictionary as a whole has for a kind: no value is one."""
+    """The kind of a step for a dictionary encoded as a unit; no value has it."""
 
 
 class StateWalker(LeafRecorder):
-    """One walk over a state. `root` is what optimizers' parameters are looked up in."""
+    """One walk over a state. Parameters of optimizers are looked up in `root`."""
 
     def __init__(self, root: Any, private_root: Any = None, *, script: Sequence[WalkStep] | None = None) -> None:
         super().__init__()
         self.script: list[WalkStep] = list(script) if script is not None else []
         self.root = root
         self.extra: dict[str, Any] = {}
-        """What an adapter keeps for the time of one walk."""
+        """Scratch space of adapters for one walk."""
         self._private_root = private_root
         self._replaying = script is not None
         self._cursor = 0
@@ -294,17 +284,17 @@ class StateWalker(LeafRecorder):
         self._inline = False
         self._owners: dict[int, tuple[Any, str]] | None = None
         self._own: list[tuple[str, Any]] = []
-        """Path and value of what was found to belong to this rank alone."""
+        """Path and value of everything found to belong to this rank alone."""
 
-    # -- the walk ------------------------------------------------------------------------------------------
+    # -- walk
 
     def own(self) -> list[tuple[str, Any]]:
-        """What the walk has found to belong to this rank alone, path by path, and no longer has to be told."""
+        """Returns and clears the values found to belong to this rank alone, with their paths."""
         found, self._own = self._own, []
         return found
 
     def mark(self, value: Any, path: str) -> Json:
-        """The node of what a user's mark says about a value."""
+        """Returns the node of a marked value."""
         if isinstance(value, Shard):
             kind = type(value.value)
             adapter = frameworks.adapter_for(kind)
@@ -324,7 +314,7 @@ class StateWalker(LeafRecorder):
             return self.encode(value.value, path)
 
     def _note(self, kind: type, path: str) -> None:
-        """Leaves a step of the script that has nothing to tell, so that a mark which comes or goes is seen."""
+        """Adds a script step without content, so that a mark that appears or disappears is noticed."""
         if self._inline:
             return
         if not self._replaying:
@@ -336,11 +326,11 @@ class StateWalker(LeafRecorder):
         self._cursor += 1
 
     def encode(self, value: Any, path: str) -> Json:
-        """The node of any value. Unserialisable, naming the path, for what has none."""
+        """Returns the node of any value. Raises Unserialisable with the path if it has none."""
         kind = type(value)
         if self._replaying and not self._inline and self._cursor < len(self.script):
             step = self.script[self._cursor]
-            # What the walk below would come to as well: no type of a framework is an atom or a container.
+            # The walk below would decide the same: no type of a framework is an atom or a container.
             if step.kind is kind and step.path == path and frameworks.registered(kind) is None and step.refresh:
                 self._cursor += 1
                 return step.refresh(value, self)
@@ -357,7 +347,7 @@ class StateWalker(LeafRecorder):
         return self._other(value, kind, path)
 
     def encode_root(self, state: Any, path: str = "") -> Json:
-        """The state as a whole: any mapping is entries, also one that is no dict."""
+        """Encodes the top of a state: any mapping is entries, even if it is no dict."""
         if (
             isinstance(state, Mapping)
             and frameworks.adapter_for(type(state)) is None
@@ -367,28 +357,28 @@ class StateWalker(LeafRecorder):
                 return {"!": "dict", "i": self.entries(state, path)}
         return self.encode(state, path)
 
-    def entries(self, held: Mapping[Any, Any], path: str) -> list[Json]:
-        """The pairs of a dictionary; one that a framework's adapter tells as a whole is one step of the script."""
-        if self._inline or type(held) not in DICTIONARIES:
-            return self.pairs(held.items(), path)
+    def entries(self, mapping: Mapping[Any, Any], path: str) -> list[Json]:
+        """Encodes the pairs of a dictionary; one that an adapter encodes as a unit is one script step."""
+        if self._inline or type(mapping) not in DICTIONARIES:
+            return self.pairs(mapping.items(), path)
         if self._replaying:
             step = self.script[self._cursor] if self._cursor < len(self.script) else None
             if step is None or step.kind is not _Entries or step.path != path or step.refresh is None:
-                return self.pairs(held.items(), path)
+                return self.pairs(mapping.items(), path)
             if any(map(frameworks.registered, step.values)):
                 raise StructureChanged
             self._cursor += 1
-            again: list[Json] = step.refresh(held, self)
+            again: list[Json] = step.refresh(mapping, self)
             return again
-        kinds = frozenset(map(type, held.values()))
+        kinds = frozenset(map(type, mapping.values()))
         adapter = _adapter_of_all(kinds)
-        if adapter is None or not all(type(key) is str and key.isascii() for key in held):
-            return self.pairs(held.items(), path)
-        told = adapter.encode_entries(held, path, self)
-        if told is None:
-            return self.pairs(held.items(), path)
-        self.script.append(WalkStep(path, _Entries, told[1], kinds))
-        return told[0]
+        if adapter is None or not all(type(key) is str and key.isascii() for key in mapping):
+            return self.pairs(mapping.items(), path)
+        seen = adapter.encode_entries(mapping, path, self)
+        if seen is None:
+            return self.pairs(mapping.items(), path)
+        self.script.append(WalkStep(path, _Entries, seen[1], kinds))
+        return seen[0]
 
     def pairs(self, entries: Iterable[tuple[Any, Any]], path: str) -> list[Json]:
         found: list[Json] = []
@@ -398,7 +388,7 @@ class StateWalker(LeafRecorder):
         return found
 
     def closed(self, value: Any, path: str) -> Json:
-        """The node of a key or a set's element, which have no path of their own and so hold no leaves."""
+        """Encodes a key or a set element, which have no path of their own and so cannot contain leaves."""
         before, outer, self._inline = len(self.leaves.sources), self._inline, True
         try:
             node = self.encode(value, path)
@@ -460,7 +450,7 @@ class StateWalker(LeafRecorder):
     def long_bytes(self, value: bytes | bytearray, path: str) -> Json:
         if self._inline:
             return encode_bytes(value)
-        return self._foreign(value, type(value), path, frameworks.home("numpy").encode)
+        return self._foreign(value, type(value), path, frameworks.adapter_of("numpy").encode)
 
     def _foreign(self, value: Any, kind: type, path: str, encode: frameworks.Encode) -> Json:
         if self._replaying:
@@ -480,21 +470,21 @@ class StateWalker(LeafRecorder):
         if self._cursor != len(self.script):
             raise StructureChanged
 
-    # -- parameters ----------------------------------------------------------------------------------------
+    # -- parameters
 
     def owner(self, tensor: Any) -> str | None:
-        """The path at which the state holds this very tensor, or None."""
+        """Returns the path of this very tensor in the state, or None."""
         if self._owners is None:
             self._owners = owners(self.root)
             if self._private_root is not None:
-                for mark, (held, path) in owners(self._private_root, PRIVATE).items():
-                    self._owners.setdefault(mark, (held, path))
+                for mark, (mapping, path) in owners(self._private_root, PRIVATE).items():
+                    self._owners.setdefault(mark, (mapping, path))
         found = self._owners.get(id(tensor))
         return None if found is None else found[1]
 
 
 def _adapter_of_all(kinds: Iterable[type]) -> frameworks.Adapter | None:
-    """The one adapter that the walk would come to for values of each of these types, if there is one."""
+    """Returns the one adapter for values of all these types, if there is one."""
     found: frameworks.Adapter | None = None
     for kind in kinds:
         if kind in ENCODERS or kind in CONTAINERS or frameworks.registered(kind) is not None:

@@ -1,17 +1,16 @@
-"""Where training is in its data: the position that is saved, and the rest of an epoch after it.
+"""Positions in training data: the part that is saved, and the rest of an epoch after it.
 
-What counts is what was *delivered to training*, never what a loader's workers have prefetched. A position is asked for
-an epoch's iterator, counts what it hands out, and says what it is in `state_dict`. What it cannot position, it starts
-again from the epoch's beginning, and says why: training goes on.
+Only batches *delivered to training* count, never what a loader's workers prefetched. A position makes the iterator of
+an epoch, counts what it delivers, and saves that in `state_dict`. A source that cannot be positioned restarts the
+epoch, with a reason.
 
-A framework's loaders have their own positions (their order depends on that framework's generators); they are found by
-the module of the value's type and loaded only then.
+The loaders of a framework have their own positions (their order depends on its generators), found by the module of the
+value's type and loaded only then.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,22 +18,17 @@ from itertools import islice
 from typing import Any, Final, Protocol, cast
 
 from tenuto.errors import StateMismatch, UsageError
+from tenuto.state.frameworks import positions_of
 from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
-
-POSITIONS: Final[Mapping[str, str]] = {
-    "torch": "tenuto.integrations.torch.data.loaders",
-    "torchdata": "tenuto.integrations.torch.data.loaders",
-}
-"""Top-level module of a type, or of one of its bases -> the module whose `attach` knows such loaders."""
 
 
 class DataPosition(Protocol):
     """The position in one source of batches.
 
-    exact: a resumed epoch delivers what an uninterrupted one would have; `reasons` says why not (and is empty if so).
-    caveats: what may differ all the same, and is out of this position's sight.
-    batches_per_epoch: None where the source does not say.
-    elsewhere: in words, what becomes of the position on another number of ranks than has saved it.
+    - `exact`: a resumed epoch delivers what an uninterrupted one would have; else `reasons` has the reasons.
+    - `caveats`: possible differences that this position cannot see.
+    - `batches_per_epoch`: None where the source does not know.
+    - `elsewhere`: describes the position on another number of ranks.
     """
 
     @property
@@ -49,62 +43,64 @@ class DataPosition(Protocol):
     def elsewhere(self) -> str: ...
 
     def batches_in(self, epoch: int) -> int | None:
-        """As `batches_per_epoch`, for one epoch: one that other ranks have begun may have another number."""
+        """Returns `batches_per_epoch` of one epoch: one begun by another number of ranks may differ."""
         ...
 
     def cursor(self, epoch: int, batch: int) -> OrderCursor | None:
-        """Where all ranks together are in the order that they share, each having been given `batch` batches of
-        `epoch`; None where they share none."""
+        """Returns the position of all ranks together in their shared order, each after `batch` batches of `epoch`; None
+        without a shared order."""
         ...
 
     def move(self, moved: WorldSizeChange, cursor: OrderCursor | None, epoch: int, batch: int) -> int:
-        """In place of `load_state_dict`, on another number of ranks than has saved: each of those had been given
-        `batch` batches of `epoch`. Returns after how many of this rank's batches the epoch goes on; where that is not
-        exact it is told with a warning, and in `reasons`."""
+        """Replaces `load_state_dict` on another number of ranks, each of which had been given `batch` batches of
+        `epoch`.
+
+        Returns how many of this rank's batches are done. Where that is not exact, warns and adds to `reasons`.
+        """
         ...
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
-        """The batches of `epoch` that follow `start` delivered ones.
+        """Returns the batches of `epoch` after `start` delivered ones.
 
-        Everything that creating the iterator draws from global generators is drawn before this returns. Continuing the
-        epoch that was loaded (`load_state_dict`, then its epoch and start) leaves the global generators as they were.
+        Draws everything that creating the iterator takes from global generators before it returns. Continuing the
+        loaded epoch (`load_state_dict`, then its epoch and start) leaves the global generators unchanged.
         """
         ...
 
     def run_out(self, epoch: int) -> None:
-        """In place of `iterate` for the epoch that was loaded, where its last batch was delivered: leaves the source as
-        asking for one batch more would. The global generators are put back after it."""
+        """Replaces `iterate` for a loaded epoch whose last batch was delivered: leaves the source as requesting one
+        more batch would. The caller then restores the global generators."""
         ...
 
-    def goes_on_after(self, epoch: int, batch: int) -> int:
-        """After how many of this source's batches an epoch goes on that was loaded after `batch`: another number where
-        they are of another size now."""
+    def resumes_after(self, epoch: int, batch: int) -> int:
+        """Returns after how many of this source's batches an epoch resumes that was loaded after `batch`: differs if
+        batches now have another size."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position now: after the batches that training has been given so far."""
+        """Returns the position after the batches delivered so far."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes a saved position; the next `iterate` continues there. One of another kind of source is refused with a
-        warning, and told in `reasons`."""
+        """Takes a saved position; the next `iterate` continues there. Refuses one of another kind of source with a
+        warning and a reason."""
         ...
 
 
 def attach(data: Any) -> DataPosition:
-    """The position of `data`: a torch or torchdata loader, anything with `state_dict` and `load_state_dict`, a
+    """Returns the position of `data`: a torch or torchdata loader, anything with `state_dict` and `load_state_dict`, a
     sequence of batches, or any other iterable."""
     for base in type(data).__mro__:
-        module = POSITIONS.get(base.__module__.partition(".")[0])
+        module = positions_of(base.__module__.partition(".")[0])
         if module is not None:
-            found = importlib.import_module(module).attach(data)
+            found = module.attach(data)
             if found is not None:
                 return cast(DataPosition, found)
     return attach_plain(data)
 
 
 def attach_plain(data: Any) -> DataPosition:
-    """The position of something that is no loader of a known framework."""
+    """Returns the position of data that is no loader of a known framework."""
     if not isinstance(data, Iterable):
         raise UsageError(
             f"data must be something that yields batches, not {type(data).__name__}",
@@ -123,7 +119,7 @@ def has_state(data: Any) -> bool:
 
 
 def length(sized: Any) -> int | None:
-    """Its length, or None where it does not say."""
+    """Returns the length, None where there is none."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -136,11 +132,11 @@ _NOTHING: Final = object()
 
 
 class Delivered(Iterator[Any]):
-    """An epoch's iterator that counts what it hands out."""
+    """An epoch's iterator that counts what it delivers."""
 
     def __init__(self, batches: Iterator[Any], delivered: int = 0, *, on_gap: Gap | None = None) -> None:
-        """`on_gap` is called where training goes on behind a batch whose loading raised. It is held weakly: in a cycle
-        with its position an iterator would let go of its workers only when the collector comes."""
+        """`on_gap` is called when training continues after a batch whose loading raised. It is a weak reference: in a
+        cycle with its position an iterator would release its workers only at garbage collection."""
         self._batches = batches
         self._on_gap = on_gap
         self._failed = False
@@ -152,42 +148,42 @@ class Delivered(Iterator[Any]):
             batch = next(self._batches)
         except StopIteration:
             self.ended = True
-            self._batches = iter(())  # lets go of a loader's worker processes
-            self._gone_on()
+            self._batches = iter(())  # releases a loader's worker processes
+            self._continued()
             raise
-        except BaseException:  # an interrupt too: in a notebook the same iterator may be gone on with
+        except BaseException:  # an interrupt too: a notebook may continue with the same iterator
             self._failed = True
             raise
-        self._gone_on()
+        self._continued()
         self.delivered += 1
         return batch
 
-    def _gone_on(self) -> None:
-        told = self._on_gap() if self._failed and self._on_gap is not None else None
+    def _continued(self) -> None:
+        callback = self._on_gap() if self._failed and self._on_gap is not None else None
         self._failed = False
-        if told is not None:
-            told()
+        if callback is not None:
+            callback()
 
 
 class CountedPosition:
-    """What all positions share: counting, and refusing what is not theirs."""
+    """The common part of all positions: counting, and refusing foreign states."""
 
     kind = ""
     _has_length = True
-    """False where the source has a length that is only a guess."""
+    """False where the source's length is only a guess."""
 
     def __init__(self, data: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
         self._data = data
         self._fixed_reasons = reasons
         self._caveats = caveats
-        self._met: tuple[str, ...] = ()
+        self._added_reasons: tuple[str, ...] = ()
         self._epoch = 0
         self._current = Delivered(iter(()))
         self._begun = False
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        return self._fixed_reasons + self._met
+        return self._fixed_reasons + self._added_reasons
 
     @property
     def exact(self) -> bool:
@@ -212,7 +208,7 @@ class CountedPosition:
 
     @property
     def _source(self) -> str:
-        """What has the position, in words."""
+        """The owner of the position, in words."""
         return type(self._data).__name__
 
     def cursor(self, epoch: int, batch: int) -> OrderCursor | None:
@@ -222,26 +218,26 @@ class CountedPosition:
         if self._begun and self._epoch == epoch:
             self._current.ended = True
 
-    def goes_on_after(self, epoch: int, batch: int) -> int:
+    def resumes_after(self, epoch: int, batch: int) -> int:
         return batch
 
     def move(self, moved: WorldSizeChange, cursor: OrderCursor | None, epoch: int, batch: int) -> int:
-        self._says_moved(moved, "an interrupted epoch begins again")
+        self._add_moved_reason(moved, "an interrupted epoch begins again")
         return 0
 
-    def _says_moved(self, moved: WorldSizeChange, so: str) -> None:
-        self._says(f"{self._source} was {moved.words}, and its position is exact on as many ranks alone: {so}")
+    def _add_moved_reason(self, moved: WorldSizeChange, so: str) -> None:
+        self._add_reason(f"{self._source} was {moved.words}, and its position is exact on as many ranks alone: {so}")
 
     def _counted(self, epoch: int, batches: Iterator[Any], delivered: int) -> Iterator[Any]:
         self._epoch, self._begun = epoch, True
-        self._current = Delivered(batches, delivered, on_gap=weakref.WeakMethod(self._says_gap))
+        self._current = Delivered(batches, delivered, on_gap=weakref.WeakMethod(self._add_gap_reason))
         return self._current
 
-    def _says_gap(self) -> None:
-        self._says("a batch could not be loaded, and is not counted: what follows it does not go on at its place")
+    def _add_gap_reason(self) -> None:
+        self._add_reason("a batch could not be loaded, and is not counted: what follows it does not go on at its place")
 
     def _at_end(self, epoch: int, delivered: int) -> Iterator[Any]:
-        """The rest of an epoch that was saved at its end."""
+        """Returns the rest of an epoch that was saved at its end."""
         batches = self._counted(epoch, iter(()), delivered)
         self._current.ended = True
         return batches
@@ -255,10 +251,12 @@ class CountedPosition:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `DataPosition`; StateMismatch where `state` is no position, or the source refuses it."""
+        """As `DataPosition`. Raises StateMismatch if `state` is no position, or the source refuses it."""
         kind = state.get("kind")
         if kind != self.kind:
-            self._says(f"the checkpoint's position is that of another kind of source ({kind!r}, not {self.kind!r})")
+            self._add_reason(
+                f"the checkpoint's position is that of another kind of source ({kind!r}, not {self.kind!r})"
+            )
             return
         try:
             self._load(state)
@@ -275,10 +273,10 @@ class CountedPosition:
         self._counted(state["epoch"], iter(()), state["delivered"])
         self._current.ended = state["ended"]
 
-    def _says(self, reason: str) -> None:
-        """Records why the resume is not exact, and tells the user, once per reason."""
-        if reason not in self._met:
-            self._met += (reason,)
+    def _add_reason(self, reason: str) -> None:
+        """Records why the resume is not exact, and warns once per reason."""
+        if reason not in self._added_reasons:
+            self._added_reasons += (reason,)
             warnings.warn(f"the data does not resume exactly: {reason}", RuntimeWarning, stacklevel=4)
 
 
@@ -288,7 +286,7 @@ class StatefulPosition(CountedPosition):
     kind = "stateful"
     _loaded: tuple[int, bool] | None = None
     _source_state: Any = None
-    """What the source was loaded with, until it is iterated."""
+    """The state loaded into the source, until it is iterated."""
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         loaded, self._loaded, self._source_state = self._loaded, None, None
@@ -301,7 +299,7 @@ class StatefulPosition(CountedPosition):
             return
         before, self._source_state = copy.deepcopy(self._source_state), None
         begins_anew = next(iter(self._data), _NOTHING) is not _NOTHING
-        if begins_anew:  # it goes back to its beginning when it is asked again, and that was the next epoch's first
+        if begins_anew:  # it rewinds when asked again, and that was the first batch of the next epoch
             self._data.load_state_dict(before)
         self._loaded = epoch, True
         self._current.ended = True
@@ -316,7 +314,7 @@ class StatefulPosition(CountedPosition):
 
 
 class SequencePosition(CountedPosition):
-    """A list of batches, or the like: its order is its own."""
+    """A sequence of batches, with an order of its own."""
 
     kind = "sequence"
 
@@ -324,7 +322,7 @@ class SequencePosition(CountedPosition):
         return self._counted(epoch, islice(iter(self._data), start, None), start)
 
     def move(self, moved: WorldSizeChange, cursor: OrderCursor | None, epoch: int, batch: int) -> int:
-        self._says_moved(moved, f"the epoch goes on after {batch} of this rank's batches")
+        self._add_moved_reason(moved, f"the epoch goes on after {batch} of this rank's batches")
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -333,11 +331,11 @@ class SequencePosition(CountedPosition):
     def _load(self, state: Mapping[str, Any]) -> None:
         self._take(state)
         if state["length"] != len(self._data):
-            self._says(f"the data has {len(self._data)} batches, and had {state['length']} when it was saved")
+            self._add_reason(f"the data has {len(self._data)} batches, and had {state['length']} when it was saved")
 
 
 class RestartingPosition(CountedPosition):
-    """What cannot be positioned: an interrupted epoch begins again."""
+    """Data that cannot be positioned: an interrupted epoch restarts."""
 
     kind = "restarting"
 
@@ -345,9 +343,9 @@ class RestartingPosition(CountedPosition):
         super().__init__(
             data, (f"the data cannot be positioned, so an interrupted epoch starts again: {reason}",), caveats
         )
-        self._told = False
+        self._warned = False
         self._over: int | None = None
-        """The loaded epoch, where it was saved at its end."""
+        """The loaded epoch, if it was saved at its end."""
         self._given: Delivered | None = None
         """The latest iterator of the source itself."""
 
@@ -362,8 +360,8 @@ class RestartingPosition(CountedPosition):
                 subject="data",
                 hint="pass an iterable that can be iterated again, such as a DataLoader or a list",
             )
-        if start and not self._told:
-            self._told = True
+        if start and not self._warned:
+            self._warned = True
             warnings.warn(self._fixed_reasons[0], RuntimeWarning, stacklevel=3)
         counted = self._counted(epoch, batches, 0)
         self._given = self._current
@@ -373,7 +371,7 @@ class RestartingPosition(CountedPosition):
         return self._progress()
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Nothing of it helps inside an epoch, which begins again; one that was saved at its end does not."""
+        """Loads an epoch that was saved at its end; inside an epoch nothing helps, and it restarts."""
         self._over = state["epoch"] if state["ended"] and state["delivered"] else None
         if self._over is not None:
             self._take(state)

@@ -1,31 +1,30 @@
-"""The global random number generators as plain values: Python's `random`, numpy's legacy generator, and those of the
-frameworks that are loaded.
+"""The global random generators as plain values: Python's `random`, numpy's legacy generator, and those of frameworks.
 
-A framework is asked only where the program has imported it already: capturing never imports one.
+Capturing never imports a framework: only those the program has imported are asked.
 """
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from tenuto.errors import StateMismatch
+from tenuto.state.frameworks import loaded, named
 from tenuto.state.numpy_generators import check_generator
 
-FRAMEWORKS: Final[Mapping[str, str]] = {"torch": "tenuto.integrations.torch.rng"}
-"""A framework's module -> the module whose `capture` and `apply` know its generators."""
+PLAIN: Final = ("python", "numpy")
+"""The generators that every program has."""
 
 
 def capture(*, frameworks: bool = True) -> dict[str, Any]:
-    """The state of every global generator, as fresh values that later draws do not change.
+    """Returns the state of every global generator, as fresh values.
 
-    `python`: `version`, `keys` (uint32 [625], the last one the position), `gauss` (float or None). `numpy`: what
-    `numpy.random.get_state(legacy=False)` gives, arrays included. One entry more per framework.
+    - `python`: `version`, `keys` (uint32 [625], the last one the position), `gauss` (float or None).
+    - `numpy`: `numpy.random.get_state(legacy=False)`.
+    - one entry per framework.
     """
     version, keys, gauss = random.getstate()
     out: dict[str, Any] = {
@@ -33,25 +32,22 @@ def capture(*, frameworks: bool = True) -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
     }
     if frameworks:
-        for name, module in FRAMEWORKS.items():
-            if sys.modules.get(name) is not None:
-                out[name] = importlib.import_module(module).capture()
+        out.update((framework.name, module.capture()) for framework, module in loaded("rng"))
     return out
 
 
 def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Puts the generators back to `state`; returns, in words, what of it had no counterpart here (a device that is
-    absent, a framework that this program does not use). StateMismatch where a value is not a generator's state."""
+    """Sets the generators to `state`. Returns remarks on parts without a counterpart here (an absent device, an unused
+    framework). Raises StateMismatch for a value that is no generator state."""
     notes: list[str] = []
     if "python" in state:
         _apply_python(state["python"])
     if "numpy" in state:
         _apply_numpy(state["numpy"])
-    for name, module in FRAMEWORKS.items():
-        if name not in state:
-            continue
-        if sys.modules.get(name) is not None:
-            notes.extend(importlib.import_module(module).apply(state[name]))
+    for name in (name for name in state if name not in PLAIN):
+        framework = named(name)
+        if framework is not None and framework.loaded and framework.rng:
+            notes.extend(framework.ability("rng").apply(state[name]))
         else:
             notes.append(
                 f"the checkpoint holds random number generators of {name}, which this program has not imported"
@@ -77,7 +73,7 @@ def _apply_numpy(state: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """numpy asks for real dicts and arrays, whatever a restore has made of them."""
+    """Converts to real dicts and arrays, which numpy requires, whatever a restore returned."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, np.generic) else value

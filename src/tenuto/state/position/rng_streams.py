@@ -1,45 +1,44 @@
-"""The random generators of many ranks: which are the same on all of them, and what a rank begins with that is new.
+"""The random generators of many ranks: which are equal on all of them, and the state of a new rank.
 
-What is equal on all ranks (a shuffle that each makes for itself relies on it) stays equal on any number of them. What
-differs belongs to its rank: a new rank gets a stream of its own, which follows from the first rank's and its number.
+Generators that are equal on all ranks (a shuffle that each computes for itself relies on it) stay equal on any number
+of ranks. The others belong to their rank: a new rank gets its own stream, derived from rank 0's and its number.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import random
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from tenuto.state.position.rng import FRAMEWORKS
+from tenuto.state.frameworks import named
+from tenuto.state.position.rng import PLAIN
 
 MT19937: Final = "MT19937"
 
 
 def marks(captured: Mapping[str, Any]) -> dict[str, str]:
-    """A digest of the state of each generator, or kind of device, by name: "python", "numpy", "torch/cpu", … Equal for
-    equal states."""
+    """Returns a digest of the state of each generator, or kind of device, by name: "python", "numpy", "torch/cpu", …
+    Equal states have equal digests."""
     return {name: _hashed(b"", state).hexdigest()[:32] for name, state in _each(captured)}
 
 
 def alike(ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """The names whose marks are there and equal on all ranks, sorted."""
+    """Returns the names with equal digests on all ranks, sorted."""
     first, *others = ranks
     return sorted(name for name, mark in first.items() if all(other.get(name) == mark for other in others))
 
 
 def names(captured: Mapping[str, Any]) -> list[str]:
-    """Of the generators of a captured state, in its order."""
+    """Returns the names of the generators in a captured state, in its order."""
     return [name for name, _ in _each(captured)]
 
 
 def of_new_rank(captured: Mapping[str, Any], alike: Collection[str], rank: int) -> dict[str, Any]:
-    """What a rank begins with that the checkpoint does not know: the first rank's state, `captured`, of what is alike
-    on all; of all else one that follows from it and from `rank`. Devices that are not here are left out."""
+    """Returns the state of a rank that the checkpoint does not know: rank 0's `captured` for generators that are alike
+    on all, else one derived from it and `rank`. Devices absent here are left out."""
     found: dict[str, Any] = {}
     for name, state in _each(captured):
         kind, _, part = name.partition("/")
@@ -55,7 +54,7 @@ def of_new_rank(captured: Mapping[str, Any], alike: Collection[str], rank: int) 
 
 def _each(captured: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for kind, state in captured.items():
-        if kind in FRAMEWORKS:
+        if kind not in PLAIN:
             yield from ((f"{kind}/{part}", inner) for part, inner in state.items())
         else:
             yield kind, state
@@ -73,7 +72,7 @@ def _hashed(head: bytes, state: Any) -> hashlib._Hash:
 
 
 def _derived(kind: str, part: str, state: Any, seed: int) -> Any:
-    """A state in the form of `state`; None where none can be made here."""
+    """Returns a state in the form of `state`; None where none can be made here."""
     if kind == "python":
         version, keys, gauss = random.Random(seed).getstate()
         return {"version": version, "keys": np.array(keys, dtype=np.uint32), "gauss": gauss}
@@ -81,13 +80,14 @@ def _derived(kind: str, part: str, state: Any, seed: int) -> Any:
         if state.get("bit_generator") != MT19937:
             return None
         return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed))).get_state(legacy=False)
-    if sys.modules.get(kind) is None:
+    framework = named(kind)
+    if framework is None or not framework.loaded or not framework.rng:
         return None
-    return importlib.import_module(FRAMEWORKS[kind]).derived(part, state, seed)
+    return framework.ability("rng").derived(part, state, seed)
 
 
 def _spelled(value: Any) -> Iterator[bytes]:
-    """Bytes that are equal for equal states, as they are captured or restored."""
+    """Yields bytes that are equal for equal states, captured or restored."""
     if isinstance(value, Mapping):
         for key in sorted(value):
             yield f"{key}:".encode()

@@ -1,4 +1,4 @@
-"""Where training is, and the random state that goes with it: captured with every save, put back on resume."""
+"""The position of training and its random state: captured with every save, restored on resume."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
 
 @dataclass(slots=True)
 class Counters:
-    """Completed steps and epochs, and batches that training has been given in the epoch that is open.
+    """Completed steps and epochs, and batches delivered in the open epoch.
 
-    Of a checkpoint also: cursor, where all ranks together were in an order that they share; the random generators that
-    were `alike` on all ranks; and how many ranks have saved it.
+    Those of a checkpoint also have:
+
+    - `cursor`: the position of all ranks together in a shared order.
+    - `alike`: the random generators that were equal on all ranks.
+    - `ranks`: the number of ranks that saved it.
     """
 
     step: int = 0
@@ -34,15 +37,15 @@ class Counters:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Counters:
-        """Where the checkpoint's training was. One of `tenuto.save` says its step alone: nobody counted epochs.
+        """Reads the counters of a checkpoint. One made by `tenuto.save` has only a step.
 
-        CorruptionError where it says no step, another than its own, or what is no count.
+        Raises CorruptionError for a missing or foreign step, and for values that are no counts.
         """
         progress = manifest.progress
-        said = {"step": progress.get("step"), "epoch": progress.get("epoch", 0), "batch": progress.get("batch", 0)}
-        wrong = [f"{name} {value!r}" for name, value in said.items() if type(value) is not int or value < 0]
-        if not wrong and said["step"] != manifest.id.step:
-            wrong = [f"step {said['step']}"]
+        counts = {"step": progress.get("step"), "epoch": progress.get("epoch", 0), "batch": progress.get("batch", 0)}
+        wrong = [f"{name} {value!r}" for name, value in counts.items() if type(value) is not int or value < 0]
+        if not wrong and counts["step"] != manifest.id.step:
+            wrong = [f"step {counts['step']}"]
         if wrong:
             raise CorruptionError(
                 f"{manifest.id.manifest}: its progress says {', '.join(wrong)}, so how far training was is not known",
@@ -54,36 +57,36 @@ class Counters:
         if not isinstance(alike, list) or not all(isinstance(one, str) for one in alike) or type(ranks) is not int:
             raise CorruptionError(f"{name}: what it says of its ranks is malformed", subject=name)
         cursor = OrderCursor.of(progress["data"], name) if "data" in progress else None
-        return cls(**said, cursor=cursor, alike=tuple(alike), ranks=max(ranks, len(manifest.indexes)))
+        return cls(**counts, cursor=cursor, alike=tuple(alike), ranks=max(ranks, len(manifest.indexes)))
 
 
 class TrainingPosition:
-    """The user's data and the random state, with the counters that say how much of the data is used.
+    """The user's data, the random state, and the counters of consumed data.
 
-    The order on resume is what makes it exact: saved inside an epoch, the random state is put back after the rebuilt
-    iterator exists; saved at an epoch's end, before the next iterator is made (making one draws from it).
+    The order on resume makes it exact: saved inside an epoch, the random state is restored after the iterator is
+    rebuilt; saved at the end of an epoch, before the next iterator is made (which draws from it).
     """
 
     def __init__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
         self.reasons: tuple[str, ...] = ()
-        """Why training here does not go on exactly as it would have, on as many ranks as before: of random states. Of
-        the data its own position says so."""
+        """Why training does not resume exactly on the same number of ranks, as far as random states are concerned. The
+        data's own position has its own reasons."""
         self.caveats: tuple[str, ...] = ()
         self.counters = Counters()
         self.data: DataPosition | None = attach(data) if data is not None else None
         self._iterator: Iterator[Any] | None = None
         self._pending: Any = None
         self.on_batch: Callable[[Any], None] | None = None
-        """Called with each batch that training is given."""
+        """Called with each batch that is delivered."""
 
     def private(self) -> dict[str, Any]:
-        """What belongs to this process alone and goes into every save."""
+        """Returns what belongs to this process alone and goes into every save."""
         data = self.data.state_dict() if self.data is not None else None
         return {"data": data, "random": capture()}
 
     def amended(self, certificate: Mapping[str, Json], moved: WorldSizeChange | None) -> Mapping[str, Json]:
-        """A checkpoint's certificate, and what is not exact because of another number of ranks."""
+        """Returns a checkpoint's certificate with what another number of ranks makes inexact."""
         if moved is None:
             return certificate
         found = dict(certificate)
@@ -93,7 +96,7 @@ class TrainingPosition:
         return found | {"exact": not reasons}
 
     def progress(self) -> dict[str, Json]:
-        """What the manifest says of where training is."""
+        """Returns the manifest's record of the position."""
         found = self.counters.progress()
         if self.world_size > 1:
             found["ranks"] = self.world_size
@@ -101,18 +104,18 @@ class TrainingPosition:
         return found if cursor is None else {**found, "data": cursor.record()}
 
     def marks(self) -> dict[str, str]:
-        """What tells the other ranks which random generators are alike on all of them."""
+        """Returns the digests by which ranks find the random generators that are equal on all of them."""
         return marks(capture()) if self.world_size > 1 else {}
 
     def moved(self, counters: Counters) -> WorldSizeChange | None:
-        """How many ranks have saved a checkpoint, where they were not as many as here."""
+        """Returns the change of the number of ranks since a checkpoint, None if it is the same."""
         saved = counters.ranks
         return None if saved == self.world_size else WorldSizeChange(saved, self.world_size, self.rank)
 
     def load(self, private: Mapping[str, Any], counters: Counters, moved: WorldSizeChange | None = None) -> None:
-        """Takes over a checkpoint's position. The random state is put back now, and again where `settle` says.
+        """Takes over the position of a checkpoint. Restores the random state now, and again in `settle`.
 
-        Of other ranks (`moved`), `private` is the random state of the one that `moved` names for this rank.
+        With `moved`, `private` is the random state of the rank that `moved` names for this one.
         """
         self.counters.step, self.counters.epoch, self.counters.batch = counters.step, counters.epoch, counters.batch
         self._iterator = None
@@ -122,7 +125,7 @@ class TrainingPosition:
             self._move(moved, counters)
         elif self.data is not None and private.get("data"):
             self.data.load_state_dict(private["data"])
-            self.counters.batch = self.data.goes_on_after(counters.epoch, counters.batch)
+            self.counters.batch = self.data.resumes_after(counters.epoch, counters.batch)
         if self._pending is not None:
             apply(self._pending)
 
@@ -140,7 +143,7 @@ class TrainingPosition:
             self.reasons = (f"{moved.words}: {_streams(moved, own)}",)
 
     def roll_over_finished_epoch(self) -> None:
-        """An epoch whose last batch was used is over, where epochs end by themselves (`steps`)."""
+        """Begins the next epoch if the last batch was used, where epochs end by themselves (`steps`)."""
         if self.at_end:
             self._run_out()
             self.counters.epoch += 1
@@ -148,25 +151,25 @@ class TrainingPosition:
             self._iterator = None
 
     def _run_out(self) -> None:
-        """The last batch of this epoch is used, but nobody has asked for another one yet: it is then that a source
-        comes to its end, and some draw once more there, or go back to their beginning."""
+        """Exhausts the source after the last batch of the epoch: some draw once more at their end, or rewind, when
+        another batch is requested."""
         if self._iterator is not None:
             next(self._iterator, None)
         elif self.data is not None:
             self.data.run_out(self.counters.epoch)
 
     def settle(self) -> None:
-        """Before the body of the first step: the random state is as it was at the save."""
+        """Restores the random state of the save, before the body of the first step."""
         if self._pending is None:
             return
         if self.data is not None and self.counters.batch > 0 and not self.at_end:
-            self.iterator()  # puts the random state back, after itself
+            self.iterator()  # restores the random state after itself
         if self._pending is not None:
             apply(self._pending)
             self._pending = None
 
     def iterator(self) -> Iterator[Any]:
-        """The rest of this epoch's batches; the same iterator until the epoch ends."""
+        """Returns the rest of this epoch's batches; the same iterator until the epoch ends."""
         if self.data is None:
             raise UsageError(
                 "this Checkpointer was given no data=", subject="batches", hint="Checkpointer(..., data=loader)"
@@ -178,7 +181,7 @@ class TrainingPosition:
                 self._iterator = iter(())
             else:
                 self._iterator = self.data.iterate(self.counters.epoch, self.counters.batch)
-                # Data that cannot be positioned starts its epoch again; then the count does too.
+                # Data that cannot be positioned restarts its epoch; then the count restarts too.
                 self.counters.batch = int(getattr(self._iterator, "delivered", self.counters.batch))
             if inside and self._pending is not None:
                 apply(self._pending)
@@ -186,7 +189,7 @@ class TrainingPosition:
         return self._iterator
 
     def next_batch(self) -> Any:
-        """The next batch of this epoch; StopIteration at its end."""
+        """Returns the next batch of this epoch. Raises StopIteration at its end."""
         batch = next(self.iterator())
         self.counters.batch += 1
         if self.on_batch is not None:
@@ -200,21 +203,21 @@ class TrainingPosition:
 
     @property
     def batches_in_epoch(self) -> int | None:
-        """How many batches this epoch has, where the data says so."""
+        """The number of batches in this epoch, if the data knows it."""
         return self.data.batches_in(self.counters.epoch) if self.data is not None else None
 
     @property
     def at_end(self) -> bool:
-        """Whether the last batch of this epoch is used, where the data says how many there are."""
+        """Whether the last batch of this epoch is used, if the data knows its length."""
         length = self.batches_in_epoch
         return length is not None and 0 < length <= self.counters.batch
 
 
 def _streams(moved: WorldSizeChange, own: Sequence[str]) -> str:
-    """What becomes of generators that each rank has a state of its own for."""
+    """Describes what happens to generators with a state per rank."""
     first, last = min(moved.saved, moved.here), max(moved.saved, moved.here) - 1
     which = f"rank {first}" if first == last else f"ranks {first} to {last}"
     what = f"random generators ({', '.join(own)}) of {which}"
     if moved.here > moved.saved:
         return f"{what} begin streams of their own, derived from those of rank 0"
-    return f"{what} are not gone on with"
+    return f"{what} are dropped"

@@ -1,4 +1,4 @@
-"""A run that is gone on with by another number of ranks than has saved it."""
+"""A run resumed by another number of ranks than saved it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tenuto.model.records import Json
 
 @dataclass(frozen=True, slots=True)
 class WorldSizeChange:
-    """`saved` ranks have saved what `here` ranks go on from; this one is `rank`."""
+    """`saved` ranks saved what `here` ranks resume; this one is `rank`."""
 
     saved: int
     here: int
@@ -19,21 +19,21 @@ class WorldSizeChange:
 
     @property
     def words(self) -> str:
-        return f"saved by {_ranks(self.saved)} and gone on with by {self.here}"
+        return f"saved by {_ranks(self.saved)} and resumed by {self.here}"
 
     @property
     def donor(self) -> int:
-        """The rank whose random state this one begins with: that of its own number; a new one has the first's."""
+        """The rank whose random state this one starts from: the same number, or rank 0 for a new rank."""
         return self.rank if self.rank < self.saved else 0
 
 
 @dataclass(frozen=True, slots=True)
 class OrderCursor:
-    """Where all ranks together are in one order of samples that they share.
+    """The position of all ranks together in one shared order of samples.
 
-    used: samples of `epoch`'s order that training has been given, of `samples`; `samples` itself once the epoch is
-    over. seed, shuffle: what the order follows from; a seed of None is yet to be chosen. step: samples that all ranks
-    together take in one batch each.
+    - `used`: samples of the order of `epoch` that were delivered; `samples` once the epoch is over.
+    - `seed`, `shuffle`: determine the order; a seed of None is not chosen yet.
+    - `step`: samples that all ranks together take in one batch each.
     """
 
     epoch: int
@@ -44,7 +44,7 @@ class OrderCursor:
     step: int
 
     def record(self) -> dict[str, Json]:
-        """As a checkpoint holds it: JSON has no integers of 64 bits."""
+        """Returns the JSON form: integers of 64 bits become strings."""
         return {
             "epoch": self.epoch,
             "used": self.used,
@@ -56,7 +56,7 @@ class OrderCursor:
 
     @classmethod
     def of(cls, record: Json, name: str) -> OrderCursor:
-        """CorruptionError for what is none; `name`: of the object that holds it."""
+        """Reads a record. Raises CorruptionError for a malformed one; `name`: the object that contains it."""
         counts = ("epoch", "used", "samples", "step")
         sound = isinstance(record, Mapping) and all(type(record.get(key)) is int and record[key] >= 0 for key in counts)
         if not sound or record["used"] > record["samples"] or type(record.get("shuffle")) is not bool:

@@ -1,4 +1,5 @@
-"""Tensors, modules and objects in what a target holds: nothing of the checkpoint takes their place, it fills them."""
+"""Values of classes: filled in place where the target has tensors, modules or objects in them, else rebuilt where the
+target or a registration offers the class."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CLASSES: Final = frozenset({"dataclass", "namedtuple"})
 
 
 def holds_structure(like: Any) -> bool:
-    """Whether a value is or holds anything that is filled in its place."""
+    """Returns whether a value is or contains anything that is filled in place."""
     waiting, seen = [like], dict[int, Any]()
     while waiting:
         one = waiting.pop()
@@ -43,12 +44,12 @@ def holds_structure(like: Any) -> bool:
 
 
 def fields_of(like: Any) -> dict[str, Any]:
-    """The fields of a dataclass's value that are set."""
+    """Returns the fields of a dataclass value that are set."""
     return {one.name: getattr(like, one.name) for one in dataclasses.fields(like) if hasattr(like, one.name)}
 
 
 def class_like(node: Json, like: Any) -> type | None:
-    """The class of `like`, if it is one of the kind that a dataclass's or namedtuple's node was saved from."""
+    """Returns the class of `like` if it is of the kind of a dataclass's or namedtuple's node."""
     kind = type(like)
     is_data = kind_of(node) == "dataclass"
     same = dataclasses.is_dataclass(kind) if is_data else issubclass(kind, tuple) and hasattr(kind, "_fields")
@@ -61,14 +62,14 @@ def field_names(kind: type) -> set[str]:
 
 
 def fields_fit(node: Json, kind: type) -> bool:
-    """Whether a class has the fields saved: all of them where it is a namedtuple, else others beside them too."""
+    """Returns whether a class has the saved fields: exactly those of a namedtuple, at least those of a dataclass."""
     theirs, ours = {name_of(key) for key, _ in items(node)}, field_names(kind)
     return theirs == ours or (theirs < ours and kind_of(node) == "dataclass")
 
 
 def offered(node: Json, like: Any, *, keep: bool) -> type | None:
-    """The class that the target offers for a dataclass's or namedtuple's node: the one saved; or, where there is
-    anything to fill in its place, one of another name with the same fields."""
+    """Returns the class that the target offers for a dataclass's or namedtuple's node: the saved one, or, if there is
+    anything to fill in place, one of another name with the same fields."""
     kind = class_like(node, like)
     if kind is None or type_name(kind) == node.get("type"):
         return kind
@@ -76,10 +77,10 @@ def offered(node: Json, like: Any, *, keep: bool) -> type | None:
 
 
 def refused(plan: Restorer, node: Json, like: Any, path: str) -> Thunk | None:
-    """The mismatch, where the target holds structure and the checkpoint has a form that does not fill it; else None."""
+    """Returns the mismatch if the target contains structure that the checkpoint's form does not fill; else None."""
     kind = type(like)
     if kind in ENCODERS or kind is Tagged or frameworks.registered(kind) is not None:
-        return None  # replaced as a whole
+        return None  # replaced as a unit
     if _fills_structure(node, like) or not holds_structure(like):
         return None
     if not plan.takes_some(node, path):
@@ -116,12 +117,8 @@ def _ours(like: Any) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# Values of classes that a checkpoint only names: they come back where the target, or a registration, offers one.
-
-
 def _class(node: Json, like: Any) -> type | None:
-    """The class that the target offers for a node, if it is the one saved."""
+    """Returns the class of the target if it is the saved one."""
     return type(like) if like is not ABSENT and type_name(type(like)) == node.get("type") else None
 
 

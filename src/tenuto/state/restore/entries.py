@@ -1,4 +1,4 @@
-"""Entries matched one by one with what the target holds: those of containers with tensors or objects in them."""
+"""Matches entries one by one with the target, for containers with tensors or objects in them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from tenuto.state.restore.class_fields import holds_structure
 from tenuto.state.restore.restorer import ABSENT, Restorer, Thunk
 from tenuto.state.tree import KEYED, ROOT, are_segments, is_plain, items, kind_of, segment, sequence, walk
 
-# --------------------------------------------------------------------------------------------------
-# Dictionary keys and elements of sets: spelled for comparing, and back as values that can be hashed.
+# -- keys of dictionaries and elements of sets: spelled for comparison, and restored as hashable values
 
 
 def spelled(key: Json) -> str:
@@ -54,16 +53,16 @@ def key_thunk(plan: Restorer, node: Json, known: Mapping[str, Any], path: str) -
 
 
 _Entry = tuple[Any, Json, Any, str]
-"""Key, the checkpoint's node (ABSENT where it has none), the present value, and the path."""
+"""Key, the checkpoint's node (ABSENT without one), the present value, and the path."""
 
 _MANY: Final = 16
-"""From so many leaves on it pays to look at all of them together."""
+"""From this many leaves on, handling them together pays."""
 
 _NEEDS_CLASS: Final = frozenset({"enum", "dataclass", "namedtuple", "defaultdict"})
 
 
 def structured(node: Json, like: Any) -> bool:
-    """Whether either side holds tensors or objects: then entries are matched one by one."""
+    """Returns whether either side contains tensors or objects: then entries are matched one by one."""
     return kind_of(node) in (*KEYED, "list", "module") and (not is_plain(node) or holds_structure(like))
 
 
@@ -74,7 +73,8 @@ def matched(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
 
 
 def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: bool = False) -> Thunk:
-    """Every entry of a mapping with the checkpoint's of the same key. At the root, entries not named are skipped."""
+    """Matches every entry of a mapping with the checkpoint's entry of the same key. At the root, unnamed entries are
+    skipped."""
     pairs = items(node)
     theirs: list[tuple[Any, Json]] = []
     thunks: list[tuple[Any, Thunk]] = []
@@ -107,14 +107,13 @@ def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: b
 
 
 def _fills(plan: Restorer, child: Json, like: Sized) -> bool:
-    """Whether an empty target takes what the checkpoint has. One of several ranks takes no tensors so, but of what is
-    its own: where its stage or its experts have none, they are others'."""
+    """Returns whether an empty target takes what the checkpoint has. With other ranks around, it takes no tensors
+    except its own: where its stage or experts have none, they belong to others."""
     return not len(like) and (not plan.apart or plan.private or is_plain(child))
 
 
 def _paired(pairs: list[tuple[Any, Json]], like: Any, path: str) -> tuple[list[_Entry], list[tuple[Any, Json]]]:
-    """The target's entries with the checkpoint's nodes for them (ABSENT where it has none), and what of the checkpoint
-    is left."""
+    """Returns the target's entries with the checkpoint's nodes (ABSENT without one), and the remaining nodes."""
     entries: list[_Entry] = []
     if set(map(type, like)) == {str} and are_segments([key for key, _ in pairs]):
         below = f"{path}/" if path else ""
@@ -133,8 +132,8 @@ def _paired(pairs: list[tuple[Any, Json]], like: Any, path: str) -> tuple[list[_
 
 
 def _all_at_once(plan: Restorer, pairs: list[tuple[Any, Json]], like: Any, path: str) -> dict[Any, Any] | None:
-    """The entries, each of which is filled and stays, where all of them are ordinary leaves under the same keys in the
-    same order as in the checkpoint; else None."""
+    """Fills all entries at once and returns them, if all are ordinary leaves under the same keys in the same order as
+    in the checkpoint; else returns None."""
     if len(pairs) < _MANY or len(pairs) != len(like) or not plan.selection.everything:
         return None
     keys, values = [*like], [*like.values()]
@@ -148,7 +147,8 @@ def _all_at_once(plan: Restorer, pairs: list[tuple[Any, Json]], like: Any, path:
 
 
 def _restored(plan: Restorer, entries: list[_Entry]) -> tuple[list[tuple[Any, Thunk]], dict[Any, Any]]:
-    """What comes of the entries: thunks, and those whose own value is filled and stays, leaves in a row at once."""
+    """Restores the entries. Returns thunks, and the entries whose own value is filled and stays; runs of leaves go at
+    once."""
     thunks: list[tuple[Any, Thunk]] = []
     same: dict[Any, Any] = {}
     for adapter, run in _in_a_row(entries) if plan.selection.everything else ((None, entries),):
@@ -166,8 +166,8 @@ def _restored(plan: Restorer, entries: list[_Entry]) -> tuple[list[tuple[Any, Th
 
 
 def _in_a_row(entries: list[_Entry]) -> Iterator[tuple[Any, list[_Entry]]]:
-    """The entries in order, cut where what represents them changes; with an adapter that can restore all of a piece at
-    once, or None."""
+    """Yields runs of entries with the same adapter, in order; the adapter if it can restore the run at once, else
+    None."""
     kinds = {type(present) for _, _, present, _ in entries}
     adapters = {kind: frameworks.adapter_for(kind) for kind in kinds}
     if len({*map(id, adapters.values())}) == 1:
@@ -225,27 +225,27 @@ def stateful(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
     asked = any(kind_of(one) in _NEEDS_CLASS for _, one in walk(node["v"])) or not plan.selection.everything
     present = like.state_dict() if asked else ABSENT
     before = len(plan.created)
-    state = _chosen(plan, node["v"], present, path)
+    state = _selected(plan, node["v"], present, path)
     plan.restored.extend(plan.created[before:] or [path or ROOT])
     del plan.created[before:]
     plan.later(path, lambda: like.load_state_dict(state()))
     return lambda: like
 
 
-def _chosen(plan: Restorer, node: Json, present: Any, path: str) -> Thunk:
-    """A new value of a node, in which what include and exclude leave out of a dictionary is what it is at present."""
+def _selected(plan: Restorer, node: Json, present: Any, path: str) -> Thunk:
+    """Plans a new value of a node, where entries that include and exclude leave out keep their present value."""
     if plan.selection.everything or kind_of(node) != "dict" or not isinstance(present, Mapping):
         return plan.rebuild(node, path, present)
     entries, theirs = _paired(items(node), present, path)
-    kept: dict[Any, Any] = {}
+    unchanged: dict[Any, Any] = {}
     thunks: dict[Any, Thunk] = {}
     for key, child, now, where in entries:
         if child is not ABSENT and plan.takes_some(child, where):
-            thunks[key] = _chosen(plan, child, now, where)
+            thunks[key] = _selected(plan, child, now, where)
         elif child is not ABSENT or not plan.selection.takes(where):
-            kept[key] = now
+            unchanged[key] = now
     for key, child in theirs:
         where = join(path, segment(key))
         if plan.takes_some(child, where):
             thunks[key_thunk(plan, key, {}, where)()] = plan.rebuild(child, where)
-    return lambda: kept | {key: thunk() for key, thunk in thunks.items()}
+    return lambda: unchanged | {key: thunk() for key, thunk in thunks.items()}

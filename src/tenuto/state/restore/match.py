@@ -1,4 +1,4 @@
-"""Matching a checkpoint with a target: what will be restored, all that does not fit told at once, nothing touched."""
+"""Matches a checkpoint with a target: plans the restore, reports all mismatches at once, and changes nothing yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tenuto.state.tree import OWN, PRIVATE, children, items, kind_of, leaf_paths
 from tenuto.state.update_barrier import let_updates_pass
 
 SHOWN = 10
-"""How many of what does not fit an error lists."""
+"""The number of mismatches an error lists."""
 
 
 @gc_paused
@@ -42,19 +42,18 @@ def match_state(
 ) -> Prepared:
     """Matches a checkpoint with `into`, or plans new values where `into` is None.
 
-    `specs` are the leaves of `tree`, each as a whole, then those of `private_tree`: the private tree of the rank whose
-    own values are to be restored, or None. What `per_rank` has marked goes back to where it was marked, or stays what
-    it is where there is no private tree or nothing in it; the rest of the private tree only into `private_into`, a
-    mapping.
-    `rename` maps the checkpoint's paths to the target's: a mapping of prefixes, or a function. `include` and `exclude`
-    are globs or compiled expressions over the target's paths. `device` is where new tensors and meta targets go
-    (default: host memory). `apart`: other ranks have targets of their own, and what this one leaves over may be theirs:
-    it is told in `left_over`, and no mismatch.
+    - `specs`: the leaves of `tree` in full shape, then those of `private_tree`.
+    - `private_tree`: of the rank whose own values to restore, or None. Values marked `per_rank` return to their marks,
+      or stay unchanged without a private tree; the rest goes only into `private_into`, a mapping.
+    - `rename`: maps paths of the checkpoint to the target's: a mapping of prefixes, or a function.
+    - `include`, `exclude`: globs or compiled expressions over the target's paths.
+    - `device`: for new tensors and meta targets (default: host memory).
+    - `apart`: other ranks have targets of their own; what this one does not take is in `unmatched`, no mismatch.
 
-    Raises StateMismatch that lists what does not fit (with `strict`), StateError for targets that cannot be filled at
+    Raises StateMismatch that lists the differences (with `strict`), StateError for targets that cannot be filled at
     all, CorruptionError for a tree that `flatten` cannot have made. The target is unchanged until a sink is filled.
     """
-    let_updates_pass()  # what is filled may be what a save still copies
+    let_updates_pass()  # a save may still be copying what is filled
     shared, private = _checked_paths(tree, private_tree, specs)
     restorer = Restorer(specs, into, Selection(include, exclude), device, strict, apart=apart)
     rest, own_nodes = _own_values(private_tree)
@@ -83,13 +82,14 @@ def match_state(
         return state
 
     wants, boxes = restorer.wants()
-    left = _left_over(restorer, matched) if apart and strict else None
+    left = _unmatched(restorer, matched) if apart and strict else None
     prepared = Prepared(wants, apply, _report(restorer), boxes, left)
     return prepared
 
 
 def _own_values(private_tree: Json) -> tuple[Json, dict[str, Json]]:
-    """What of a private tree is told by itself, and what by the paths of the shared tree that it belongs at."""
+    """Splits a private tree into the part with paths of its own and the nodes that belong at paths of the shared
+    tree."""
     rest: Json = private_tree["v"] if private_tree is not None else None
     if not isinstance(rest, dict) or kind_of(rest) != "dict":
         return rest, {}
@@ -155,7 +155,7 @@ def _root(restorer: Restorer, tree: Json, into: Any, path: str = "") -> Thunk:
 
 
 def _selected(restorer: Restorer, tree: Json) -> Thunk:
-    """A new state of what include and exclude leave of the tree."""
+    """Plans a new state of what include and exclude leave of the tree."""
     kept = _prune(restorer, tree, "")
     return restorer.rebuild(kept if kept is not _NOTHING else {"!": "dict", "i": []}, "")
 
@@ -179,9 +179,9 @@ def _prune(restorer: Restorer, node: Json, path: str) -> Json:
 _NOTHING: Json = object()
 
 
-def _left_over(restorer: Restorer, tree: Json) -> Unmatched | None:
-    # Of what is skipped: entries that the target does not name. Below them are a rank's own, and what the selection
-    # tells by itself.
+def _unmatched(restorer: Restorer, tree: Json) -> Unmatched | None:
+    # Of the skipped paths, only entries that the target does not name. Those below are a rank's own, or excluded by the
+    # selection, which is passed separately.
     aside, selection = [path for path in restorer.skipped if "/" not in path], restorer.selection
     if selection.everything and not restorer.unexpected and not aside:
         return None
@@ -201,7 +201,7 @@ def _check(restorer: Restorer, *, apart: bool) -> None:
 
 
 def refuse_unmatched(paths: Sequence[str], missing: Sequence[str] = ()) -> None:
-    """Raises StateMismatch for what no target takes, and for what a target found missing, if there is anything."""
+    """Raises StateMismatch for paths that no target takes, or that a target found missing, if there are any."""
     if paths or missing:
         raise _mismatch([*_not_there(missing), *_only_there(paths)])
 
@@ -223,7 +223,7 @@ def _mismatch(problems: Sequence[str]) -> StateMismatch:
 
 
 def _check_selection(restorer: Restorer, tree: Json) -> None:
-    """A pattern that meets nothing is a slip of the pen: nobody asks for nothing."""
+    """Raises StateMismatch for a selection that matches nothing, which is certainly a mistake."""
     paths = terminals(tree, "")
     if paths and not any(map(restorer.selection.takes, paths)):
         raise StateMismatch(

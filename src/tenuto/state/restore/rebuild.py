@@ -1,4 +1,4 @@
-"""Plain values and containers, back from their nodes: new, or in place where the target has them already."""
+"""Restores plain values and containers from their nodes: new, or in place where the target has them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ from tenuto.state.restore.restorer import ABSENT, Restorer, Thunk
 from tenuto.state.restore.selection import Selection
 from tenuto.state.tree import LEAVES, OWN, ROOT, STRUCTURE, items, kind_of, name_of, segment, sequence
 
-# --------------------------------------------------------------------------------------------------
-# Back under a mark: what belongs to one rank comes from its private tree, a shard takes its part of a leaf.
-
 
 def declared_value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
-    """Plans the value of `node` where it or the target has a mark. A mark in the target stays, and holds the value."""
+    """Plans the value of `node` where the checkpoint or the target has a mark. A mark in the target stays around the
+    value."""
     if kind_of(node) == OWN:
         return _own(plan, node, like, path, keep)
     if not keep:
@@ -38,12 +36,12 @@ def declared_value(plan: Restorer, node: Json, like: Any, path: str, keep: bool)
         if not plan.takes(path):
             return lambda: like
         if plan.private:
-            return _held(like, plan.value(node, like.value, path))
-        return _held(like, adapter.restore_shard(like, node, path, plan))
-    return _held(like, plan.value(node, like.value, path))
+            return _in_mark(like, plan.value(node, like.value, path))
+        return _in_mark(like, adapter.restore_shard(like, node, path, plan))
+    return _in_mark(like, plan.value(node, like.value, path))
 
 
-def _held(mark: Any, thunk: Thunk) -> Thunk:
+def _in_mark(mark: Any, thunk: Thunk) -> Thunk:
     def take() -> Any:
         mark.value = thunk()
         return mark
@@ -52,14 +50,14 @@ def _held(mark: Any, thunk: Thunk) -> Thunk:
 
 
 def _own(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
-    """What each rank saved for itself: from the private tree at hand, or left as it is where that has none."""
+    """Plans a value that each rank saved for itself: from the private tree at hand, or unchanged without one."""
     at = str(node.get("at"))
     found = plan.own(at)
     if found is ABSENT:
         plan.skipped.append(path or ROOT)
         plan.notes.append(f"{path or ROOT}: belongs to each rank alone, and nothing was saved for this one")
         return lambda: like if keep else ABSENT
-    with plan.turned_to_own(at):
+    with plan.private_tree_at(at):
         if keep and like is not ABSENT:
             return plan.value(found, like, path)
         return plan.rebuild(found, path, like.value if type(like) in MARKS else like)
@@ -115,11 +113,11 @@ def _build(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
     builder = _BUILDERS.get(kind)
     if builder is not None:
         return builder(plan, node, like, path, keep)
-    if kind in frameworks.KIND_HOMES:
-        return _foreign(plan, node, kind, path)
     if kind == "" or kind in DECODERS:
         done = decode_atom(node, path)
         return lambda: done
+    if frameworks.has_kind(kind):
+        return _foreign(plan, node, kind, path)
     raise CorruptionError(
         f"{path or ROOT}: {kind!r} is no kind of value that is known here",
         subject=path,
@@ -129,7 +127,7 @@ def _build(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
 
 def _foreign(plan: Restorer, node: Json, kind: str, path: str) -> Thunk:
     try:
-        adapter = frameworks.home(frameworks.KIND_HOMES[kind])
+        adapter = frameworks.adapter_of_kind(kind)
     except ImportError:
         if kind in ("module", "optimizer"):
             return plan.rebuild({"!": "dict", "i": node["i"]} if kind == "module" else node["v"], path)
@@ -139,12 +137,12 @@ def _foreign(plan: Restorer, node: Json, kind: str, path: str) -> Thunk:
 
 
 def plain(node: Json) -> Any:
-    """The value of a node without leaves."""
+    """Returns the value of a node without leaves."""
     return Restorer((), None, Selection(), None, False).rebuild(node, "")()
 
 
 def _hint(like: Any, key: Any) -> Any:
-    """The present value at a key, or any beside it: it may offer a class."""
+    """Returns the present value at a key, or any sibling: it may offer a class."""
     if isinstance(like, Mapping):
         return like[key] if key in like else next(iter(like.values()), ABSENT)
     if isinstance(like, list | tuple | collections.deque) and like and type(key) is int:
@@ -219,7 +217,7 @@ def _children(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> l
 
 
 def _none_where_absent(thunk: Thunk) -> Thunk:
-    """In a sequence nothing can be left out."""
+    """Replaces an absent value by None: a sequence has no gaps."""
 
     def value() -> Any:
         found = thunk()
@@ -288,7 +286,7 @@ def _slice(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
 
 
 def _inner(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
-    """The state of an object that the target does not have: as plain values."""
+    """Plans the state of an object that the target lacks, as plain values."""
     return plan.rebuild(node.get("v"), path)
 
 

@@ -1,7 +1,7 @@
-"""Walking the tree back up: nodes are matched with what the target holds, and nothing is touched yet.
+"""Plans a restore: matches nodes with the target, and changes nothing yet.
 
-Each node becomes a *thunk*: called once every leaf has arrived, it returns the value, having changed in place what
-keeps its identity. Sinks say where leaves go; problems are gathered, and told all at once.
+Each node becomes a *thunk*: called once every leaf has arrived, it returns the value, changed in place if its identity
+stays. Sinks are the destinations of leaves. Problems are collected and reported together.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tenuto.state.restore.selection import Selection
 from tenuto.state.tree import LEAVES, ROOT, kind_of, leaf_nodes, number_of, terminals
 
 Thunk = Callable[[], Any]
-_Held = tuple[int, str, Callable[[], Geometry]]
-"""Memory of the target: the leaf that goes there, the path, and what the memory looks like."""
+_TargetMemory = tuple[int, str, Callable[[], Geometry]]
+"""Memory of the target: its leaf, its path, and its geometry."""
 
 
 class _Absent:
@@ -34,14 +34,14 @@ class _Absent:
 
 
 ABSENT: Final = _Absent()
-"""There is no value in the target; a thunk that returns it leaves the entry out."""
+"""The target has no value; a thunk that returns it leaves the entry out."""
 
 SWAPS, MODULES, OBJECTS, OPTIMIZERS = range(4)
-"""The order of what is applied: tensors take their place first, optimizers last: some schedulers set rates on load."""
+"""The order of actions: tensors first, optimizers last, because some schedulers set rates on load."""
 
 
 class TiedLeaf:
-    """One leaf that goes to several places: tied when saved, separate in the target."""
+    """One leaf with several destinations: tied when saved, separate in the target."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
@@ -63,7 +63,7 @@ def _order(item: tuple[Box, Any]) -> tuple[int, ...]:
 
 
 class Restorer:
-    """What one restore is going to do. `target` is what the parameters of optimizers are looked up in."""
+    """The plan of one restore. Parameters of optimizers are looked up in `target`."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class Restorer:
         self.mismatched: list[str] = []
         self.notes: list[str] = []
         self.extra: dict[str, Any] = {}
-        """What an adapter keeps for the time of one restore."""
+        """Scratch space of adapters for one restore."""
         self.faults: list[str] = []
-        """What no strictness can overlook."""
+        """Problems that even strict=False cannot overlook."""
         self._specs = specs
         self._target = target
         self._base = 0
@@ -99,12 +99,12 @@ class Restorer:
         self._sinks: dict[int, Sink] = {}
         self._more: dict[int, list[Sink]] = {}
         """Leaf number -> all its sinks, where it has several."""
-        self._memory: dict[int, _Held] = {}
-        """Address -> what of the target was met there first."""
-        self._others: dict[int, dict[Geometry, _Held]] = {}
-        """Address -> everything that was met there, where that is several things."""
+        self._memory: dict[int, _TargetMemory] = {}
+        """Address -> the part of the target that was met there first."""
+        self._others: dict[int, dict[Geometry, _TargetMemory]] = {}
+        """Address -> everything that was met there, where there are several."""
         self._parts: dict[int, dict[Box, list[Sink]]] = {}
-        """Leaf number -> the boxes of it that go somewhere, and where."""
+        """Leaf number -> its wanted boxes, with their sinks."""
         self._bases: dict[tuple[int, str], Any] = {}
         self._views: dict[str, Any] = {}
         self._actions: list[tuple[int, str, Callable[[], Any]]] = []
@@ -118,24 +118,24 @@ class Restorer:
 
         self._planned = value
 
-    # -- the checkpoint's side -------------------------------------------------------------------------------
+    # -- checkpoint
 
     def begin(self, tree: Json, base: int, count: int) -> None:
-        """Turns to a tree of `count` leaves, of which leaf 0 is leaf `base`. Its paths are those of the target."""
+        """Switches to a tree of `count` leaves whose leaf 0 is leaf `base`. Its paths are those of the target."""
         self._base, self._end = base, base + count
         self._tree, self._places = tree, None
 
     def begin_own(self, tree: Json, base: int, count: int, nodes: dict[str, Json]) -> None:
-        """Says which private tree there is, and which of its nodes belong at which paths of the shared one."""
+        """Sets the private tree and its nodes that belong at paths of the shared one."""
         self._own, self._own_nodes = (tree, base, count), nodes
 
     def own(self, path: str) -> Json:
-        """The node that this rank's private tree has for what was saved at `path`; ABSENT where it has none."""
+        """Returns the node of this rank's private tree for what was saved at `path`, ABSENT without one."""
         return self._own_nodes.get(path, ABSENT)
 
     @contextmanager
-    def turned_to_own(self, path: str) -> Iterator[None]:
-        """Nodes inside are those of the private tree, below what was saved at `path`."""
+    def private_tree_at(self, path: str) -> Iterator[None]:
+        """Switches to the private tree for the nodes below what was saved at `path`."""
         before = (self._base, self._end, self._tree, self._places)
         self.begin(*(self._own[0], self._own[1], self._own[2]))
         self._own_taken.add(path)
@@ -146,40 +146,40 @@ class Restorer:
 
     @property
     def private(self) -> bool:
-        """Whether the nodes at hand are those of a private tree."""
+        """Whether the nodes at hand belong to a private tree."""
         return self._own[0] is not None and self._tree is self._own[0]
 
     def own_left(self) -> list[str]:
-        """The paths of the shared tree whose values in the private one were not asked for."""
+        """Returns the paths of the shared tree whose private values were not requested."""
         return [path for path in self._own_nodes if path not in self._own_taken]
 
     def _located(self) -> dict[str, tuple[int, Json]]:
-        """Path -> (leaf number, node) of the tree at hand."""
+        """Returns path -> (leaf number, node) of the tree at hand."""
         if self._places is None:
             self._places = {path: (self.spec(node, path)[0], node) for path, node in leaf_nodes(self._tree)}
         return self._places
 
     def number_at(self, path: str) -> int | str:
-        """What identifies the tensor saved at `path`: its leaf number, the same for every name of a tied one."""
+        """Returns the leaf number saved at `path`, the same for every name of a tied tensor; `path` without one."""
         found = self._located().get(path)
         return path if found is None else found[0]
 
     def device_at(self, path: str) -> str:
-        """The type of the device on which the tensor saved at `path` lay."""
+        """Returns the type of the device of the tensor saved at `path`."""
         return str((self.leaf_at(path) or {}).get("device", "cpu"))
 
     def leaf_at(self, path: str) -> Json | None:
-        """The node of the tensor saved at `path`."""
+        """Returns the node of the tensor saved at `path`."""
         return self._located().get(path, (0, None))[1]
 
     def spec(self, node: Json, path: str) -> tuple[int, LeafSpec]:
-        """The number (over shared and private leaves) and spec of the leaf that a leaf or alias node means."""
+        """Returns number (over shared and private leaves) and spec of a leaf or alias node."""
         base = self._base
         number = base + number_of(node, self._end - base, path)
         return number, self._specs[number]
 
     def forms(self, nodes: Sequence[Json]) -> tuple[list[int], list[Form]] | None:
-        """What `spec` says of many nodes: number, and dtype and shape. None where not all of them are leaves."""
+        """Returns numbers and forms of many nodes at once. None unless all are leaves."""
         if self._forms is None:
             specs = self._specs
             self._forms = specs.forms() if isinstance(specs, Rows) else [(one.dtype, one.shape) for one in specs]
@@ -200,7 +200,7 @@ class Restorer:
         return numbers, [*map(self._forms.__getitem__, numbers)]
 
     def words(self, node: Json) -> str:
-        """What a node is, for a person."""
+        """Describes a node for a person."""
         kind = kind_of(node)
         if kind in LEAVES:
             _, spec = self.spec(node, "")
@@ -217,39 +217,39 @@ class Restorer:
             f" ({node['type']})" if isinstance(node, dict) and "type" in node else ""
         )
 
-    # -- the target's side -----------------------------------------------------------------------------------
+    # -- target
 
     def owner(self, tensor: Any) -> str | None:
-        """The path at which the target holds this very tensor."""
+        """Returns the path of this very tensor in the target."""
         if self._owners is None:
             self._owners = owners(self._target)
         found = self._owners.get(id(tensor))
         return None if found is None else found[1]
 
     def takes(self, path: str) -> bool:
-        """Whether `path` is to be restored; if not, that is noted."""
+        """Returns whether to restore `path`; notes a skipped one."""
         taken = self.selection.takes(path)
         if not taken:
             self.skipped.append(path)
         return taken
 
     def takes_some(self, node: Json, path: str) -> bool:
-        """Whether anything of `node` is to be restored; if not, that is noted."""
+        """Returns whether to restore anything of `node`; notes a skipped one."""
         taken = self.selection.everything or any(map(self.selection.takes, terminals(node, path)))
         if not taken:
             self.skipped.append(path)
         return taken
 
     def want(self, number: int, sink: Sink) -> None:
-        """Leaf `number` goes to `sink`."""
+        """Sends leaf `number` to `sink`."""
         first = self._sinks.setdefault(number, sink)
         if first is not sink:
             self._more.setdefault(number, [first]).append(sink)
 
     def want_existing(self, number: int, sink: Sink, path: str, address: int, geometry: Callable[[], Geometry]) -> None:
-        """Leaf `number` goes to what the target has at `path`: filled once, and from one leaf only. `geometry` is asked
-        where something else of the target lies at the same address."""
-        if self._takes(number, path, address, geometry):
+        """Sends leaf `number` to the target's memory at `path`, which is filled once and from one leaf only. `geometry`
+        is called if something else of the target has the same address."""
+        if self._is_new(number, path, address, geometry):
             self.want(number, sink)
 
     def want_parts(
@@ -260,30 +260,30 @@ class Restorer:
         address: int,
         geometry: Callable[[], Geometry],
     ) -> None:
-        """Boxes of leaf `number` go to what the target has at `path`, at one address: else as `want_existing`. None of
-        them where this rank holds nothing of it."""
+        """Sends boxes of leaf `number` to the target's memory at `path`, at one address; otherwise as `want_existing`.
+        No `parts`: this rank has nothing of it."""
         if not parts:
             self.restored.append(path)
-        elif self._takes(number, path, address, geometry):
+        elif self._is_new(number, path, address, geometry):
             self.want_boxes(number, parts)
 
     def want_boxes(self, number: int, parts: Sequence[tuple[Box, Sink]]) -> None:
-        """Boxes of leaf `number` go to these sinks."""
-        held = self._parts.setdefault(number, {})
+        """Sends boxes of leaf `number` to these sinks."""
+        wanted = self._parts.setdefault(number, {})
         for box, sink in parts:
-            held.setdefault(box, []).append(sink)
+            wanted.setdefault(box, []).append(sink)
 
-    def _takes(self, number: int, path: str, address: int, geometry: Callable[[], Geometry]) -> bool:
-        """Whether memory of the target is met for the first time, and so has to be filled."""
+    def _is_new(self, number: int, path: str, address: int, geometry: Callable[[], Geometry]) -> bool:
+        """Returns whether this memory of the target is met for the first time, so must be filled."""
         self.restored.append(path)
         entry = (number, path, geometry)
         first = self._memory.setdefault(address, entry)
         if first is not entry:
             others = self._others.setdefault(address, {first[2](): first})
-            held = others.setdefault(geometry(), entry)
-            if held[0] != number:
-                self.mismatched.append(f"{path}: one tensor with {held[1]} in the target, two in the checkpoint")
-            return held is entry
+            other = others.setdefault(geometry(), entry)
+            if other[0] != number:
+                self.mismatched.append(f"{path}: one tensor with {other[1]} in the target, two in the checkpoint")
+            return other is entry
         return True
 
     def want_apart(
@@ -294,8 +294,8 @@ class Restorer:
         addresses: Sequence[int],
         geometries: Iterable[Callable[[], Geometry]],
     ) -> bool:
-        """`want_existing` for many. False, and nothing is done, where two of them, or one of them and what was there
-        before, are the same leaf or lie at the same address."""
+        """`want_existing` for many. Returns False, without effect, if two of them, or one and an earlier one, share a
+        leaf or an address."""
         for found, known in ((numbers, self._sinks), (addresses, self._memory)):
             if len(set(found)) < len(found) or not known.keys().isdisjoint(found):
                 return False
@@ -309,22 +309,22 @@ class Restorer:
         return lambda: value
 
     def later(self, path: str, action: Callable[[], Any], phase: int = OBJECTS) -> None:
-        """`action` runs when every leaf has arrived, before plain values are set."""
+        """Runs `action` when every leaf has arrived, before plain values are set."""
         self._actions.append((phase, path, action))
 
-    # -- new values --------------------------------------------------------------------------------------------
+    # -- new values
 
     def rebuild(self, node: Json, path: str, like: Any = ABSENT) -> Thunk:
-        """Plans a new value; `like` only offers classes that the checkpoint cannot name for itself."""
+        """Plans a new value; `like` only offers classes that the checkpoint cannot name."""
         return self._planned(self, node, like, path, False)
 
     def value(self, node: Json, like: Any, path: str) -> Thunk:
-        """Plans restoring `like` in its place."""
+        """Plans restoring `like` in place."""
         return self._planned(self, node, like, path, True)
 
     @contextmanager
     def on(self, device: Any) -> Iterator[None]:
-        """New tensors made inside go to `device`."""
+        """Makes new tensors inside go to `device`."""
         before, self.device = self.device, device
         try:
             yield
@@ -332,7 +332,7 @@ class Restorer:
             self.device = before
 
     def new_leaf(self, node: Json, path: str, device: Any = None) -> Thunk:
-        """A new tensor, array or bytes for a leaf; every alias of it gets the same one."""
+        """Plans a new tensor, array or bytes for a leaf, shared by all its aliases."""
         number, spec = self.spec(node, path)
         self.created.append(path or ROOT)
         adapter, framework, where = *self._framework(node, path), device if device is not None else self.device
@@ -349,7 +349,7 @@ class Restorer:
         return view
 
     def new_base(self, number: int, spec: LeafSpec, node: Json, path: str, device: Any = None) -> Any:
-        """The memory of a new leaf, one for all its names."""
+        """Returns the memory of a new leaf, shared by all its names."""
         adapter, framework = self._framework(node, path)
         where = device if device is not None else self.device
         key = (number, f"{framework} {where}")
@@ -362,17 +362,17 @@ class Restorer:
         name = node.get("as")
         if name == "torch":
             try:
-                return frameworks.home("torch"), "torch"
+                return frameworks.adapter_of("torch"), "torch"
             except ImportError:
-                return frameworks.home("numpy"), "numpy"
+                return frameworks.adapter_of("numpy"), "numpy"
         if name not in ("numpy", "bytes"):
             raise CorruptionError(f"{path}: a leaf of {name!r} is not known here", subject=path)
-        return frameworks.home("numpy"), "numpy"
+        return frameworks.adapter_of("numpy"), "numpy"
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- end
 
     def wants(self) -> tuple[list[tuple[int, Sink]], list[Box | None] | None]:
-        """What goes where, by leaf number; and which box of the leaf each is, where not all are whole leaves."""
+        """Returns the sinks by leaf number, and the box of each unless all take full leaves."""
         several = {number: TiedLeaf(sinks) for number, sinks in self._more.items()}
         whole = sorted((self._sinks | several).items(), key=itemgetter(0))
         if not self._parts:
@@ -387,7 +387,7 @@ class Restorer:
         return [(number, sink) for number, _, sink in every], [box for _, box, _ in every]
 
     def act(self) -> None:
-        """Runs what was put off. Whatever an object of the user's raises becomes a StateMismatch that names it."""
+        """Runs the deferred actions. An error of a user's object becomes a StateMismatch that names it."""
         for _, path, action in sorted(self._actions, key=lambda item: item[0]):
             try:
                 action()

@@ -1,4 +1,4 @@
-"""Which leaves a load takes, and under which path each is looked for."""
+"""Selects the leaves of a load, and renames paths."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _matchers(patterns: Patterns | None) -> list[Callable[[str], Any]] | None:
 
 
 class Selection:
-    """`include` and `exclude`: globs over whole paths (`*` crosses `/`), or compiled expressions, searched for.
+    """`include` and `exclude`: globs over full paths (`*` crosses `/`), or compiled expressions that are searched for.
 
-    A pattern that matches a path also means everything below it. Paths are those of the target, after `rename`.
+    A pattern that matches a path includes everything below it. Paths are those of the target, after `rename`.
     """
 
     def __init__(self, include: Patterns | None = None, exclude: Patterns | None = None) -> None:
@@ -53,7 +53,8 @@ class Selection:
 
 
 def renamer(rename: Rename) -> Callable[[str], str]:
-    """`rename` as a function. A mapping replaces the longest prefix that ends at a `/`, a `.` or the path's end."""
+    """Returns `rename` as a function. A mapping replaces the longest prefix that ends at a `/`, a `.` or the path's
+    end."""
     if not isinstance(rename, Mapping):
         return rename
     prefixes = sorted(rename, key=len, reverse=True)
@@ -70,7 +71,7 @@ def renamer(rename: Rename) -> Callable[[str], str]:
 
 
 class Renaming:
-    """Moves the nodes of a tree to the paths that `rename` gives them; leaves keep their numbers."""
+    """Moves the nodes of a tree to the paths that `rename` returns; leaves keep their numbers."""
 
     def __init__(self, rename: Rename) -> None:
         self._renamed = renamer(rename)
@@ -133,7 +134,7 @@ class Renaming:
 
 
 def _insert(node: Json, path: str, left: str, child: Json) -> Json:
-    """The tree with `child` at `path`; `left` is what of the path lies below `node`."""
+    """Returns the tree with `child` at `path`; `left` is the part of the path below `node`."""
     kind = kind_of(node)
     if kind in KEYED or kind in NAMED:
         found = items(node)

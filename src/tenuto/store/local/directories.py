@@ -1,10 +1,9 @@
-"""The directories of a local store: made, made durable, pruned.
+"""The directories of a local store: made, flushed, pruned.
 
-An object is durable only if every directory on the way to it is: each directory's entry in its parent has to be
-fsynced, also when an earlier process made the directory and died before it did so. So each is settled once per process,
-and the settled ones are remembered: a put into a known directory costs no call here.
-
-Directories go by their names relative to the store's root; the root is "".
+An object is durable only if every directory on its path is: the entry of each in its parent must be flushed, even if an
+earlier process made the directory and died before its flush. Each directory is settled once per process and remembered,
+so a put into a known directory costs no call here. Directories have names relative to the root of the store; the root
+is "".
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tenuto.store.local import os_errors
 from tenuto.store.local.syscalls import FileSystem, Kind
 
 _RACES: Final = 100
-"""How often a directory may vanish between being made and being used before that counts as a fault."""
+"""How often a directory may vanish between being made and being used before that is an error."""
 
 
 @dataclass
@@ -28,9 +27,9 @@ class Directories:
     filesystem: FileSystem
     root: str
     create: bool
-    """Whether the root itself may be made."""
+    """Whether to make the root."""
     persistent: bool = True
-    """False once the file system has said that it cannot flush a directory."""
+    """False once the file system refused to flush a directory."""
     _root_seen: bool = False
     _settled: set[str] = field(default_factory=set)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -39,7 +38,7 @@ class Directories:
         return f"{self.root}/{name}" if name else self.root
 
     def are_ours(self, name: str) -> bool:
-        """False if the way to `name` leads through a symbolic link or a file: what lies there is foreign."""
+        """Returns False if the path of `name` runs through a symbolic link or a file: what is there is foreign."""
         for directory in _chain(parent(name)):
             if directory:
                 try:
@@ -47,15 +46,15 @@ class Directories:
                         return False
                 except OSError as error:
                     if error.errno in os_errors.ABSENT:
-                        return True  # nothing can be reached through it; the caller will find that out by itself
+                        return True  # nothing is reachable through it, as the caller will find out
                     raise os_errors.meaning(error, "looking at", self.path(directory), name) from error
         return True
 
     def ensure(self, directory: str) -> None:
-        """Makes `directory` and what leads to it, durably. Costs nothing when this process has done so before."""
+        """Makes `directory` and its parents durably. Free for directories this process has settled before."""
         if directory in self._settled:
             return
-        # Held over the flushes too, and by `prune`: nobody may meet a directory as settled that was made anew since.
+        # Locked across the flushes, and by `prune`: no thread may see a directory as settled that was made anew since.
         with self._lock:
             for _ in range(_RACES):
                 try:
@@ -71,12 +70,12 @@ class Directories:
         raise StoreError(f"{self.path(directory)} keeps vanishing while objects are put there", subject=directory)
 
     def forget(self, directory: str) -> None:
-        """After `directory` was found missing: nothing that leads to it is known any more."""
+        """Unsettles `directory` and its parents, after it was found missing."""
         with self._lock:
             self._settled.difference_update(_chain(directory))
 
     def _make(self, directory: str) -> None:
-        """Lets FileNotFoundError pass as it is: an ancestor has vanished."""
+        """Makes one directory. Lets FileNotFoundError pass: an ancestor has vanished."""
         path = self.path(directory)
         if not directory:
             self._make_root()
@@ -97,7 +96,7 @@ class Directories:
         self._flush_one(self.path(parent(directory)), directory)
 
     def _kind(self, path: str, subject: str) -> Kind:
-        """Lets FileNotFoundError pass as it is: pruned by another process between one call and the next."""
+        """Returns the kind of `path`. Lets FileNotFoundError pass: another process pruned it in between."""
         try:
             return self.filesystem.status(path).kind
         except FileNotFoundError:
@@ -108,8 +107,8 @@ class Directories:
     def _make_root(self) -> None:
         made = self._make_above(self.root) if self._absent(self.root) else set()
         self._root_seen = True
-        # A dead process may have made any directory above the root, just before the power went. Those that we made must
-        # be flushed; the others where we may: one that is not ours to open has been there for long.
+        # A dead process may have made any directory above the root just before the power failed. Those made here must
+        # be flushed; the others where permitted: one we may not open has been there for long.
         path = self.root
         while (above := path.rpartition("/")[0] or "/") != path:
             if path in made:
@@ -127,7 +126,7 @@ class Directories:
             self.filesystem.status(path)
         except FileNotFoundError:
             if self._root_seen:
-                # Made anew, it might well be on the disk below an unmounted file system.
+                # Made anew, it might be on the disk below an unmounted file system.
                 raise StoreError(
                     f"{path} has vanished", subject=path, hint="is its file system still mounted?"
                 ) from None
@@ -139,7 +138,7 @@ class Directories:
         return False
 
     def _make_above(self, path: str) -> set[str]:
-        """Makes `path` and its missing parents; returns those that were missing."""
+        """Makes `path` and its missing parents. Returns those that were missing."""
         made: set[str] = set()
         missing = [path]
         while missing:
@@ -158,7 +157,7 @@ class Directories:
         return made
 
     def flush(self, directory: str, subject: str) -> None:
-        """Makes durable what `directory` holds now; if it is gone, its absence."""
+        """Flushes the contents of `directory`; if it is gone, its absence."""
         while True:
             try:
                 self._flush_one(self.path(directory), subject)
@@ -167,19 +166,19 @@ class Directories:
                 if isinstance(error, StoreError):
                     raise
                 if not directory:
-                    return  # no root, and so nothing that could come back below it
+                    return  # no root, so nothing below it can reappear
                 directory = parent(directory)
 
     def flush_present(self, directory: str, subject: str) -> None:
-        """Makes durable what `directory` holds now; StoreError if it is gone."""
+        """Flushes the contents of `directory`. Raises StoreError if it is gone."""
         try:
             self._flush_one(self.path(directory), subject)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise os_errors.meaning(error, "flushing", self.path(directory), subject) from error
 
     def settle(self, directory: str, subject: str) -> None:
-        """Makes durable what `directory` holds now and its own presence, or its absence. Makes no directory.
-        The caller has seen that the way to it `are_ours`."""
+        """Flushes the contents of `directory` and its presence, or its absence. Makes no directory. The caller has
+        checked `are_ours`."""
         self.flush(directory, subject)
         with self._lock:
             for ancestor in _chain(directory):
@@ -210,7 +209,7 @@ class Directories:
         return True
 
     def prune(self, directory: str) -> None:
-        """Removes `directory` if it is empty, then its parents likewise; never the root or what lies directly in it."""
+        """Removes `directory` and its parents while they are empty; never the root or its direct children."""
         while parent(directory):
             with self._lock:
                 try:
@@ -218,20 +217,20 @@ class Directories:
                 except FileNotFoundError:
                     pass
                 except OSError:
-                    # Not empty, or a race, or not allowed: an empty directory that stays is no fault.
+                    # Not empty, a race, or not permitted: an empty directory that stays does no harm.
                     return
                 self._settled.discard(directory)
             directory = parent(directory)
 
     def _flush_one(self, path: str, subject: str) -> None:
-        """Lets a missing directory pass as FileNotFoundError or NotADirectoryError: the callers know what it means."""
+        """Flushes one directory. Lets FileNotFoundError and NotADirectoryError pass: the callers interpret them."""
         try:
             self.filesystem.fsync_directory(path)
         except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as error:
             if error.errno in os_errors.UNSUPPORTED:
-                self.persistent = False  # said by `capabilities`: this place cannot promise more
+                self.persistent = False  # reported by `capabilities`: this place cannot promise more
                 return
             if error.errno in os_errors.DENIED or error.errno == errno.ELOOP:
                 raise os_errors.meaning(error, "opening", path, subject) from error
@@ -243,7 +242,7 @@ def parent(name: str) -> str:
 
 
 def _chain(directory: str) -> Iterator[str]:
-    """The root and all directories down to `directory`."""
+    """Yields the root and all directories down to `directory`."""
     yield ""
     end = 0
     while directory and end != -1:

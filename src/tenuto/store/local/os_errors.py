@@ -1,4 +1,4 @@
-"""What an OSError of a file system means in the store's words."""
+"""Translates an OSError of a file system into an error of the store."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tenuto.errors import ObjectNotFound, StoreDenied, StoreError, StoreFull, St
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 DENIED: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 PASSING: Final = frozenset({errno.EINTR, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT})
-# A path that runs through a file, or ends in a symbolic link, holds no object of ours.
+# A path that runs through a file, or ends in a symbolic link, is none of our objects.
 ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 UNSUPPORTED: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOTTY})
 
 
 def meaning(error: OSError, doing: str, path: str, subject: str) -> StoreError:
-    """The store's error for `error`, met while `doing` something ("writing", ...) to `path`."""
+    """Returns the store's error for `error`, met while `doing` something ("writing", ...) to `path`."""
     reason = error.strerror or str(error)
     found: StoreError
     if error.errno in FULL:
@@ -46,8 +46,8 @@ def absent(name: str, path: str) -> ObjectNotFound:
 
 
 def unflushed(error: OSError, path: str, subject: str) -> StoreUnreliable:
-    """A failed flush: the kernel may have dropped the pages and marked them clean, so that no later flush proves
-    anything. Whatever its number, it is never retried."""
+    """Returns the error for a failed flush, which is never retried: the kernel may have dropped the pages and marked
+    them clean, so no later flush proves anything."""
     found = StoreUnreliable(
         f"flushing {path} to stable storage failed: {error.strerror or error}",
         subject=subject,
@@ -59,7 +59,7 @@ def unflushed(error: OSError, path: str, subject: str) -> StoreUnreliable:
 
 @contextmanager
 def translated(doing: str, path: str, subject: str) -> Iterator[None]:
-    """Turns an OSError of the block into the store's error for it. Holds nothing but file-system calls."""
+    """Translates an OSError of the block. The block may contain only file-system calls."""
     try:
         yield
     except StoreError:

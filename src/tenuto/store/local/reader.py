@@ -1,4 +1,4 @@
-"""Ranged reads of one object of a local store: past the page cache, unless the page cache holds the object already."""
+"""Ranged reads of one object of a local store: past the page cache, unless the cache already holds the object."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tenuto.store.local.syscalls import FileSystem
 from tenuto.store.local.writer import BLOCK, WORTH_DIRECT, is_aligned
 
 _PROBES: Final = 16
-# Its own generator: drawing from the global one would change the training's random state.
+# Its own generator: the global one belongs to the training's random state.
 _offsets: Final = random.Random()
 
 
 @dataclass
 class LocalReader:
-    """`descriptor` is buffered, and owned by the reader."""
+    """An open object. Owns `descriptor`, which is buffered."""
 
     filesystem: FileSystem
     descriptor: int
@@ -44,8 +44,8 @@ class LocalReader:
         return self._alignment
 
     def _is_cached(self) -> bool:
-        """Whether most of the object comes from memory anyway: judged by blocks at random offsets, since asking for one
-        may itself bring a few pages in and the same offsets would then mislead the next reader."""
+        """Returns whether most of the object is in memory, by reading blocks at random offsets: a probe may load a few
+        pages, which would mislead the next reader if offsets were fixed."""
         if self.length < WORTH_DIRECT:
             return True
         found = 0
@@ -55,14 +55,14 @@ class LocalReader:
             try:
                 found += self.filesystem.pread(self.descriptor, [block], offset, nowait=True) > 0
             except OSError:
-                continue  # not in memory; or nobody can tell, and then direct reads are the better guess
+                continue  # not cached; or unknown, and then direct reads are the better guess
         return found > _PROBES // 2
 
     def _open_direct(self) -> int | None:
         try:
             descriptor = self.filesystem.open(self.path, direct=True)
         except OSError:
-            return None  # no direct I/O here, or the object has been removed meanwhile: the open descriptor serves
+            return None  # no direct I/O, or the object is gone: the open descriptor still works
         found = self.filesystem.fstatus(descriptor)
         if (found.size, found.modified_ns) == (self.length, self.modified_ns):
             return descriptor
@@ -84,7 +84,7 @@ class LocalReader:
                 count = self.filesystem.pread(descriptor, [buffer[done:]], offset + done)
             except OSError as error:
                 if direct is not None and error.errno in os_errors.UNSUPPORTED:
-                    direct = None  # not meant here, or not at the place where a short read ended
+                    direct = None  # O_DIRECT is not supported after all, or not where a short read ended
                     continue
                 raise os_errors.meaning(error, f"reading from byte {offset + done} of", self.path, self.name) from error
             if count == 0:
@@ -99,7 +99,7 @@ class LocalReader:
                 try:
                     self._view = self.filesystem.map(self.descriptor, self.length)
                 except OSError:
-                    return None  # a file system without mappings: the bytes are read instead
+                    return None  # a file system without mappings: read the bytes instead
             return self._view
 
     def _ends_early(self, offset: int) -> CorruptionError:
@@ -113,7 +113,7 @@ class LocalReader:
             if self._closed:
                 return
             self._closed = True
-            self._view = None  # the mapping goes with the last use of it
+            self._view = None  # the mapping ends with its last user
             open_ones = [self.descriptor] if self._direct is None else [self.descriptor, self._direct]
         for descriptor in open_ones:
             with os_errors.translated("closing", self.path, self.name):
@@ -129,7 +129,8 @@ class LocalReader:
 
 
 def read_whole(reader: LocalReader, limit: int) -> bytes:
-    """The whole object; CorruptionError if it is longer than `limit` bytes, before a byte is read or allocated."""
+    """Returns the whole object. Raises CorruptionError, before reading or allocating, if it is longer than `limit`
+    bytes."""
     if reader.length > limit:
         raise CorruptionError(
             f"{reader.name} has {reader.length} bytes where at most {limit} belong ({reader.path})", subject=reader.name

@@ -1,8 +1,8 @@
-"""Objects as files under a directory: a local disk, or a network file system mounted here.
+"""Objects as files under a directory: on a local disk or a mounted network file system.
 
-An object is written to `<name>.tmp-<token>` beside its place, flushed, and then given its final name by a hard link,
-which fails if the name is taken (a rename would replace it silently). Where there are no hard links, `renameat2` with
-RENAME_NOREPLACE does the same if it is found to work; where neither does, nothing can be put.
+A put writes `<name>.tmp-<token>` next to the final path, flushes it, and links it to its final name, which fails if the
+name is taken (a rename would silently replace it). Without hard links, `renameat2` with RENAME_NOREPLACE does the same
+if it proves to work; without either, puts fail.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _in_flight_lock = threading.Lock()
 
 
 class LocalStore:
-    """`path`: the root; symbolic links on the way to it are the caller's to resolve. Nothing is made before the first
-    put, which with `create` makes the root as well."""
+    """A store under the directory `path`, whose symbolic links the caller resolves. The first put makes directories,
+    with `create` also the root."""
 
     def __init__(
         self, path: str | os.PathLike[str], *, filesystem: FileSystem | None = None, create: bool = True
@@ -50,7 +50,7 @@ class LocalStore:
         self.root: Final = os.path.abspath(path)
         self.filesystem: Final[FileSystem] = OperatingSystem() if filesystem is None else filesystem
         self._directories: Final = Directories(self.filesystem, self.root, create)
-        self._names_by: Literal["link", "rename"] | None = "link"
+        self._naming: Literal["link", "rename"] | None = "link"
         self._naming_lock: Final = threading.Lock()
 
     def __repr__(self) -> str:
@@ -62,22 +62,22 @@ class LocalStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(commits=self._names_by is not None, persistent=self._directories.persistent)
+        return Capabilities(commits=self._naming is not None, persistent=self._directories.persistent)
 
     def probe(self) -> Capabilities:
         name = f"tenuto-probe-{secrets.token_hex(8)}"
         try:
             self.put_if_absent(name, Bytes(b"first"), token="probe")
         except StoreError:
-            if self._names_by is None:  # found out by this very put
+            if self._naming is None:  # this very put found out
                 return self.capabilities
             raise
         try:
             self.put_if_absent(name, Bytes(b"second"), token="probe")
-            self._names_by = None
+            self._naming = None
         except AlreadyExists:
             if self.get(name, limit=16) != b"first":
-                self._names_by = None
+                self._naming = None
         finally:
             self.delete([name])
         return self.capabilities
@@ -86,21 +86,21 @@ class LocalStore:
 
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
         final = self._path(check_new_name(name))
-        # Worth a call where it spares writing gigabytes in vain; the link below is what decides.
-        if content.length >= WORTH_DIRECT and self._is_taken(final, name):
-            raise _taken(name, final)
+        # Avoids writing gigabytes in vain; the link below is what decides.
+        if content.length >= WORTH_DIRECT and self._exists(final, name):
+            raise _already_exists(name, final)
         directory = parent(name)
         with _temporary(f"{final}{TEMPORARY}{check_token(token)}") as temporary:
             descriptor = self._create(temporary, directory, name)
             try:
                 self._fill(descriptor, temporary, name, content)
                 self._give_name(descriptor, temporary, final, name)
-                # Again: another thread may have pruned the directory since, and a third made it anew.
+                # Again: other threads may have pruned the directory and made it anew.
                 self._directories.ensure(directory)
                 self._directories.flush_present(directory, name)
             finally:
-                # Durable under its final name by now, or to be thrown away: what goes wrong here changes neither, and a
-                # temporary that stays is listed among the leftovers.
+                # The object is durable under its final name, or given up: errors here change neither, and a temporary
+                # that stays is listed among the leftovers.
                 self._close_quietly(descriptor)
                 self._remove_quietly(temporary)
         return Receipt(name, content.length, self.url)
@@ -111,9 +111,9 @@ class LocalStore:
             try:
                 return self.filesystem.create(temporary)
             except FileNotFoundError:
-                self._directories.forget(directory)  # pruned by another process since
+                self._directories.forget(directory)  # another process pruned it
             except FileExistsError:
-                # Left by an earlier try of this same writer. Never continued: its flush may have failed.
+                # Left by an earlier attempt of this writer. Never continued: its flush may have failed.
                 self._remove(temporary, name)
             except OSError as error:
                 raise os_errors.meaning(error, "creating", temporary, name) from error
@@ -127,19 +127,19 @@ class LocalStore:
         writer.finish()
 
     def _give_name(self, descriptor: int, temporary: str, final: str, name: str) -> None:
-        if self._names_by == "link":
+        if self._naming == "link":
             try:
                 self.filesystem.link(temporary, final)
                 return
             except FileExistsError:
-                if self._was_our_link(descriptor):
+                if self._is_own_link(descriptor):
                     return
-                raise _taken(name, final) from None
+                raise _already_exists(name, final) from None
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise os_errors.meaning(error, "naming", final, name) from error
-            self._names_by = self._way_without_links()
-        if self._names_by is None:
+            self._naming = self._rename_support()
+        if self._naming is None:
             raise StoreError(
                 f"{self.root} has neither hard links nor renames that refuse to replace: nothing can be put safely",
                 subject=name,
@@ -148,23 +148,23 @@ class LocalStore:
         try:
             self.filesystem.rename_noreplace(temporary, final)
         except FileExistsError:
-            raise _taken(name, final) from None
+            raise _already_exists(name, final) from None
         except OSError as error:
             raise os_errors.meaning(error, "naming", final, name) from error
 
-    def _was_our_link(self, descriptor: int) -> bool:
-        """A network file system repeats a link whose reply was lost, and then reports that the name exists: it is ours
-        if the file written just now has two names."""
+    def _is_own_link(self, descriptor: int) -> bool:
+        """Returns whether the existing name is the link just made: a network file system repeats a link whose reply was
+        lost and then reports that it exists. Then the new file has two names."""
         try:
             return self.filesystem.fstatus(descriptor).links > 1
         except OSError:
             return False
 
-    def _way_without_links(self) -> Literal["rename"] | None:
-        """Finds out by doing whether a rename refuses to replace here."""
+    def _rename_support(self) -> Literal["rename"] | None:
+        """Tests whether a rename refuses to replace here."""
         with self._naming_lock:
-            if self._names_by != "link":
-                return self._names_by
+            if self._naming != "link":
+                return self._naming
             name = f"{self.root}/tenuto-probe-{secrets.token_hex(8)}"
             try:
                 for path in (f"{name}{TEMPORARY}1", f"{name}{TEMPORARY}2"):
@@ -183,7 +183,7 @@ class LocalStore:
                 for path in (name, f"{name}{TEMPORARY}1", f"{name}{TEMPORARY}2"):
                     self._remove_quietly(path)
 
-    def _is_taken(self, final: str, name: str) -> bool:
+    def _exists(self, final: str, name: str) -> bool:
         try:
             self.filesystem.status(final)
         except OSError as error:
@@ -245,7 +245,7 @@ class LocalStore:
         return (entry for entry in self._files(prefix) if is_leftover(entry.name))
 
     def _files(self, prefix: str) -> Iterator[Entry]:
-        """Regular files below `prefix`, sorted by full name. No recursion: foreign trees may be deep."""
+        """Yields the regular files below `prefix`, sorted by full name. Not recursive: foreign trees may be deep."""
         waiting = [f"{check_prefix(prefix)}/"] if prefix else [""]
         if not self._is_reachable(prefix):
             return
@@ -264,7 +264,7 @@ class LocalStore:
         return not prefix or self._directories.are_ours(f"{prefix}/")
 
     def _length(self, name: str) -> int | None:
-        """None for what has vanished since it was listed."""
+        """Returns the length of a file, None if it vanished since it was listed."""
         try:
             found = self.filesystem.status(self._path(name))
         except OSError as error:
@@ -274,7 +274,7 @@ class LocalStore:
         return found.size if found.kind == "file" else None
 
     def _level(self, prefix: str) -> tuple[list[str], list[str]]:
-        """Directories and files, leftovers included, directly below `prefix`; each sorted."""
+        """Returns directories and files (with leftovers) directly below `prefix`, each sorted."""
         path = self._path(prefix)
         try:
             found = self.filesystem.listdir(path)
@@ -323,7 +323,7 @@ class LocalStore:
                 raise os_errors.meaning(error, "measuring", path, path) from error
 
     def close(self) -> None:
-        """Holds nothing open."""
+        """Does nothing: nothing is open."""
 
     def _path(self, name: str) -> str:
         return self._directories.path(name)
@@ -348,14 +348,17 @@ class LocalStore:
             pass
 
 
-def _taken(name: str, path: str) -> AlreadyExists:
+def _already_exists(name: str, path: str) -> AlreadyExists:
     return AlreadyExists(f"{name} exists already ({path})", subject=name)
 
 
 @contextmanager
 def _temporary(wanted: str) -> Iterator[str]:
-    """The path of a temporary that no other put of this process uses: two threads that put one name with one token
-    would otherwise remove each other's file, and a half-written one could be given the final name."""
+    """Yields a temporary path that no other put of this process uses.
+
+    Otherwise two threads that put one name with one token would remove each other's file, and a half-written one could
+    get the final name.
+    """
     path, count = wanted, 1
     with _in_flight_lock:
         while path in _in_flight:

@@ -1,6 +1,9 @@
-"""The real file system behind the seam: Linux in full; macOS without direct I/O, reservation and cache probes.
+"""The file system of the local store: the interface `FileSystem`, and `OperatingSystem`, which implements it.
 
-Descriptors are close-on-exec, and the last component of a path is never followed if it is a symbolic link.
+Every file-system call of the local store goes through this interface, so that tests can record, fail or simulate it; no
+other module in `store.local` touches a file through `os`. Paths are absolute strings. Methods raise OSError as the
+operating system does. Linux is supported in full; macOS without direct I/O, reservation and cache probes. Descriptors
+are close-on-exec, and a symbolic link as last component is never followed.
 """
 
 from __future__ import annotations
@@ -17,12 +20,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal, Protocol, runtime_checkable
 
-# --------------------------------------------------------------------------------------------------
-# The one seam through which every file-system call of the local store goes.
-#
-# Tests put a recording, failing or simulated file system here; nothing in `store.backends.local` may import `os` to
-# touch a file. Paths are absolute strings. Methods raise OSError as the operating system does.
-
 Kind = Literal["file", "directory", "other"]
 
 
@@ -32,36 +29,38 @@ class Status:
     size: int
     modified_ns: int
     links: int = 1
-    """Names that the file has, where the file system counts them."""
+    """The number of names of the file, where the file system counts them."""
 
 
 class FileSystem(Protocol):
     def create(self, path: str, *, direct: bool = False) -> int:
-        """A new file for writing (O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, mode 0o666 less umask); a descriptor."""
+        """Creates a file for writing (O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, mode 0o666 less umask). Returns a
+        descriptor."""
         ...
 
     def open(self, path: str, *, direct: bool = False) -> int:
-        """An existing file for reading; never follows a final symbolic link."""
+        """Opens an existing file for reading; never follows a final symbolic link."""
         ...
 
     def close(self, descriptor: int) -> None: ...
 
     def set_direct(self, descriptor: int, direct: bool) -> None:
-        """Turns O_DIRECT on or off; OSError where the file system has none."""
+        """Turns O_DIRECT on or off. Raises OSError where the file system has none."""
         ...
 
     def reserve(self, descriptor: int, length: int) -> None:
-        """posix_fallocate from 0; ENOSPC or EDQUOT if it does not fit, EOPNOTSUPP where unknown."""
+        """Reserves space from 0 (posix_fallocate). Raises ENOSPC or EDQUOT if it does not fit, EOPNOTSUPP where
+        unsupported."""
         ...
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int: ...
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, *, nowait: bool = False) -> int:
-        """preadv; with `nowait`, only what the page cache holds (BlockingIOError if nothing)."""
+        """Reads with preadv; with `nowait` only from the page cache (BlockingIOError if nothing is there)."""
         ...
 
     def map(self, descriptor: int, length: int) -> memoryview:
-        """The first `length` bytes, mapped read-only; OSError where files cannot be mapped."""
+        """Maps the first `length` bytes read-only. Raises OSError where files cannot be mapped."""
         ...
 
     def truncate(self, descriptor: int, length: int) -> None: ...
@@ -71,11 +70,11 @@ class FileSystem(Protocol):
     def fstatus(self, descriptor: int) -> Status: ...
 
     def link(self, source: str, target: str) -> None:
-        """A second name, FileExistsError if `target` exists."""
+        """Makes a second name. Raises FileExistsError if `target` exists."""
         ...
 
     def rename_noreplace(self, source: str, target: str) -> None:
-        """renameat2(RENAME_NOREPLACE); OSError(EINVAL or ENOSYS) where there is none."""
+        """Renames without replacing (renameat2 with RENAME_NOREPLACE). Raises EINVAL or ENOSYS where unsupported."""
         ...
 
     def unlink(self, path: str) -> None: ...
@@ -87,7 +86,7 @@ class FileSystem(Protocol):
     def listdir(self, path: str) -> list[tuple[str, Kind]]: ...
 
     def status(self, path: str) -> Status:
-        """lstat."""
+        """Returns the status of `path` itself (lstat)."""
         ...
 
     def fsync_directory(self, path: str) -> None: ...
@@ -97,17 +96,17 @@ class FileSystem(Protocol):
 
 @runtime_checkable
 class Forgetful(Protocol):
-    """A file system that can be told to drop pages from its cache."""
+    """A file system that can drop pages from its cache."""
 
     def forget(self, descriptor: int, offset: int, length: int) -> None:
-        """Drops what is cached of this range and is on the disk already. Advice only."""
+        """Drops cached pages of this range that are already on the disk. Only a hint."""
         ...
 
 
 _DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
 _NOWAIT: Final[int] = getattr(os, "RWF_NOWAIT", 0)
 _FULL_FSYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
-# A name that turns out to be a FIFO must not hang the reader; on a regular file O_NONBLOCK means nothing.
+# Opening a FIFO must not hang the reader; on a regular file O_NONBLOCK has no effect.
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _AT_CWD_LINUX: Final = -100
@@ -116,7 +115,7 @@ _RENAME_EXCL_MACOS: Final = 4
 
 
 def _fault(number: int, path: str | None = None) -> OSError:
-    """OSError's constructor picks the subclass (FileExistsError, ...) by number."""
+    """Returns an OSError; its constructor picks the subclass (FileExistsError, ...) by number."""
     return OSError(number, os.strerror(number), path)
 
 
@@ -126,7 +125,7 @@ def _libc() -> ctypes.CDLL:
 
 
 class OperatingSystem:
-    """Implements FileSystem. Without state: one instance or many make no difference."""
+    """The real file system. Stateless."""
 
     def create(self, path: str, *, direct: bool = False) -> int:
         descriptor = os.open(path, _CREATE, 0o666)
@@ -155,7 +154,7 @@ class OperatingSystem:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
 
     def reserve(self, descriptor: int, length: int) -> None:
-        # Not os.posix_fallocate: where the file system cannot reserve, glibc writes a byte into every block instead.
+        # os.posix_fallocate would write a byte into every block where the file system cannot reserve.
         if sys.platform != "linux":
             raise _fault(errno.EOPNOTSUPP)
         while _libc().fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(length)) != 0:
@@ -181,7 +180,7 @@ class OperatingSystem:
             os.fsync(descriptor)
             return
         try:
-            fcntl.fcntl(descriptor, _FULL_FSYNC)  # macOS: fsync alone stops at the drive's own cache
+            fcntl.fcntl(descriptor, _FULL_FSYNC)  # macOS: fsync alone stops at the cache of the drive
         except OSError as error:
             if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
                 raise

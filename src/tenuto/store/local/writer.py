@@ -1,8 +1,8 @@
-"""Writes one object's bytes into a new file: past the page cache where the file system and the memory allow it.
+"""Writes the bytes of one object into a new file, past the page cache where file system and memory allow it.
 
-Direct I/O wants offset, address and length to be multiples of 4096. The last block is written whole, from a padded
-copy, and the file is cut to size afterwards. What cannot go directly goes buffered, flushed every 64 MiB: dirty pages
-of a large checkpoint otherwise pile up in the job's own memory allowance.
+Direct I/O requires offset, address and length to be multiples of 4096. The last block is written in full from a padded
+copy, and the file is truncated afterwards. Other bytes go buffered with a flush every 64 MiB: dirty pages of a large
+checkpoint would otherwise fill the memory allowance of the job.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tenuto.store.local.syscalls import FileSystem, Forgetful
 
 BLOCK: Final = 4096
 WORTH_DIRECT: Final = 1 << 20
-"""Objects smaller than this gain nothing from direct I/O, and are read again soon."""
+"""Smaller objects gain nothing from direct I/O, and are soon read again."""
 _STRIDE: Final = 16 << 20
 _FLUSH_EVERY: Final = 64 << 20
 
 
 def address(buffer: memoryview) -> int:
-    """Where a buffer that is not empty lies in memory."""
+    """Returns the memory address of a non-empty buffer."""
     return int(np.frombuffer(buffer, np.uint8).ctypes.data)
 
 
@@ -36,7 +36,7 @@ def is_aligned(buffer: memoryview, offset: int) -> bool:
 
 @dataclass
 class FileWriter:
-    """`write` the pieces in order, then `finish`: afterwards the file holds `length` bytes, durably."""
+    """A writer of one file: `write` the pieces in order, then `finish`, which makes `length` bytes durable."""
 
     filesystem: FileSystem
     descriptor: int
@@ -44,13 +44,13 @@ class FileWriter:
     name: str
     length: int
     direct: bool = False
-    """Whether the next write may go past the page cache; turned off for good by the first that cannot."""
+    """Whether the next write may bypass the page cache; the first that cannot turns it off for good."""
     _position: int = 0
     _padded: bool = False
     _flushed: int = field(default=0)
 
     def start(self) -> None:
-        """Reserves the space, and turns direct I/O on where it is worth it and there is any."""
+        """Reserves the space, and turns on direct I/O where it exists and pays."""
         if self.length < WORTH_DIRECT:
             return
         try:
@@ -84,24 +84,24 @@ class FileWriter:
         self._write_buffered(piece)
 
     def _write_directly(self, piece: memoryview) -> int:
-        """Writes what can go directly; returns how much that was. The rest, if any, can only go buffered."""
+        """Writes what can go directly and returns its length. The rest must go buffered."""
         last = self._position + len(piece) == self.length
         if not is_aligned(piece, self._position) or (len(piece) % BLOCK and not last):
             self._give_up_direct()
             return 0
-        whole = len(piece) // BLOCK * BLOCK
-        done = self._blocks(piece[:whole])
-        if done < whole or whole == len(piece):
+        full = len(piece) // BLOCK * BLOCK
+        done = self._blocks(piece[:full])
+        if done < full or full == len(piece):
             return done
-        tail = len(piece) - whole
-        # Closed by nobody: where the write fails, the traceback still holds views of it, and to close it would raise a
-        # BufferError in place of what the disk said.
+        tail = len(piece) - full
+        # Never closed: after a failed write the traceback still holds views of it, and closing would raise a
+        # BufferError that hides the error of the disk.
         block = memoryview(mmap.mmap(-1, BLOCK))
-        block[:tail] = piece[whole:]
+        block[:tail] = piece[full:]
         if self._blocks(block) < BLOCK:
             self._position = self.length - tail
             self._padded = True
-            return whole
+            return full
         self._position = self.length
         self._padded = True
         return len(piece)
@@ -114,7 +114,7 @@ class FileWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise os_errors.meaning(error, "writing", self.path, self.name) from error
-                self._give_up_direct()  # O_DIRECT was accepted, and is not meant
+                self._give_up_direct()  # O_DIRECT was accepted but does not work
                 return done
             done += self._advance(count)
             if count % BLOCK:
@@ -166,7 +166,7 @@ class FileWriter:
             self.filesystem.fsync(self.descriptor)
         except OSError as error:
             if error.errno in os_errors.FULL:
-                # Network file systems tell of a full disk only here. Nothing bears the final name yet, and this file is
-                # thrown away: nobody will trust a later flush of it.
+                # Network file systems report a full disk only here. The file has no final name yet and is discarded, so
+                # no later flush of it is trusted.
                 raise os_errors.meaning(error, "flushing", self.path, self.name) from error
             raise os_errors.unflushed(error, self.path, self.name) from error

@@ -1,7 +1,7 @@
-"""The one place that tries again: passing faults (StoreUnavailable), a few times, for a bounded time; and a read that
-the disk failed, once.
+"""The only place that retries: transient faults (StoreUnavailable) a few times for a bounded time, and a failed disk
+read once.
 
-A failed flush (StoreUnreliable) is never tried again, nor is a full or forbidden store: those errors pass through.
+A failed flush (StoreUnreliable) and a full or forbidden store are never retried.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Patience:
-    """How often and how long to try. No jitter: it would draw from Python's global random state, which belongs to the
-    training and has to go on exactly."""
+    """How often and how long to retry. No jitter: it would draw from Python's global random state, which belongs to the
+    training."""
 
     attempts: int = 5
     timeout_s: float = 30.0
     wait_s: float = 0.1
-    """Before the second try; doubled for each further one, at most 5 s."""
+    """Before the second attempt; doubled for each further one, at most 5 s."""
 
     def __call__(self, work: Callable[[], Result]) -> Result:
         try:
-            return work()  # outside the loop, whose making alone holds the interpreter's lock for a tenth of a read
+            return work()  # outside the loop: its setup alone holds the interpreter lock for a tenth of a read
         except StoreUnavailable as error:
             first = [error]
         for attempt in stamina.retry_context(
@@ -52,9 +52,9 @@ class Patience:
         raise AssertionError("stamina ends with a result or an error")
 
 
-def _twice(read: Callable[[], Result]) -> Result:
-    """A disk may give at the second try what it did not at the first. What it does not give then is lost, and nothing
-    is gained by waiting."""
+def _retry_read(read: Callable[[], Result]) -> Result:
+    """Reads, and once more after a disk error. A disk may succeed at the second attempt; after that, waiting gains
+    nothing."""
     try:
         return read()
     except StoreError as error:
@@ -65,7 +65,7 @@ def _twice(read: Callable[[], Result]) -> Result:
 
 @dataclass
 class RetryingStore:
-    """A store that bears passing faults of `inner`."""
+    """A store that retries transient faults of `inner`."""
 
     inner: Store
     patience: Patience = field(default_factory=Patience)
@@ -82,8 +82,8 @@ class RetryingStore:
         return self.patience(self.inner.probe)
 
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
-        """A try that failed may have put the object all the same. So if a later one finds the name taken, the object is
-        read back: equal bytes are ours, and are made durable before a receipt says so."""
+        """Puts an object with retries. A failed attempt may have put it all the same: if a later one finds the name
+        taken, the object is read back, and equal bytes are ours and made durable before the receipt."""
         failed_before = False
 
         def put() -> Receipt:
@@ -94,16 +94,16 @@ class RetryingStore:
                 failed_before = True
                 raise
             except AlreadyExists:
-                if not failed_before or not self._holds(name, content):
+                if not failed_before or not self._has_bytes(name, content):
                     raise
                 self.inner.settle(name)
                 return Receipt(name, content.length, self.url)
 
         return self.patience(put)
 
-    def _holds(self, name: str, content: Content) -> bool:
-        """Whether the object's bytes are those of `content`. All are compared: a lost reply is rare, and another
-        writer's object may differ from ours in its last byte only."""
+    def _has_bytes(self, name: str, content: Content) -> bool:
+        """Returns whether the object equals `content`. Compares all bytes: a lost reply is rare, and the object of
+        another writer may differ only in its last byte."""
         try:
             with self.inner.open(name) as reader:
                 if reader.length != content.length:
@@ -122,10 +122,10 @@ class RetryingStore:
                         offset += len(part)
                 return offset == reader.length
         except (ObjectNotFound, CorruptionError):
-            return False  # removed or cut meanwhile: not what we put, whoever did it
+            return False  # removed or truncated meanwhile, so not what we put
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return self.patience(lambda: _twice(lambda: self.inner.get(name, limit=limit)))
+        return self.patience(lambda: _retry_read(lambda: self.inner.get(name, limit=limit)))
 
     def open(self, name: str) -> Reader:
         return RetryingReader(name, self.inner, self.patience, self.patience(lambda: self.inner.open(name)))
@@ -143,8 +143,8 @@ class RetryingStore:
         return iter(self.patience(lambda: list(self.inner.leftovers(prefix))))
 
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:
-        chosen = list(names)
-        self.patience(lambda: self.inner.delete(chosen))
+        listed = list(names)
+        self.patience(lambda: self.inner.delete(listed))
 
     def settle(self, name: str) -> None:
         self.patience(lambda: self.inner.settle(name))
@@ -158,7 +158,7 @@ class RetryingStore:
 
 @dataclass
 class RetryingReader:
-    """Opens the object anew for a further try: a stale handle stays stale."""
+    """A reader that reopens the object for each retry: a stale handle stays stale."""
 
     name: str
     store: Store
@@ -166,7 +166,7 @@ class RetryingReader:
     _reader: Reader
     _alignment: int | None = None
     _outdated: list[Reader] = field(default_factory=list)
-    """Kept open until `close`: other threads may be reading through them."""
+    """Open until `close`: other threads may still read through them."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -175,7 +175,7 @@ class RetryingReader:
 
     @property
     def alignment(self) -> int:
-        """As it was when first asked for: the caller has laid out its buffers by it."""
+        """As first returned: the caller has laid out its buffers by it."""
         if self._alignment is None:
             self._alignment = self._reader.alignment
         return self._alignment
@@ -189,11 +189,11 @@ class RetryingReader:
                 self._reopen(used)
             used = self._reader
             if used.alignment < self.alignment and self._reaches_over(offset, len(buffer)):
-                used.read_into(offset, buffer[: self.length - offset])  # opened anew, and no longer padded at its end
+                used.read_into(offset, buffer[: self.length - offset])  # reopened, and no longer padded at its end
             else:
                 used.read_into(offset, buffer)
 
-        self.patience(lambda: _twice(read))
+        self.patience(lambda: _retry_read(read))
 
     def view(self) -> memoryview | None:
         return self._reader.view()

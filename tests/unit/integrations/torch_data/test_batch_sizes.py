@@ -105,7 +105,7 @@ def lives(make: Callable[[int], Any], *sizes_and_batches: tuple[int, int]) -> li
         position = attach(make(size))
         if saved is not None:
             position.load_state_dict(copy.deepcopy(saved))
-            delivered = position.goes_on_after(0, delivered)
+            delivered = position.resumes_after(0, delivered)
         batches = position.iterate(0, delivered)
         for batch in itertools.islice(batches, count):
             seen.extend(map(int, batch))
@@ -146,7 +146,7 @@ def test_what_counts_batches_begins_the_epoch_again_where_they_are_of_another_si
     resumed = attach(make(8))
     with pytest.warns(RuntimeWarning, match="the batch size is 8, not 4 as saved.* the epoch begins again"):
         resumed.load_state_dict(position.state_dict())
-    assert not resumed.exact and resumed.goes_on_after(0, 10) == 0
+    assert not resumed.exact and resumed.resumes_after(0, 10) == 0
     assert resumed.state_dict()["delivered"] == 0
     assert [index for batch in resumed.iterate(0, 0) for index in batch.tolist()] == list(range(64))
 
@@ -158,7 +158,7 @@ def test_a_stream_goes_on_from_its_sample_in_batches_of_another_size_and_says_so
     resumed = attach(loader(Stream(), batch_size=8))
     with pytest.warns(RuntimeWarning, match="the batch size is 8, not 4 as saved"):
         resumed.load_state_dict(position.state_dict())
-    assert next(resumed.iterate(0, resumed.goes_on_after(0, 1))).tolist() == list(range(4, 12))
+    assert next(resumed.iterate(0, resumed.resumes_after(0, 1))).tolist() == list(range(4, 12))
 
 
 def of_an_older_version(state: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def test_a_position_of_an_older_version_is_taken(make: Callable[[int], Any], tak
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resumed.load_state_dict(saved)
-        assert resumed.goes_on_after(0, taken) == taken
+        assert resumed.resumes_after(0, taken) == taken
         rest = resumed.iterate(0, taken)
     assert [batch.tolist() for batch in rest] == [batch.tolist() for batch in batches]
     assert resumed.exact
@@ -194,4 +194,4 @@ def test_other_data_is_said(make: Callable[[int], Any]) -> None:
     resumed = attach(make(4))
     with pytest.warns(RuntimeWarning, match="the dataset has 64 samples, and had 63"):
         resumed.load_state_dict({**position.state_dict(), "samples": 63})
-    assert resumed.goes_on_after(0, 1) == 1 and not resumed.exact
+    assert resumed.resumes_after(0, 1) == 1 and not resumed.exact

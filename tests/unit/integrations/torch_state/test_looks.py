@@ -120,7 +120,7 @@ def test_what_keeps_the_structure_costs_no_full_look(change: Callable[[State], N
     flattener.flatten()
     change(state)
     same(flattener.flatten(), flatten(state))
-    assert flattener.full_looks == 1
+    assert flattener.full_walks == 1
 
 
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
@@ -130,9 +130,9 @@ def test_what_changes_the_structure_is_seen(change: Callable[[State], None]) -> 
     flattener.flatten()
     change(state)
     same(flattener.flatten(), flatten(state))
-    assert flattener.full_looks == 2
+    assert flattener.full_walks == 2
     same(flattener.flatten(), flatten(state))
-    assert flattener.full_looks == 2
+    assert flattener.full_walks == 2
 
 
 @settings(max_examples=100, deadline=None)
@@ -164,10 +164,10 @@ def test_a_state_that_is_one_dictionary_of_tensors() -> None:
     flattener.flatten()
     state["a"] = state["a"].clone()
     same(flattener.flatten(), flatten(state))
-    assert flattener.full_looks == 1
+    assert flattener.full_walks == 1
     state["a"] = state["a"].double()
     same(flattener.flatten(), flatten(state))
-    assert flattener.full_looks == 2
+    assert flattener.full_walks == 2
 
 
 def test_a_conjugate_view_of_the_same_memory_is_seen() -> None:
@@ -177,7 +177,7 @@ def test_a_conjugate_view_of_the_same_memory_is_seen() -> None:
     state["held"].data = state["held"].data.conj()
     assert state["held"].is_conj()
     same(flattener.flatten(), flatten(state))
-    assert flattener.full_looks == 2
+    assert flattener.full_walks == 2
 
 
 def test_a_sparse_tensor_that_is_dense_now_is_seen() -> None:
@@ -186,7 +186,7 @@ def test_a_sparse_tensor_that_is_dense_now_is_seen() -> None:
         flattener.flatten()
         state["held"] = held
         same(flattener.flatten(), flatten(state))
-    assert flattener.full_looks == 4
+    assert flattener.full_walks == 4
 
 
 def test_what_is_replaced_is_freed() -> None:
@@ -232,4 +232,4 @@ def test_optimizer_state_that_is_no_tensor_any_more_is_seen() -> None:
     ):
         change()
         same(flattener.flatten(), flatten(state))
-    assert flattener.full_looks == 3
+    assert flattener.full_walks == 3

@@ -21,14 +21,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import sharded_forks
 import tenuto
-from factored import Factored
+from support import sharded_forks
+from support.factored_optimizer import Factored
 from tenuto.errors import StateError, StateMismatch, Unserialisable, UsageError
 from tenuto.integrations.torch import modules
 from tenuto.integrations.torch.meshes import _spans
 from tenuto.repo.format.leaf_table import LeafTable, forms_of
-from tenuto.state.declarations import taken
+from tenuto.state.declarations import part_view
 from tenuto.state.encode.flattener import Flattener, flatten
 from tenuto.state.restore.match import match_state
 
@@ -233,9 +233,9 @@ def test_no_collective_is_run(world: World, monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         state["x"].add_(1)
     flattener.flatten()
-    assert flattener.full_looks == 1
+    assert flattener.full_walks == 1
     state["x"] = distribute_tensor(torch.ones(8, 8), mesh, [Shard(1), Shard(0)], src_data_rank=None)
-    assert flattener.flatten().specs != () and flattener.full_looks == 2
+    assert flattener.flatten().specs != () and flattener.full_walks == 2
 
 
 def test_contiguous_parts_offer_their_memory(world: World) -> None:
@@ -418,4 +418,4 @@ def test_parts_of_every_type_and_stride(carrier: Any) -> None:
             sink.fill(whole[box.slices].contiguous().view(-1).view(torch.uint8).numpy())
         prepared.apply()
         assert torch.equal(target.to(torch.complex64), local.to(torch.complex64))
-        assert taken(local, shard.layout.parts[1]).shape == (6, 2)
+        assert part_view(local, shard.layout.parts[1]).shape == (6, 2)

@@ -117,7 +117,7 @@ def test_the_quick_look_equals_the_full_one(name: str) -> None:
             one is other or one.data_ptr() == other.data_ptr()
             for one, other in zip(quick.sources, full.sources, strict=True)
         )
-    assert flattener.full_looks <= (6 if name == "lbfgs" else 2)
+    assert flattener.full_walks <= (6 if name == "lbfgs" else 2)
 
 
 def test_optimizer_state_lies_under_the_parameters_path() -> None:
@@ -223,7 +223,7 @@ def test_optimizer_hooks_are_respected(carrier: Any) -> None:
     target["optimizer"].register_load_state_dict_post_hook(lambda optimizer: seen.append("post"))
     flattener = Flattener(state)
     saved = carrier.capture(flattener.flatten())
-    assert flattener.flatten().tree == flatten(state).tree and flattener.full_looks == 1
+    assert flattener.flatten().tree == flatten(state).tree and flattener.full_walks == 1
     carrier.load(saved, target)
     assert seen == ["pre", "2.0", "post"]
     for ours, theirs in zip(target["model"].parameters(), state["model"].parameters(), strict=True):
@@ -449,7 +449,7 @@ def test_changes_of_structure_are_seen(carrier: Any) -> None:
     def check(looks: int) -> None:
         quick, full = flattener.flatten(), flatten(state)
         assert (quick.tree, quick.specs, quick.fingerprint) == (full.tree, full.specs, full.fingerprint)
-        assert flattener.full_looks == looks
+        assert flattener.full_walks == looks
 
     def drop(module: Any, said: Any, prefix: str, metadata: Any) -> None:
         del said[f"{prefix}late"]
@@ -541,7 +541,7 @@ def test_state_that_an_optimizer_replaces_is_freed() -> None:
     assert old() is None
     flattened = flattener.flatten()
     assert any(source is entry["exp_avg"] for source in flattened.sources)
-    assert flattener.full_looks == 1
+    assert flattener.full_walks == 1
 
 
 def test_a_conjugate_view_behind_the_same_tensor_is_seen() -> None:
@@ -553,7 +553,7 @@ def test_a_conjugate_view_behind_the_same_tensor_is_seen() -> None:
     model.held.data = values.conj()
     assert model.held.is_conj()
     flattener.flatten()
-    assert flattener.full_looks == 2
+    assert flattener.full_walks == 2
 
 
 # -- a part of an optimizer -------------------------------------------------------------------------------------------

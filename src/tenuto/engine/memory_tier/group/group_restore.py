@@ -124,7 +124,7 @@ def match_image(image: Image, prepare: Prepare, *, verify: bool) -> MatchedImage
     manifest = replace(manifest, indexes=manifest.indexes * image.footer.ranks)  # each has its own, in its own memory
     told = ImageLeafTable(leaf_shapes(manifest.tree, index), index.private)
     prepared = prepare(manifest, told)
-    left = prepared.left_over
+    left = prepared.unmatched
     if left is not None:  # an image has what this very rank held: no other takes what it leaves over
         refuse_unmatched(left.named(left.over))
     found = MatchedImage(manifest, index, prepared, told.specs, _rows(index))

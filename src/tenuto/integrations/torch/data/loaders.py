@@ -1,4 +1,4 @@
-"""The position in a torch loader: which kind a loader is, and what of its order can be repeated."""
+"""Finds the position of a torch loader: which kind a loader is, and which part of its order can be repeated."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tenuto.state.position.positions import DataPosition, RestartingPosition, ha
 REPEATABLE: Final = frozenset(
     {SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler, ResumableSampler}
 )
-"""Samplers whose order follows from generators, seed and epoch alone. A subclass may do anything: it is not here."""
+"""Samplers whose order follows from generators, seed and epoch alone. Not subclasses: they may do anything."""
 
 DRAWN: Final = frozenset({RandomSampler, SubsetRandomSampler, WeightedRandomSampler})
-"""Of those the ones that draw another order each time. torchdata keeps the state of a RandomSampler of its own alone:
-these it asks for a new order, and passes over as many samples of it."""
+"""The ones among them that draw a new order each time. torchdata saves only the state of its own RandomSampler: for
+these it requests a new order, and skips as many samples of it."""
 
 UNSEEDED_WORKERS: Final = (
     "random augmentation in loader workers is repeated only where it is seeded per sample: "
@@ -37,7 +37,8 @@ STATEFUL_HINT: Final = "torchdata's StatefulDataLoader keeps it"
 
 
 def attach(loader: Any) -> DataPosition | None:
-    """The position of a DataLoader or a subclass, such as torchdata's StatefulDataLoader; None for anything else."""
+    """Returns the position of a DataLoader or a subclass, such as torchdata's StatefulDataLoader; None for anything
+    else."""
     if not isinstance(loader, DataLoader):
         return None
     caveats = (UNSEEDED_WORKERS,) if loader.num_workers > 0 else ()
@@ -64,7 +65,7 @@ def _of_stateful(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPosit
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
-    """What the order comes from."""
+    """Returns the source of the order."""
     found = index_sampler(loader)
     plain = type(found) is BatchSampler or (isinstance(found, BatchSampler) and _is_torchdatas(type(found)))
     return found.sampler if plain else found
@@ -75,7 +76,7 @@ def _is_torchdatas(what: Any) -> bool:
 
 
 def _unrepeatable(loader: DataLoader[Any]) -> tuple[str, ...]:
-    """Why the order of this loader's batches may differ when it is made again; empty where it cannot."""
+    """Returns why the order of this loader's batches may not repeat; empty if it does."""
     reasons = []
     sampler, iteration = _sampler(loader), type(loader).__iter__
     if type(sampler) not in REPEATABLE:

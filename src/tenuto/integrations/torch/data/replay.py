@@ -1,10 +1,9 @@
-"""A map-style DataLoader's position: an epoch's order is made again from where its generators stood when it began.
+"""Positions of map-style DataLoaders: rebuild an epoch's order from the generators' state at its beginning.
 
-A loader draws its order, and the seed of its workers, from generators when an epoch begins. So the position is their
-state at that moment and the number of batches delivered since; continuing sets them back, lets the loader draw what it
-drew, passes over the delivered batches' *indices* (no sample is read), and puts the generators to where training left
-them. Nothing of the loader is replaced but the object that hands out indices, so the numbers are those of the same
-loader without Tenuto.
+A loader draws its order and the seed of its workers from generators when an epoch begins. The position is their state
+at that moment and the number of batches delivered since. Continuing restores them, lets the loader draw again, skips
+the delivered batches' *indices* (no sample is read), and sets the generators to where training left them. Only the
+object that yields indices is replaced, so the numbers are those of the same loader without Tenuto.
 """
 
 from __future__ import annotations
@@ -24,37 +23,36 @@ from tenuto.state.position import rng as global_rng
 from tenuto.state.position.positions import CountedPosition, length
 from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
 
-# --------------------------------------------------------------------------------------------------
-# A position that was counted in batches of another size than those it is gone on with.
+# -- positions counted in batches of another size
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
-    """What the loader draws from: its batch sampler, or without automatic batching its sampler."""
+    """Returns what the loader draws from: its batch sampler, or without automatic batching its sampler."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 @dataclass(frozen=True, slots=True)
 class EpochCut:
-    """How an epoch is cut: `size` samples in a batch, and so many `batches`; each None where nothing says so."""
+    """The division of an epoch: `size` samples per batch, `batches` batches; None where unknown."""
 
     size: int | None
     batches: int | None
 
     @classmethod
     def of(cls, loader: DataLoader[Any], batches: int | None) -> EpochCut:
-        size = getattr(index_sampler(loader), "batch_size", None)  # that of a batch sampler is not the loader's
+        size = getattr(index_sampler(loader), "batch_size", None)  # a batch sampler's size is not the loader's
         return cls(size if type(size) is int and size > 0 else None, batches)
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> EpochCut:
-        """That of a position; one that an older version has saved says less of it, or nothing."""
+        """Returns the cut of a position; a position of an older version has less of it, or nothing."""
         return cls(state.get("batch_size"), state.get("batches"))
 
     def record(self) -> dict[str, Any]:
         return {"batch_size": self.size, "batches": self.batches}
 
     def differs(self, saved: EpochCut) -> str:
-        """In words, what makes a batch of `saved` another one here; empty where nothing does, or nothing is known."""
+        """Describes how a batch of `saved` differs from one here; empty if it does not, or nothing is known."""
         if self.size and saved.size:
             same = self.size == saved.size
             return "" if same else f"the batch size is {self.size}, not {saved.size} as saved"
@@ -63,12 +61,12 @@ class EpochCut:
         return f"an epoch has {self.batches} batches, and had {saved.batches} when it was saved"
 
     def ends(self, delivered: int) -> bool:
-        """Whether an epoch is known to be over after so many batches."""
+        """Returns whether an epoch is known to be over after `delivered` batches."""
         return self.batches is not None and 0 < self.batches <= delivered
 
     def before(self, saved: EpochCut, delivered: int) -> int:
-        """How many of these batches lie before a position that was counted in `saved`. Whole ones alone: the samples of
-        one that it falls into come again, so that none is left out."""
+        """Returns how many of these batches precede a position counted in `saved`. Only complete ones: the samples of a
+        batch it falls into repeat, so that none is left out."""
         if self.batches is not None and saved.ends(delivered):
             return self.batches
         if self.size and saved.size:
@@ -78,7 +76,7 @@ class EpochCut:
         return delivered
 
     def goes_on(self, saved: EpochCut, delivered: int) -> str:
-        """In words, where that is."""
+        """Describes where the epoch resumes."""
         before = self.before(saved, delivered)
         if saved.ends(delivered):
             return "it was saved at the epoch's end"
@@ -88,15 +86,14 @@ class EpochCut:
         return "the epoch goes on " + (f"{again} samples before, which come again" if again else "from the same sample")
 
 
-# --------------------------------------------------------------------------------------------------
-# Samplers that must be told the epoch, as torch's DistributedSampler.
+# -- samplers with an epoch
 
 
 class EpochOfSampler:
-    """Tells a sampler its epoch, unless the training loop does so itself.
+    """Sets the epoch of a sampler such as torch's DistributedSampler, unless the training loop does so itself.
 
-    A sampler that nobody tells the epoch repeats one order for ever, a mistake that is easily made where epochs roll
-    over by themselves; a loop that calls `set_epoch` with numbers of its own is left its numbers.
+    A sampler without its epoch repeats one order for ever, an easy mistake where epochs roll over by themselves. A loop
+    that calls `set_epoch` with its own numbers keeps them.
     """
 
     def __init__(self, index_sampler: Any) -> None:
@@ -107,7 +104,7 @@ class EpochOfSampler:
 
     @property
     def seen(self) -> int | None:
-        """The epoch that the sampler's latest iteration began with; None where it takes none."""
+        """The epoch of the sampler's latest iteration; None if it takes none."""
         return self._seen
 
     @seen.setter
@@ -117,7 +114,7 @@ class EpochOfSampler:
             self._sampler.set_epoch(epoch)
 
     def begin(self, epoch: int) -> None:
-        """Before an epoch's iterator is made."""
+        """Sets the epoch before its iterator is made."""
         if self._sampler is None:
             return
         if self._sampler.epoch == self._seen or isinstance(self._sampler, ResumableSampler):
@@ -125,7 +122,7 @@ class EpochOfSampler:
         self._seen = self._sampler.epoch
 
     def repeat(self) -> None:
-        """Before the iterator of an epoch that is continued is made."""
+        """Sets the epoch before the iterator of a continued one is made."""
         if self._sampler is not None and self._seen is not None:
             self._sampler.set_epoch(self._seen)
 
@@ -134,33 +131,32 @@ def _takes_epochs(sampler: Any) -> bool:
     return callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int)
 
 
-# --------------------------------------------------------------------------------------------------
-# What the order of a loader's samples comes from.
+# -- source of the order
 
 
 def order_sampler(loader: DataLoader[Any]) -> Any:
-    """The sampler that makes it: of batches, the one that they are made of."""
+    """Returns the sampler of the order; the one inside a batch sampler."""
     found = index_sampler(loader)
     return found.sampler if isinstance(found, BatchSampler) else found
 
 
 def order_name(loader: DataLoader[Any]) -> str:
-    """That sampler's class; of one that can be told to shuffle, whether it does."""
+    """Returns that sampler's class, with its shuffle setting if it has one."""
     sampler = order_sampler(loader)
     name, shuffle = type(sampler).__name__, getattr(sampler, "shuffle", None)
     return f"{name}(shuffle={shuffle})" if isinstance(shuffle, bool) else name
 
 
 def order_differs(loader: DataLoader[Any], state: Mapping[str, Any]) -> str:
-    """In words, what makes the order another than that of a saved position; empty where nothing does, or an older
-    version has saved it, which did not say."""
+    """Describes how the order differs from that of a saved position; empty if it does not, or an older version did not
+    save it."""
     here = order_name(loader)
     saved = state.get("order_of", here)
     return "" if saved == here else f"the order is that of {here}, and was that of {saved} when it was saved"
 
 
 class Skipping(Sampler[Any]):
-    """Another sampler, whose next iteration can be told to start after so many draws."""
+    """Wraps a sampler; its next iteration can start after a number of draws."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -168,11 +164,11 @@ class Skipping(Sampler[Any]):
         self._latest: Draws | None = None
 
     def start_after(self, skip: int) -> None:
-        """For the iterations that are asked for until `begin`."""
+        """Sets the draws to skip in iterations requested until `begin`."""
         self._skip, self._latest = skip, None
 
     def begin(self) -> bool:
-        """Lets the latest iteration make its order; False if none was asked for since `start_after`."""
+        """Makes the order of the latest iteration. Returns False if none was requested since `start_after`."""
         self._skip = 0
         if self._latest is None:
             return False
@@ -181,16 +177,16 @@ class Skipping(Sampler[Any]):
 
     @property
     def drawn(self) -> int | None:
-        """How often the latest iteration has asked the other sampler; None before there is one."""
+        """The number of requests of the latest iteration to the wrapped sampler; None before the first."""
         return None if self._latest is None else self._latest.drawn
 
     def run_out(self) -> None:
-        """Lets the latest iteration come to its end."""
+        """Exhausts the latest iteration."""
         for _ in self._latest or ():
             pass
 
     def __iter__(self) -> Iterator[Any]:
-        # A loader with workers asks for an iterator twice and uses the second, so that asking alone must draw nothing.
+        # A loader with workers requests an iterator twice and uses the second, so the request alone must draw nothing.
         self._latest = Draws(self._inner, self._skip)
         return self._latest
 
@@ -199,7 +195,7 @@ class Skipping(Sampler[Any]):
 
 
 class Draws(Iterator[Any]):
-    """One iteration of a sampler, begun by `begin` or by the first draw."""
+    """One iteration of a sampler, started by `begin` or by the first draw."""
 
     def __init__(self, inner: Any, skip: int) -> None:
         self._inner = inner
@@ -210,7 +206,7 @@ class Draws(Iterator[Any]):
         self.drawn = 0
 
     def begin(self) -> Iterator[Any]:
-        """Lets the sampler make its order now, and not at the first batch: it may draw from a global generator."""
+        """Makes the sampler's order now, not at the first batch: it may draw from a global generator."""
         if self._draws is None:
             self._draws = iter(self._inner)
             self.drawn = max(self._skip, 1)
@@ -234,10 +230,11 @@ class Draws(Iterator[Any]):
 
 @dataclass(frozen=True, slots=True)
 class EpochStart:
-    """What an epoch's order follows from.
+    """Everything an epoch's order follows from.
 
-    generators: the global ones, as `state.rng.capture` gives them; own: the loader's and the sampler's, in the order of
-    `ReplayPosition._own`. cold: workers were started in this epoch, so that their seed was drawn in it.
+    - `generators`: the global ones, as from `position.rng.capture`.
+    - `own`: the loader's and the sampler's, in the order of `ReplayPosition._own`.
+    - `cold`: workers were started in this epoch, so their seed was drawn in it.
     """
 
     generators: Mapping[str, Any]
@@ -258,20 +255,20 @@ class ReplayPosition(CountedPosition):
         self._sampler_epoch = EpochOfSampler(index_sampler(loader))
         self._order = SharedOrder.of(index_sampler(loader))
         self._moved = False
-        """Gone on with by other ranks, or in batches of another size, and not iterated yet."""
+        """Resumed by other ranks, or in batches of another size, and not iterated yet."""
         self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
         self._started_workers = False
         self._worker_seed: Any = None
-        """With persistent workers: where the generator stood that their seed was drawn from, epochs ago. Where workers
-        are started anew in each epoch, None: each draws their seed."""
+        """With persistent workers: the state of the generator from which their seed was drawn, epochs ago. None where
+        each epoch starts and seeds new workers."""
         self._start: EpochStart | None = None
         self._loaded: tuple[int, int] | None = None
         self._over: int | None = None
-        """The loaded epoch, where it was saved at its end."""
+        """The loaded epoch, if it was saved at its end."""
         self._drawn: int | None = None
-        """How often the loaded epoch's sampler was asked by then: workers are given more than what is delivered."""
+        """The requests to the loaded epoch's sampler by then: workers get more than is delivered."""
         self._passed_over = True
-        """The delivered batches were passed over when the iterator was made."""
+        """Whether the delivered batches were skipped when the iterator was made."""
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         loaded, self._loaded = self._loaded, None
@@ -282,7 +279,7 @@ class ReplayPosition(CountedPosition):
         if start and epoch == over:
             return self._at_end(epoch, start)
         if start and not self._moved:
-            self._says(
+            self._add_reason(
                 "the checkpoint holds no position of this loader, so the batches were passed over in a new order"
             )
         self._moved = False
@@ -295,15 +292,14 @@ class ReplayPosition(CountedPosition):
         return self._counted(epoch, batches, start if self._passed_over else 0)
 
     def _placed(self, epoch: int, delivered: int) -> int:
-        """How many batches of an epoch are to be passed over; a sampler that shares its order begins where all ranks
-        have begun."""
+        """Places a shared order at its base. Returns how many batches of the epoch to skip."""
         if self._order is None:
             return delivered
         self._order.place(epoch)
         return max(delivered - self._order.base(epoch).batches, 0)
 
     def _continued(self, delivered: int) -> Iterator[Any]:
-        """The rest of the loaded epoch; global generators and the loader's own end where they are now."""
+        """Returns the rest of the loaded epoch; leaves global and own generators where they are now."""
         if delivered >= (self.batches_in(self._epoch) or delivered + 1):
             self._passed_over = True
             self._run_out(delivered)
@@ -316,7 +312,7 @@ class ReplayPosition(CountedPosition):
         batches = self._opened(self._placed(self._epoch, delivered), cold=self._start.cold)
         global_rng.apply(now)
         if self._drawn is None or self._drawn == self._indices.drawn:
-            self._set_own(own_now)  # else more workers, or fewer, have been given more of the order, or less
+            self._set_own(own_now)  # else the number of workers changed, and with it how far the order was drawn
         return batches
 
     def run_out(self, epoch: int) -> None:
@@ -325,8 +321,8 @@ class ReplayPosition(CountedPosition):
         super().run_out(epoch)
 
     def _run_out(self, delivered: int) -> None:
-        """A sampler may draw from its generator once more where it ends. One that feeds workers has come there before
-        the last batch was delivered."""
+        """Exhausts the sampler, which may draw once more at its end. One that feeds workers has ended before the last
+        batch was delivered."""
         start = self._start
         has_ended = self._loader.num_workers > 0 if self._drawn is None else self._drawn > delivered
         if start is None or has_ended or not self._own:
@@ -343,7 +339,7 @@ class ReplayPosition(CountedPosition):
             self._set_own(own_now)
         global_rng.apply(now)
 
-    def goes_on_after(self, epoch: int, batch: int) -> int:
+    def resumes_after(self, epoch: int, batch: int) -> int:
         if batch and self._loaded is not None and self._loaded[0] == epoch:
             return self._loaded[1]
         if batch and self._over == epoch:
@@ -351,7 +347,7 @@ class ReplayPosition(CountedPosition):
         return batch
 
     def _opened(self, skip: int, *, cold: bool) -> Iterator[Any]:
-        """The loader's iterator, with everything drawn that belongs to the beginning of the epoch."""
+        """Returns the loader's iterator, after all draws that belong to the beginning of the epoch."""
         self._indices.start_after(skip)
         drawn_before = self._worker_seed is not None and not cold
         if drawn_before and not (self._keeps_workers and self._started_workers):
@@ -363,12 +359,12 @@ class ReplayPosition(CountedPosition):
         self._started_workers = True
         self._passed_over = self._indices.begin()
         if skip and not self._passed_over:
-            self._says("the loader takes its batches from elsewhere than its sampler, so the epoch starts again")
+            self._add_reason("the loader takes its batches from elsewhere than its sampler, so the epoch starts again")
         return batches
 
     def _with_seeded_workers(self) -> Iterator[Any]:
-        """New workers, or none, in place of persistent ones that an earlier process had: seeded alike, and without the
-        draw that the uninterrupted run made once, epochs ago."""
+        """Starts new workers, or none, in place of an earlier process's persistent ones: with the same seed, and
+        without the draw that the uninterrupted run made once, epochs ago."""
         generator = torch.Generator()
         rng.set_generators([generator], [self._worker_seed], "data/worker_seed")
         before = self._loader.generator
@@ -406,13 +402,13 @@ class ReplayPosition(CountedPosition):
         self._moved = True
         if self._order is not None and cursor is not None:
             for reason in self._order.begin_at(cursor, epoch, batch):
-                self._says(reason)
+                self._add_reason(reason)
             self._caveats += self._order.steps_differ(cursor.step)
             self._take({"epoch": epoch, "delivered": batch, "ended": False})
             return batch
         shared = isinstance(order_sampler(self._data), DistributedSampler)
         here = batch * moved.saved // moved.here if shared else batch
-        self._says_moved(moved, f"the epoch goes on after {here} of this rank's batches")
+        self._add_moved_reason(moved, f"the epoch goes on after {here} of this rank's batches")
         return here
 
     def state_dict(self) -> dict[str, Any]:
@@ -428,7 +424,7 @@ class ReplayPosition(CountedPosition):
         }
         if self._order is not None:
             out["order"] = self._order.state_dict(self._epoch, self._current.delivered)
-        # Of an epoch that is over nobody asks it, and a process that has resumed there does not know.
+        # Unused for an epoch that is over, and unknown to a process that resumed there.
         out["drawn"] = None if out["ended"] else self._indices.drawn if self._loaded is None else self._drawn
         if self._start is not None and not out["ended"]:
             out["start"] = {
@@ -440,20 +436,22 @@ class ReplayPosition(CountedPosition):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if differs := order_differs(self._data, state):
-            self._says(differs)
+            self._add_reason(differs)
         if len(state["generators"]) != len(self._own):
-            self._says(
+            self._add_reason(
                 f"the loader has {len(self._own)} generators of its own, not {len(state['generators'])} as saved"
             )
             return
-        # Workers that this process has already started are let go: the saved epoch may have drawn their seed.
+        # Releases workers this process has started: the saved epoch may have drawn their seed.
         self._loader, self._started_workers = _with_indices(self._data, self._indices), False
         self._loaded = self._over = None
         self._set_own(tuple(state["generators"]))
         self._sampler_epoch.seen = state["sampler_epoch"]
         self._worker_seed = state["worker_seed"]
         if state.get("keeps_workers", self._keeps_workers) != self._keeps_workers:
-            self._says("persistent_workers is another than it was when it was saved, so later epochs draw otherwise")
+            self._add_reason(
+                "persistent_workers is another than it was when it was saved, so later epochs draw otherwise"
+            )
         self._take(state)
         if self._order is not None and "order" in state:
             self._moved = self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
@@ -461,7 +459,7 @@ class ReplayPosition(CountedPosition):
             self._moved |= "start" not in state and not state["ended"]  # moved before, and saved before a batch
         if "start" in state and not self._moved:
             start: Mapping[str, Any] = state["start"]
-            # Workers that were not kept drew their seed in this epoch too, and those here are kept from now on.
+            # Temporary workers drew their seed in this epoch too, and those here stay from now on.
             cold = start["cold"] or (self._keeps_workers and self._worker_seed is None)
             self._start = EpochStart(start["global"], tuple(start["own"]), cold)
             self._loaded = state["epoch"], self._batches_before(state)
@@ -471,23 +469,23 @@ class ReplayPosition(CountedPosition):
             self._over = state["epoch"]
 
     def _batches_before(self, state: Mapping[str, Any]) -> int:
-        """How many of this loader's batches lie before the saved position, counted in samples."""
+        """Returns how many of this loader's batches precede the saved position, counted in samples."""
         delivered: int = state["delivered"]
         samples, batches = length(self._data.dataset), self.batches_per_epoch
         if state["samples"] != samples:
-            self._says(f"the dataset has {samples} samples, and had {state['samples']} when it was saved")
-            batches = None  # their number says nothing of their size
+            self._add_reason(f"the dataset has {samples} samples, and had {state['samples']} when it was saved")
+            batches = None  # their number implies nothing about their size
         here, saved = EpochCut.of(self._data, batches), EpochCut.saved(state)
         differs = here.differs(saved)
         if not differs:
             return delivered
-        self._says(f"{differs}; {here.goes_on(saved, delivered)}")
+        self._add_reason(f"{differs}; {here.goes_on(saved, delivered)}")
         return here.before(saved, delivered)
 
 
 def _with_indices(loader: DataLoader[Any], indices: Skipping) -> DataLoader[Any]:
-    """The same loader drawing from `indices`: a shallow copy, so that every setting is the user's own, those of later
-    torch versions and subclasses included."""
+    """Returns a shallow copy of the loader that draws from `indices`, with all settings of the user, later torch
+    versions and subclasses."""
     copied = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     copied.__dict__.update({name: indices, "_iterator": None})
@@ -495,13 +493,13 @@ def _with_indices(loader: DataLoader[Any], indices: Skipping) -> DataLoader[Any]
 
 
 def _without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader, which draws the same when it is iterated, and starts no process."""
+    """Returns a copy of the loader that draws the same and starts no process."""
     copied = copy.copy(loader)
     copied.__dict__.update({"num_workers": 0, "persistent_workers": False, "timeout": 0, "_iterator": None})
     return copied
 
 
 def _order_generators() -> dict[str, Any]:
-    """The global generators that an order can be drawn from: those of the host."""
+    """Returns the global generators that an order can be drawn from: those of the host."""
     captured = global_rng.capture()
     return {**captured, "torch": {"cpu": captured["torch"]["cpu"]}}

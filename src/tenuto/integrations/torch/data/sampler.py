@@ -1,4 +1,4 @@
-"""A sampler whose order follows from a seed and an epoch alone, for one process or shared out to many ranks."""
+"""A sampler whose order depends only on a seed and an epoch, for one process or many ranks."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from tenuto.errors import StateMismatch, UsageError
 from tenuto.state.position.world_size_change import OrderCursor
 
 _SLICE: Final = 8192
-"""Indices turned into Python ints at a time: a permutation of 10^9 samples stays a tensor."""
+"""Indices converted to Python ints at a time: a permutation of 10^9 samples stays a tensor."""
 
 
 class ResumableSampler(Sampler[int]):
-    """Draws every sample of `data_source` once per epoch, in an order that depends on (seed, epoch) and nothing else.
+    """Draws every sample of `data_source` once per epoch, in an order that depends only on (seed, epoch).
 
-    No draw from a global generator takes part, so dropout, augmentation or another loader never change the order, and
-    any position of any epoch is reached without replaying the ones before. `seed=None` takes `torch.initial_seed()`
-    when the first epoch begins, and 0 where there are several ranks; it is part of the state, so a resumed run keeps
-    it.
+    It draws from no global generator, so dropout, augmentation or another loader never change the order, and reaches
+    any position of any epoch without replay. `seed=None` takes `torch.initial_seed()` when the first epoch begins, and
+    0 with several ranks; the seed is part of the state, so a resumed run keeps it.
 
-    Several ranks share one order: of each `world_size` samples that follow each other in it, rank r draws the r-th.
-    So a step in which each rank takes a batch of B uses the next B * world_size samples of the order, whoever takes
-    which. `rank` and `world_size` are those of torch.distributed, where it is initialised; say them where several ranks
-    are to get the same samples (tensor or pipeline parallelism: the rank and the number of data-parallel groups).
+    Several ranks share one order: of each `world_size` consecutive samples, rank r draws the r-th. So a step with a
+    batch of B per rank uses the next B * world_size samples of the order. `rank` and `world_size` default to those of
+    torch.distributed; give them where several ranks need the same samples (tensor or pipeline parallelism: the rank and
+    the number of data-parallel groups).
 
-    What a checkpoint keeps of several ranks is one number: how many samples of the epoch's order they have used. With
-    `tenuto.Checkpointer(data=loader)`, or `state_dict` and `load_state_dict`, any number of ranks goes on from it:
-    no sample is left out and none comes twice, and where batch size times `world_size` is what it was, each step uses
-    the very samples that it would have used.
+    The checkpoint of several ranks has one number: how many samples of the epoch's order they used. With
+    `tenuto.Checkpointer(data=loader)`, or `state_dict` and `load_state_dict`, any number of ranks resumes from it: no
+    sample is left out or repeated, and if batch size times `world_size` is unchanged, each step uses the same samples
+    as without the interruption.
 
-    Every rank draws equally many. Where the samples that are left of an epoch do not divide among the ranks, the last
-    few ranks get samples from the order's beginning once more, as with DistributedSampler; with `drop_last` the rest of
-    less than `world_size` samples is left out instead. The count is made of what is left where the ranks begin: ranks
-    that go on inside an epoch share out its rest, and no more than their own remainder comes twice or is left out.
+    Every rank draws equally many samples. If the rest of an epoch does not divide among the ranks, the last few ranks
+    repeat samples from the order's beginning, as with DistributedSampler; with `drop_last` the remainder of less than
+    `world_size` samples is left out instead. Ranks that resume inside an epoch divide its rest, so only their own
+    remainder is repeated or left out.
 
-    `state_dict` counts what this sampler's iterator has *drawn*, which is what torchdata's StatefulDataLoader asks for
-    and what training has seen where nothing prefetches. `tenuto.Checkpointer(data=loader)` counts what was delivered
-    to training, and so is right with prefetching workers too.
+    `state_dict` counts what this sampler's iterator has *drawn*, which is what torchdata's StatefulDataLoader requires
+    and what training has seen if nothing prefetches. `tenuto.Checkpointer(data=loader)` counts what was delivered to
+    training, and so is correct with prefetching workers too.
 
-    Raises UsageError for a seed beyond 64 bits, and for a rank that is none of `world_size`.
+    Raises UsageError for a seed beyond 64 bits, and for a rank outside `world_size`.
     """
 
     def __init__(
@@ -65,35 +64,35 @@ class ResumableSampler(Sampler[int]):
         self.drop_last = drop_last
         self.rank, self.world_size = _share(rank, world_size)
         self._begin = 0
-        """Samples of the epoch's order that were used before these ranks began to share out its rest."""
+        """Samples of the epoch's order used before these ranks began to share its rest."""
         self._drawn = 0
-        """By this rank, since then."""
+        """Drawn by this rank since then."""
         self._placed = True
-        """The next iteration starts where `_begin` and `_drawn` say, instead of at the next epoch's beginning."""
+        """The next iteration starts at `_begin` and `_drawn`, not at the next epoch."""
 
     def __len__(self) -> int:
-        """How many samples this rank draws in an epoch that it begins."""
+        """Returns how many samples this rank draws in an epoch that it begins."""
         return self.left(0)
 
     def left(self, used: int) -> int:
-        """How many samples each rank draws of an epoch of which `used` samples were used, by all ranks together."""
+        """Returns how many samples each rank draws of an epoch of which all ranks together used `used`."""
         rest = max(len(self.data_source) - used, 0)
         return rest // self.world_size if self.drop_last else -(-rest // self.world_size)
 
     @property
     def used(self) -> int:
-        """How many samples of the epoch's order all ranks together have drawn, if each has drawn as many as this one;
-        all, where this one has drawn its last."""
+        """The samples of the epoch's order that all ranks together have drawn, if each has drawn as many as this one;
+        all of them once this one has drawn its last."""
         if self._drawn >= self.left(self._begin):
             return len(self.data_source)
         return self._begin + self._drawn * self.world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of `epoch` (0, 1, ...), from its beginning."""
+        """Makes the next iteration that of `epoch` (0, 1, ...), from its beginning."""
         self.go_to(epoch, 0)
 
     def go_to(self, epoch: int, used: int) -> None:
-        """The next iteration is the rest of `epoch`, of whose order all ranks together have used `used` samples."""
+        """Makes the next iteration the rest of `epoch` after `used` samples of all ranks together."""
         self.epoch, self._begin, self._drawn, self._placed = epoch, used, 0, True
 
     def __iter__(self) -> Iterator[int]:
@@ -104,7 +103,7 @@ class ResumableSampler(Sampler[int]):
         length, count = len(self.data_source), self.left(begin)
         for first in range(self._drawn, count, _SLICE):
             places = torch.arange(first, min(first + _SLICE, count)) * self.world_size + (begin + self.rank)
-            places %= length  # beyond the last one: from the beginning once more
+            places %= length  # past the last one: from the beginning again
             for index in (places if order is None else order[places]).tolist():
                 self._drawn += 1
                 yield index
@@ -117,7 +116,7 @@ class ResumableSampler(Sampler[int]):
         return torch.randperm(len(self.data_source), generator=generator)
 
     def _chosen_seed(self) -> int:
-        """The seed; the first time that it is asked for, where none was given, it is chosen."""
+        """Returns the seed, chosen at the first call if none was given."""
         if self.seed is None:
             self.seed = _signed(torch.initial_seed()) if self.world_size == 1 else 0
         return self.seed
@@ -135,7 +134,7 @@ class ResumableSampler(Sampler[int]):
         return out | {"begin": self._begin, "of": self.world_size, "used": self.used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where `state` was taken, by as many ranks or by others; StateMismatch for other
+        """Continues where `state` was taken, by the same or another number of ranks. Raises StateMismatch for other
         data or another order."""
         for name, here in (("length", len(self.data_source)), ("shuffle", self.shuffle)):
             if state[name] != here:
@@ -151,7 +150,7 @@ class ResumableSampler(Sampler[int]):
 
 
 def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Which of how many ranks this is; what is not said is that of torch.distributed."""
+    """Returns rank and number of ranks; defaults to torch.distributed."""
     if rank is None and world_size is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank, world_size = 0 if rank is None else rank, 1 if world_size is None else world_size
@@ -167,21 +166,20 @@ def _signed(seed: int) -> int:
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """splitmix64's finaliser over both: seed 0, epoch 1 is not seed 1, epoch 0."""
+    """Mixes both with splitmix64's finaliser: (seed 0, epoch 1) is not (seed 1, epoch 0)."""
     word = (seed + 0x9E3779B97F4A7C15 * (epoch + 1)) % 2**64
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
     return _signed(word ^ (word >> 31))
 
 
-# --------------------------------------------------------------------------------------------------
-# The order that ranks share by a ResumableSampler, counted in one loader's batches and in samples of all ranks.
+# -- the shared order, counted in one loader's batches and in samples of all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class OrderBase:
-    """Where these ranks have begun, inside `epoch`, which others had begun before: `used` samples of its order were
-    used, and `batches` of each rank's counted."""
+    """Where these ranks began inside `epoch`, which others had begun: after `used` samples of its order, counted as
+    `batches` of each rank."""
 
     epoch: int
     batches: int
@@ -189,7 +187,7 @@ class OrderBase:
 
 
 class SharedOrder:
-    """What a loader's sampler draws, of which every rank takes its share in batches of one size."""
+    """The order of a loader's sampler, of which every rank takes its share in batches of one size."""
 
     def __init__(self, sampler: ResumableSampler, batch_size: int, *, drop_last: bool) -> None:
         self._sampler = sampler
@@ -199,7 +197,7 @@ class SharedOrder:
 
     @classmethod
     def of(cls, indices: Any) -> SharedOrder | None:
-        """That of what a loader draws from; None where it shares no order that is known here."""
+        """Returns the shared order of a loader's index source; None if it has none that is known here."""
         if type(indices) is ResumableSampler:
             return cls(indices, 1, drop_last=False)
         known = type(indices) is BatchSampler or type(indices).__module__.partition(".")[0] == "torchdata"
@@ -208,30 +206,30 @@ class SharedOrder:
         return cls(indices.sampler, int(indices.batch_size), drop_last=bool(indices.drop_last))
 
     def batches_in(self, epoch: int) -> int:
-        """This rank's batches of an epoch, with those that count as delivered before it began to take part."""
+        """Returns this rank's batches of an epoch, with those that count as delivered before it took part."""
         base = self.base(epoch)
         left = self._sampler.left(base.used)
         return base.batches + (left // self._batch_size if self._drop_last else -(-left // self._batch_size))
 
     def base(self, epoch: int) -> OrderBase:
-        """Where these ranks have begun with an epoch."""
+        """Returns where these ranks began an epoch."""
         found = self._base
         return found if found is not None and found.epoch == epoch else OrderBase(epoch, 0, 0)
 
     def place(self, epoch: int) -> None:
-        """The sampler's next iteration is what these ranks take of an epoch."""
+        """Makes the sampler's next iteration the share of these ranks in an epoch."""
         self._sampler.go_to(epoch, self.base(epoch).used)
 
     def standing(self) -> dict[str, Any]:
-        """Where the sampler is, for `stand`."""
+        """Returns the state of the sampler, for `stand`."""
         return self._sampler.state_dict()
 
     def stand(self, at: Mapping[str, Any]) -> None:
-        """Puts the sampler where it was. An iteration that has begun goes on as it would have."""
+        """Restores the state of the sampler. A running iteration is unaffected."""
         self._sampler.load_state_dict(at)
 
     def cursor(self, epoch: int, batch: int) -> OrderCursor:
-        """Where all ranks are once each has been given `batch` batches of an epoch."""
+        """Returns the position of all ranks after `batch` batches of an epoch each."""
         base, samples = self.base(epoch), len(self._sampler.data_source)
         step = self._batch_size * self._sampler.world_size
         over = 0 < self.batches_in(epoch) <= batch
@@ -239,8 +237,8 @@ class SharedOrder:
         return OrderCursor(epoch, used, samples, self._sampler.seed, self._sampler.shuffle, step)
 
     def begin_at(self, cursor: OrderCursor, epoch: int, batch: int) -> tuple[str, ...]:
-        """These ranks go on where others were, `batch` batches of the epoch counting as delivered; returns why they go
-        through the data differently, where they do."""
+        """Continues where other ranks were, with `batch` batches of the epoch counted as delivered. Returns why the
+        data differs, if it does."""
         self._sampler.seed = cursor.seed if cursor.seed is not None else self._sampler.seed
         samples = len(self._sampler.data_source)
         self._base = OrderBase(epoch, batch, min(cursor.used, samples)) if batch else None
@@ -252,25 +250,25 @@ class SharedOrder:
         return tuple(reasons)
 
     def steps_differ(self, step: int) -> tuple[str, ...]:
-        """In words, where a step of all ranks takes another number of samples than `step`, which it took."""
+        """Describes a changed number of samples per step of all ranks; `step` is the saved one."""
         here = self._batch_size * self._sampler.world_size
         if here == step:
             return ()
         return (f"all ranks together take {here} samples in a batch each, and took {step}: steps are cut anew",)
 
     def cut_anew(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """As `steps_differ`, of what as many ranks have saved."""
+        """As `steps_differ`, for a state saved by the same number of ranks."""
         return self.steps_differ(state["batch_size"] * self._sampler.world_size)
 
     def state_dict(self, epoch: int, batch: int) -> dict[str, Any]:
-        """After `batch` batches of `epoch`."""
+        """Returns the state after `batch` batches of `epoch`."""
         base, now = self.base(epoch), self.cursor(epoch, batch)
         found: dict[str, Any] = {"seed": self._sampler.seed, "batch_size": self._batch_size, "used": now.used}
         return found if not base.used else found | {"epoch": epoch, "began_after": base.batches, "began_at": base.used}
 
     def load_state_dict(self, state: Mapping[str, Any], epoch: int, batch: int) -> bool:
-        """What as many ranks have saved after `batch` batches of `epoch`. Whether these ranks begin anew there, because
-        their batches are of another size; else they go on from where they had begun."""
+        """Loads what the same number of ranks saved after `batch` batches of `epoch`. Returns whether the batch size
+        changed, so that these ranks start anew from there; else they keep their base."""
         if state["seed"] is not None:
             self._sampler.seed = state["seed"]
         anew = bool(state["batch_size"] != self._batch_size and batch)

@@ -1,4 +1,5 @@
-"""Loaders that know their own position: torchdata's StatefulDataLoader, and a DataLoader over a stream with state."""
+"""Positions of loaders with their own state: torchdata's StatefulDataLoader, and a DataLoader over a stateful
+stream."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
 
 
 class StatefulLoaderPosition(CountedPosition):
-    """A DataLoader with `state_dict` and `load_state_dict`: its own state, and its generator's."""
+    """A DataLoader with `state_dict` and `load_state_dict`: its own state, and its generators'."""
 
     kind = "stateful loader"
 
@@ -26,17 +27,17 @@ class StatefulLoaderPosition(CountedPosition):
         self._sampler_epoch = EpochOfSampler(indices)
         self._order = SharedOrder.of(indices) if self._has_length else None
         self._samples = length(indices.sampler) if self._has_length and _counts_samples(loader) else None
-        """Samples of an epoch, where the loader's own position is counted in them and not in batches."""
+        """Samples of an epoch, if the loader counts its own position in samples rather than batches."""
         self._cut_anew = (0, 0)
-        """Batches, and the samples in them, that were delivered in this epoch before they had the size they have."""
+        """Batches, and the samples in them, delivered in this epoch before the batch size changed."""
         self._moved = False
-        """Gone on with from another number of ranks, and not iterated yet."""
+        """Resumed on another number of ranks, and not iterated yet."""
         self._own = rng.generators_of(loader)
         self._loaded: tuple[int, int, bool] | None = None
         self._order_at: dict[str, Any] = {}
-        """Where the order stood when the iterator of the loaded position was made."""
+        """The position of the order when the iterator of the loaded position was made."""
         self._again: int | None = None
-        """The loaded epoch, where its position is of no use here."""
+        """The loaded epoch, if its position is of no use here."""
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         self._stand_again()
@@ -48,7 +49,7 @@ class StatefulLoaderPosition(CountedPosition):
         self._cut_anew = 0, 0
         begun = self._order.base(epoch).batches if self._order is not None else 0
         if start > begun and not self._moved:
-            self._says("the checkpoint holds no position of this loader, so the epoch starts again")
+            self._add_reason("the checkpoint holds no position of this loader, so the epoch starts again")
         self._moved = False
         if loaded is not None and not loaded[2]:
             with rng.kept():
@@ -59,7 +60,7 @@ class StatefulLoaderPosition(CountedPosition):
         return self._counted(epoch, iter(self._data), begun)
 
     def _stand_again(self) -> None:
-        """A loop that tells its sampler the epoch has set it to the epoch's beginning since the position was loaded."""
+        """Restores the order: a loop that calls set_epoch after the load has set it to the epoch's beginning."""
         if self._order is not None and self._loaded is not None and not self._loaded[2]:
             self._order.stand(self._order_at)
 
@@ -75,7 +76,7 @@ class StatefulLoaderPosition(CountedPosition):
     def batches_in(self, epoch: int) -> int | None:
         return self.batches_per_epoch if self._order is None else self._order.batches_in(epoch)
 
-    def goes_on_after(self, epoch: int, batch: int) -> int:
+    def resumes_after(self, epoch: int, batch: int) -> int:
         if batch and self._again == epoch:
             return 0
         return self._loaded[1] if batch and self._loaded is not None and self._loaded[0] == epoch else batch
@@ -93,7 +94,7 @@ class StatefulLoaderPosition(CountedPosition):
         self._moved = True
         self._epoch, self._current = epoch, Delivered(iter(()), batch)
         for reason in self._order.begin_at(cursor, epoch, batch):
-            self._says(reason)
+            self._add_reason(reason)
         self._caveats += self._order.steps_differ(cursor.step)
         return batch
 
@@ -101,7 +102,7 @@ class StatefulLoaderPosition(CountedPosition):
         self._stand_again()
         return {
             **self._progress(),
-            # A loader that was never iterated would make its iterator for the asking, and draw from a generator.
+            # A loader never iterated would make its iterator to answer, and draw from a generator.
             "loader": self._data.state_dict() if self._begun or self._loaded is not None else None,
             "generators": [generator.get_state() for generator in self._own],
             "sampler_epoch": self._sampler_epoch.seen,
@@ -115,7 +116,7 @@ class StatefulLoaderPosition(CountedPosition):
         return {"order": self._order.state_dict(self._epoch, self._current.delivered)}
 
     def _counts(self) -> dict[str, Any]:
-        """What the position is counted in."""
+        """Returns the units in which the position is counted."""
         used, cut = None, EpochCut.of(self._data, self.batches_per_epoch)
         if self._samples is not None and cut.size:
             batches, before = self._cut_anew
@@ -126,12 +127,12 @@ class StatefulLoaderPosition(CountedPosition):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if self._has_length and (other := order_differs(self._data, state)):
-            self._says(other)
+            self._add_reason(other)
         self._sampler_epoch.seen = state["sampler_epoch"]
         begins_there = False
         if self._order is not None and "order" in state:
             anew = self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])
-            # What counts batches would pass over as many of another size: it begins anew there, as the order does.
+            # A loader that counts batches would skip as many of another size: it restarts there, as the order does.
             begins_there = anew and self._samples is None
             self._caveats += self._order.cut_anew(state["order"])
             self._order.place(state["epoch"])
@@ -143,8 +144,8 @@ class StatefulLoaderPosition(CountedPosition):
         else:
             with rng.kept():
                 self._data.load_state_dict(state["loader"])
-                # torchdata makes an iterator from the state here, and not at the next `iter`: what that draws was drawn
-                # before. One that is at its end is replaced at `iter`, which draws what the uninterrupted run draws.
+                # torchdata makes an iterator from the state here, not at the next `iter`: its draws were made before.
+                # One at its end is replaced at `iter`, which draws what the uninterrupted run draws.
                 self._data.state_dict()
             if self._order is not None:
                 self._order_at = self._order.standing()
@@ -154,38 +155,39 @@ class StatefulLoaderPosition(CountedPosition):
         if len(state["generators"]) == len(self._own):
             rng.set_generators(self._own, state["generators"], "data/generators")
         else:
-            self._says(
+            self._add_reason(
                 f"the loader has {len(self._own)} generators of its own, not {len(state['generators'])} as saved"
             )
 
     def _batches_before(self, state: Mapping[str, Any]) -> int | None:
-        """After how many of this loader's batches it goes on; None where it would count batches of another size."""
+        """Returns after how many of this loader's batches it resumes; None if it would count batches of another
+        size."""
         delivered: int = state["delivered"]
         samples, batches = length(self._data.dataset) if self._has_length else None, self.batches_per_epoch
         if state.get("samples", samples) != samples:
-            self._says(f"the dataset has {samples} samples, and had {state['samples']} when it was saved")
-            batches = None  # their number says nothing of their size
+            self._add_reason(f"the dataset has {samples} samples, and had {state['samples']} when it was saved")
+            batches = None  # their number implies nothing about their size
         here, saved = EpochCut.of(self._data, batches), EpochCut.saved(state)
-        differs = here.differs(saved) if self._order is None else ""  # an order that is shared is counted in samples
+        differs = here.differs(saved) if self._order is None else ""  # a shared order counts samples
         if not differs or not delivered:
             return delivered
         if state["ended"] or saved.ends(delivered):
-            self._says(differs)
+            self._add_reason(differs)
             return here.batches or delivered
         if not self._has_length:
-            self._says(f"{differs}; a stream without a state of its own is passed over in batches")
+            self._add_reason(f"{differs}; a stream without a state of its own is passed over in batches")
             return delivered
         if here.batches is None or here.size is None or self._samples is None or state.get("used") is None:
-            self._says(f"{differs}, and {self._source} counts batches: the epoch begins again")
+            self._add_reason(f"{differs}, and {self._source} counts batches: the epoch begins again")
             return None
-        self._says(f"{differs}; the epoch goes on from the same sample")
+        self._add_reason(f"{differs}; the epoch goes on from the same sample")
         rest: int = max(self._samples - state["used"], 0)
         return here.batches - (rest // here.size if self._data.batch_sampler.drop_last else -(-rest // here.size))
 
 
 def _counts_samples(loader: Any) -> bool:
-    """Whether a loader's own position is the number of samples drawn. torchdata's is where its own batch sampler cuts
-    them; another's batches it passes over one by one, and so the last few where workers tell their state now and then.
+    """Returns whether a loader counts samples drawn. torchdata does where its own batch sampler makes the batches;
+    batches of another one it skips one by one, and so the last few where workers report their state only now and then.
     """
     indices = index_sampler(loader)
     its_own = isinstance(indices, BatchSampler) and type(indices).__module__.partition(".")[0] == "torchdata"
@@ -193,11 +195,11 @@ def _counts_samples(loader: Any) -> bool:
 
 
 class StreamPosition(CountedPosition):
-    """A DataLoader over an IterableDataset with a state_dict, read in this process: the dataset's state after whole
-    batches is the position."""
+    """A DataLoader over an IterableDataset with a state_dict, read in this process: the position is the dataset's state
+    after complete batches."""
 
     kind = "stream"
-    _has_length = False  # torch's own documentation calls the length of a loader over a stream a guess
+    _has_length = False  # torch's documentation calls the length of a loader over a stream a guess
 
     def __init__(self, loader: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
         super().__init__(loader, reasons, caveats)
@@ -229,7 +231,7 @@ class StreamPosition(CountedPosition):
         }
 
     def _read(self) -> bool:
-        """Whether the last batch was cut short by the stream's end: a dataset may then stand at its beginning again."""
+        """Returns whether the stream's end cut the last batch short: the dataset may then have rewound."""
         if self._loaded is not None:
             return self._loaded[1]
         return bool(getattr(getattr(self._batches, "_dataset_fetcher", None), "ended", False))
@@ -239,7 +241,7 @@ class StreamPosition(CountedPosition):
         self._data.dataset.load_state_dict(state["dataset"])
         differs = EpochCut.of(self._data, None).differs(EpochCut.saved(state))
         if differs:
-            self._says(f"{differs}; the stream goes on from the same sample")
+            self._add_reason(f"{differs}; the stream goes on from the same sample")
         if len(state["generators"]) == len(self._own):
             rng.set_generators(self._own, state["generators"], "data/generators")
         self._loaded = state["epoch"], state["read"] or (state["ended"] and state["delivered"] > 0)

@@ -1,4 +1,4 @@
-"""Optimizers <-> nodes: state lies under the full path of the parameter it belongs to, found by identity."""
+"""Encodes optimizers: state is stored under the full path of its parameter, found by identity."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _KNOWN: Final = ("state", "param_groups")
 
 
 def its_own_way(optimizer: Optimizer, method: str) -> bool:
-    """Whether an optimizer has its own version of state_dict or load_state_dict, or hooks at it. A wrapper around
-    another one need not have any of what Optimizer.__init__ sets."""
+    """Returns whether an optimizer overrides state_dict or load_state_dict, or has hooks on it. A wrapper around
+    another one may lack everything that Optimizer.__init__ sets."""
     names = (f"_optimizer_{method}_pre_hooks", f"_optimizer_{method}_post_hooks")
     own = getattr(type(optimizer), method) is not getattr(Optimizer, method)
     return own or any(getattr(optimizer, name, None) for name in names)
@@ -64,7 +64,7 @@ def _node(kind: str, named: list[Json], other: list[Json], groups: Json, extra: 
 
 
 def _paths(optimizer: Optimizer, path: str, writer: StateWalker) -> dict[int, str]:
-    """The path of each parameter, by identity."""
+    """Returns the path of each parameter, by identity."""
     return {id(parameter): located(writer.owner(parameter), optimizer, path, number)
             for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}  # fmt: skip
 
@@ -81,7 +81,7 @@ def located(found: str | None, optimizer: Optimizer, path: str, group: int) -> s
 
 
 def _shared_parameters(writer: StateWalker) -> Collection[int]:
-    """The identities of the parameters that are the same on several ranks."""
+    """Returns the identities of parameters that are equal on several ranks."""
     if "replicas" not in writer.extra:
         writer.extra["replicas"] = replicas_in(writer.root).parameters
     found: Collection[int] = writer.extra["replicas"]
@@ -89,7 +89,7 @@ def _shared_parameters(writer: StateWalker) -> Collection[int]:
 
 
 def _placement(parameter: Any, path: str, writer: StateWalker) -> tuple[ShardLayout | None, Placement]:
-    """How state of a parameter's shape lies, where not as it is; and how all its other state relates to the ranks."""
+    """Returns the layout of state with a parameter's shape (None: as it is), and the placement of its other state."""
     layout = sharded.layout_like(parameter, path) if isinstance(parameter, torch.Tensor) else None
     if layout is None or (is_dtensor(parameter) and alone(parameter)):
         return None, "replicated" if id(parameter) in _shared_parameters(writer) else "whole"
@@ -97,9 +97,9 @@ def _placement(parameter: Any, path: str, writer: StateWalker) -> tuple[ShardLay
 
 
 def marked(value: Any, layout: ShardLayout | None) -> Any:
-    """A parameter's state, with what has the shape of the parameter's part marked to lie where that lies.
+    """Returns a parameter's state, in which tensors of the shape of the parameter's part are marked with its layout.
 
-    A step count is the same for every part; a DTensor says itself where it lies.
+    A step count is equal for every part; a DTensor has its own layout.
     """
     if layout is None or is_dtensor(value):
         return value
@@ -110,7 +110,7 @@ def marked(value: Any, layout: ShardLayout | None) -> Any:
 
 
 class _Place:
-    """The state of one parameter (or of a key that is none): where it lies, and how to tell it again."""
+    """The state of one parameter (or of a key that is none): its place, and its refresh."""
 
     def __init__(self, key: Any, value: Any, path: str, paths: Mapping[int, str], writer: StateWalker) -> None:
         self.key = key
@@ -173,7 +173,7 @@ def _check_groups(again: Optimizer, known: Optimizer, held: Sequence[Sequence[An
 
 
 def _asked_node(optimizer: Optimizer, kind: str, paths: Mapping[int, str], path: str, writer: StateWalker) -> Json:
-    """The node of what state_dict() says: its numbers stand for parameters in the order of the groups."""
+    """Encodes the result of state_dict(), whose numbers stand for parameters in the order of the groups."""
     said = optimizer.state_dict()
     by_number: dict[Any, str] = {}
     parameters: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""Nodes -> optimizers: state found by parameter, filled in place where it is, made where it is not."""
+"""Restores optimizers: state is found by parameter, filled in place where it exists, else made."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ from tenuto.state.restore.restorer import OPTIMIZERS, Restorer, Thunk
 from tenuto.state.restore.selection import Selection
 from tenuto.state.tree import KEYED, LEAVES, ROOT, is_part, items, kind_of, name_of, segment, sequence, walk
 
-# --------------------------------------------------------------------------------------------------
-# What include= and exclude= leave of an optimizer as it is, where the rest of it is restored.
+# -- state that include= and exclude= leave unchanged
 
 
 class KeptState:
-    """Of the optimizer at `path`. `names`: the paths of its parameters, by identity."""
+    """The unchanged state of the optimizer at `path`. `names`: the paths of its parameters, by identity."""
 
     def __init__(self, path: str, names: Mapping[int, str], selection: Selection) -> None:
         self._path = path
         self._names = names
         self._selection = selection
         self._left: set[int] = set()
-        """The identities of parameters whose state stays, whatever is selected."""
+        """The identities of parameters whose state stays whatever is selected."""
 
     def leave(self, parameter: torch.Tensor) -> None:
-        """The state of a parameter stays as it is."""
+        """Keeps the state of a parameter."""
         self._left.add(id(parameter))
 
     def entries(self, path: str, present: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The entries at `path` of which nothing is restored."""
+        """Returns the entries at `path` of which nothing is restored."""
         if self._selection.everything:
             return {}
         return {key: value for key, value in present.items() if not self._takes(value, _below(path, key))}
@@ -59,7 +58,7 @@ class KeptState:
         return self.entries(join(self._path, "other"), others)
 
     def of(self, parameter: torch.Tensor, present: Any) -> dict[Any, Thunk] | Thunk | None:
-        """Of the state of a parameter; None for nothing."""
+        """Returns the unchanged state of a parameter; None for nothing."""
         path = join(join(self._path, "state"), self._names[id(parameter)])
         if id(parameter) in self._left and present is not None:
             return constants(present) if type(present) is dict else _constant(present)
@@ -68,8 +67,10 @@ class KeptState:
         return None if present is None or self._selection.takes(path) else _constant(present)
 
     def carry_over(self, said: dict[str, Any], optimizer: Optimizer, groups: Sequence[int | None]) -> None:
-        """Adds it to what `load_state_dict()` is given, which replaces all that the optimizer has. `groups`: None for a
-        group that the checkpoint has nothing of."""
+        """Adds the unchanged state to the argument of `load_state_dict()`, which replaces all state of the optimizer.
+
+        `groups`: None for a group that the checkpoint lacks.
+        """
         if self._selection.everything and None not in groups and not self._left:
             return
         now = optimizer.state_dict()
@@ -100,7 +101,7 @@ def _constant(value: Any) -> Thunk:
 
 
 def _beside(kept: Any, restored: Any) -> Any:
-    """What stays of a parameter's state, and what comes back of it."""
+    """Merges the unchanged and the restored state of a parameter."""
     if restored is None:
         return kept
     return {**kept, **restored} if type(kept) is dict and type(restored) is dict else restored
@@ -110,13 +111,12 @@ def _below(path: str, key: Any) -> str:
     return join(path, segment(key_node(key)))
 
 
-# --------------------------------------------------------------------------------------------------
-# An optimizer's node, taken apart.
+# -- the parts of an optimizer's node
 
 
 @dataclass(slots=True)
 class SavedOptimizer:
-    """What an optimizer's node says. `state` and `groups` name parameters by their path."""
+    """The content of an optimizer's node. `state` and `groups` name parameters by path."""
 
     state: list[tuple[str, Json]]
     other: list[tuple[Json, Json]]
@@ -125,7 +125,7 @@ class SavedOptimizer:
 
 
 def saved_in(node: Json, path: str) -> SavedOptimizer:
-    """CorruptionError for what no optimizer was saved as."""
+    """Reads an optimizer's node. Raises CorruptionError for a malformed one."""
     content = {name_of(key): child for key, child in items(node["v"])}
     state, groups = content.pop("state", None), content.pop("param_groups", None)
     other = content.pop("other", {"!": "dict", "i": []})
@@ -169,11 +169,11 @@ class _Held:
     """The parameter's path in the checkpoint."""
     node: Json
     path: str
-    """Where the state lies in the target."""
+    """The path of the state in the target."""
 
 
 class _Plan:
-    """Restoring one optimizer: which of its parameters and groups are which of the checkpoint's."""
+    """The restore of one optimizer: matches its parameters and groups with the checkpoint's."""
 
     def __init__(self, optimizer: Optimizer, saved: SavedOptimizer, path: str, restorer: Restorer) -> None:
         self._optimizer = optimizer
@@ -204,14 +204,14 @@ class _Plan:
         return {self._restorer.number_at(path) for path in paths}
 
     def _match_groups(self) -> list[int | None]:
-        """For each group of the target the number of the saved one with the same parameters; where other ranks have
-        others of them, with these among them. None where no saved one has any of them."""
+        """Returns for each group of the target the number of the saved one with the same parameters (with other ranks
+        around: a superset). None where no saved group has any of them."""
         groups, apart = self._optimizer.param_groups, self._restorer.apart
         theirs = [self._marks(parameters) for _, parameters in self._saved.groups]
         all_ours = [self._marks([self._paths[id(parameter)] for parameter in group["params"]]) for group in groups]
         free = list(range(len(theirs)))
         found: list[int | None] = [None] * len(groups)
-        # Last those without parameters: where other ranks have them all, they are what is left.
+        # Groups without parameters last: if other ranks have all of them, they take what remains.
         for number in sorted(range(len(groups)), key=lambda one: not all_ours[one]):
             ours = all_ours[number]
             same = [one for one in free if theirs[one] == ours]
@@ -228,7 +228,7 @@ class _Plan:
         return found
 
     def _asked_for(self, number: int, keys: Iterable[str]) -> bool:
-        """Whether any option of a group is to be restored."""
+        """Returns whether any option of a group is to be restored."""
         where = f"{self._path}/param_groups/{number}"
         return any(self._restorer.selection.takes(join(where, segment(key))) for key in keys)
 
@@ -243,7 +243,7 @@ class _Plan:
         )
 
     def _states(self) -> Iterator[_Held]:
-        """What of the saved state is restored."""
+        """Yields the saved states to restore."""
         for name, node in self._saved.state:
             found = self._by_mark.get(self._restorer.number_at(name))
             where = join(join(self._path, "state"), name)
@@ -262,8 +262,8 @@ class _Plan:
                     self._kept.leave(held.parameter)
 
     def _fits(self, held: _Held) -> bool:
-        """Whether the saved state can be that of the parameter as it is now; told where it cannot. Where one entry
-        cannot, none is restored: no optimizer goes on from half a state."""
+        """Returns whether the saved state fits the parameter; reports a mismatch. If one entry does not fit, none is
+        restored: no optimizer can continue from half a state."""
         restorer, shapes = self._restorer, self._shapes(held)
         if shapes is not None:
             restorer.mismatch(None, held.path, *(f"the state of a parameter {list(shape)}" for shape in shapes))
@@ -284,7 +284,7 @@ class _Plan:
         return shapes is None and not lacking
 
     def _shapes(self, held: _Held) -> tuple[Sequence[int], Sequence[int]] | None:
-        """The shapes of the parameter in the checkpoint and in the target, where the state is of the former."""
+        """Returns the parameter's shapes in the checkpoint and in the target, if the state has the former."""
         restorer, leaf = self._restorer, self._restorer.leaf_at(held.name)
         if leaf is None or tensors.is_lazy(held.parameter):
             return None
@@ -293,17 +293,17 @@ class _Plan:
         ours = tuple(local_of(held.parameter).shape) if layout is None else layout.whole
         if theirs == ours:
             return None
-        # A module may save its weight in another shape, and a mark in the state say of a tensor that it is a part: then
-        # the shapes of the optimizer's state tell what it belongs to.
+        # A module may save its weight in another shape, and a mark may declare a tensor to be a part: then the shapes
+        # of the optimizer's state decide.
         found = [restorer.spec(node, held.path)[1].shape for _, node in walk(held.node) if kind_of(node) in LEAVES]
         if ours in found or not any(found):
             return None
         return None if is_part(leaf) and layout is None and theirs not in found else (theirs, ours)
 
     def _device(self, held: _Held, key: str, node: Json) -> Any:
-        """Where a new state tensor belongs: as it lay relative to its parameter when saved.
+        """Returns the device of a new state tensor: relative to its parameter as when saved.
 
-        A step count is the exception, as in torch: it lies with the parameter only where the update runs on the device.
+        A step count is the exception, as in torch: it is on the parameter's device only if the update runs there.
         """
         ours, host = device_after(held.parameter, self._restorer), torch.device("cpu")
         if key == "step":
@@ -312,7 +312,7 @@ class _Plan:
         return host if kinds <= {"cpu"} and self._restorer.device_at(held.name) != "cpu" else ours
 
     def _updates_on_device(self, number: int) -> bool:
-        """Whether a group of the target, with the options that it has after the restore, is updated on the device."""
+        """Returns whether a group of the target, with its restored options, is updated on the device."""
         group, match = self._optimizer.param_groups[number], self._groups[number]
         where = f"{self._path}/param_groups/{number}"
         said = dict(self._saved.groups[match][0]) if match is not None else {}
@@ -320,7 +320,7 @@ class _Plan:
         return any(taken.get(key, group.get(key)) for key in ("capturable", "fused"))
 
     def _value(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk:
-        """One entry of a parameter's state: filled in place where it is there already, else new."""
+        """Plans one entry of a parameter's state: filled in place if it exists, else new."""
         restorer = self._restorer
         if kind_of(node) == "subclass":
             return tensors.restore(now, node, path, restorer)
@@ -335,8 +335,8 @@ class _Plan:
             return restorer.rebuild(node, path)
 
     def _part(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk | None:
-        """State that lies as its parameter lies, a part of a global tensor, or as a whole beside a parameter that is
-        one; None for any other."""
+        """Plans state laid out like its parameter (a part of a global tensor), or replicated next to such a parameter;
+        None for other state."""
         restorer = self._restorer
         spec = restorer.spec(node, path)[1]
         kind = TORCH_DTYPES.get(spec.dtype)
@@ -359,8 +359,8 @@ class _Plan:
             return made_like(held.parameter, layout, node, path, restorer)
 
     def _lies_whole(self, held: _Held, node: Json, shape: Sequence[int]) -> bool:
-        """Whether state of another shape than its parameter, a DTensor, is one too: where it was one when saved, or
-        where nothing of the parameter's state was, and it is more than a number."""
+        """Returns whether state of another shape than its DTensor parameter is a DTensor too: if it was saved as one,
+        or none of the parameter's state was and it is more than a number."""
         if self._restorer.private or not is_dtensor(held.parameter):
             return False
         beside = items(held.node) if kind_of(held.node) in KEYED else []
@@ -374,14 +374,14 @@ class _Plan:
         return node if type(node) is str else self._restorer.rebuild(node, path)()
 
     def _other(self) -> dict[Any, Thunk]:
-        """State that belongs to no parameter."""
+        """Plans state that belongs to no parameter."""
         restorer, path = self._restorer, join(self._path, "other")
         return {self._plain_key(key, path): restorer.rebuild(child, path) for key, child in self._saved.other
                 if restorer.takes_some(child, join(path, segment(key)))}  # fmt: skip
 
     def _entries(self, held: _Held, present: Any = None) -> dict[Any, Thunk] | Thunk:
-        """The entries of one parameter's state; where it is no dictionary, the state itself. `present`: what is filled
-        in place, or stays."""
+        """Plans the entries of one parameter's state, or the state itself if it is no dictionary. `present`: filled in
+        place, or unchanged."""
         if kind_of(held.node) not in KEYED:
             return self._value(held, "", held.node, held.path, present)
         now = present if isinstance(present, dict) else {}
@@ -414,7 +414,7 @@ class _Plan:
         self._restorer.later(self._path, apply, OPTIMIZERS)
 
     def _options(self, *, in_place: bool = True) -> list[tuple[dict[str, Any], dict[str, Thunk]]]:
-        """For each group of the target the saved options; tensors that are there already are filled in place."""
+        """Plans for each group of the target the saved options; existing tensors are filled in place."""
         restorer = self._restorer
         found: list[tuple[dict[str, Any], dict[str, Thunk]]] = []
         for number, (group, match) in enumerate(zip(self._optimizer.param_groups, self._groups, strict=True)):
@@ -432,7 +432,7 @@ class _Plan:
         return found
 
     def through_load_state_dict(self) -> None:
-        """For optimizers that load in their own way; what they cast is put right afterwards."""
+        """Plans a restore through load_state_dict(), and replaces afterwards the tensors that it cast."""
         restorer, optimizer = self._restorer, self._optimizer
         numbers = {mark: number for number, mark in enumerate(self._by_mark)}
         present = optimizer.state
@@ -461,7 +461,7 @@ class _Plan:
 
 
 def _subclasses(present: Any) -> Any:
-    """Of a parameter's state what only itself can take up what was saved of it."""
+    """Returns the subclasses in a parameter's state, which only they themselves can restore."""
     if type(present) is dict:
         return {key: value for key, value in present.items() if _is_subclass(value)}
     return present if _is_subclass(present) else None
@@ -485,7 +485,7 @@ def _filled(now: Any, entry: dict[Any, Thunk] | Thunk) -> Any:
 
 
 def _put_right(now: Any, saved: Any) -> None:
-    """Replaces tensors that loading has cast to another type by what was saved."""
+    """Replaces tensors that loading has cast to another type by the saved ones."""
     if not isinstance(now, dict) or not isinstance(saved, dict):
         return
     for key, value in saved.items():
@@ -495,5 +495,5 @@ def _put_right(now: Any, saved: Any) -> None:
 
 
 def fresh(node: Json, path: str, restorer: Restorer) -> Thunk:
-    """An optimizer's state where there is no optimizer: a dictionary by the parameters' paths."""
+    """Plans an optimizer's state without an optimizer: a dictionary by the parameters' paths."""
     return restorer.rebuild(node["v"], path)
