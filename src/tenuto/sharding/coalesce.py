@@ -1,4 +1,4 @@
-"""Coalesced reads: which ranges of a pack to read for a set of wanted chunks, and which chunks lie in each.
+"""Plans coalesced reads: which ranges of a pack to read for the wanted chunks, and which chunks lie in each.
 
 Uses columns instead of one object for each chunk, so planning ten thousand small leaves costs no more than their bytes.
 """
