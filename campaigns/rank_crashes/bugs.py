@@ -143,7 +143,7 @@ def _receipts_of_any_save() -> Iterator[None]:
         return self._session.key("receipts", rank) if self.kind == "put" else original(self, rank)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Round, "post_key", key))
+        stack.enter_context(mock.patch.object(Round, "message_key", key))
         stack.enter_context(replacing(message.decode, _taken_as_told))
         stack.enter_context(replacing(commit._packs_of, lambda *_: []))
         yield

@@ -35,9 +35,9 @@ def test_a_result_names_the_commit_that_it_ran_from_and_whether_the_code_was_ano
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "src" / "tenuto"
-    here, results = package / "testing" / "campaigns.py", tmp_path / "results"
+    here, results = tmp_path / "campaigns" / "result_file.py", tmp_path / "results"
     monkeypatch.setattr(result_file, "__file__", str(here))
-    for place in (here.parent, results):
+    for place in (package, here.parent, results):
         place.mkdir(parents=True)
     here.write_text("pass\n")
     assert code() == {}, "no checkout"
