@@ -25,7 +25,7 @@ from tenuto.ranks.detection import Solo, find_ranks
 from tenuto.ranks.kv.torch_store import initialised
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import CLAIMS, Attempt, claim_for_maintenance
-from tenuto.repo.replicated.access import listen
+from tenuto.repo.replicated.access import report_to
 from tenuto.repo.repository import Repo
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.contract import Flattened, Prepared
@@ -107,7 +107,7 @@ def _saved(
             subject=run,
             hint="call its save(), close it, or save to another run",
         )
-    listen(repo.store, partial(emitter.warn, subject=run))
+    report_to(repo.store, partial(emitter.warn, subject=run))
     if group is None:
         attempt, number = _attempt(repo, run, key, step)
         protocol = None
@@ -214,12 +214,12 @@ def load(
     if ranks.world_size > 1:
         facts = {"step": str(step)}
         with joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (group, repo):
-            listen(repo.store, partial(emitter.warn, subject=run))
+            report_to(repo.store, partial(emitter.warn, subject=run))
             result = GroupRestore(repo, run, match, group=group, emitter=emitter).restore(step)
             found = _found(repo, run, result)
     else:
         repo = Repo.open(open_store(where))
-        listen(repo.store, partial(emitter.warn, subject=run))
+        report_to(repo.store, partial(emitter.warn, subject=run))
         if step == "latest":
             found = _found(repo, run, restore_latest(repo, run, match, emitter=emitter))
         else:

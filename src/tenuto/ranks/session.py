@@ -165,15 +165,15 @@ class Session:
         """Returns `error` with the phase and the ranks concerned, for the waiting caller."""
         if error.phase:
             return error
-        holder = self.kv_store.holder
+        host_rank = self.kv_store.host_rank
         others = [rank for rank in missing if rank != self.rank]
-        served = "" if holder is None else f"; rank {holder} serves it"
+        served = "" if host_rank is None else f"; rank {host_rank} serves it"
         waited = f"; waited for {self.watch.describe(others)}" if others else ""
         described = RankStoreLost(
             f"{phase}: {error.message}{served}{waited}",
             subject=error.subject,
             hint=error.hint,
-            ranks=tuple(others) if holder is None else (holder,),
+            ranks=tuple(others) if host_rank is None else (host_rank,),
             phase=phase,
         )
         described.lasting = error.lasting

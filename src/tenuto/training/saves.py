@@ -34,7 +34,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy, divided
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.replicated.access import listen
+from tenuto.repo.replicated.access import report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
@@ -183,7 +183,7 @@ class RunSaver:
         """`company`: the ranks with whom this process saves."""
         self.repo = repo
         self.run = run
-        listen(repo.store, self.warn)
+        report_to(repo.store, self.warn)
         self.policy = policy
         self.group = group
         self._coordinates = group is None or group.coordinates

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tenuto
 from tenuto.errors import UsageError
-from tenuto.state.declarations import ShardLayout, cross_layout, merge_spans, taken
+from tenuto.state.declarations import ShardLayout, cross_layout, merge_spans, part_view
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -22,7 +22,7 @@ def laid(layout: ShardLayout, local: Any, into: Any) -> Any:
     assert local.shape == layout.local
     for part in layout.parts:
         index = tuple(slice(at, at + length) for at, length in zip(part.offsets, part.shape, strict=True))
-        piece = taken(local, part)
+        piece = part_view(local, part)
         assert piece.base is not None or piece is local
         into[index] = piece.reshape(part.shape)
     return into

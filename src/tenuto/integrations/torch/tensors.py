@@ -64,14 +64,14 @@ def _role(tensor: torch.Tensor) -> str:
 
 def about(seen: Look) -> dict[str, Json]:
     """Returns the properties in a tensor's node, without its numbers."""
-    said: dict[str, Json] = {"as": "torch"}
+    properties: dict[str, Json] = {"as": "torch"}
     if seen[7]:
-        said[seen[7]] = True
+        properties[seen[7]] = True
     if seen[4]:
-        said["grad"] = True
+        properties["grad"] = True
     if seen[3].type != "cpu":
-        said["device"] = seen[3].type
-    return said
+        properties["device"] = seen[3].type
+    return properties
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def _parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 def _sparse_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json:
     held = tensor.detach()
-    said = {key: value for key, value in about(look(tensor)).items() if key != "as"}
+    properties = {key: value for key, value in about(look(tensor)).items() if key != "as"}
     parts = [[name, writer.encode(part, join(path, name))] for name, part in _parts(held)]
     coalesced = tensor.is_coalesced() if tensor.layout is torch.sparse_coo else None
     return {
@@ -239,7 +239,7 @@ def _sparse_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json:
         "shape": list(tensor.shape),
         "coalesced": coalesced,
         "i": parts,
-        **said,
+        **properties,
     }
 
 
@@ -255,7 +255,7 @@ def _sparse_again(layout: torch.layout, path: str) -> Refresh:
 def _subclass_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json:
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     try:
-        said = writer.closed(context, path)
+        properties = writer.closed(context, path)
     except Unserialisable as error:
         raise Unserialisable(
             f"{path or ROOT}: {type_name(type(tensor))} is described by what has no representation: {error.message}",
@@ -266,7 +266,7 @@ def _subclass_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json
     return {
         "!": "subclass",
         "type": type_name(type(tensor)),
-        "context": said,
+        "context": properties,
         "shape": shape,
         "stride": stride,
         "i": parts,
@@ -533,14 +533,14 @@ class TensorDict:
 
     def __init__(self, held: Mapping[str, torch.Tensor], path: str, writer: StateWalker) -> None:
         self._keys = list(held)
-        self._looks = WatchedTensors()
+        self._watched = WatchedTensors()
         self.pairs: list[Json] = [
-            [key, self._looks.first(one, join(path, segment(key)), writer)] for key, one in held.items()
+            [key, self._watched.first(one, join(path, segment(key)), writer)] for key, one in held.items()
         ]
 
     def again(self, held: Mapping[Any, Any], replay: StateWalker) -> list[Json]:
         """Records the leaves in `replay` and returns the pairs. Raises StructureChanged if keys or tensors differ."""
         if list(held) != self._keys:
             raise StructureChanged
-        self._looks.again(replay, held.values())
+        self._watched.again(replay, held.values())
         return self.pairs

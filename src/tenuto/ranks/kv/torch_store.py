@@ -60,9 +60,9 @@ class TorchKVStore:
 
     longest_pause_s: Final = 0.05
 
-    def __init__(self, make: Callable[[], Any], name: str, holder: int | None = None) -> None:
+    def __init__(self, make: Callable[[], Any], name: str, host_rank: int | None = None) -> None:
         self.name = name
-        self.holder = holder
+        self.host_rank = host_rank
         self._make = make
         self._store: Any = None
         self._worker = DeadlineWorker(name, self._lost)

@@ -28,7 +28,7 @@ from tenuto.errors import StateError, StateMismatch, Unserialisable, UsageError
 from tenuto.integrations.torch import modules
 from tenuto.integrations.torch.meshes import _spans
 from tenuto.repo.format.leaf_table import LeafTable, forms_of
-from tenuto.state.declarations import taken
+from tenuto.state.declarations import part_view
 from tenuto.state.encode.flattener import Flattener, flatten
 from tenuto.state.restore.match import match_state
 
@@ -418,4 +418,4 @@ def test_parts_of_every_type_and_stride(carrier: Any) -> None:
             sink.fill(whole[box.slices].contiguous().view(-1).view(torch.uint8).numpy())
         prepared.apply()
         assert torch.equal(target.to(torch.complex64), local.to(torch.complex64))
-        assert taken(local, shard.layout.parts[1]).shape == (6, 2)
+        assert part_view(local, shard.layout.parts[1]).shape == (6, 2)
