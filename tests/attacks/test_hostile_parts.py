@@ -14,6 +14,7 @@ import pytest
 import tenuto
 from campaigns.fuzz.mutate import mutations
 from campaigns.fuzz.watching import recording
+from support.saves_of_ranks import held, save_jointly, whole
 from tenuto.codec.digest import digest
 from tenuto.engine.read.choose import CheckpointLeaves, fetch
 from tenuto.errors import CorruptionError, StateMismatch, TenutoError
@@ -29,7 +30,6 @@ from tenuto.state.contract import Prepared
 from tenuto.state.restore.match import match_state
 from tenuto.store.contract import Bytes
 from tenuto.store.memory import MemoryStore
-from tests.joint_saves import held, save_jointly, whole
 
 MEMORY = 48 << 20
 """Bytes that looking at a checkpoint of 40 KiB may take."""

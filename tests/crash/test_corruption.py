@@ -15,7 +15,7 @@ from campaigns.corruption.judge import judge, same
 from campaigns.corruption.peers import PEERS, flipped_bits
 from campaigns.corruption.shapes import SHAPES, build_shape
 from campaigns.corruption.units import Unit, run_unit, shape_of
-from slices import thinned
+from support.thinning import thinned
 
 SEED = 20
 

@@ -10,7 +10,7 @@ from campaigns.recorded_jobs import Program
 from campaigns.scenarios import SCENARIOS, Seeded, killed
 from campaigns.seeded_bugs import BUGS, Bug
 from campaigns.work_goes_on import ends
-from slices import thinned
+from support.thinning import thinned
 from tenuto.errors import Superseded
 from tenuto.repo.repository import Repo
 from tenuto.store.local.store import LocalStore

@@ -15,7 +15,7 @@ from campaigns.rank_crashes.nodes import NodePersistence
 from campaigns.rank_crashes.scenarios import SCENARIOS, End
 from campaigns.rank_crashes.shares import by_bug, divided
 from campaigns.rank_crashes.turns import KINDS
-from slices import crossed, thinned
+from support.thinning import crossed, thinned
 from tenuto.testing.disk_image import ROOT
 from tenuto.testing.recorder import Call
 

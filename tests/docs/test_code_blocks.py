@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from memory_training import shared_memory
+from support.memory_training import shared_memory
 from tenuto.cli import main
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slices import thinned
+from support.thinning import thinned
 
 SCRIPT = Path(__file__).with_name("certify_scripts") / "ranks.py"
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from campaign_slices import outcome_of, reported
 from campaigns.exact_resume.campaign import MODULE, Outcome, fresh, outcome, summary
 from campaigns.exact_resume.cases import CASES, CONTROLS, QUICK, End
 from campaigns.exact_resume.data import own_order
+from support.campaign_slices import outcome_of, reported
 
 TOLD = ("a generator outside the state", "the average outside the state", "gradients kept from one step to the next")
 

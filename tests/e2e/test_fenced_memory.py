@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tenuto
-from fenced_training import Model, Told, snapshot, spying, stepping
-from memory_training import Kill, fork, shared_memory
+from support.fenced_training import Model, Told, snapshot, spying, stepping
+from support.memory_training import Kill, fork, shared_memory
 from tenuto import every
 from tenuto.crashpoints import armed
 

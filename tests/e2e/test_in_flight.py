@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import tenuto
-from held_store import Held, held
-from memory_training import Kill, fork, shared_memory
+from support.held_store import Held, held
+from support.memory_training import Kill, fork, shared_memory
 from tenuto import every, keep
 from tenuto.crashpoints import armed
 from tenuto.engine.memory_tier.listing import images

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tenuto
-from memory_training import Life, live, shared_memory, untouched
+from support.memory_training import Life, live, shared_memory, untouched
 from tenuto import every, on
 from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.staging import slots
@@ -256,7 +256,7 @@ def test_a_state_that_changes_its_size_between_saves(where: Path) -> None:
             found = ckpt.restore()
             place.write_text(f"{found.step} {found.source[:11]} {set(state['model']['more'].tolist())}")
 
-    from memory_training import fork
+    from support.memory_training import fork
 
     assert fork(look) == 0
     assert place.read_text() == "6 from memory {5.0}"
@@ -290,7 +290,7 @@ def test_a_disk_save_that_fails_leaves_its_state_in_memory(where: Path) -> None:
 
 
 def test_a_flush_that_is_killed_before_its_commit_is_made_again(where: Path) -> None:
-    from memory_training import Kill, fork
+    from support.memory_training import Kill, fork
     from tenuto.crashpoints import armed
     from tenuto.maintenance.flush import execute, plan_flush
 

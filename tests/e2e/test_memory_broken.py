@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import memory_training
 import tenuto
-from memory_training import Life, digest_of, live, sealed, shared_memory, state_of, untouched
+from support import memory_training
+from support.memory_training import Life, digest_of, live, sealed, shared_memory, state_of, untouched
 from tenuto import every, on
 from tenuto.engine.memory_tier.image_store import check_image, open_image
 from tenuto.engine.memory_tier.listing import FoundImage, images

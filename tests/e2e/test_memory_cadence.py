@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memory_training import Life, live, shared_memory
+from support.memory_training import Life, live, shared_memory
 from tenuto import every
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store

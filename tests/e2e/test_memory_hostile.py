@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import tenuto
-from memory_places import empty, fill, memory_group, on_a_small_file_system, take_until_killed
-from memory_training import Life, fork, live, sealed, shared_memory, untouched
+from support.memory_training import Life, fork, live, sealed, shared_memory, untouched
+from support.scarce_memory import empty, fill, memory_group, on_a_small_file_system, take_until_killed
 from tenuto import every, on
 from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.staging import arena, slots

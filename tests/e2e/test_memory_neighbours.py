@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import tenuto
-from memory_places import A_THIRD_USER, ANOTHER_USER, Beside, Gate, as_user, become, open_place
-from memory_training import Life, Log, fork, fork_off, live, sealed, shared_memory, train, untouched
+from support.memory_training import Life, Log, fork, fork_off, live, sealed, shared_memory, train, untouched
+from support.scarce_memory import A_THIRD_USER, ANOTHER_USER, Beside, Gate, as_user, become, open_place
 from tenuto import every
 from tenuto.cli import main
 from tenuto.engine.memory_tier.listing import dead_images, images

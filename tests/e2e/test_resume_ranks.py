@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from campaign_slices import outcome_of, reported
 from campaigns.exact_resume.cases import End
 from campaigns.resume_ranks.campaign import MODULE, Outcome, summary
 from campaigns.resume_ranks.cases import CASES, CONTROLS, QUICK, QUICK_CONTROLS, Case
 from campaigns.resume_ranks.judge import Life, differences, drawn, lives_of, order_of
+from support.campaign_slices import outcome_of, reported
 
 
 @pytest.fixture(scope="module")

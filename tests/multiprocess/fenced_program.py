@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tenuto
-from fenced_training import holding
+from support.fenced_training import holding
 from tenuto.policy import every
 
 STEPS, WIDTH = 8, 384

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import tenuto
-from memory_ranks import ROWS, WIDTH, Ends, live, untouched
-from memory_training import Kill, Life, shared_memory
-from slices import crossed, thinned
+from support.memory_ranks import ROWS, WIDTH, Ends, live, untouched
+from support.memory_training import Kill, Life, shared_memory
+from support.thinning import crossed, thinned
 from tenuto import every, on
 from tenuto.crashpoints import armed
 from tenuto.engine.memory_tier.listing import FoundImage, images

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import forked
+from support import forked_processes as forked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
-PROGRAM = Path(__file__).parents[1] / "sharded_memory.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "sharded_memory.py"
 PATIENCE_S = 300
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks_in_processes import DEADLINE_S, SLACK_S, Job, Process
+from support.rank_processes import DEADLINE_S, SLACK_S, Job, Process
 
 FACTS = {"run": "main"}
 BACKENDS = ["files", "tcp"]

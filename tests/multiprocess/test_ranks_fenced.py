@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import forked
 import tenuto
+from support import forked_processes as forked
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 

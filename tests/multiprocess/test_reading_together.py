@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ranks_far_away import NBYTES, job, windows
+from support.far_away_ranks import NBYTES, job, windows
 
 
 def test_four_ranks_read_what_all_of_them_want_once(tmp_path: Path) -> None:

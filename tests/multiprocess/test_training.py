@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 
-import forked
 import tenuto
+from support import forked_processes as forked
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store

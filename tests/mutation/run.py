@@ -39,7 +39,7 @@ SCOPE = ("src/tenuto/repo", "src/tenuto/store/local", "src/tenuto/engine/staging
 TESTS = (
     "tests/unit/repo",
     "tests/unit/store",
-    "tests/unit/image",
+    "tests/unit/engine/staging",
     "tests/unit/engine",
     "tests/conformance",
     "tests/golden",

@@ -125,7 +125,7 @@ def test_tests_that_fail_only_beside_others_kill_nothing(tmp_path: Path) -> None
 @pytest.mark.long
 def test_a_slice_of_the_run_from_end_to_end(tmp_path: Path) -> None:
     """Three changes of one module of the product, with that module's own tests."""
-    scope = ["--scope", "src/tenuto/concurrency/deadlines.py", "--tests", "tests/unit/repo/test_deadline.py"]
+    scope = ["--scope", "src/tenuto/concurrency/deadlines.py", "--tests", "tests/unit/repo/test_deadlines.py"]
     done = mutation_run(tmp_path / "result.json", *scope, "--sample", "3", "--seed", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "result.json").read_text())

@@ -22,7 +22,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fenced_training import Model, Told, Words, assert_images_are_right, committed, loss_of, owned, train
+from support.fenced_training import Model, Told, Words, assert_images_are_right, committed, loss_of, owned, train
 from tenuto.integrations.torch import device
 from tenuto.state import update_barrier
 from tenuto.state.update_barrier import PROBATION

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from fenced_training import Told, owned, train
-from memory_training import shared_memory
 from property.test_fenced_images import GROWING, SCALED, STEPS, TIED, Training, in_a_new_place, trainings
+from support.fenced_training import Told, owned, train
+from support.memory_training import shared_memory
 from tenuto import every
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.events import SavedToMemory

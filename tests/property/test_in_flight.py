@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tenuto
-from held_store import held
+from support.held_store import held
 from tenuto import keep, on
 from tenuto.engine.staging.budget import WINDOW_UNIT
 from tenuto.errors import StoreError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sharded_layouts import Array, Layout, arrays, counts, layouts, leaf_lists
+from support.sharded_layouts import Array, Layout, arrays, counts, layouts, leaf_lists
 from tenuto.errors import ShardMismatch
 from tenuto.model.box import Box
 from tenuto.sharding.coverage import check_coverage

@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 
+from support.saves_of_ranks import save_jointly
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.model.ids import CheckpointId
@@ -27,7 +28,6 @@ from tenuto.repo.repository import Repo
 from tenuto.state.encode.flattener import flatten
 from tenuto.store.local.store import LocalStore
 from tenuto.store.registry import open_store
-from tests.joint_saves import save_jointly
 
 PLACE = "/data"
 """What the directory that holds everything is called in all that is shown, so that its length moves no line."""

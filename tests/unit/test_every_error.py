@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.tiny_training import Gate, flip, flip_leaf, state
 from tenuto import errors, every, keep
 from tenuto.model import canonical_json
 from tenuto.ranks.agreement import Agreement
@@ -31,7 +32,6 @@ from tenuto.store.contract import Bytes, Store
 from tenuto.store.local.store import LocalStore
 from tenuto.store.local.syscalls import OperatingSystem
 from tenuto.store.registry import open_store
-from tiny_training import Gate, flip, flip_leaf, state
 
 Raising = Callable[[Path, pytest.MonkeyPatch], object]
 CASES: dict[str, tuple[Raising, str, str]] = {}
@@ -296,7 +296,7 @@ def a_save_that_fails(place: Path, patch: pytest.MonkeyPatch) -> object:
 def a_fenced_save_that_something_writes_into(place: Path, patch: pytest.MonkeyPatch) -> object:
     import torch
 
-    from fenced_training import Model, Told, spying, stepping
+    from support.fenced_training import Model, Told, spying, stepping
     from tenuto.integrations.torch.device import HostCopies
 
     model = Model()

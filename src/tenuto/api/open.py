@@ -142,7 +142,7 @@ class Leaf:
                 hint="torch() or [...] gives a tensor; torch().float().numpy() an array",
             )
         try:
-            adapter = frameworks.home(framework)
+            adapter = frameworks.adapter_of(framework)
         except ImportError:
             raise MissingExtra(
                 f"{self.path} is {self.dtype}, which only torch has" if row.numpy is None else "torch is not installed",
@@ -161,7 +161,7 @@ class Leaf:
 
 def _has_torch() -> bool:
     try:
-        frameworks.home("torch")
+        frameworks.adapter_of("torch")
     except ImportError:
         return False
     return True

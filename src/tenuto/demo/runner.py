@@ -260,11 +260,11 @@ def load_framework() -> None:
         from tenuto.demo import train_gpt
         from tenuto.integrations.torch import certificate, rng
         from tenuto.integrations.torch.data import loaders
-        from tenuto.state.frameworks import home
+        from tenuto.state.frameworks import adapter_of
         from tenuto.training import checkpointer
     except ModuleNotFoundError as error:
         raise MissingExtra(f"the demo trains with torch: {error}", hint=install("torch")) from error
-    assert all((torch._dynamo, checkpointer, train_gpt, certificate, loaders, rng, home("torch")))
+    assert all((torch._dynamo, checkpointer, train_gpt, certificate, loaders, rng, adapter_of("torch")))
 
 
 def copy_seconds(nbytes: int, repeats: int = 30) -> float:

@@ -1,6 +1,10 @@
-"""Finds the representation of a value: the adapter of its framework, by the module of its type, or a registered type.
+"""The registry of frameworks, and what else represents a value: a type that a user has registered.
 
-Adapters are imported when a value of their framework appears, by a name listed here and in no checkpoint.
+A framework is one declaration: which module of its integration represents values, positions loaders, captures random
+generators, guards updates, and knows what makes a resume inexact. Nothing of an integration is imported before the
+program has imported the framework itself, and no checkpoint names a module of ours. Another package declares a
+framework with an entry point in the group `tenuto.frameworks`, whose name is the framework's top-level module and whose
+value is a `Framework`; `tenuto.testing.adapter_suite` says what an integration has to keep.
 """
 
 from __future__ import annotations
@@ -9,9 +13,10 @@ import dataclasses
 import enum
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from tenuto.errors import UsageError
 from tenuto.model.leaf import LeafSpec
@@ -111,55 +116,155 @@ class Adapter(Protocol):
         ...
 
 
-_HOMES: Final = {"torch": "tenuto.integrations.torch.adapter", "numpy": "tenuto.state.numpy_arrays"}
-KIND_HOMES: Final = {
-    "module": "torch",
-    "optimizer": "torch",
-    "sparse": "torch",
-    "subclass": "torch",
-    "generator": "torch",
-    "torch.size": "torch",
-    "torch.dtype": "torch",
-    "torch.device": "torch",
-    "nprandom": "numpy",
-}
+GROUP: Final = "tenuto.frameworks"
 
-_GATES: Final = {"torch": "tenuto.integrations.torch.fence"}
-"""The modules that know which leaves the optimizers of a framework own."""
 
-_adapters: dict[str, Adapter] = {}
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """A framework, and the modules of its integration. Every module but the adapter's is an optional ability.
+
+    name: the framework's top-level module.
+    adapter: the module whose `adapter` represents values of the framework (`tenuto.state.frameworks.Adapter`).
+    kinds: the kinds of nodes that only this framework has, which its adapter makes anew where a target lacks them.
+    rng: the module whose `capture`, `apply` and `derived` know the framework's global random generators.
+    positions: the module whose `attach` knows the framework's data loaders.
+    loaders: top-level modules besides `name` whose loaders `positions` knows.
+    certificate: the module whose `findings` says what makes a resume inexact.
+    gate: the module whose `gate` guards the updates of optimizers, for fenced captures.
+    """
+
+    name: str
+    adapter: str
+    kinds: frozenset[str] = frozenset()
+    rng: str = ""
+    positions: str = ""
+    loaders: frozenset[str] = frozenset()
+    certificate: str = ""
+    gate: str = ""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the program has imported the framework."""
+        return sys.modules.get(self.name) is not None
+
+    def ability(self, name: str) -> Any:
+        """Returns the module of one ability, such as "rng"; None where the framework has none of the kind."""
+        module: str = getattr(self, name)
+        return importlib.import_module(module) if module else None
+
+
+_TORCH: Final = "tenuto.integrations.torch"
+BUILT_IN: Final = (
+    Framework("numpy", adapter="tenuto.state.numpy_arrays", kinds=frozenset({"nprandom"})),
+    Framework(
+        "torch",
+        adapter=f"{_TORCH}.adapter",
+        kinds=frozenset(
+            {"module", "optimizer", "sparse", "subclass", "generator", "torch.size", "torch.dtype", "torch.device"}
+        ),
+        rng=f"{_TORCH}.rng",
+        positions=f"{_TORCH}.data.loaders",
+        loaders=frozenset({"torchdata"}),
+        certificate=f"{_TORCH}.certificate",
+        gate=f"{_TORCH}.fence",
+    ),
+)
+_BUILT_IN_NAMES: Final = frozenset(framework.name for framework in BUILT_IN)
+
 _by_type: dict[type, Adapter | None] = {}
 
 
-def home(name: str) -> Adapter:
-    """Returns the adapter of a framework. Raises ImportError if the framework is not installed."""
-    found = _adapters.get(name)
-    if found is None:
-        found = _adapters[name] = importlib.import_module(_HOMES[name]).adapter
+@cache
+def declared() -> dict[str, Framework]:
+    """Returns every framework by its name: the built-in ones, and those of installed packages."""
+    from importlib.metadata import entry_points  # slow to import
+
+    found = {framework.name: framework for framework in BUILT_IN}
+    for point in entry_points(group=GROUP):
+        if point.name not in _BUILT_IN_NAMES:
+            found[point.name] = cast(Framework, point.load())
     return found
 
 
-def gate(state: Any, report: Callable[[str], None]) -> UpdateGate | None:
-    """Returns the guard of the updates of the optimizers in `state`; None unless a framework that has any is loaded."""
-    for name, module in _GATES.items():
-        if name in sys.modules:
-            found: UpdateGate = importlib.import_module(module).gate(state, report)
-            return found
-    return None
+def loaded(ability: str) -> Iterator[tuple[Framework, Any]]:
+    """Yields the frameworks that the program has imported and that have the ability, each with its module."""
+    for framework in declared().values():
+        if framework.loaded and (module := framework.ability(ability)) is not None:
+            yield framework, module
+
+
+def named(name: str) -> Framework | None:
+    """Returns the framework of a top-level module; None where nobody declares it.
+
+    Entry points are looked up only for modules that are neither built in nor Python's own.
+    """
+    for framework in BUILT_IN:
+        if framework.name == name:
+            return framework
+    if name in sys.stdlib_module_names or name in ("__main__", "tenuto"):
+        return None
+    return declared().get(name)
+
+
+@cache
+def adapter_of(name: str) -> Adapter:
+    """Returns the adapter of a declared framework. Raises ImportError where the framework is not installed."""
+    framework = named(name)
+    assert framework is not None, f"{name} is declared"
+    return cast(Adapter, framework.ability("adapter").adapter)
 
 
 def adapter_for(kind: type) -> Adapter | None:
-    """Returns the adapter for values of this type, if any."""
+    """Returns the adapter that represents values of this type, or None."""
     try:
         return _by_type[kind]
     except KeyError:
         found: Adapter | None = None
         for name in dict.fromkeys(base.__module__.partition(".")[0] for base in kind.__mro__):
-            if name in _HOMES and (candidate := home(name)).claims(kind):
+            if named(name) is not None and (candidate := adapter_of(name)).claims(kind):
                 found = candidate
                 break
         _by_type[kind] = found
         return found
+
+
+def has_kind(kind: str) -> bool:
+    """Returns whether nodes of this kind belong to one framework alone."""
+    return _of_kind(kind) is not None
+
+
+def adapter_of_kind(kind: str) -> Adapter:
+    """Returns the adapter of the framework that alone has nodes of this kind.
+
+    Raises ImportError where the framework is not installed.
+    """
+    framework = _of_kind(kind)
+    assert framework is not None, f"some framework has the kind {kind}"
+    return adapter_of(framework.name)
+
+
+def _of_kind(kind: str) -> Framework | None:
+    for frameworks in (BUILT_IN, declared().values()):
+        for framework in frameworks:
+            if kind in framework.kinds:
+                return framework
+    return None
+
+
+def positions_of(top_level: str) -> Any:
+    """Returns the module whose `attach` knows loaders of a top-level module; None where nobody does."""
+    for framework in BUILT_IN:
+        if top_level in (framework.name, *framework.loaders) and framework.positions:
+            return framework.ability("positions")
+    framework_of = named(top_level)
+    return framework_of.ability("positions") if framework_of is not None else None
+
+
+def gate(state: Any, warn: Callable[[str], None]) -> UpdateGate | None:
+    """Returns what guards the updates of the optimizers in `state`; None while no framework that has any is loaded."""
+    for _, module in loaded("gate"):
+        return cast(UpdateGate, module.gate(state, warn))
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
 from tenuto.state.contract import Flattened
 from tenuto.state.encode.flattener import Flattener
+from tenuto.state.frameworks import loaded
 from tenuto.state.position.positions import DataPosition
 from tenuto.state.position.training_position import TrainingPosition
 from tenuto.state.tree import PRIVATE, items
@@ -103,7 +103,6 @@ def _same(few: Any, now: Any) -> bool:
 # Its words are for a person. Nothing is decided by it, and it holds no names of users, no paths and no environment
 # variables.
 
-FRAMEWORKS: Final[Mapping[str, str]] = {"torch": "tenuto.integrations.torch.certificate"}
 NOT_COVERED: Final = (
     "gradients and autograd graphs",
     "train or eval mode of modules",
@@ -131,11 +130,7 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict
     seen from here. covers, leaves_out: what is in the checkpoint, and what never is. settings, versions, code: what ran
     (code: git commit and whether tracked files differ from it; None outside a repository).
     """
-    found = [
-        importlib.import_module(module).findings(state)
-        for name, module in FRAMEWORKS.items()
-        if sys.modules.get(name) is not None
-    ]
+    found = [module.findings(state) for _, module in loaded("certificate")]
     reasons = [reason for one in found for reason in one.reasons]
     caveats = [caveat for one in found for caveat in one.caveats]
     if position is None:
@@ -143,7 +138,7 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict
     else:
         reasons += position.reasons
         caveats += position.caveats
-    frameworks = [name for name in FRAMEWORKS if sys.modules.get(name) is not None]
+    generators = ["python", "numpy", *(framework.name for framework, _ in loaded("rng"))]
     versions: dict[str, Any] = {"tenuto": __version__, "python": platform.python_version(), "numpy": np.__version__}
     settings: dict[str, Any] = {}
     for one in found:
@@ -156,7 +151,7 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict
         "covers": [
             *(str(name) for name in state),
             "step and epoch",
-            *(f"random generators of {name}" for name in ("python", "numpy", *frameworks)),
+            *(f"random generators of {name}" for name in generators),
             *(["position in the data"] if position is not None and position.exact else []),
         ],
         "leaves_out": list(NOT_COVERED),

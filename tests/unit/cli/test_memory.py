@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from memory_ranks import Ends
-from memory_ranks import live as live_ranks
-from memory_training import live, shared_memory
+from support.memory_ranks import Ends
+from support.memory_ranks import live as live_ranks
+from support.memory_training import live, shared_memory
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store

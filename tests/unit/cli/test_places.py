@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tenuto
-from tests.astray import damage
+from support.broken_places import damage
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

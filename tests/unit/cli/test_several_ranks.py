@@ -12,10 +12,10 @@ import torch
 from safetensors.numpy import load_file
 
 import tenuto
+from support.saves_of_ranks import save_jointly, whole
 from tenuto.errors import StateError
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
-from tests.joint_saves import save_jointly, whole
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interpreter_lock import lets_others_run
+from support.interpreter_lock import lets_others_run
 from tenuto.codec.digest import check_chunks, chunk_count, chunk_starts, digest, digest_chunks, digest_rows
 
 BYTES = np.random.default_rng(7).integers(0, 256, 5000, dtype=np.uint8)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from memory_training import live, shared_memory
+from support.memory_training import live, shared_memory
 from tenuto.engine.memory_tier import slot_file
 from tenuto.engine.memory_tier.listing import dead_images, kept_by_others
 from tenuto.engine.staging import arena, slots

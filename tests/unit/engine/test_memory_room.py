@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tenuto
-from memory_training import live, shared_memory
+from support.memory_training import live, shared_memory
 from tenuto import every
 from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.staging import arena
@@ -322,7 +322,7 @@ def test_more_saves_in_flight_take_no_image_of_another_run(tmp_path, root, monke
 
 
 def test_memory_that_is_turned_off_while_it_is_written_from_is_given_back_after_it(tmp_path, root, monkeypatch):
-    from held_store import held
+    from support.held_store import held
 
     store, told = held(tmp_path / "ckpts", 1), Told()
     state = {"w": np.zeros(MIB // 4, np.float32)}

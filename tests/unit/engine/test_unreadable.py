@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.rank_threads import together
 from tenuto.errors import CorruptionError, NothingRestorable, StoreDenied, StoreError
 from tenuto.maintenance.retention import preview
 from tenuto.model.ids import CheckpointId
@@ -19,7 +20,6 @@ from tenuto.repo.repository import Repo
 from tenuto.store.local.store import LocalStore
 from tenuto.store.local.syscalls import OperatingSystem
 from tenuto.store.wrappers.retry import RetryingStore
-from tests.joint_ranks import together
 
 PARTS = ["manifest.json", "rank-00000.index", "rank-00000.safetensors"]
 

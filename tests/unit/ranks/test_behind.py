@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from support.rank_threads import on_ranks
 from tenuto.engine.group.group import RankGroup
 from tenuto.events import Emitter, RanksBehind
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.session import Session
 from tenuto.telemetry.progress import ProgressBar
-from tests.joint_ranks import on_ranks
 
 
 def test_the_coordinator_tells_whom_it_waits_for_and_what_they_do(monkeypatch: Any) -> None:

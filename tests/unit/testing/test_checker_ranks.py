@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from support.saves_of_ranks import save_jointly, whole
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.repository import Repo
 from tenuto.store.memory import MemoryStore
 from tenuto.testing.checker import check_checkpoint
 from tenuto.testing.expectations import Saved
-from tests.joint_saves import save_jointly, whole
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def free_space(store: Store) -> tuple[str, int | None]:
 
 
 def mark_damaged(store: Store, name: str) -> bool:
-    """As `ReplicatedStore.turn_away`; a plain store has one copy."""
+    """As `ReplicatedStore.mark_damaged`; a plain store has one copy."""
     return isinstance(store, ReplicatedStore) and store.mark_damaged(name)
 
 

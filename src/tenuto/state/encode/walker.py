@@ -450,7 +450,7 @@ class StateWalker(LeafRecorder):
     def long_bytes(self, value: bytes | bytearray, path: str) -> Json:
         if self._inline:
             return encode_bytes(value)
-        return self._foreign(value, type(value), path, frameworks.home("numpy").encode)
+        return self._foreign(value, type(value), path, frameworks.adapter_of("numpy").encode)
 
     def _foreign(self, value: Any, kind: type, path: str, encode: frameworks.Encode) -> Json:
         if self._replaying:

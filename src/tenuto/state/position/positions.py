@@ -11,7 +11,6 @@ value's type and loaded only then.
 from __future__ import annotations
 
 import copy
-import importlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,13 +18,8 @@ from itertools import islice
 from typing import Any, Final, Protocol, cast
 
 from tenuto.errors import StateMismatch, UsageError
+from tenuto.state.frameworks import positions_of
 from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
-
-POSITIONS: Final[Mapping[str, str]] = {
-    "torch": "tenuto.integrations.torch.data.loaders",
-    "torchdata": "tenuto.integrations.torch.data.loaders",
-}
-"""Top-level module of a type, or of one of its bases -> the module whose `attach` knows such loaders."""
 
 
 class DataPosition(Protocol):
@@ -97,9 +91,9 @@ def attach(data: Any) -> DataPosition:
     """Returns the position of `data`: a torch or torchdata loader, anything with `state_dict` and `load_state_dict`, a
     sequence of batches, or any other iterable."""
     for base in type(data).__mro__:
-        module = POSITIONS.get(base.__module__.partition(".")[0])
+        module = positions_of(base.__module__.partition(".")[0])
         if module is not None:
-            found = importlib.import_module(module).attach(data)
+            found = module.attach(data)
             if found is not None:
                 return cast(DataPosition, found)
     return attach_plain(data)

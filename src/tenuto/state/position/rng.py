@@ -5,19 +5,18 @@ Capturing never imports a framework: only those the program has imported are ask
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from tenuto.errors import StateMismatch
+from tenuto.state.frameworks import loaded, named
 from tenuto.state.numpy_generators import check_generator
 
-FRAMEWORKS: Final[Mapping[str, str]] = {"torch": "tenuto.integrations.torch.rng"}
-"""A framework's module -> the module whose `capture` and `apply` handle its generators."""
+PLAIN: Final = ("python", "numpy")
+"""The generators that every program has."""
 
 
 def capture(*, frameworks: bool = True) -> dict[str, Any]:
@@ -33,9 +32,7 @@ def capture(*, frameworks: bool = True) -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
     }
     if frameworks:
-        for name, module in FRAMEWORKS.items():
-            if sys.modules.get(name) is not None:
-                out[name] = importlib.import_module(module).capture()
+        out.update((framework.name, module.capture()) for framework, module in loaded("rng"))
     return out
 
 
@@ -47,11 +44,10 @@ def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
         _apply_python(state["python"])
     if "numpy" in state:
         _apply_numpy(state["numpy"])
-    for name, module in FRAMEWORKS.items():
-        if name not in state:
-            continue
-        if sys.modules.get(name) is not None:
-            notes.extend(importlib.import_module(module).apply(state[name]))
+    for name in (name for name in state if name not in PLAIN):
+        framework = named(name)
+        if framework is not None and framework.loaded and framework.rng:
+            notes.extend(framework.ability("rng").apply(state[name]))
         else:
             notes.append(
                 f"the checkpoint holds random number generators of {name}, which this program has not imported"

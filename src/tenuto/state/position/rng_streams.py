@@ -7,15 +7,14 @@ of ranks. The others belong to their rank: a new rank gets its own stream, deriv
 from __future__ import annotations
 
 import hashlib
-import importlib
 import random
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from tenuto.state.position.rng import FRAMEWORKS
+from tenuto.state.frameworks import named
+from tenuto.state.position.rng import PLAIN
 
 MT19937: Final = "MT19937"
 
@@ -55,7 +54,7 @@ def of_new_rank(captured: Mapping[str, Any], alike: Collection[str], rank: int) 
 
 def _each(captured: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for kind, state in captured.items():
-        if kind in FRAMEWORKS:
+        if kind not in PLAIN:
             yield from ((f"{kind}/{part}", inner) for part, inner in state.items())
         else:
             yield kind, state
@@ -81,9 +80,10 @@ def _derived(kind: str, part: str, state: Any, seed: int) -> Any:
         if state.get("bit_generator") != MT19937:
             return None
         return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed))).get_state(legacy=False)
-    if sys.modules.get(kind) is None:
+    framework = named(kind)
+    if framework is None or not framework.loaded or not framework.rng:
         return None
-    return importlib.import_module(FRAMEWORKS[kind]).derived(part, state, seed)
+    return framework.ability("rng").derived(part, state, seed)
 
 
 def _spelled(value: Any) -> Iterator[bytes]:

@@ -113,11 +113,11 @@ def _build(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
     builder = _BUILDERS.get(kind)
     if builder is not None:
         return builder(plan, node, like, path, keep)
-    if kind in frameworks.KIND_HOMES:
-        return _foreign(plan, node, kind, path)
     if kind == "" or kind in DECODERS:
         done = decode_atom(node, path)
         return lambda: done
+    if frameworks.has_kind(kind):
+        return _foreign(plan, node, kind, path)
     raise CorruptionError(
         f"{path or ROOT}: {kind!r} is no kind of value that is known here",
         subject=path,
@@ -127,7 +127,7 @@ def _build(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
 
 def _foreign(plan: Restorer, node: Json, kind: str, path: str) -> Thunk:
     try:
-        adapter = frameworks.home(frameworks.KIND_HOMES[kind])
+        adapter = frameworks.adapter_of_kind(kind)
     except ImportError:
         if kind in ("module", "optimizer"):
             return plan.rebuild({"!": "dict", "i": node["i"]} if kind == "module" else node["v"], path)

@@ -362,12 +362,12 @@ class Restorer:
         name = node.get("as")
         if name == "torch":
             try:
-                return frameworks.home("torch"), "torch"
+                return frameworks.adapter_of("torch"), "torch"
             except ImportError:
-                return frameworks.home("numpy"), "numpy"
+                return frameworks.adapter_of("numpy"), "numpy"
         if name not in ("numpy", "bytes"):
             raise CorruptionError(f"{path}: a leaf of {name!r} is not known here", subject=path)
-        return frameworks.home("numpy"), "numpy"
+        return frameworks.adapter_of("numpy"), "numpy"
 
     # -- end
 

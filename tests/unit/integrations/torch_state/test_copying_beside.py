@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from interpreter_lock import lets_others_run
+from support.interpreter_lock import lets_others_run
 from tenuto.integrations.torch.device import AcceleratorBound, TorchBound, TorchDevice
 from tenuto.model.leaf import LeafSpec
 

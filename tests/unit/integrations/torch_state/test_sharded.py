@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import sharded_forks
 import tenuto
-from factored import Factored
+from support import sharded_forks
+from support.factored_optimizer import Factored
 from tenuto.errors import StateError, StateMismatch, Unserialisable, UsageError
 from tenuto.integrations.torch import modules
 from tenuto.integrations.torch.meshes import _spans

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import forked
-import sharded_program
-import sharded_saves
+from support import forked_processes as forked
+from support import sharded_program, sharded_saves
 
 PROGRAM = Path(sharded_saves.__file__)
 """It has the checks of `sharded_program`, and those of whole saves."""

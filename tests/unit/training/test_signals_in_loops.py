@@ -1,0 +1,271 @@
+"""Signals that come where a loop is between two steps: nothing that was trained is lost, and nothing passed over."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tenuto
+from support.tiny_training import state, steps_of, train
+from tenuto import on
+from tenuto.policy.save import Moment, SaveHistory, SavePolicy
+from tenuto.training import exit_status
+from tenuto.training.preemption import Preempted
+
+
+@pytest.fixture(autouse=True)
+def _leaving_does_not_end_the_test_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exit_status._ending, "code", 0)
+
+
+def ask() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+class Batches(list[int]):
+    """Asks this process to leave while batch `at` is awaited."""
+
+    at = -1
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(len(self)):
+            if number == self.at:
+                ask()
+            yield number
+
+
+class Stream:
+    """Batches without a length, from where its own state says. Asks to leave when it is at its end, where `asks`."""
+
+    def __init__(self, *, asks: bool = False) -> None:
+        self.next = 0
+        self.asks = asks
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < 4:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+        if self.asks:
+            ask()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Asking(SavePolicy):
+    """Asks this process to leave when it is asked about step `at`, too late for that to be noticed there."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def wants(self, now: Moment, history: SaveHistory) -> str | None:
+        if now.step == self.at and now.signal is None:
+            ask()
+        return None
+
+
+Seen = list[tuple[int, int]]
+
+
+def epochs(
+    place: Path, data: Any, *, save: SavePolicy | None = None, after: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Any], Seen]:
+    """Two epochs, and what was trained on; `after` runs where an evaluation would."""
+    one, seen = state(), Seen()
+    try:
+        with tenuto.Checkpointer(place, one, data=data, save=save or on.signal()) as ckpt:
+            for epoch in ckpt.epochs(2):
+                for batch in ckpt.batches:
+                    train(one, batch)
+                    seen.append((epoch, batch))
+                after()
+    except Preempted:
+        pass
+    return one, seen
+
+
+def everything(batches: int) -> Seen:
+    return [(epoch, batch) for epoch in range(2) for batch in range(batches)]
+
+
+@pytest.mark.parametrize("at", [0, 2, 5])
+def test_a_signal_while_a_batch_is_awaited_is_acted_upon_after_the_step_with_it(place: Path, at: int) -> None:
+    data = Batches(range(6))
+    data.at = at
+    one, seen = epochs(place, data)
+    assert seen == everything(6)[: at + 1]
+    assert steps_of(place) == [at + 1] and one["n"] == at + 1
+    resumed, rest = epochs(place, Batches(range(6)))
+    assert seen + rest == everything(6) and resumed["n"] == 12
+
+
+def test_a_signal_while_the_end_of_the_data_is_awaited_saves_the_last_step(place: Path) -> None:
+    one, seen = epochs(place, Stream(asks=True))
+    assert seen == everything(4)[:4]
+    assert steps_of(place) == [4] and tenuto.load(place).state["n"] == one["n"] == 4
+
+
+def test_a_signal_in_the_evaluation_after_data_without_a_length_saves_the_last_step(place: Path) -> None:
+    _, seen = epochs(place, Stream(), after=ask)
+    assert seen == everything(4)[:4]
+    assert steps_of(place) == [4] and tenuto.load(place).state["n"] == 4
+
+
+def draw() -> None:
+    """What an evaluation does: iterating a loader of torch's draws from its global generator."""
+    torch.rand(())
+    np.random.random()
+
+
+def test_a_signal_in_an_evaluation_that_draws_saves_the_last_step_as_it_was(place: Path, tmp_path: Path) -> None:
+    np.random.seed(0)
+    expected, _ = epochs(tmp_path / "whole", Batches(range(4)), after=draw)
+    np.random.seed(0)
+    epochs(place, Batches(range(4)), after=lambda: (draw(), ask()))
+    assert steps_of(place) == [4]
+    np.random.seed(99)
+    resumed, seen = epochs(place, Batches(range(4)), after=draw)
+    assert seen == everything(4)[4:] and resumed["n"] == 8
+    assert np.array_equal(resumed["w"], expected["w"])
+
+
+def test_a_signal_after_the_position_in_the_data_has_moved_on_saves_nothing(place: Path) -> None:
+    data = Stream()
+    epochs(place, data, after=lambda: (data.load_state_dict({"next": 3}), ask()))
+    assert steps_of(place) == []
+
+
+def model() -> dict[str, Any]:
+    return {"model": torch.nn.Linear(50, 50), "steps": 0}
+
+
+def grow(one: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for parameter in one["model"].parameters():
+            parameter.add_(1)
+    one["steps"] += 1
+
+
+def swap(one: dict[str, Any]) -> None:
+    """Averaged weights come in, by what torch does not count."""
+    for parameter in one["model"].parameters():
+        parameter.data.copy_(parameter.data / 2)
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_a_signal_while_averaged_weights_are_swapped_in_does_not_save_them(place: Path, swapped: bool) -> None:
+    one = model()
+    with pytest.raises(Preempted), tenuto.Checkpointer(place, one, data=[1, 2], save=on.signal()) as ckpt:
+        for _ in ckpt.epochs(2):
+            for _ in ckpt.batches:
+                grow(one)
+            if swapped:
+                swap(one)
+            ask()
+    assert steps_of(place) == ([] if swapped else [2])
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_a_metric_that_comes_while_averaged_weights_are_swapped_in_does_not_save_them(
+    place: Path, swapped: bool
+) -> None:
+    one = model()
+    with tenuto.Checkpointer(place, one, save=on.improve("val_loss")) as ckpt:
+        ckpt.restore()
+        grow(one)
+        ckpt.step_done()
+        if swapped:
+            swap(one)
+            with pytest.warns(RuntimeWarning, match="step 1 is not saved, though"):
+                ckpt.log(val_loss=0.5)
+            grow(one)
+            ckpt.step_done()
+        else:
+            ckpt.log(val_loss=0.5)
+    assert steps_of(place) == ([] if swapped else [1])
+
+
+def test_a_signal_in_an_epoch_that_takes_its_batches_elsewhere_saves_it_at_its_end(place: Path) -> None:
+    one = state()
+    with pytest.raises(Preempted), tenuto.Checkpointer(place, one, save=on.signal()) as ckpt:
+        for epoch in ckpt.epochs(5):
+            one["w"] += 1
+            if epoch == 2:
+                ask()
+            one["n"] += 1
+    saved = tenuto.load(place)
+    assert saved.step == saved.state["n"] == saved.state["w"][0] == 3
+
+
+def test_a_training_that_is_over_does_not_leave_in_the_middle_of_anothers_step(place: Path, tmp_path: Path) -> None:
+    one, save = state(), on.end() | on.signal()
+    with pytest.raises(Preempted), tenuto.Checkpointer(tmp_path / "outer", state(), save=save) as outer:
+        list(outer.steps(1))
+        with tenuto.Checkpointer(place, one, save=save) as inner:
+            for step in inner.steps(5):
+                one["w"] += 1
+                if step == 2:
+                    ask()
+                one["n"] += 1
+    saved = tenuto.load(place)
+    assert saved.step == saved.state["n"] == saved.state["w"][0] == 3
+    assert steps_of(tmp_path / "outer") == [1]
+
+
+def test_a_signal_that_comes_while_a_step_is_completed_awaits_no_other_batch(place: Path) -> None:
+    data = Batches(range(6))
+    _, seen = epochs(place, data, save=Asking(3) | on.signal())
+    assert seen == everything(6)[:3]
+    assert steps_of(place) == [3] and tenuto.load(place).state["n"] == 3
+
+
+def test_one_that_comes_while_a_counted_step_is_completed_saves_that_one(place: Path) -> None:
+    one = state()
+    with (
+        pytest.raises(Preempted),
+        tenuto.Checkpointer(place, one, save=Asking(3) | on.signal()) as ckpt,
+    ):
+        for _ in ckpt.steps(9):
+            train(one)
+    assert steps_of(place) == [3] and tenuto.load(place).state["n"] == 3
+
+
+def own_loop(place: Path, steps: int, at: int) -> dict[str, Any]:
+    """A loop that somebody else owns. The signal comes in the body of its step `at`, between two changes."""
+    one = state()
+    with tenuto.Checkpointer(place, one, save=on.signal()) as ckpt:
+        ckpt.restore()
+        for step in range(steps):
+            one["w"] += 1
+            if step == at:
+                ask()
+            one["n"] += 1
+            ckpt.step_done()
+        if at == steps:
+            ask()
+    raise AssertionError("nobody left")
+
+
+def test_a_signal_in_a_loop_of_ones_own_finishes_the_step(place: Path) -> None:
+    with pytest.raises(Preempted):
+        own_loop(place, 5, 2)
+    saved = tenuto.load(place)
+    assert saved.step == saved.state["n"] == saved.state["w"][0] == 3
+
+
+def test_one_behind_the_last_step_of_a_loop_of_ones_own_saves_that_step(place: Path) -> None:
+    with pytest.raises(Preempted):
+        own_loop(place, 5, 5)
+    saved = tenuto.load(place)
+    assert saved.step == saved.state["n"] == 5
