@@ -139,7 +139,7 @@ class Some:
         self.home = self.all[0]
         self.told: list[str] = []
         self.places = ReplicatedStore(
-            self.home, self.all[1:count] if apart else self.all[:count], copies, beside=self.all[count:]
+            self.home, self.all[1:count] if apart else self.all[:count], copies, found_members=self.all[count:]
         )
         self.places.report = self.told.append
 

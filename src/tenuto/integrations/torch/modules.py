@@ -232,7 +232,7 @@ def entries(module: nn.Module, path: str) -> tuple[list[ModuleEntry], Mapping[st
     if is_plain(module):
         metadata = {place.canonical.rstrip("."): {"version": place.module._version} for place in places(module)}
         return [
-            ModuleEntry(raw, name, tensor, True) for raw, name, tensor, kept in own_tensors(module) if kept
+            ModuleEntry(raw, name, tensor, True) for raw, name, tensor, persistent in own_tensors(module) if persistent
         ], metadata
     return _from_state_dict(module, path)
 
@@ -246,8 +246,8 @@ def _from_state_dict(module: nn.Module, path: str) -> tuple[list[ModuleEntry], M
     if not isinstance(state, Mapping):
         raise StateError(f"{path or ROOT}: state_dict() of {type_name(type(module))} is no mapping", subject=path)
     by_raw, by_name = {}, {}
-    for raw, name, tensor, kept in own_tensors(module):
-        if kept:
+    for raw, name, tensor, persistent in own_tensors(module):
+        if persistent:
             by_raw[raw], by_name[name] = (name, tensor), tensor
     prefixes = sorted(((place.raw, place.canonical) for place in places(module)), key=lambda pair: -len(pair[0]))
     found: list[ModuleEntry] = []

@@ -14,7 +14,7 @@ from tenuto.errors import StateError
 from tenuto.integrations.torch import tensors
 from tenuto.integrations.torch.device import TORCH_DTYPES
 from tenuto.integrations.torch.meshes import alone, is_dtensor, layout_of, local_of, local_part
-from tenuto.integrations.torch.tensors import Look, form_of, geometry, look
+from tenuto.integrations.torch.tensors import Signature, form_of, geometry, signature_of
 from tenuto.model.box import Box
 from tenuto.model.paths import join
 from tenuto.model.records import Json
@@ -122,13 +122,13 @@ def _encode(
     return node, refresh
 
 
-def seen_as(tensor: torch.Tensor, local: torch.Tensor) -> Look:
-    """Returns the look of the local tensor, with the role of the tensor around it."""
-    found = look(local)
-    return found if tensor is local else (*found[:4], tensor.requires_grad, *found[5:7], look_role(tensor))
+def seen_as(tensor: torch.Tensor, local: torch.Tensor) -> Signature:
+    """Returns the signature of the local tensor, with the role of the tensor around it."""
+    found = signature_of(local)
+    return found if tensor is local else (*found[:4], tensor.requires_grad, *found[5:7], role_of(tensor))
 
 
-def look_role(tensor: torch.Tensor) -> str:
+def role_of(tensor: torch.Tensor) -> str:
     return "param" if isinstance(tensor, torch.nn.Parameter) else ""
 
 

@@ -24,9 +24,9 @@ _PART_BYTES: Final = 1 << 20
 """The store's server closes a connection that sends much more than 8 MiB at once."""
 _WHOLE, _PARTS = b"\x00", b"\x01"
 _ABSENT_S: Final = 5.0
-"""How long the store itself waits for a key that was deleted between two requests."""
+"""The wait of the store itself for a key that was deleted between two requests."""
 _CONNECT_S: Final = 300
-"""How long a connection may take, as torch's own may: a caller gives up at its own timeout."""
+"""The limit of torch's own for a connection; a caller gives up at its own timeout."""
 
 Result = TypeVar("Result")
 

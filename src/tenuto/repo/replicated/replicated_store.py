@@ -43,7 +43,7 @@ def _warn(message: str) -> None:
 class ReplicatedStore:
     """A Store over `home` and `packs_in`.
 
-    - `beside`: further places of the repository that are found here; read and cleaned up, never written.
+    - `found_members`: further places of the repository that are found here; read and cleaned up, never written.
     - `tell`: called with problems of single places that did not fail the operation.
     - `node`: the name of this node, or empty.
     """
@@ -54,7 +54,7 @@ class ReplicatedStore:
         packs_in: Sequence[Store],
         copies: int,
         *,
-        beside: Sequence[Store] = (),
+        found_members: Sequence[Store] = (),
         per_node: bool = False,
         node: str = "",
         of: str = "",
@@ -69,14 +69,14 @@ class ReplicatedStore:
         self.home = home
         self.packs_in = tuple(packs_in)
         self.copies = copies
-        self.found_members = tuple(beside)
+        self.found_members = tuple(found_members)
         self.node = node
         self.of = of
         self.declared = ReplicationConfig(per_node, copies, len(self.packs_in))
         self.report: Callable[[str], None] = _warn
         self.unreachable: Callable[[], Sequence[UnreachableReplica]] = tuple
         self.mirrors: Sequence[Store] = ()
-        """Those of `beside` that are no node's own."""
+        """Those of `found_members` that are no node's own."""
         self._replicas: dict[int, Replica] = {}
         self._warned = LruCache()
         self._choice = ReplicaChoice()

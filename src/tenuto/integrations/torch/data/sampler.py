@@ -178,8 +178,8 @@ def _mix(seed: int, epoch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OrderBase:
-    """Where these ranks began inside `epoch`, which others had begun: after `used` samples of its order, counted as
-    `batches` of each rank."""
+    """The position inside `epoch` where these ranks took over: after `used` samples of its order, counted as `batches`
+    of each rank."""
 
     epoch: int
     batches: int

@@ -82,9 +82,9 @@ class UnchangedState:
             stays = present if groups[number] is None else self.entries(where, present)
             arguments["param_groups"][number] = {**stays, **options}
             for parameter, theirs, ours in zip(group["params"], present["params"], options["params"], strict=True):
-                kept = self.of(parameter, state.pop(theirs, None))
-                if kept is not None:
-                    arguments["state"][ours] = _merged(called(kept), arguments["state"].get(ours))
+                unchanged = self.of(parameter, state.pop(theirs, None))
+                if unchanged is not None:
+                    arguments["state"][ours] = _merged(called(unchanged), arguments["state"].get(ours))
         arguments["state"] = self.of_no_parameter(state) | arguments["state"]
 
 
@@ -100,11 +100,11 @@ def _constant(value: Any) -> Thunk:
     return lambda: value
 
 
-def _merged(kept: Any, restored: Any) -> Any:
+def _merged(unchanged: Any, restored: Any) -> Any:
     """Merges the unchanged and the restored state of a parameter."""
     if restored is None:
-        return kept
-    return {**kept, **restored} if type(kept) is dict and type(restored) is dict else restored
+        return unchanged
+    return {**unchanged, **restored} if type(unchanged) is dict and type(restored) is dict else restored
 
 
 def _below(path: str, key: Any) -> str:
@@ -187,7 +187,7 @@ class _Plan:
                 where = located(restorer.owner(parameter), optimizer, path, number)
                 self._paths[id(parameter)] = where
                 self._name(parameter, where, group)
-        self._kept = UnchangedState(path, self._paths, restorer.selection)
+        self._unchanged = UnchangedState(path, self._paths, restorer.selection)
         self._groups = self._match_groups()
         self._on_device = {id(group): self._updates_on_device(number) for number, group in
                            enumerate(optimizer.param_groups)}  # fmt: skip
@@ -259,7 +259,7 @@ class _Plan:
                 if self._fits(source):
                     yield source
                 else:
-                    self._kept.leave(source.parameter)
+                    self._unchanged.leave(source.parameter)
 
     def _fits(self, source: _SavedState) -> bool:
         """Returns whether the saved state fits the parameter; reports a mismatch. If one entry does not fit, none is
@@ -389,7 +389,7 @@ class _Plan:
         if kind_of(source.node) not in KEYED:
             return self._value(source, "", source.node, source.path, present)
         now = present if isinstance(present, dict) else {}
-        found = constants(self._kept.entries(source.path, now))
+        found = constants(self._unchanged.entries(source.path, now))
         for key, child in items(source.node):
             where, plain = join(source.path, segment(key)), self._plain_key(key, source.path)
             if self._restorer.takes_some(child, where):
@@ -401,7 +401,9 @@ class _Plan:
         thunks = [(source.parameter, self._entries(source, present.get(source.parameter))) for source in self._states()]
         restored = {id(parameter) for parameter, _ in thunks}
         others = [parameter for parameter, _ in self._by_mark.values() if id(parameter) not in restored]
-        rest = [(one, kept) for one in others if (kept := self._kept.of(one, present.get(one))) is not None]
+        rest = [
+            (one, unchanged) for one in others if (unchanged := self._unchanged.of(one, present.get(one))) is not None
+        ]
         other = self._other()
         options = self._options()
 
@@ -411,7 +413,7 @@ class _Plan:
             state.clear()
             for parameter, entry in [*rest, *thunks]:
                 state[parameter] = _filled(known.get(parameter), entry)
-            state.update(self._kept.of_no_parameter(known) | called(other))
+            state.update(self._unchanged.of_no_parameter(known) | called(other))
             for group, found in options:
                 group.update(called(found))
 
@@ -456,7 +458,7 @@ class _Plan:
             arguments = called(extra)
             arguments["state"] = {number: called(entry) for number, entry in state.items()} | called(other)
             arguments["param_groups"] = [called(options) | {"params": source} for options, source in groups]
-            self._kept.carry_over(arguments, optimizer, self._groups)
+            self._unchanged.carry_over(arguments, optimizer, self._groups)
             values = arguments["state"]
             arguments["state"] = {key: _copied(value) for key, value in values.items()}
             optimizer.load_state_dict(arguments)
