@@ -62,6 +62,7 @@ bench: setup
 	$(BIN)/python benchmarks/p8_memory.py --gib 1
 	$(BIN)/python benchmarks/p9_restart.py --gib 1
 	$(BIN)/python benchmarks/p11_planning.py
+	$(BIN)/python benchmarks/p17_one_off.py --gib 0.5
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
 

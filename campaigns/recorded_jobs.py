@@ -18,7 +18,8 @@ from unittest import mock
 import numpy as np
 
 from campaigns.simulated_processes import Processes, simulated
-from tenuto.codec.digest import chunk_starts, digest_chunks
+from tenuto.codec.chunk_map import chunk_starts
+from tenuto.codec.digest import digest_chunks
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver

@@ -16,9 +16,8 @@ from campaigns import broken_layers as layers
 from campaigns import broken_stores as stores
 from campaigns.scenarios import Seeded
 from campaigns.simulated_processes import replacing
-from tenuto.engine.read.leaf_reader import LeafReader
+from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.errors import AlreadyExists, ObjectNotFound
-from tenuto.maintenance import retention
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Receipt
 from tenuto.policy.keep import KeepPolicy, KeepVerdict
@@ -156,10 +155,7 @@ def _drop_all() -> Iterator[None]:
     def drop(self: Any, facts: Any) -> list[KeepVerdict]:
         return [KeepVerdict(found.id, False, "unwanted") for found in facts]
 
-    with (
-        mock.patch.object(KeepPolicy, "decide", drop),
-        mock.patch.object(retention, "protections", lambda facts: {f.id: [] for f in facts}),
-    ):
+    with mock.patch.object(KeepPolicy, "decide", drop):
         yield
 
 
@@ -278,7 +274,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "digests not checked on read",
         "rotten bytes are restored",
-        patch=lambda: mock.patch.object(LeafReader, "_check", lambda *_: None),
+        patch=lambda: mock.patch.object(ChunkReader, "_check", lambda *_: None),
         scenarios=("several saves",),
     ),
     Bug(

@@ -13,7 +13,6 @@ from campaigns.scenarios import Seeded
 from tenuto.engine.save import saver as engine_save
 from tenuto.engine.save.save_writer import SaveWriter
 from tenuto.errors import TenutoError
-from tenuto.maintenance import retention
 from tenuto.policy.keep import KeepPolicy, KeepVerdict
 from tenuto.repo.ownership import lease
 from tenuto.store.local import os_errors
@@ -108,10 +107,7 @@ def _drop_the_newest() -> Iterator[None]:
         newest = max((found.id for found in facts), default=None)
         return [KeepVerdict(found.id, found.id != newest, "newest") for found in facts]
 
-    with (
-        mock.patch.object(retention, "protections", lambda facts: {found.id: [] for found in facts}),
-        mock.patch("tenuto.policy.keep.Latest.decide", decide),
-    ):
+    with mock.patch("tenuto.policy.keep.Latest.decide", decide):
         yield
 
 

@@ -13,11 +13,11 @@ from campaigns.retention_histories.campaign import run_histories
 from campaigns.simulated_processes import replacing
 from tenuto.maintenance import facts as gathering
 from tenuto.maintenance import gc, remove, retention
-from tenuto.maintenance.census import SaveDirectory
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import keep
 from tenuto.policy.keep import Best, CheckpointFacts, EveryHours, EverySteps, Latest
 from tenuto.repo import lineage
+from tenuto.repo.catalog import Catalog, Look
 from tenuto.repo.format import objects
 from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.repository import Repo
@@ -75,7 +75,7 @@ def _age_by_clock() -> Iterator[None]:
 @contextmanager
 def _no_second_look() -> Iterator[None]:
     """After the tombstones, nobody asks again."""
-    with mock.patch.object(retention, "_still_free", lambda repo, attempt, stones: iter(list(stones))):
+    with mock.patch.object(retention, "_still_free", lambda look, attempt, policy, going: frozenset(going)):
         yield
 
 
@@ -83,9 +83,9 @@ def _no_second_look() -> Iterator[None]:
 def _everything_in_the_directory() -> Iterator[None]:
     original = retention._free
 
-    def free(repo: Repo, save: SaveDirectory, files: list[str]) -> None:
-        original(repo, save, files)
-        repo.store.delete([entry.name for entry in repo.store.walk(save.id.directory)])
+    def free(repo: Repo, id: CheckpointId, files: list[str]) -> None:
+        original(repo, id, files)
+        repo.store.delete([entry.name for entry in repo.store.walk(id.directory)])
 
     with mock.patch.object(retention, "_free", free):
         yield
@@ -165,7 +165,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the first verdict counts",
         "a checkpoint found damaged since counts as verified",
-        _function(remove, "standing_of", _first_verdict),
+        _function(remove, "verification_of", _first_verdict),
     ),
     Bug(
         "damage not known",
@@ -226,6 +226,16 @@ BUGS: tuple[Bug, ...] = (
         _method(
             EveryHours, "span", lambda self, facts: None if facts.created_s is None else int(facts.created_s // 3600)
         ),
+    ),
+    Bug(
+        "old look",
+        "who has come to need it since the last round is not seen",
+        _method(Catalog, "look", lambda self, repo, run: self.remembered(run) or Look(repo, self, run)),
+    ),
+    Bug(
+        "memory believed",
+        "what was whole when it was read, and is damaged by now, stands in for what goes",
+        _method(Look, "is_fresh", lambda self, id: True),
     ),
     Bug("all runs judged", "another run's checkpoints are removed", _all_runs),
 )

@@ -19,6 +19,7 @@ from tenuto.model.canonical_json import tag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import keep
 from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion
+from tenuto.repo.catalog import Catalog
 from tenuto.repo.format import object_names
 from tenuto.repo.lineage import walk
 from tenuto.repo.notes import add_note
@@ -79,6 +80,17 @@ class History:
         self.clock_s = 1.9e9
         self.step = 0
         self.copies = 0
+        self.catalog: Catalog | None = None
+        self.unnoticed = False
+        """Whether a manifest was damaged that the catalog remembers as whole: policies then judge by what it said."""
+        self.processes = random.Random(f"{seed}/processes")
+        self.remembers = self.processes.random() < 0.7
+        self.begin_process()
+
+    def begin_process(self) -> None:
+        """Most histories keep one catalog over its rounds of retention, as a process that trains does."""
+        self.catalog = self.world.repo.observer = Catalog() if self.remembers else None
+        self.unnoticed = False
 
     def run(self) -> None:
         try:
@@ -173,6 +185,12 @@ class History:
         if known is not None and not known.damaged:
             self.world.damage(known.id.manifest)
             known.damaged = True
+            if self.catalog is not None:
+                # A new process reads everything, and so does one whose own commit is damaged at once.
+                if self.processes.random() < 0.2 or known.id in self.catalog._unseen:
+                    self.begin_process()
+                else:
+                    self.unnoticed = True
 
     def refer(self) -> None:
         """Pins, tags or holds; a tag moves. Refused is only what is being removed."""
@@ -245,13 +263,20 @@ class History:
         goes, may_stay = self.let_go(run, judge)
         if superseded:
             goes, self.counts.superseded = set(), self.counts.superseded + 1
-        plan = retention.plan_retention(self.world.repo, attempt, policy)
+        plan = retention.plan_retention(self.world.repo, attempt, policy, self.catalog)
         if between == "plan":
             self.interfere()
         with armed(TOMBSTONES_PUT, self.interfere) if between == "tombstones" else nullcontext():
-            retention.execute(self.world.repo, attempt, plan)
+            retention.execute(self.world.repo, attempt, plan, catalog=self.catalog)
+        if between is None and self.catalog is not None and self.catalog.plan_again:
+            plan = retention.plan_retention(self.world.repo, attempt, policy, self.catalog)
+            retention.execute(self.world.repo, attempt, plan, catalog=self.catalog)
         what = f"{policy!r} of {attempt}{' (superseded: I11)' if superseded else ''}"
-        if between is not None:
+        if self.unnoticed:
+            if not superseded:
+                goes = {id for id in self.oracle.there if id.run == run} - self.oracle.protected().keys()
+            vanished = self.after_a_race(goes, attempt, run)
+        elif between is not None:
             self.counts.raced += 1
             vanished = self.after_a_race(goes, attempt, run)
         else:

@@ -93,7 +93,10 @@ class World:
             metrics=metrics or {},
             created="" if created_s is None else written(created_s),
         )
-        objects.put(self.store, id.manifest, encode_manifest(manifest), token=save_id)
+        data = encode_manifest(manifest)
+        objects.put(self.store, id.manifest, data, token=save_id)
+        if self.repo.observer is not None:
+            self.repo.observer.committed(manifest, data)
         return id
 
     def require(self, id: CheckpointId) -> None:

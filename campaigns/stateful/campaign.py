@@ -21,7 +21,7 @@ from campaigns.simulated_processes import replacing
 from campaigns.stateful.keeping import Keeping, counted
 from campaigns.stateful.machine import Product
 from campaigns.stateful.ranks import RankProduct
-from tenuto.engine.read import choose, leaf_reader
+from tenuto.engine.read import choose, chunk_reader
 from tenuto.maintenance import remove, retention, undelete, verify
 from tenuto.repo.ownership import claim
 
@@ -57,7 +57,7 @@ def _nothing_is_wrong() -> AbstractContextManager[Any]:
 BUGS: Final = (
     Bug(
         "chunks are not checked on load",
-        lambda: mock.patch.object(leaf_reader.LeafReader, "_check", lambda *rest: None),
+        lambda: mock.patch.object(chunk_reader.ChunkReader, "_check", lambda *rest: None),
         ranks=False,
     ),
     Bug("the oldest step is the latest", _lowest_step_first),
@@ -73,7 +73,7 @@ BUGS: Final = (
     ),
     Bug(
         "retention takes what it wants",
-        lambda: mock.patch.object(retention, "_still_free", lambda repo, a, stones: stones),
+        lambda: mock.patch.object(retention, "_still_free", lambda look, attempt, policy, going: frozenset(going)),
     ),
     Bug("undelete checks nothing", lambda: mock.patch.object(undelete, "_check", lambda *rest, **more: None)),
     Bug("copies are not shown", lambda: mock.patch.object(verify, "_save", lambda *rest: iter(()))),

@@ -332,13 +332,13 @@ def test_a_rank_that_says_nothing_holds_up_training_once_and_not_for_ever(where:
     """Steps are left out of memory then; what all had stays."""
 
     def before(rank: int) -> None:
-        from tenuto.engine.memory_tier.group import group_tier
+        from tenuto.engine.memory_tier import common_states
         from tenuto.ranks.common_step import CommonStep
 
-        mock.patch.object(group_tier, "SETTLE_S", 0.2).start()
+        mock.patch.object(common_states, "SETTLE_S", 0.2).start()
         if rank == 1:
             inner = CommonStep.sealed
-            mock.patch.object(CommonStep, "whole", lambda self, step: inner(self, step) if step < 5 else None).start()
+            mock.patch.object(CommonStep, "sealed", lambda self, step: inner(self, step) if step < 5 else None).start()
 
     first = live(where, steps=14, save=every(steps=100), ends={0: Ends(step=12)}, before=before)
     assert first[0].killed

@@ -142,7 +142,7 @@ def settle(ckpt: Any, step: int) -> None:
     """Returns when all ranks are known to have `step` in memory, and a save of it, if there is one, has ended."""
     saving = ckpt._training.saving
     assert saving.memory._saver.join(30)
-    assert saving.memory.tier._kept.settle(30) == step
+    assert saving.memory.tier._common.step.settle(30) == step
     assert saving.saver.join(30)
 
 

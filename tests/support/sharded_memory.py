@@ -81,7 +81,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 def kill(ckpt: tenuto.Checkpointer, step: int, *, last: bool) -> None:
     memory = ckpt._training.saving.memory  # type: ignore[union-attr]
     memory._saver.join(60)
-    assert memory.tier._kept.settle(60) == step
+    assert memory.tier._common.step.settle(60) == step
     ckpt.wait()
     dist.barrier()
     if last:

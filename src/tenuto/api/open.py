@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tenuto.certify.probe import probed
+from tenuto.api.redirection import redirected
 from tenuto.engine.read.choose import choose, chosen, exactly
 from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.outline import Outline, read_outline
@@ -372,7 +372,7 @@ def open(
     there is no such rank.
     """
     emitter = Emitter.of(sinks)
-    repo = Repo.open(open_store(probed(where)))
+    repo = Repo.open(open_store(redirected(where)))
 
     def attempt(id: CheckpointId) -> tuple[Outline | ShardedOutline, LazyReader | ShardedLazyReader]:
         outline = read_outline(repo, id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tenuto.certify.probe import probed
+from tenuto.api.redirection import redirected
 from tenuto.engine.read.results import Checkpoint
 from tenuto.errors import CheckpointNotFound, typed
 from tenuto.events import Emitter, Sink
@@ -23,7 +23,7 @@ class Repository:
     """A repository, opened for looking at. Raises NotARepository (naming the nearest one), FormatTooNew, StoreError."""
 
     def __init__(self, where: Where, *, sinks: Sequence[Sink] = ()) -> None:
-        self.repo = Repo.open(open_store(probed(where)))
+        self.repo = Repo.open(open_store(redirected(where)))
         self._emitter = Emitter.of(sinks)
 
     @property

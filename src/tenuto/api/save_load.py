@@ -7,35 +7,33 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tenuto.certify.probe import probed
-from tenuto.engine.group.group import TIMEOUT_S, RankGroup, agreed_attempt, joined_group
-from tenuto.engine.group.group_restore import GroupRestore
+from tenuto.api.redirection import redirected
+from tenuto.concurrency.deadlines import seconds
 from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult, chosen, restore_checkpoint, restore_latest
 from tenuto.engine.read.results import Checkpoint, Restored
-from tenuto.engine.save.job import ManifestDetails
-from tenuto.engine.save.saver import Saver
 from tenuto.errors import CheckpointNotFound, Superseded, UsageError, typed
 from tenuto.events import Emitter, Sink
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
-from tenuto.ranks.contract import Ranks
+from tenuto.ranks.contract import TIMEOUT_S, Ranks
 from tenuto.ranks.detection import Solo, find_ranks
 from tenuto.ranks.kv.torch_store import initialised
 from tenuto.repo.lineage import latest
-from tenuto.repo.ownership.claim import CLAIMS, Attempt, claim_for_maintenance
 from tenuto.repo.replicated.access import report_to
 from tenuto.repo.repository import Repo
-from tenuto.sharding.write_plan import Strategy
 from tenuto.state.contract import Flattened, Prepared
-from tenuto.state.encode.flattener import flatten
 from tenuto.state.restore.match import match_state
 from tenuto.store.contract import Where
 from tenuto.store.registry import open_store
-from tenuto.training import run_registry
-from tenuto.training.arguments import seconds, strategy
-from tenuto.training.snapshot import check_platform, environment
+
+# What only saves and only several ranks need is imported where it is used: a process that loads once pays for neither.
+if TYPE_CHECKING:
+    from tenuto.engine.group.rank_group import RankGroup
+    from tenuto.repo.ownership.claim import Attempt
+    from tenuto.sharding.write_plan import Strategy
+    from tenuto.training import run_registry
 
 Pattern = str | re.Pattern[str]
 
@@ -80,26 +78,39 @@ def save(
     (UsageError if a Checkpointer of this one trains it), errors of the store, and of several ranks RanksMissing,
     RanksDisagree, RankFailed and ShardMismatch; the checkpoints that were there stay as they are.
     """
+    from tenuto.state.encode.flattener import flatten
+    from tenuto.training.arguments import strategy
+    from tenuto.training.snapshot import check_platform
+
     check_platform()
     patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step={step!r} is no number of completed steps", subject="step", hint="step=500")
-    emitter, where = Emitter.of(sinks), probed(where)
+    emitter, where = Emitter.of(sinks), redirected(where)
     ranks = find_ranks(ranks)
     if ranks.world_size > 1:
+        from tenuto.engine.group.group import joined_group
+
         facts = {"step": "the next" if step is None else str(step)}
         met = joined_group(ranks, where, run, emitter, patience_s, call="save", facts=facts, writers=writers)
         with met as (group, repo):
             return _saved(repo, flatten(state), run, step, emitter=emitter, group=group)
+    from tenuto.engine.group.rank_group import SoloGroup
+
     flattened = flatten(state)
     repo = Repo.create_or_open(open_store(where))
     with _saving.setdefault((repo.id, run_key(run)), threading.Lock()):
-        return _saved(repo, flattened, run, step, emitter=emitter)
+        return _saved(repo, flattened, run, step, emitter=emitter, group=SoloGroup())
 
 
 def _saved(
-    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, group: RankGroup | None = None
+    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, group: RankGroup
 ) -> Checkpoint:
+    from tenuto.engine.save.job import ManifestDetails
+    from tenuto.engine.save.saver import Saver
+    from tenuto.training import run_registry
+    from tenuto.training.snapshot import environment
+
     key = (repo.id, run_key(run))
     if run_registry.live(key) is not None:
         raise UsageError(
@@ -108,13 +119,8 @@ def _saved(
             hint="call its save(), close it, or save to another run",
         )
     report_to(repo.store, partial(emitter.warn, subject=run))
-    if group is None:
-        attempt, number = _attempt(repo, run, key, step)
-        protocol = None
-    else:
-        attempt, number = agreed_attempt(repo, group, lambda: _attempt(repo, run, key, step))
-        protocol = group.protocol(repo)
-    saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=protocol)
+    attempt, number = group.agree_on_attempt(repo, lambda: _attempt(repo, run, key, step))
+    saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=group.protocol(repo))
     saver.attempt = attempt
     try:
         about = ManifestDetails(
@@ -122,7 +128,7 @@ def _saved(
         )
         handle = saver.save(flattened, number, wait=True, about=about)
         id = handle.wait()
-        if group is None or group.coordinates:  # else it is another process's, which alone can hold the run by it
+        if group.coordinates:  # else it is another process's, which alone can hold the run by it
             _attempts[key] = (attempt, number)
     finally:
         attempt.release()
@@ -136,6 +142,8 @@ def _attempt(repo: Repo, run: str, key: run_registry.Key, step: int | None) -> t
     """This process's attempt for the run if `step` lies above its last one and nobody has claimed since; else a new
     one, which goes on from what an owner that it waited for has committed at its end. Either holds the run until it is
     released."""
+    from tenuto.repo.ownership.claim import CLAIMS, claim_for_maintenance
+
     withdrawn: set[int] = set()
     for _ in range(CLAIMS):
         newest = latest(repo, run, withdrawn=withdrawn)
@@ -193,7 +201,7 @@ def load(
     Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch;
     of several ranks also RanksMissing, RanksDisagree and RankFailed.
     """
-    emitter, where = Emitter.of(sinks), probed(where)
+    emitter, where = Emitter.of(sinks), redirected(where)
     patience_s = seconds(ranks_timeout, "ranks_timeout=")
     ranks = ranks or initialised() or Solo()
 
@@ -212,11 +220,12 @@ def load(
         )
 
     if ranks.world_size > 1:
+        from tenuto.engine.group.group import joined_group
+
         facts = {"step": str(step)}
         with joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (group, repo):
             report_to(repo.store, partial(emitter.warn, subject=run))
-            result = GroupRestore(repo, run, match, group=group, emitter=emitter).restore(step)
-            found = _found(repo, run, result)
+            found = _found(repo, run, group.restorer(repo, run, match, emitter).restore(step))
     else:
         repo = Repo.open(open_store(where))
         report_to(repo.store, partial(emitter.warn, subject=run))

@@ -32,7 +32,7 @@ from tenuto.state.frameworks import type_name
 from tenuto.state.position.positions import has_state
 from tenuto.state.tree import ROOT, children, kind_of, walk
 from tenuto.store.contract import Where
-from tenuto.store.registry import open_store
+from tenuto.store.registry import CERTIFY_VARIABLE, open_store
 
 if TYPE_CHECKING:
     from tenuto.training.snapshot import Snapshots
@@ -103,7 +103,7 @@ def _leaf(flattened: Flattened, number: int) -> str:
 # --------------------------------------------------------------------------------------------------
 # What `certify` tells the Checkpointer of the script that it runs, through the environment.
 
-VARIABLE: Final = "TENUTO_CERTIFY"
+VARIABLE: Final = CERTIFY_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,8 +405,7 @@ class CertifyProbe:
             last.wait(SAVE_DEADLINE_S)
             self._teller.await_kill(last.step)
         if training.step >= self._order.last:
-            if training.saving.group is not None:
-                training.saving.group.farewell(SAVE_DEADLINE_S)  # no rank leaves while another may still need it
+            training.saving.group.farewell(SAVE_DEADLINE_S)  # no rank leaves while another may still need it
             self._teller.leave(self._snapshots.certificate(), uncovered(self._covered), sorted(training.saving.logged))
 
 

@@ -11,6 +11,8 @@ from typing import Any, Final
 import numpy as np
 from xxhash import xxh3_128_digest
 
+from tenuto.codec.chunk_map import chunk_count, chunk_starts
+
 DIGEST_NAME: Final = "xxh3-128"
 DIGEST_BYTES: Final = 16
 CHUNK_BYTES: Final = 262144
@@ -21,17 +23,6 @@ Array = np.ndarray[Any, Any]
 def digest(data: bytes | memoryview | Array) -> bytes:
     """The 16 bytes that stand for `data` (any contiguous buffer)."""
     return xxh3_128_digest(data)  # type: ignore[arg-type]
-
-
-def chunk_count(length: int, chunk_bytes: int) -> int:
-    return -(-length // chunk_bytes)
-
-
-def chunk_starts(length: Array, chunk_bytes: int) -> Array:
-    """int64 [n + 1]: the chunks of leaf i are `result[i]:result[i + 1]` of the table."""
-    starts = np.zeros(len(length) + 1, np.int64)
-    np.cumsum(-(-np.asarray(length, np.int64) // chunk_bytes), out=starts[1:])
-    return starts
 
 
 def _view(data: bytes | memoryview | Array) -> memoryview:

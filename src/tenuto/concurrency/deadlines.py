@@ -13,9 +13,20 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from tenuto.concurrency.worker_threads import beside
-from tenuto.errors import DeadlineExceeded, RankStoreLost, TenutoError
+from tenuto.errors import DeadlineExceeded, RankStoreLost, TenutoError, UsageError
 
 Result = TypeVar("Result")
+
+
+def seconds(value: object, what: str) -> float:
+    """Returns `value` as a span of time above 0; UsageError, naming the argument `what`, if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UsageError(
+            f"{what} takes a number of seconds above 0, not {value!r}",
+            subject=what,
+            hint="give seconds, such as 60",
+        )
+    return float(value)
 
 
 class _Call(Generic[Result]):

@@ -1,8 +1,8 @@
-"""What retention has to know of a run's checkpoints: where they are on the walk, how good, and who needs them."""
+"""Facts by which retention judges the checkpoints of a run: the place on the walk, how good each is, who needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from tenuto.errors import CheckpointNotFound, CorruptionError
@@ -11,6 +11,7 @@ from tenuto.model.canonical_json import untag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Note
 from tenuto.policy.keep import CheckpointFacts
+from tenuto.repo.catalog import Catalog, Look
 from tenuto.repo.lineage import walk
 from tenuto.repo.notes import notes
 from tenuto.repo.refs import list_refs
@@ -18,35 +19,36 @@ from tenuto.repo.repository import Repo
 
 
 def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = frozenset()) -> list[CheckpointFacts]:
-    """Every checkpoint of `run`, also on lines of training that were left behind. `without`: as if these were not
-    there.
+    """Returns the facts of every checkpoint of `run`, also on lines of training that were left behind.
 
+    repo: a look, whose listings and memory are used, or a repository that is read anew.
+    without: checkpoints that are left out, as if they were not there.
     Raises CorruptionError where a ref cannot be read: it may name any of them.
     """
+    look = repo if isinstance(repo, Look) else Catalog().look(repo, run)
     # Before the walk: what commits between the two is not judged yet. The other way round it would seem left behind.
     there = (
-        CheckpointId(run, attempt, step) for attempt in repo.attempts(run) for step in repo.committed(run, attempt)
+        CheckpointId(run, attempt, step) for attempt in look.attempts(run) for step in look.committed(run, attempt)
     )
     ids = [id for id in there if id not in without]
-    refs = list_refs(repo)
-    line = {id: place for place, id in enumerate(id for id in walk(repo, run) if id not in without)}
-    needed = list(_needed_elsewhere(repo, run))
+    refs = list_refs(look)
+    line = {id: place for place, id in enumerate(id for id in walk(look, run) if id not in without)}
+    needed = list(_needed_elsewhere(look, run))
     found = []
     for id in ids:
         try:
-            damaged, logged, created_s = _manifest_facts(repo, id)
+            entry = look.entry(id)
         except CheckpointNotFound:
             continue  # removed since it was listed
-        told = notes(repo, id, report=_pass)
-        logged = with_notes(logged, told)
+        told = notes(look, id, report=_pass)
         note = verification_of(told)
         facts = CheckpointFacts(
             id=id,
             walk=line.get(id),
-            metrics=logged,
-            verified=note == "verified" and not damaged,
-            suspect=damaged or note == "suspect",
-            created_s=created_s,
+            metrics=with_notes({} if entry is None else entry.metrics, told),
+            verified=note == "verified" and entry is not None,
+            suspect=entry is None or note == "suspect",
+            created_s=None if entry is None else seconds_of(entry.created),
             pinned=any(ref.id == id and ref.kind == "pin" for ref in refs),
             tags=tuple(ref.name for ref in refs if ref.id == id and ref.kind == "tag"),
             held=any(ref.id == id and ref.kind == "hold" for ref in refs),
@@ -57,21 +59,15 @@ def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = fro
 
 
 def known_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
-    """A checkpoint's metrics, as logged with the step and as noted later, the later one counting. What is damaged says
-    none; one that is gone has none."""
+    """Returns a checkpoint's metrics, as logged with the step and as noted later, the later one counting. One whose
+    manifest is damaged has those of its notes; one that is gone has none."""
     try:
-        return with_notes(_manifest_facts(repo, id)[1], notes(repo, id, report=_pass))
+        logged = repo.manifest(id).metrics
+    except CorruptionError:
+        logged = {}
     except CheckpointNotFound:
         return {}
-
-
-def _manifest_facts(repo: Repo, id: CheckpointId) -> tuple[bool, dict[str, float], float | None]:
-    """Whether the manifest is damaged, the metrics in it, and when it says that it was saved."""
-    try:
-        manifest = repo.manifest(id)
-    except CorruptionError:
-        return True, {}, None
-    return False, dict(manifest.metrics), seconds_of(manifest.created)
+    return with_notes(logged, notes(repo, id, report=_pass))
 
 
 def seconds_of(created: str) -> float | None:
@@ -96,14 +92,41 @@ def with_notes(logged: Mapping[str, float], told: Iterable[Note]) -> dict[str, f
     return out
 
 
-def _needed_elsewhere(repo: Repo, run: str) -> Iterator[tuple[CheckpointId, str]]:
-    """Checkpoints of `run` that other runs, forked from it, go on from or would fall back to."""
-    for other in repo.runs():
-        if other == run or not _forked_from(repo, other, run):
+def relied_on(
+    look: Look, run: str, going: Collection[CheckpointId], *, without: Container[CheckpointId] = frozenset()
+) -> Iterator[CheckpointId]:
+    """Yields the checkpoints that keep those of `going` from being needed, as long as they are whole themselves.
+
+    Of each walk that one of `going` is on: the first that is not known to be damaged, and, where one of `going` was
+    verified, the first that was.
+    """
+    for name in (run, *(other for other in look.runs() if other != run and _forked_from(look, other, run))):
+        line = [id for id in walk(look, name) if name != run or (id.run == run and id not in without)]
+        mine = [id for id in line if id in going]
+        if mine:
+            yield from _first_in(look, line, ("", "verified"))
+        if any(_state(look, id) == "verified" for id in mine):
+            yield from _first_in(look, line, ("verified",))
+
+
+def _first_in(look: Look, line: Iterable[CheckpointId], states: Collection[str]) -> list[CheckpointId]:
+    found = next((id for id in line if _state(look, id) in states), None)
+    return [] if found is None else [found]
+
+
+def _state(look: Look, id: CheckpointId) -> str:
+    """Returns verified, suspect (also where the manifest is damaged) or, where nothing was noted, an empty string."""
+    return "suspect" if look.entry(id) is None else verification_state(look, id)
+
+
+def _needed_elsewhere(look: Look, run: str) -> Iterator[tuple[CheckpointId, str]]:
+    """Yields the checkpoints of `run` that other runs, forked from it, resume from or would fall back to."""
+    for other in look.runs():
+        if other == run or not _forked_from(look, other, run):
             continue
         fallback = True
-        for place, id in enumerate(walk(repo, other)):
-            state = "suspect" if _manifest_facts(repo, id)[0] else verification_state(repo, id)
+        for place, id in enumerate(walk(look, other)):
+            state = _state(look, id)
             if id.run == run and place == 0:
                 yield id, f"what latest means in run {other!r}"
             elif id.run == run and state == "verified":

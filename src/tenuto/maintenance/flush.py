@@ -17,12 +17,11 @@ import numpy as np
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.memory_tier import slot_file
-from tenuto.engine.memory_tier.eligibility import EligibleImage, judge
+from tenuto.engine.memory_tier.eligibility import EligibleImage, judge, newness
 from tenuto.engine.memory_tier.image_store import Image, check_image, open_image
 from tenuto.engine.memory_tier.listing import FoundImage, images
 from tenuto.engine.memory_tier.seal import Seal
 from tenuto.engine.memory_tier.slot_file import LastingSlot
-from tenuto.engine.memory_tier.tier import newness
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, Superseded, TenutoError, typed

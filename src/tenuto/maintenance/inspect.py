@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +10,11 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from tenuto.codec.digest import DIGEST_BYTES, digest
+from tenuto.codec.chunk_map import ChunkMap
+from tenuto.codec.digest import digest
+from tenuto.engine.read.chunk_reader import AlignedBuffers, differing
 from tenuto.engine.read.chunk_runs import ChunkRun, chunk_runs, halves
+from tenuto.engine.read.packs import OpenPack
 from tenuto.engine.staging.buffer_layout import stored_name
 from tenuto.errors import (
     CheckpointNotFound,
@@ -45,7 +46,7 @@ from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coverage import check_coverage
 from tenuto.state.tree import leaf_paths
-from tenuto.store.contract import Entry, Reader, Store
+from tenuto.store.contract import Entry, Store
 from tenuto.units import count
 
 # --------------------------------------------------------------------------------------------------
@@ -244,19 +245,6 @@ def is_strange(repo: Repo, found: dict[str, Json]) -> bool:
 # --------------------------------------------------------------------------------------------------
 # Reads every byte of a checkpoint's packs and compares each chunk with its digest, several pieces at once.
 
-PAGE = 4096
-
-
-class _Buffers(threading.local):
-    """One page-aligned buffer for each reading thread, so that a reader may go past the page cache."""
-
-    buffer: memoryview | None = None
-
-    def of(self, nbytes: int) -> memoryview:
-        if self.buffer is None or len(self.buffer) < nbytes:
-            self.buffer = memoryview(mmap.mmap(-1, -(-nbytes // PAGE) * PAGE))
-        return self.buffer[:nbytes]
-
 
 class Scan:
     """One checkpoint's packs against one index.
@@ -269,9 +257,9 @@ class Scan:
         self._id = id
         self._index = index
         self._on_bytes = on_bytes
-        self._expected = np.ascontiguousarray(index.digests).tobytes()
-        self._buffers = _Buffers()
-        self._readers: dict[int, Reader] = {}
+        self._chunks = ChunkMap.of(index)
+        self._buffers = AlignedBuffers()
+        self._packs: dict[int, OpenPack] = {}
 
     def run(self, usable: set[int], threads: int) -> list[Finding]:
         """Scans the packs numbered in `usable` (present, and as long as they should be)."""
@@ -279,20 +267,21 @@ class Scan:
         try:
             for number in sorted(usable):
                 try:
-                    self._readers[number] = self._store.open(self._name(number))
+                    name = self._name(number)
+                    self._packs[number] = OpenPack(name, self._store.open(name), None)
                 except StoreError as error:
                     found.append(
                         Finding(self._id, "error", f"cannot be opened: {error.message}", object=self._name(number))
                     )
-            todo = [piece for piece in chunk_runs(self._index) if piece.pack in self._readers]
+            todo = [piece for piece in chunk_runs(self._chunks) if piece.pack in self._packs]
             if len(todo) <= 1:
                 bad = [fault for piece in todo for fault in self._piece(piece)]
             else:
                 with ThreadPoolExecutor(max(1, threads), thread_name_prefix="tenuto-verify") as pool:
                     bad = [fault for faults in pool.map(self._piece, todo) for fault in faults]
         finally:
-            for reader in self._readers.values():
-                reader.close()
+            for pack in self._packs.values():
+                pack.close()
         return [*found, *self._by_leaf(bad)]
 
     def _name(self, number: int) -> str:
@@ -300,24 +289,20 @@ class Scan:
 
     def _piece(self, piece: ChunkRun) -> list[tuple[int, int, int, str]]:
         """The damaged chunks of a piece: leaf, pack, offset, and what is wrong."""
-        reader = self._readers[piece.pack]
-        low, high = piece.start, piece.stop
-        if reader.alignment > 1:
-            low, high = low // PAGE * PAGE, -(-high // PAGE) * PAGE
-        view = self._buffers.of(high - low)
+        chunks = piece.chunks
         try:
-            reader.read_into(low, view)
+            data = self._buffers.fetch(self._packs[piece.pack], piece.start, piece.stop)
         except (CorruptionError, StoreError) as error:
-            if len(piece.row) > 1:
+            if len(chunks) > 1:
                 # Somewhere in it: halves find the chunk that cannot be read, and check the others.
                 return [fault for half in halves(piece) for fault in self._piece(half)]
-            return [(int(piece.leaf[0]), piece.pack, piece.start, f"cannot be read: {error.message}")]
-        bad = []
-        expected = self._expected
-        rows = zip(piece.begin.tolist(), piece.end.tolist(), piece.row.tolist(), strict=True)
-        for place, (begin, end, row) in enumerate(rows):
-            if digest(view[begin - low : end - low]) != expected[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]:
-                bad.append((int(piece.leaf[place]), piece.pack, begin, f"{end - begin} bytes are not what was saved"))
+            return [(int(chunks.row[0]), piece.pack, piece.start, f"cannot be read: {error.message}")]
+        wrong = chunks.take(differing(chunks, self._index.digests, data))
+        columns = (wrong.row.tolist(), wrong.offset.tolist(), wrong.stored.tolist())
+        bad = [
+            (leaf, piece.pack, offset, f"{size} bytes are not what was saved")
+            for leaf, offset, size in zip(*columns, strict=True)
+        ]
         self._on_bytes(piece.stop - piece.start)
         return bad
 

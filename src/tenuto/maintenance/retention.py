@@ -1,23 +1,28 @@
 """Retention: frees at once what the keep policy lets go of, for the live attempt of a run and in that run alone.
 
 The order (I2): tombstones; a look at who needs what, and whether this attempt still owns the run (I11); the manifest,
-durably gone before anything else goes; packs and index; notes; begin.json; the tombstone. What I7 protects is judged
-anew after the tombstones are put, whatever the plan says.
+durably gone before anything else goes; packs and index; notes; begin.json; the tombstone. The policy, and what I7
+protects, are judged anew by a look that is taken after the tombstones are put, whatever the plan says.
+
+So a plan may be made from what is remembered (`tenuto.repo.catalog`): it costs no call of the store, and can only name
+too much or too little. That look lists the refs and the run, and reads what is new. Before anything goes it also reads
+again the manifests of those checkpoints that have to be whole for it to go (I7), unless this process has just put them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
 from tenuto.crashpoints import crashpoint
-from tenuto.errors import CheckpointNotFound, CorruptionError, StoreFull, Superseded, TenutoError, typed
+from tenuto.errors import CheckpointNotFound, CorruptionError, StoreFull, Superseded, typed
 from tenuto.events import Emitter, Removed
-from tenuto.maintenance.census import SaveDirectory, is_note, look_at
-from tenuto.maintenance.facts import gather_facts
-from tenuto.maintenance.gc import listed, listed_names
+from tenuto.maintenance.census import look_at
+from tenuto.maintenance.facts import gather_facts, relied_on
+from tenuto.maintenance.gc import listed
 from tenuto.model.ids import CheckpointId, run_key
-from tenuto.policy.keep import KeepPolicy, KeepVerdict, protections
+from tenuto.policy.keep import KeepPolicy, KeepVerdict
+from tenuto.repo.catalog import Catalog, Look
 from tenuto.repo.format import object_names
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import CLAIMS, Attempt, claim_for_maintenance
@@ -28,12 +33,17 @@ from tenuto.store.names import TEMPORARY
 
 @dataclass(frozen=True, slots=True)
 class RetentionPlan:
-    """One verdict for each checkpoint of the run, newest first. `bytes`: of each one that goes, 0 where nobody knows.
-    `superseded`: the run belongs to a later attempt, and nothing goes (I11)."""
+    """One verdict for each checkpoint of the run, newest first.
+
+    policy: the one that is applied.
+    bytes: of each checkpoint that goes, 0 where nobody knows.
+    superseded: the run belongs to a later attempt, and nothing goes (I11).
+    """
 
     where: str
     run: str
     attempt: int
+    policy: KeepPolicy
     verdicts: tuple[KeepVerdict, ...]
     bytes: tuple[tuple[CheckpointId, int], ...]
     superseded: bool = False
@@ -52,16 +62,30 @@ class RetentionPlan:
         return "\n".join([head, *(f"  {verdict.id}  {verdict}" for verdict in self.verdicts)])
 
 
-def plan_retention(repo: Repo, attempt: Attempt, policy: KeepPolicy) -> RetentionPlan:
-    """What `policy` lets go of in the attempt's run. Raises CorruptionError where a ref cannot be read."""
-    if _superseded(repo, attempt):
-        return RetentionPlan(repo.url, attempt.run, attempt.number, (), (), superseded=True)
-    return _plan(repo, attempt.run, attempt.number, policy, without=frozenset(attempt.unsettled))
+def plan_retention(repo: Repo, attempt: Attempt, policy: KeepPolicy, catalog: Catalog | None = None) -> RetentionPlan:
+    """Plans what `policy` lets go of in the attempt's run. Raises CorruptionError where a ref cannot be read.
+
+    catalog: what is remembered of the repository. A plan that lets something go may be made of that alone; `execute`
+    looks at the repository as it is.
+    """
+    remembered = None if catalog is None else catalog.remembered(attempt.run)
+    without = frozenset(attempt.unsettled)
+    if remembered is not None:
+        plan = _plan(remembered, attempt.run, attempt.number, policy, without=without)
+        if plan.dropped:
+            return plan
+    look = (catalog or Catalog()).look(repo, attempt.run)
+    if _superseded(look, attempt):
+        return RetentionPlan(repo.url, attempt.run, attempt.number, policy, (), (), superseded=True)
+    plan = _plan(look, attempt.run, attempt.number, policy, without=without)
+    look.close()
+    return plan
 
 
 def preview(repo: Repo, run: str, policy: KeepPolicy) -> RetentionPlan:
-    """What `policy` would let go of in the run, looked at by nobody's attempt: no plan to execute."""
-    return _plan(repo, run_key(run), 0, policy)
+    """Plans what `policy` would let go of in the run, for nobody's attempt: no plan to execute."""
+    run = run_key(run)
+    return _plan(Catalog().look(repo, run), run, 0, policy)
 
 
 def retain(
@@ -104,20 +128,32 @@ def retain(
 
 
 def _plan(
-    repo: Repo, run: str, attempt: int, policy: KeepPolicy, *, without: Container[CheckpointId] = frozenset()
+    look: Look, run: str, attempt: int, policy: KeepPolicy, *, without: Container[CheckpointId] = frozenset()
 ) -> RetentionPlan:
-    facts = sorted(gather_facts(repo, run, without=without), key=lambda facts: facts.id, reverse=True)
+    facts = sorted(gather_facts(look, run, without=without), key=lambda facts: facts.id, reverse=True)
     verdicts = tuple(policy.decide(facts))
-    nbytes = tuple((verdict.id, _bytes(repo, verdict.id)) for verdict in verdicts if not verdict.keep)
-    return RetentionPlan(repo.url, run, attempt, verdicts, nbytes)
+    nbytes = tuple((verdict.id, _bytes(look, verdict.id)) for verdict in verdicts if not verdict.keep)
+    return RetentionPlan(look.url, run, attempt, policy, verdicts, nbytes)
 
 
 def execute(
-    repo: Repo, attempt: Attempt, plan: RetentionPlan, *, emitter: Emitter | None = None
+    repo: Repo,
+    attempt: Attempt,
+    plan: RetentionPlan,
+    *,
+    emitter: Emitter | None = None,
+    catalog: Catalog | None = None,
 ) -> tuple[CheckpointId, ...]:
-    """Frees; returns what went. What somebody has come to need since the plan stays; once a later attempt has claimed
-    the run, nothing goes. A store that fails is raised, and what it leaves is closed by the next claim."""
+    """Frees what the plan drops; returns what went. What the policy keeps by now, or somebody has come to need since
+    the plan, stays; once a later attempt has claimed the run, nothing goes.
+
+    catalog: what is remembered of the repository, from which the plan was made; without one everything is read anew.
+    Its `plan_again` says afterwards whether more may go than the plan knew of.
+    Raises what the store or the policy raises; what a failed store leaves is closed by the next claim.
+    """
     assert (plan.run, plan.attempt) == (attempt.run, attempt.number), "a plan is executed by the attempt that made it"
+    emitter, catalog = emitter or Emitter(), catalog or Catalog()
+    catalog.plan_again = False
     going = [id for id in plan.dropped if id.run == attempt.run]
     if not going:
         return ()
@@ -134,21 +170,25 @@ def execute(
                 break  # what these free makes room for the others, next time
             standing.append(stones[-1])
         crashpoint("tombstone put, manifest still there")
-        for stone in _still_free(repo, attempt, stones):
-            found = _own_files(repo, stone)
-            if found is None:
+        look = catalog.look(repo, attempt.run)
+        free = _still_free(look, attempt, plan.policy, {stone.id for stone in stones})
+        for stone in [stone for stone in stones if stone.id in free]:
+            files = _own_files(repo, stone, look.files(stone.id))
+            if not files:
                 continue
             # Where it breaks off from here on, its tombstone stays: without it, what is left of the checkpoint looks
             # like one that has lost its manifest. The next claim ends the removal.
             standing.remove(stone)
-            _free(repo, *found)
+            _free(repo, stone.id, files)
+            look.drop(stone.id)
             removed.append(stone.id)
-            (emitter or Emitter()).emit(Removed(stone.id, plan.reason(stone.id)))
+            emitter.emit(Removed(stone.id, plan.reason(stone.id)))
             take_back(repo, stone)
-    except TenutoError:
+    except Exception:
         _take_back_all(repo, standing)
         raise
     _take_back_all(repo, standing)
+    catalog.plan_again = not free.issubset(going)
     return tuple(removed)
 
 
@@ -168,51 +208,56 @@ def _superseded(repo: Repo, attempt: Attempt) -> bool:
     return False
 
 
-def _still_free(repo: Repo, attempt: Attempt, stones: list[Tombstone]) -> Iterator[Tombstone]:
-    """Those of the tombstones whose checkpoints nobody needs, seen after all of them were put."""
-    if _superseded(repo, attempt):
-        return
-    protected = protections(gather_facts(repo, attempt.run, without=frozenset(attempt.unsettled)))
-    for stone in stones:
-        if not protected.get(stone.id, ["it is gone"]):
-            yield stone
+def _still_free(
+    look: Look, attempt: Attempt, policy: KeepPolicy, going: Collection[CheckpointId]
+) -> frozenset[CheckpointId]:
+    """Returns the checkpoints that neither the policy keeps nor anybody needs.
+
+    look: taken after the tombstones of `going` were put.
+    going: those that may be removed now. What has to be whole for them to go is not only remembered to be.
+    """
+    if _superseded(look, attempt):
+        return frozenset()
+    without = frozenset(attempt.unsettled)
+    while True:
+        facts = gather_facts(look, attempt.run, without=without)
+        free = frozenset(verdict.id for verdict in policy.decide(facts) if not verdict.keep)
+        relied = relied_on(look, attempt.run, free.intersection(going), without=without)
+        remembered = [id for id in relied if not look.is_fresh(id)]
+        if not remembered:
+            look.close()
+            return free
+        for id in remembered:
+            look.read_again(id)
 
 
-def _own_files(repo: Repo, stone: Tombstone) -> tuple[SaveDirectory, list[str]] | None:
-    """What one checkpoint is made of; None if its tombstone was taken back, or nothing says which objects are its."""
-    save = look_at(repo, stone.id)
-    files = listed(repo, save)
-    if not files or not stands(repo, stone):
-        return None
-    _assert_own(save, files)
-    return save, files
+def _own_files(repo: Repo, stone: Tombstone, known: tuple[str, ...]) -> list[str]:
+    """Returns the file names of a checkpoint's objects; none if its tombstone was taken back, or nothing says which
+    objects are its. `known`: those that its save named, where this process saved it."""
+    files = sorted(known) or listed(repo, look_at(repo, stone.id))
+    # I7: a pack that a kept checkpoint needs lies in that one's directory; names with a way out of it are not read.
+    assert all(object_names.is_file(file) for file in files), f"{stone.id} lists names outside its own directory"
+    return files if stands(repo, stone) else []
 
 
-def _free(repo: Repo, save: SaveDirectory, files: list[str]) -> None:
+def _free(repo: Repo, id: CheckpointId, files: list[str]) -> None:
     """Frees one checkpoint, made of these files."""
-    repo.store.delete([save.id.manifest])
-    repo.store.settle(save.id.manifest)
+    repo.store.delete([id.manifest])
+    repo.store.settle(id.manifest)
     crashpoint("manifest removed, packs still there")
-    names = listed_names(repo, save)
-    directory = save.id.directory
-    leftovers = [e.name for e in repo.store.leftovers(directory) if e.name.partition(TEMPORARY)[0] in names]
-    repo.store.delete([*(f"{directory}/{file}" for file in files), *leftovers])
+    # Listed now: whoever adds a note looks for the manifest afterwards, and withdraws the note if that is gone. What
+    # was noted before the manifest's removal is found here.
+    notes = object_names.notes_directory(id)
+    noted = [f"{notes}/{file}" for file in repo.store.children(notes).objects if object_names.parse_numbered(file)]
+    own = [f"{id.directory}/{file}" for file in files]
+    temporary_of = {*own, *noted, id.manifest, object_names.begin_name(id)}
+    leftovers = [e.name for e in repo.store.leftovers(id.directory) if e.name.partition(TEMPORARY)[0] in temporary_of]
+    repo.store.delete([*own, *leftovers])
     crashpoint("packs removed, notes still there")
-    prefix = len(directory) + 1
-    # Listed anew: whoever notes something looks for the manifest afterwards, and withdraws the note if that is gone;
-    # what was noted between the first look and the manifest's removal is found here.
-    noted = [entry.name for entry in repo.store.walk(directory) if is_note(entry.name[prefix:])]
     repo.store.delete(noted)
-    repo.store.delete([object_names.begin_name(save.id)])
+    repo.store.delete([object_names.begin_name(id)])
 
 
-def _assert_own(save: SaveDirectory, files: list[str]) -> None:
-    """I7: a pack that a kept checkpoint needs lies in that one's directory: names with a way out of it are not read."""
-    assert all(object_names.is_file(file) for file in files), f"{save.id} lists names outside its own directory"
-
-
-def _bytes(repo: Repo, id: CheckpointId) -> int:
-    try:
-        return repo.manifest(id).bytes
-    except TenutoError:
-        return 0
+def _bytes(look: Look, id: CheckpointId) -> int:
+    entry = look.entry(id)
+    return 0 if entry is None else entry.bytes

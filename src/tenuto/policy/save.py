@@ -132,10 +132,20 @@ class AnyOf(SavePolicy):
         return " | ".join(map(repr, self.parts))
 
 
-def divided(policy: SavePolicy) -> tuple[SavePolicy, SavePolicy]:
-    """What of a policy all ranks of a job decide alike, and what one of them decides for all."""
+@dataclass(frozen=True, slots=True)
+class DividedPolicy:
+    """A policy, and its two parts in a job: all ranks decide `alike` each by itself, one decides the rest for all."""
+
+    whole: SavePolicy
+    alike: SavePolicy
+    by_one: SavePolicy
+
+
+def divided(policy: SavePolicy) -> DividedPolicy:
+    """Divides a policy by what all ranks of a job decide alike."""
     parts = parts_of(policy)
-    return AnyOf(tuple(part for part in parts if part.alike)), AnyOf(tuple(part for part in parts if not part.alike))
+    alike = AnyOf(tuple(part for part in parts if part.alike))
+    return DividedPolicy(policy, alike, AnyOf(tuple(part for part in parts if not part.alike)))
 
 
 def parts_of(policy: SavePolicy) -> tuple[SavePolicy, ...]:

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
+
+TIMEOUT_S: Final = 600.0
+"""How long ranks wait by default for one that is alive: to build its Checkpointer, to come to the step that all save
+at, to put its part."""
 
 
 @runtime_checkable

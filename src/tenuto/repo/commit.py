@@ -45,6 +45,8 @@ def begin(attempt: Attempt, step: int, save_id: str, names: Sequence[str]) -> Ch
         abort(attempt.repo, id, save_id, by="the run was claimed by another process")
         free(attempt.repo, id)
         raise
+    if attempt.repo.observer is not None:
+        attempt.repo.observer.begun(id, names)
     crashpoint("save begun")
     return id
 
@@ -57,14 +59,17 @@ def commit(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt], *, tree:
     arrived: `abort` then finds out.
     """
     _assert_durable(repo, manifest, receipts)
+    data = encode_manifest(manifest, tree)
     try:
-        objects.put(repo.store, manifest.id.manifest, encode_manifest(manifest, tree), token=manifest.save_id)
+        objects.put(repo.store, manifest.id.manifest, data, token=manifest.save_id)
     except AlreadyExists:
         raise Superseded(
             f"the save of {manifest.id} cannot commit: run {manifest.id.run!r} was claimed since, and the save closed",
             subject=manifest.id.run,
             hint="stop this process, or the one that runs now",
         ) from None
+    if repo.observer is not None:
+        repo.observer.committed(manifest, data)
     return manifest.id
 
 

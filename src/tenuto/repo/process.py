@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-import psutil  # type: ignore[import-untyped]
-
 from tenuto.model.records import Owner
 
 LivenessVerdict = Literal["dead", "alive", "unknown"]
@@ -86,6 +84,8 @@ def _look_in_proc(pid: int) -> _Process | None:
 
 
 def _look_by_psutil(pid: int) -> _Process | None:
+    import psutil  # type: ignore[import-untyped]  # Linux says it all in /proc
+
     try:
         process = psutil.Process(pid)
         return _Process(repr(process.create_time()), process.status() == psutil.STATUS_ZOMBIE)
@@ -110,6 +110,8 @@ def _answers(pid: int) -> bool:
 
 def _boot() -> str:
     if not _LINUX:
+        import psutil
+
         return repr(psutil.boot_time())
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

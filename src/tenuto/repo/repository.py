@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import unquote, urlsplit
 
 from tenuto.codec.digest import CHUNK_BYTES, DIGEST_NAME, digest
@@ -42,6 +42,8 @@ from tenuto.version import __version__
 
 _ABOVE: Final = 8
 _BELOW: Final = 64
+_HEAD: Final = 64 << 10
+"""Bytes of a manifest that are read to tell whether it is one: its path stands before its tree."""
 
 
 def nearby(store: Store) -> str | None:
@@ -75,6 +77,14 @@ def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+class CommitObserver(Protocol):
+    """Learns of the saves that this process begins and commits, in the threads that do so."""
+
+    def begun(self, id: CheckpointId, names: Sequence[str]) -> None: ...
+
+    def committed(self, manifest: Manifest, data: bytes) -> None: ...
+
+
 class Repo:
     """What is in `store`. `id`: 32 hexadecimal digits, drawn at creation; `chunk_bytes`: the size of a leaf's
     chunks."""
@@ -83,6 +93,7 @@ class Repo:
         self.store = store
         self.id = id
         self.chunk_bytes = chunk_bytes
+        self.observer: CommitObserver | None = None
 
     @property
     def url(self) -> str:
@@ -203,6 +214,33 @@ class Repo:
     def exists(self, id: CheckpointId) -> bool:
         """Whether the checkpoint is there: a manifest of its own, damaged or not, that is no aborted mark. One that
         cannot be read is none of its own where the directory's `begin.json` was written for another place."""
+        found = self._exists_by_head(id)
+        return self._exists_by_whole(id) if found is None else found
+
+    def _exists_by_head(self, id: CheckpointId) -> bool | None:
+        """As `exists`, from the first bytes of the manifest; None where those do not tell."""
+        try:
+            with self.store.open(id.manifest) as reader:
+                length = min(reader.length, _HEAD)
+                head = bytearray(length)
+                reader.read_into(0, memoryview(head))
+                whole = reader.length == length
+        except ObjectNotFound:
+            return False
+        except CorruptionError:
+            return None
+        except StoreError as error:
+            if not is_unreadable(error):
+                raise
+            return None
+        if len(head) > MAX_ABORTED and _own_path(id) in head:
+            return True
+        try:
+            return isinstance(decode_manifest(bytes(head), id), Manifest) if whole else None
+        except CorruptionError:
+            return None
+
+    def _exists_by_whole(self, id: CheckpointId) -> bool:
         try:
             data = self.store.get(id.manifest, limit=MAX_MANIFEST)
         except ObjectNotFound:
@@ -213,7 +251,7 @@ class Repo:
             if not is_unreadable(error):
                 raise
             return True  # it must not hide what is older, nor be taken for gone
-        if len(data) > MAX_ABORTED and b',"path":"%b",' % id.manifest.encode() in data:
+        if len(data) > MAX_ABORTED and _own_path(id) in data:
             return True  # no aborted mark, no copy: a large tree need not be parsed to be counted
         try:
             return isinstance(decode_manifest(data, id), Manifest)
@@ -333,6 +371,11 @@ def _entry(manifest: Manifest, rank: int) -> IndexEntry:
         if entry.name == wanted:
             return entry
     raise CorruptionError(f"the manifest of {manifest.id} names no index {wanted}", subject=manifest.id.manifest)
+
+
+def _own_path(id: CheckpointId) -> bytes:
+    """What the manifest of `id` says of its own place, and no copy of another's does."""
+    return b',"path":"%b",' % id.manifest.encode()
 
 
 def _is_run(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Coalesced reads: which ranges of a pack to read for a set of wanted leaves, and which chunks lie in each.
+"""Coalesced reads: which ranges of a pack to read for a set of wanted chunks, and which chunks lie in each.
 
 Columns instead of an object for each chunk: a checkpoint of ten thousand small leaves costs no more than its bytes.
 """
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+
+from tenuto.codec.chunk_map import Chunks
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -27,7 +29,8 @@ SMALL_BYTES: Final = 16 << 10
 class ReadTask:
     """Bytes `start..stop-1` of a pack, read at once; the runs `first..last-1` of the plan lie in them.
 
-    `nbytes`: of the chunks, without what is unwanted between them. `shortest`: of the shortest piece of a leaf.
+    nbytes: the bytes of the chunks, without unwanted ones between them.
+    shortest: the bytes of the shortest piece of a row.
     """
 
     start: int
@@ -42,17 +45,11 @@ class ReadTask:
 class ReadPlan:
     """What to read of one pack: its wanted chunks in the order in which they lie there.
 
-    Columns, int64 [chunks]: chunk i is the `size[i]` bytes at `position[i]` of the pack, and the bytes from `start[i]`
-    on of the `want[i]`-th wanted leaf. `row` is its place in the index's table of digests. Run r is the chunks
-    `runs[r]..runs[r + 1] - 1`: they lie one after the other in the pack, and either belong to one leaf or are pieces of
-    small ones.
+    Run r is the chunks `runs[r]..runs[r + 1] - 1`: they lie one after the other in the pack, and either belong to one
+    row or are pieces of small ones.
     """
 
-    want: Column
-    start: Column
-    size: Column
-    position: Column
-    row: Column
+    chunks: Chunks
     runs: Sequence[int]
     tasks: Sequence[ReadTask]
 
@@ -67,46 +64,46 @@ def cut(length: Column, step: int) -> tuple[Column, Column]:
     return row, within * step
 
 
-def coalesce(
-    want: Column,
-    offset: Column,
-    length: Column,
-    chunk_start: Column,
-    *,
-    chunk_bytes: int,
-    task_bytes: int = TASK_BYTES,
-    gap_bytes: int = GAP_BYTES,
-) -> ReadPlan:
-    """Tasks that cover every byte of the wanted leaves once, in the order of the pack. Wanted ranges may overlap.
+def coalesce(chunks: Chunks, *, task_bytes: int = TASK_BYTES, gap_bytes: int = GAP_BYTES) -> ReadPlan:
+    """Returns tasks that cover every chunk once, in the order of the pack.
 
-    One row for each wanted leaf, int64 [wanted]: `want` is what the plan calls it, `offset` and `length` are bytes in
-    the pack, `chunk_start` is the row of its first digest. A task is at most `task_bytes` long unless one chunk is
-    longer, and spans gaps of unwanted bytes up to `gap_bytes`.
+    chunks: those of the wanted rows, in one pack, row after row; two rows may want the same bytes.
+    task_bytes: the longest task, unless one chunk is longer.
+    gap_bytes: the most unwanted bytes in a row that a task reads.
     """
-    row, start = cut(length, max(task_bytes // chunk_bytes, 1) * chunk_bytes)
-    order = np.argsort(offset[row] + start, kind="stable")
-    row, start = row[order], start[order]
-    position = offset[row] + start
-    size = np.minimum(length[row] - start, max(task_bytes // chunk_bytes, 1) * chunk_bytes)
-    # One leaf may be wanted whole and in part: then a piece may end before the one that begins before it does.
+    # A piece is what one task reads of one row: as many chunks of it as fit into a task.
+    begins = np.flatnonzero(_piece_begins(chunks, max(task_bytes // int(chunks.stored.max(initial=1)), 1)))
+    count = np.diff(np.append(begins, len(chunks)))
+    order = np.argsort(chunks.offset[begins], kind="stable")
+    piece, number = cut(count[order], 1)
+    chunks = chunks.take(begins[order][piece] + number)
+    first = np.cumsum(count[order]) - count[order]
+    position = chunks.offset[first]
+    size = np.add.reduceat(chunks.stored, first) if len(first) else chunks.stored
+    # A row may be wanted whole and in part: then a piece may end before the one that begins before it does.
     reached = np.maximum.accumulate(position + size)
     bounds = _groups(position, reached, task_bytes, gap_bytes)
-    piece, within = cut(size, chunk_bytes)
-    # Pieces and chunks: a piece is what a task reads of a leaf, whole chunks of it.
-    at = position[piece] + within
-    counts = np.minimum(size[piece] - within, chunk_bytes)
-    first = np.searchsorted(piece, bounds)
-    # By the leaf: the short end of a long one is not handled as a small leaf is.
-    runs = _runs(want[row][piece], at, counts, (length < SMALL_BYTES)[row][piece], first[:-1])
-    return ReadPlan(
-        want=want[row][piece],
-        start=start[piece] + within,
-        size=counts,
-        position=at,
-        row=chunk_start[row][piece] + (start[piece] + within) // chunk_bytes,
-        runs=runs.tolist(),
-        tasks=_tasks(position, size, bounds, np.searchsorted(runs, first)),
-    )
+    first = np.append(first, len(chunks))[bounds]
+    runs = _runs(chunks, _small(chunks), first[:-1])
+    return ReadPlan(chunks, runs.tolist(), _tasks(position, size, bounds, np.searchsorted(runs, first)))
+
+
+def _piece_begins(chunks: Chunks, most: int) -> Flags:
+    """Returns which chunks begin a piece: the first of each row, and every one `most` chunks further on."""
+    begins = np.ones(len(chunks), bool)
+    begins[1:] = chunks.want[1:] != chunks.want[:-1]
+    firsts = np.flatnonzero(begins)
+    number = np.arange(len(chunks)) - np.repeat(firsts, np.diff(np.append(firsts, len(chunks))))
+    found: Flags = number % most == 0
+    return found
+
+
+def _small(chunks: Chunks) -> Flags:
+    """Returns which chunks belong to rows of which few bytes are wanted: the short end of a long row is not handled as
+    a small row is."""
+    wanted = np.bincount(chunks.want, weights=chunks.size)
+    found: Flags = (wanted < SMALL_BYTES)[chunks.want]
+    return found
 
 
 def _groups(start: Column, stop: Column, limit: int, gap: int) -> Column:
@@ -124,13 +121,14 @@ def _groups(start: Column, stop: Column, limit: int, gap: int) -> Column:
     return np.array(bounds, np.int64)
 
 
-def _runs(want: Column, position: Column, size: Column, small: Flags, tasks: Column) -> Column:
-    """The first chunk of each run, and how many chunks there are. A run begins with each task of `tasks`."""
+def _runs(chunks: Chunks, small: Flags, tasks: Column) -> Column:
+    """Returns the first chunk of each run, and how many chunks there are. A run begins with each task of `tasks`."""
+    want = chunks.want
     if not len(want):
         return np.zeros(1, np.int64)
-    stop = position + size
+    stop = chunks.end
     block = (stop - 1) // RUN_BYTES
-    apart = (position[1:] != stop[:-1]) | (block[1:] != block[:-1])
+    apart = (chunks.offset[1:] != stop[:-1]) | (block[1:] != block[:-1])
     apart |= (want[1:] != want[:-1]) & ~(small[1:] & small[:-1])
     begins = np.concatenate([np.ones(1, bool), apart])
     begins[tasks] = True

@@ -16,6 +16,8 @@ from tenuto.store.wrappers.retry import RetryingStore
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
 _PLANNED: Final = frozenset({"s3", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "http", "https"})
+CERTIFY_VARIABLE: Final = "TENUTO_CERTIFY"
+"""The environment variable by which `tenuto certify` replaces the place that a script opens (see `certify/probe`)."""
 GROUP: Final = "tenuto.stores"
 """The entry points that serve further schemes: the name is the scheme, the object a callable from URL to Store."""
 

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import xxhash
 
-from tenuto.codec.digest import chunk_count
+from tenuto.codec.chunk_map import chunk_count
 from tenuto.errors import CorruptionError, NotARepository, StoreError, TenutoError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec

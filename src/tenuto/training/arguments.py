@@ -112,17 +112,6 @@ def count(value: object, what: str, least: int = 0) -> int:
     return value
 
 
-def seconds(value: object, what: str) -> float:
-    """`value` as a span of time above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UsageError(
-            f"{what} takes a number of seconds above 0, not {value!r}",
-            subject=what,
-            hint="give seconds, such as 60",
-        )
-    return float(value)
-
-
 # --------------------------------------------------------------------------------------------------
 # Names that users of other libraries know, as policies.
 #

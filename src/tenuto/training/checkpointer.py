@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, overload
 
 from tenuto.certify.probe import certify_probe
-from tenuto.engine.group.group import RankGroup, leave_on_error, refused
+from tenuto.concurrency.deadlines import seconds
+from tenuto.engine.group.group import leave_on_error, training_group
 from tenuto.engine.read.results import Restored
 from tenuto.engine.save.handle import Save
 from tenuto.errors import ForkedProcess, UsageError
@@ -22,11 +22,9 @@ from tenuto.policy.watched_metrics import watched
 from tenuto.ranks.contract import Ranks
 from tenuto.ranks.detection import find_ranks
 from tenuto.repo.lineage import latest
-from tenuto.repo.repository import Repo
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.position.training_position import TrainingPosition
 from tenuto.store.contract import Where
-from tenuto.store.registry import open_store
 from tenuto.training import run_registry
 from tenuto.training.arguments import (
     ArgumentAliases,
@@ -35,14 +33,13 @@ from tenuto.training.arguments import (
     fenced,
     memory_policy,
     policies,
-    seconds,
     strategy,
     tag_names,
 )
 from tenuto.training.exit_status import before_exit
 from tenuto.training.loops import Batches, Epochs, Steps
 from tenuto.training.preemption import warn_of_epochs
-from tenuto.training.resume import GroupRunClaim, ResumeFrom, RunClaim
+from tenuto.training.resume import ResumeFrom, RunClaim
 from tenuto.training.saves import Capture, OnBusy, OnError, RunSaver
 from tenuto.training.snapshot import Snapshots, check_platform
 from tenuto.training.stats import Stats
@@ -158,13 +155,7 @@ class Checkpointer:
             where, policy, kept = rehearsing.place(where, run), rehearsing.policy, rehearsing.keep
             on_busy, on_error, remembered = "wait", "raise", None
         emitter = Emitter.of(sinks)
-        group: RankGroup | None = None
-        if ranks.world_size > 1:
-            refused(memory=remembered)
-            facts = {"memory": repr(remembered)}
-            group, repo = RankGroup.meet(ranks, where, run, emitter, patience_s, facts=facts, writers=writers)
-        else:
-            repo = Repo.create_or_open(open_store(where))
+        group, repo = training_group(ranks, where, run, emitter, patience_s, memory=remembered, writers=writers)
         with leave_on_error(group):
             position = TrainingPosition(data, ranks.rank, ranks.world_size)
             snapshots = Snapshots(state, position, watched=watches)
@@ -181,7 +172,7 @@ class Checkpointer:
                 memory=remembered,
                 group=group,
             )
-            claiming = (RunClaim if group is None else partial(GroupRunClaim, group=group))(
+            claiming = RunClaim(
                 repo,
                 run,
                 state,
@@ -190,12 +181,12 @@ class Checkpointer:
                 takeover=takeover,
                 emitter=emitter,
                 memory=saving.memory.tier if saving.memory is not None else None,
+                group=group,
             )
-            self.prewarm_s = saving.saver.prewarm(snapshots.now()) if group is None else 0.0
+            self.prewarm_s = saving.prewarm(snapshots.now)
             """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was
             restored when training begins."""
-            if isinstance(claiming, GroupRunClaim):
-                claiming.on_claimed = saving.expect
+            claiming.on_claimed = saving.expect
             if behind_fence:
                 saving.capture_fenced(state)
             self._training = TrainingSession(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
@@ -361,7 +352,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._training is not None and self._training.saving.group is not None:
+        if error is not None and self._training is not None:
             self._training.saving.group.broken_off(error)
         self._close(CLOSE_DEADLINE_S, ended_well=error is None)
 

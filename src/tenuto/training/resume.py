@@ -1,4 +1,5 @@
-"""Restoring and claiming: the one restores and claims nothing, the other makes this process the run's owner."""
+"""Restoring and claiming: the one restores and claims nothing, the other makes this process, or the job that it is a
+rank of, the run's owner."""
 
 from __future__ import annotations
 
@@ -8,20 +9,17 @@ from functools import partial
 from typing import Any, Literal
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.group import RESTORE_TIMES, RankGroup
-from tenuto.engine.group.group_restore import GroupRestore
+from tenuto.engine.group.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.engine.memory_tier.adopt import MemoryRestore
-from tenuto.engine.memory_tier.group.group_restore import GroupMemoryRestore
-from tenuto.engine.memory_tier.group.group_tier import GroupMemoryTier
-from tenuto.engine.memory_tier.tier import Candidate, MemoryTier
-from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult, chosen, restore_checkpoint, restore_latest
+from tenuto.engine.memory_tier.eligibility import Candidate
+from tenuto.engine.memory_tier.tier import MemoryTier
+from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult
 from tenuto.engine.read.results import Restored
 from tenuto.engine.read.sharded_reader import private_index_entry
 from tenuto.errors import CheckpointNotFound, Superseded, TenutoError, UsageError, in_words, typed
 from tenuto.events import AttemptClaimed, Emitter, Warned
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
-from tenuto.ranks.round import Round
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.lineage import latest, walk
 from tenuto.repo.ownership.claim import Attempt, announced, claim
@@ -39,15 +37,17 @@ CLAIMS = 3
 """How often a claim is made anew because another process committed between the restore and the claim."""
 
 
+AGAIN, CLAIMED = b"again", b"claimed"
+"""What the coordinator broadcasts while it claims: all restore anew, or the run is claimed."""
+
+
 class _Newer(Exception):
     """Another process has committed since the restore; no claim was put."""
 
 
 class RunClaim:
-    """Restores one run into one state, and claims it."""
-
-    _apart = False
-    """Whether what this state leaves over may be another rank's."""
+    """Restores one run into one state, and claims it. Every rank of a group calls the same methods in the same order:
+    all read what one has chosen, and one claims for all."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class RunClaim:
         resume_from: ResumeFrom,
         takeover: bool,
         emitter: Emitter,
+        group: RankGroup,
         memory: MemoryTier | None = None,
     ) -> None:
         if isinstance(resume_from, str):
@@ -77,10 +78,12 @@ class RunClaim:
         self._resume_from = resume_from
         self._takeover = takeover
         self._emitter = emitter
+        self._group = group
+        self._restorer = group.restorer(repo, run, self._prepare, emitter)
         self._private: dict[str, Any] = {}
         self._counters = Counters()
         self.memory_restore = (
-            MemoryRestore(memory, run, emitter) if memory is not None and resume_from == "latest" else None
+            MemoryRestore(repo, memory, run, group, emitter) if memory is not None and resume_from == "latest" else None
         )
         """What the process before left in memory, where it may be gone on from."""
         self.restored: Restored | None = None
@@ -92,6 +95,8 @@ class RunClaim:
         self.done = False
         self.on_restored: Callable[[], None] | None = None
         """Called when restoring is done, also where there was nothing to restore."""
+        self.on_claimed: Callable[[Restored | None], None] | None = None
+        """Called with what was restored, once the run is claimed."""
 
     @property
     def parent(self) -> CheckpointId | None:
@@ -111,7 +116,8 @@ class RunClaim:
             self._close_own()  # before its objects, which may be these, and the random generators are set back
             self._watch = self._watch or OwnerWatch(self._repo, self._run)
             self._newest = self._first()
-            result = self._restore_from_memory() or self._restore()
+            result = self._restore_from_memory()
+            result = result or self._restorer.resume(self._resume_from, withdrawn=self._withdrawn)
             self.restored = None
             if result is not None:
                 self._begin_at(result)
@@ -141,8 +147,52 @@ class RunClaim:
         return self._resume_from is not None and self.exists()
 
     def claim(self) -> Attempt:
-        """Claims the run for this process: what was restored is the parent. If `latest` means another one by then, that
-        is restored and the run claimed anew."""
+        """Claims the run for this process and the other ranks: what was restored is the parent. If `latest` means
+        another one by then, that is restored and the run claimed anew."""
+        attempt = self._claim_for_all() if self._group.coordinates else self._await_claim()
+        try:
+            self._group.check_claim_visible(attempt)
+            if self.on_claimed is not None:
+                self.on_claimed(self.restored)
+        except BaseException:
+            attempt.release()
+            raise
+        return attempt
+
+    def _claim_for_all(self) -> Attempt:
+        try:
+            attempt = self._claim()
+        except BaseException as error:
+            if not self._restorer.raised_by_all:
+                with self._claims() as round:
+                    round.fail(in_words(error))
+            raise
+        try:
+            with self._claims() as round:
+                round.broadcast(CLAIMED + b"\n" + encode_attempt(attempt.record))
+        except BaseException:
+            attempt.release()
+            raise
+        return attempt
+
+    def _await_claim(self) -> Attempt:
+        self._close_own()
+        while True:
+            with self._claims() as round:
+                deadline_s = RESTORE_TIMES * self._group.timeout_s
+                kind, _, record = round.receive(deadline_s, "the claim of the run").partition(b"\n")
+            if kind == CLAIMED:
+                crashpoint("claim heard, nothing saved yet")
+                attempt = announced(self._repo, record)
+                self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
+                return attempt
+            self.done = False
+            self.restore()
+
+    def _claims(self) -> GroupRound:
+        return self._group.round("claim")
+
+    def _claim(self) -> Attempt:
         self._close_own()
         for _ in range(CLAIMS):
             try:
@@ -194,6 +244,8 @@ class RunClaim:
             earlier.close_replaced()
 
     def _restore_anew(self) -> None:
+        with self._claims() as round:
+            round.broadcast(AGAIN)
         self.done = False
         self.restore()
 
@@ -211,22 +263,17 @@ class RunClaim:
     def _trouble(self, error: TenutoError) -> None:
         self._warn(f"the lease of run {self._run!r} could not be renewed: {error.message}")
 
-    def _restore(self) -> RestoreResult | None:
-        if self._resume_from is None:
-            return None
-        if self._resume_from == "latest":
-            return restore_latest(
-                self._repo, self._run, self._prepare, emitter=self._emitter, withdrawn=self._withdrawn
-            )
-        id = chosen(self._repo, self._run, self._resume_from)
-        return restore_checkpoint(self._repo, id, self._prepare, emitter=self._emitter)
-
     def _prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
         self._counters = Counters.of(manifest)  # before anything is touched: one that cannot be read is passed over
         # Empty mappings take whatever the checkpoint has: positions and random states know their own form.
         self._private = {"data": {}, "random": {}}
         prepared = match_state(
-            manifest.tree, told.private, told.specs, self._state, private_into=self._private, apart=self._apart
+            manifest.tree,
+            told.private,
+            told.specs,
+            self._state,
+            private_into=self._private,
+            apart=self._group.world_size > 1,
         )
         moved = self._position.moved(self._counters)
         if moved is not None:
@@ -235,84 +282,3 @@ class RunClaim:
 
     def _take_random(self, manifest: Manifest, donor: int) -> None:
         self._private["random"] = private_index_entry(self._repo, manifest, donor, "random", self._emitter)
-
-
-# --------------------------------------------------------------------------------------------------
-# Restoring and claiming as one of several ranks: all read what one has chosen, and one claims for all.
-
-AGAIN, CLAIMED = b"again", b"claimed"
-
-
-class GroupRunClaim(RunClaim):
-    """As Claiming, on every rank of a job: each calls the same methods in the same order."""
-
-    _apart = True
-
-    def __init__(self, *words: Any, group: RankGroup, **more: Any) -> None:
-        super().__init__(*words, **more)
-        self.group = group
-        self._deadline_s = RESTORE_TIMES * group.timeout_s
-        self._reading = GroupRestore(self._repo, self._run, self._prepare, group=group, emitter=self._emitter)
-        self.on_claimed: Callable[[Restored | None], None] | None = None
-        """Called with what was restored, once the run is this job's."""
-        tier = more.get("memory")
-        if self.memory_restore is not None and isinstance(tier, GroupMemoryTier):
-            self.memory_restore = GroupMemoryRestore(self._repo, tier, self._run, group, self._emitter)
-
-    def _restore(self) -> RestoreResult | None:
-        crashpoint("repository opened, nothing chosen yet")
-        if self._resume_from is None:
-            return None
-        return self._reading.restore(self._resume_from, withdrawn=self._withdrawn)
-
-    # -- claiming ------------------------------------------------------------------------------------------------------
-
-    def claim(self) -> Attempt:
-        attempt = self._claim()
-        try:
-            self.group.check_claim_visible(attempt)
-            if self.on_claimed is not None:
-                self.on_claimed(self.restored)
-        except BaseException:
-            attempt.release()
-            raise
-        return attempt
-
-    def _claim(self) -> Attempt:
-        if self.group.coordinates:
-            return self._claim_for_all()
-        self._close_own()
-        while True:
-            with self._claims() as round:
-                kind, _, record = round.receive(self._deadline_s, "the claim of the run").partition(b"\n")
-            if kind == CLAIMED:
-                crashpoint("claim heard, nothing saved yet")
-                attempt = announced(self._repo, record)
-                self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
-                return attempt
-            self.done = False
-            self.restore()
-
-    def _claim_for_all(self) -> Attempt:
-        try:
-            attempt = super().claim()
-        except BaseException as error:
-            if not self._reading.raised_by_all:
-                with self._claims() as round:
-                    round.fail(in_words(error))
-            raise
-        try:
-            with self._claims() as round:
-                round.broadcast(CLAIMED + b"\n" + encode_attempt(attempt.record))
-        except BaseException:
-            attempt.release()
-            raise
-        return attempt
-
-    def _restore_anew(self) -> None:
-        with self._claims() as round:
-            round.broadcast(AGAIN)
-        super()._restore_anew()
-
-    def _claims(self) -> Round:
-        return self.group.agreement.round("claim")

@@ -1,5 +1,5 @@
-"""Retention beside training, and each node's own places kept in step with it: in a thread of their own, so that the
-next save never waits for files to be unlinked."""
+"""Applies retention in the background, and keeps each node's own places in step with it: in a thread of its own, so
+that the next save never waits for files to be unlinked, and at a lower priority than training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from tenuto.engine.group.group import RankGroup
+from tenuto.concurrency.background_priority import lower_priority
+from tenuto.engine.group.rank_group import RankGroup
 from tenuto.errors import TenutoError
 from tenuto.events import Emitter
 from tenuto.maintenance.replica_tidy import tidy_replicas
 from tenuto.maintenance.retention import execute, plan_retention
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
+from tenuto.repo.catalog import Catalog
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
@@ -30,15 +32,18 @@ class RetentionWorker:
         *,
         emitter: Emitter,
         warn: Callable[[str], None],
-        group: RankGroup | None = None,
+        group: RankGroup,
     ) -> None:
-        """Of several ranks the coordinator removes for all, and one of each node sees to its places; the others have
+        """The coordinator of `group` removes for all, and one rank of each node tidies its places; the others have
         nothing to do."""
         self.keep = keep
-        self._retains = group is None or group.coordinates
+        self._retains = group.coordinates
         self._spread = isinstance(repo.store, ReplicatedStore)
-        self._leads = self._spread and (group is None or group.leads)
+        self._leads = self._spread and group.leads
         self._repo = repo
+        self._catalog = Catalog()
+        if self._retains:
+            repo.observer = self._catalog
         self._emitter = emitter
         self._warn = warn
         self._round = threading.Lock()
@@ -86,8 +91,13 @@ class RetentionWorker:
     def _retain(self, attempt: Attempt) -> int:
         if not self._retains:
             return 0
-        plan = plan_retention(self._repo, attempt, self.keep)
-        return len(execute(self._repo, attempt, plan, emitter=self._emitter))
+        removed = 0
+        for _ in range(2):
+            plan = plan_retention(self._repo, attempt, self.keep, self._catalog)
+            removed += len(execute(self._repo, attempt, plan, emitter=self._emitter, catalog=self._catalog))
+            if not self._catalog.plan_again:
+                break
+        return removed
 
     def _tidy(self, attempt: Attempt, *, everybody: bool) -> int:
         if not (self._leads or (everybody and self._spread)):
@@ -107,6 +117,7 @@ class RetentionWorker:
         return True
 
     def _rounds(self, attempt: Attempt) -> None:
+        lower_priority()
         try:
             while True:
                 self.now(attempt)

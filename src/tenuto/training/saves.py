@@ -8,12 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from tenuto.concurrency.deadlines import within
-from tenuto.engine.group.group import RankGroup
+from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.cadence import MemoryCadence
-from tenuto.engine.memory_tier.group.group_tier import memory_cadence
 from tenuto.engine.read.results import Restored
 from tenuto.engine.save import handle as handles
-from tenuto.engine.save.commit_protocol import SoloCommit
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import ManifestDetails
@@ -52,9 +50,9 @@ BUSY_DEADLINE_S: Final = 600.0
 
 
 class SaveAdmission:
-    """Of the saves of one run. `skip`: a save that is due while as many as may be are in flight is skipped. Of several
-    ranks the coordinator decides it, and the others hear from it, at each save that may be skipped: each by itself
-    would find its own writer at work, or just done.
+    """Admits the saves of one run. `skip`: a save that is due while as many as may be are in flight is skipped. The
+    coordinator decides that for all ranks, at each save that may be skipped: each by itself would find its own writer
+    at work, or just done.
 
     `missed` is called with the step of a save that other ranks take and this one does not, so that nobody waits for it.
     """
@@ -66,14 +64,14 @@ class SaveAdmission:
         emitter: Emitter,
         *,
         skip: bool,
-        group: RankGroup | None,
+        group: RankGroup,
         missed: Callable[[int, BaseException], None],
     ) -> None:
         self._saver = saver
         self._run = run
         self._emitter = emitter
         self._skip = skip
-        self._group = group if group is not None and group.world_size > 1 else None
+        self._group = group
         self._missed = missed
         self._ahead: tuple[int, bool] | None = None
         """What was decided, for a step that this rank has not come to yet."""
@@ -83,13 +81,8 @@ class SaveAdmission:
 
         Raises DeadlineExceeded where none before it ends, and what waiting for the coordinator raises.
         """
-        may_skip = self._skip and not must
-        if may_skip and self._group is not None:
-            skipped = self._agreed(self._group, step)
+        if self._skip and not must and self._all_skip(step):
             where = "" if self._group.coordinates else ", on the coordinator"
-        else:
-            skipped, where = may_skip and not self._saver.free, ""
-        if skipped:
             self._emitter.emit(SaveSkipped(self._run, step, f"{self._busy_with()} still being written{where}"))
             return None
         if self._saver.free:
@@ -109,17 +102,17 @@ class SaveAdmission:
             hint='on_busy="wait" waits for it',
         )
 
-    def _agreed(self, group: RankGroup, step: int) -> bool:
-        """Whether all ranks skip it. Only the coordinator's own state counts, so it never waits here."""
-        agreement = group.agreement
+    def _all_skip(self, step: int) -> bool:
+        """Returns whether all ranks skip it. Only the coordinator's own state counts, so it never waits here."""
+        group = self._group
         if group.coordinates:
             skip = not self._saver.free
-            with agreement.round("turn") as round:
+            with group.round("turn") as round:
                 round.broadcast(canonical_json.dumps([step, skip]))
             return skip
         while True:
             if self._ahead is None:
-                with agreement.round("turn") as round:
+                with group.round("turn") as round:
                     heard = canonical_json.loads(round.receive(group.timeout_s, f"whether step {step} is saved"))
                 self._ahead = int(heard[0]), bool(heard[1])
             decided, skip = self._ahead
@@ -178,23 +171,23 @@ class RunSaver:
         emitter: Emitter,
         in_flight: int = 1,
         memory: SavePolicy | None = None,
-        group: RankGroup | None = None,
+        group: RankGroup,
     ) -> None:
-        """`company`: the ranks with whom this process saves."""
+        """`group`: the ranks with which this process saves."""
         self.repo = repo
         self.run = run
         report_to(repo.store, self.warn)
         self.policy = policy
         self.group = group
-        self._coordinates = group is None or group.coordinates
-        self._alike, self._ours = divided(policy)
+        self._coordinates = group.coordinates
+        self._divided_policy = divided(policy)
         self.retention = RetentionWorker(repo, keep, emitter=emitter, warn=self.warn, group=group)
         self._on_error = on_error
         self._emitter = emitter
         self.memory: MemoryCadence | None = None
         """States that are kept in memory, with a cadence of its own."""
         if memory is not None:
-            self.memory = memory_cadence(group)(
+            self.memory = MemoryCadence(
                 repo,
                 run,
                 memory,
@@ -203,8 +196,9 @@ class RunSaver:
                 in_flight=in_flight,
                 emitter=emitter,
                 warn=self.warn,
+                group=group,
             )
-        protocol = None if group is None else group.protocol(repo)
+        protocol = group.protocol(repo)
         self.saver = Saver(
             repo,
             run,
@@ -218,8 +212,9 @@ class RunSaver:
             beside=self.memory.tier if self.memory is not None else None,
             protocol=protocol,
         )
-        missed = (protocol or SoloCommit(repo)).missed
-        self.admission = SaveAdmission(self.saver, run, emitter, skip=on_busy == "skip", group=group, missed=missed)
+        self.admission = SaveAdmission(
+            self.saver, run, emitter, skip=on_busy == "skip", group=group, missed=protocol.missed
+        )
         self.last: Save | None = None
         """The last save taken, or the restored checkpoint as a save that is committed already."""
         self.lock = threading.Lock()
@@ -249,12 +244,16 @@ class RunSaver:
         if self.memory is not None:
             self.memory.capture_fenced(self.saver.fencing)
 
+    def prewarm(self, now: Callable[[], Flattened]) -> float:
+        """Plans and takes the memory that saves of the state need, as far as this process knows before the first save
+        what it writes; returns the seconds it took. `now` gives the state."""
+        return self.saver.prewarm(now()) if self.group.writes_all else 0.0
+
     def expect(self, restored: Restored | None) -> None:
-        """Memory for what one of several ranks saves of what was restored: an equal share, and a little more, for who
-        writes what is planned at the first save. A job that starts afresh has no state yet to tell by, and where one
-        rank writes all that several hold the shares are not equal."""
-        if restored is not None and self.group is not None and self.group.writers != "one":
-            share = restored.checkpoint.bytes // self.group.world_size
+        """Takes memory for this rank's share of what was restored, and a little more: who writes what is planned at
+        the first save. A job that starts afresh has no state yet to tell by."""
+        share = self.group.expected_share(restored.checkpoint.bytes) if restored is not None else None
+        if share is not None:
             self.saver.expect(share + share // 32 + SHARE_SPARE_BYTES)
 
     def begin(
@@ -288,13 +287,7 @@ class RunSaver:
             persist_s=self.hold_ups.persist_s,
             waits=waits,
         )
-        torn = self._torn
-        if self.group is not None:
-            return self.group.decide(self._alike, self._ours, moment, history, torn)
-        decision = self.policy.decide(moment, history)
-        if not decision.save and torn is not None and moment.step > torn.step:
-            return Decision(True, f"in place of the torn save of step {torn.step}")
-        return decision
+        return self.group.decide(self._divided_policy, moment, history, self._torn)
 
     def take(
         self,
@@ -402,15 +395,13 @@ class RunSaver:
     def wait_to_leave(self, timeout: float) -> None:
         """As `wait`; and for the other ranks, which leave as well: one of them may hold the board."""
         self.wait(timeout)
-        if self.group is not None:
-            self.group.farewell(timeout)
+        self.group.farewell(timeout)
 
     def part(self, timeout: float, *, well: bool) -> None:
         """Leaves the other ranks. What the coordinator has removed by then goes from this node's places too."""
-        if self.group is not None:
-            self.group.part(timeout, well=well)
-            if well and self.attempt is not None and not self._coordinates:
-                self.retention.now(self.attempt)
+        self.group.part(timeout, well=well)
+        if well and self.attempt is not None and not self._coordinates:
+            self.retention.now(self.attempt)
 
     def raise_failure(self) -> None:
         """Raises what failed in the background since the last call, if it is to be raised. Ownership always is."""

@@ -510,8 +510,8 @@ class TrainingSession:
         after them belongs to no step."""
         if not self._lacks_last_save:
             return
-        alone = self.saving.group is None
-        moment = self._asked(ending=True, signal=self._preemption.signal if alone else None)
+        signal = self._preemption.signal if self.saving.group.acts_at_once else None
+        moment = self._asked(ending=True, signal=signal)
         decision = self.saving.decide(moment)
         if decision.save or self.stopping:
             self._trigger.take(decision.reason if decision.save else STOPPED, wait=False, must=True)
@@ -535,9 +535,8 @@ class TrainingSession:
         self.saving.raise_failure()
         if self.on_step is not None:
             self.on_step(self)
-        signal, group = self._preemption.signal, self.saving.group
-        if group is not None:
-            signal = group.completed(self.step, signal, ending=ending or self.stopping)
+        group = self.saving.group
+        signal = group.completed(self.step, self._preemption.signal, ending=ending or self.stopping)
         moment = self._asked(
             epoch_ended=epoch_ended, ending=ending or signal is not None or self.stopping, signal=signal
         )
@@ -573,7 +572,7 @@ class TrainingSession:
     def _act_on_signal(self) -> None:
         """Leaves if a signal came, with the last completed step saved. The other ranks tell when theirs counts."""
         signal = self._preemption.signal
-        if signal is None or self.saving.group is not None:
+        if signal is None or not self.saving.group.acts_at_once:
             return
         moment = self._asked(ending=True, signal=signal)
         decision = self.saving.decide(moment)
@@ -595,7 +594,7 @@ class TrainingSession:
     def _signal_came(self, name: str) -> None:
         """In the main thread, between two instructions: outside any step there is nothing to finish, so it acts. In a
         loop that somebody else owns nobody knows where a step begins: the next `step_done` sees it, or `close`."""
-        if self.open or self.between or self.saving.attempt is None or self.saving.group is not None:
+        if self.open or self.between or self.saving.attempt is None or not self.saving.group.acts_at_once:
             return
         if self._foreign_loop and self.loop is None:
             return

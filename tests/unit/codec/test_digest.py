@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.interpreter_lock import lets_others_run
-from tenuto.codec.digest import check_chunks, chunk_count, chunk_starts, digest, digest_chunks, digest_rows
+from tenuto.codec.chunk_map import chunk_count, chunk_starts
+from tenuto.codec.digest import check_chunks, digest, digest_chunks, digest_rows
 
 BYTES = np.random.default_rng(7).integers(0, 256, 5000, dtype=np.uint8)
 

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenuto.codec.chunk_map import ChunkMap
 from tenuto.engine.read.chunk_runs import chunk_runs, halves
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.model.leaf import LeafSpec
@@ -27,17 +28,18 @@ def test_every_byte_is_in_one_piece(lengths, chunk_bytes, piece_bytes, max_leave
     index = Index(0, "", chunk_bytes, packs, specs, layout.pack, layout.offset, layout.length, starts, digests)
     seen = {number: pack.header_length for number, pack in enumerate(packs)}
     rows = []
-    for piece in chunk_runs(index, piece_bytes):
+    for piece in chunk_runs(ChunkMap.of(index), piece_bytes):
         assert piece.start == seen[piece.pack]
         seen[piece.pack] = piece.stop
-        assert piece.begin[0] == piece.start
-        assert piece.end[-1] == piece.stop
-        assert (piece.begin[1:] == piece.end[:-1]).all()
+        chunks = piece.chunks
+        assert chunks.offset[0] == piece.start
+        assert chunks.end[-1] == piece.stop
+        assert (chunks.offset[1:] == chunks.end[:-1]).all() and (chunks.pack == piece.pack).all()
         assert piece.stop - piece.start < piece_bytes + chunk_bytes
-        rows += piece.row.tolist()
-        for leaf, row, begin in zip(piece.leaf.tolist(), piece.row.tolist(), piece.begin.tolist(), strict=True):
+        rows += chunks.digest.tolist()
+        for leaf, row, begin in zip(*(c.tolist() for c in (chunks.row, chunks.digest, chunks.offset)), strict=True):
             assert begin == layout.offset[leaf] + (row - starts[leaf]) * chunk_bytes
-        if len(piece.row) > 1:
+        if len(chunks) > 1:
             one, two = halves(piece)
             assert (one.start, one.stop, two.stop) == (piece.start, two.start, piece.stop)
     assert sorted(rows) == list(range(len(digests)))

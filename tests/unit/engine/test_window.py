@@ -15,6 +15,7 @@ import pytest
 import tenuto
 from tenuto import every
 from tenuto.engine.staging import budget
+from tenuto.engine.staging.moving_window import can_move
 from tenuto.errors import SaveFailed, StoreFull
 from tenuto.events import Event, Warned
 from tenuto.maintenance.verify import assert_whole
@@ -58,37 +59,42 @@ def test_i9_a_state_beyond_the_budget_goes_out_piece_by_piece(tmp_path: Path, wa
     assert_whole(Repo.open(open_store(tmp_path)))
 
 
-@pytest.mark.parametrize("kind", ["local", "memory"])
-def test_a_single_save_takes_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    where = str(tmp_path) if kind == "local" else f"memory://{uuid.uuid4()}"
-    monkeypatch.setattr(budget, "WINDOW_BYTES", MIB)
-    taken: list[int | None] = []
-    acquire = budget.acquire_window
+@pytest.fixture(params=["moving", "ring"])
+def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The windows of 1 MiB or more that single saves take: memory that moves, or a ring where the system moves none."""
+    taken: list[int] = []
+    moves = request.param == "moving"
+    if moves and not can_move():
+        pytest.skip("this system moves no memory")
+    name = "acquire_moving_window" if moves else "acquire_window"
+    acquire = getattr(budget, name)
 
     def watched(nbytes: int, window: int) -> Any:
         taken.append(window)
         return acquire(nbytes, window)
 
-    monkeypatch.setattr(budget, "acquire_window", watched)
+    monkeypatch.setattr(budget, name, watched)
+    monkeypatch.setattr(budget, "can_move", lambda: moves)
+    monkeypatch.setattr(budget, "WINDOW_BYTES", MIB)
+    monkeypatch.setattr(budget, "MOVING_WINDOW_BYTES", (MIB, MIB))
+    return taken
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_single_save_takes_a_window(tmp_path: Path, windows: list[int], kind: str) -> None:
+    where = str(tmp_path) if kind == "local" else f"memory://{uuid.uuid4()}"
     one = state()
     tenuto.save(one, where)
-    assert taken == [MIB]
+    assert windows == [MIB]
     assert same(tenuto.load(where).state, one)
+    assert_whole(Repo.open(open_store(where)))
 
 
-def test_a_leaf_that_cannot_be_cut_asks_for_a_larger_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "WINDOW_BYTES", MIB)
-    taken: list[int] = []
-    acquire = budget.acquire_window
-
-    def watched(nbytes: int, window: int) -> Any:
-        taken.append(window)
-        return acquire(nbytes, window)
-
-    monkeypatch.setattr(budget, "acquire_window", watched)
+def test_a_leaf_that_cannot_be_cut_asks_for_a_larger_window(tmp_path: Path, windows: list[int]) -> None:
     turned = np.arange(MIB // 8, dtype=np.float64).reshape(512, -1).T
     one = {"turned": turned, "w": np.ones(2 * MIB)}
     tenuto.save(one, tmp_path)
+    assert len(windows) == 2 and windows[1] > 4 * MIB
     assert np.array_equal(tenuto.load(tmp_path).state["turned"], turned)
     with pytest.raises(SaveFailed, match=re.compile(r"piece by piece.*budget is 1\.0 MiB", re.S)):
         tenuto.Checkpointer(tmp_path, one, run="tight", memory_budget=MIB)
@@ -125,8 +131,7 @@ def test_a_disk_that_fills_up_behind_the_window_fails_the_save_and_not_the_next(
     assert same(loaded.state, one)
 
 
-def test_a_single_save_on_a_disk_that_fills_up_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "WINDOW_BYTES", MIB)
+def test_a_single_save_on_a_disk_that_fills_up_says_so(tmp_path: Path, windows: list[int]) -> None:
     with pytest.raises((SaveFailed, StoreFull), match=r"full|space"):
         tenuto.save(state(), LocalStore(str(tmp_path), filesystem=FullAt(MIB + MIB // 2)))
-    assert list(tmp_path.rglob("*.safetensors")) == []
+    assert list(tmp_path.rglob("*.safetensors")) == [] and windows == [MIB]

@@ -54,7 +54,7 @@ def test_a_checkpoint_that_is_removed_while_facts_are_gathered_is_passed_over(wo
     gone = world.save(attempt, 10)
     world.save(attempt, 20)
     busy = Repo(
-        Busy(world.store, 6, lambda: world.store.delete([gone.manifest])), world.repo.id, world.repo.chunk_bytes
+        Busy(world.store, 4, lambda: world.store.delete([gone.manifest])), world.repo.id, world.repo.chunk_bytes
     )
     assert [one.id.step for one in gather_facts(busy, "main")][-1] == 20
 

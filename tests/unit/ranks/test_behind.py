@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from support.rank_threads import on_ranks
-from tenuto.engine.group.group import RankGroup
+from tenuto.engine.group.group import JobGroup
 from tenuto.events import Emitter, RanksBehind
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.session import Session
@@ -26,7 +26,7 @@ def test_the_coordinator_tells_whom_it_waits_for_and_what_they_do(monkeypatch: A
 
     def work(agreement: Agreement) -> None:
         session: Session = agreement.session
-        session.behind = RankGroup(agreement, "gpt", Emitter.of([Seen()]))._behind
+        session.behind = JobGroup(agreement, "gpt", Emitter.of([Seen()]))._behind
         with agreement.round("put") as round:
             if agreement.rank == 2:
                 agreement.report("writing its part of step 7")

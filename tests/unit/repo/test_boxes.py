@@ -13,7 +13,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.codec.digest import chunk_starts
+from tenuto.codec.chunk_map import chunk_starts
 from tenuto.engine.staging.buffer_layout import plan_layout, stored_name
 from tenuto.errors import CorruptionError, DuplicatePath
 from tenuto.model.ids import CheckpointId

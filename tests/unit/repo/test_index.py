@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.codec.digest import chunk_starts, digest
+from tenuto.codec.chunk_map import chunk_starts
+from tenuto.codec.digest import digest
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.errors import CorruptionError, FormatTooNew
 from tenuto.model import canonical_json

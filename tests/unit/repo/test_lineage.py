@@ -234,6 +234,7 @@ def test_a_store_that_fails_is_no_damage(repo: Repo, make: Any, monkeypatch: pyt
         raise StoreUnavailable("away", subject=name)
 
     monkeypatch.setattr(repo.store, "get", fail)
+    monkeypatch.setattr(repo.store, "open", lambda name: fail(name, limit=0))
     with pytest.raises(StoreUnavailable):
         latest(repo, "gpt")
     with pytest.raises(StoreUnavailable):

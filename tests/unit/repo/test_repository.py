@@ -259,6 +259,56 @@ def test_a_large_manifest_is_judged_like_a_small_one(repo: Repo, make: Any) -> N
     assert repo.committed("gpt", 1) == [5]
 
 
+class RangedOnly:
+    """A store that gives no object whole, and counts the bytes that it gives."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.given = 0
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        raise AssertionError(f"{name} was asked for whole")
+
+    def open(self, name: str) -> Any:
+        found = self._inner.open(name)
+        read_into = found.read_into
+
+        class Counted:
+            length, alignment = found.length, 1
+            view, close = staticmethod(found.view), staticmethod(found.close)
+
+            def read_into(_, offset: int, buffer: memoryview) -> None:
+                self.given += len(buffer)
+                read_into(offset, buffer)
+
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *rest: object) -> None:
+                found.close()
+
+        return Counted()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_whether_a_checkpoint_exists_is_told_by_the_first_bytes_of_its_manifest(repo: Repo, make: Any) -> None:
+    make.attempt(1)
+    small = make.checkpoint(1, 10)
+    large = CheckpointId("gpt", 1, 20)
+    body = canonical_json.open_seal(repo.store.get(small.manifest, limit=1 << 20), name=small.manifest)
+    body.pop("digest", None)
+    body.update(path=large.manifest, step=20, tree={"!": "dict", "i": [[f"leaf{n}", n] for n in range(100_000)]})
+    repo.store.put_if_absent(large.manifest, Bytes(canonical_json.seal(body)), token="0" * 32)
+    length = repo.store.stat(large.manifest).length
+    ranged = RangedOnly(repo.store)
+    counted = Repo(ranged, repo.id, repo.chunk_bytes)
+    assert counted.exists(large) and length > 1 << 20 and ranged.given <= 64 << 10
+    assert counted.exists(small)
+    assert not counted.exists(CheckpointId("gpt", 1, 30))
+
+
 @pytest.mark.parametrize("trouble", ["missing", "shorter", "longer", "changed", "of another save"])
 def test_an_index_that_is_not_the_manifests_is_refused(repo: Repo, make: Any, trouble: str) -> None:
     make.attempt(1)

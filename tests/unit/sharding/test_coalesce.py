@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenuto.codec.chunk_map import ChunkMap, Column
 from tenuto.sharding import coalesce as coalescing
 from tenuto.sharding.coalesce import ReadPlan, coalesce, cut
 
@@ -20,9 +21,17 @@ def planned(offsets: list[int], lengths: list[int], wanted: list[int], **how: An
     length = np.array(lengths, np.int64)
     starts = np.cumsum(np.append(0, -(-length // CHUNK)))
     leaf = np.array(wanted, np.int64)
-    return coalesce(
-        np.arange(len(wanted)), np.array(offsets, np.int64)[leaf], length[leaf], starts[leaf], chunk_bytes=CHUNK, **how
-    )
+    return coalesce(chunk_map(np.array(offsets, np.int64), length, starts).chunks(leaf), **how)
+
+
+def chunk_map(offset: Column, length: Column, first: Column) -> ChunkMap:
+    """Of rows in one pack."""
+    return ChunkMap(np.zeros(len(offset), np.int64), offset, length, first, np.empty((0, 16), np.uint8), CHUNK)
+
+
+def columns(plan: ReadPlan, number: int) -> tuple[int, ...]:
+    chunks = plan.chunks
+    return tuple(int(column[number]) for column in (chunks.want, chunks.start, chunks.size, chunks.offset))
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -51,18 +60,18 @@ def test_every_wanted_byte_is_read_once(leaves: list[tuple[int, bool]], task_byt
         chunks = range(plan.runs[task.first], plan.runs[task.last])
         pieces: dict[int, int] = {}
         for number in chunks:
-            want, start, size, position = (int(c[number]) for c in (plan.want, plan.start, plan.size, plan.position))
+            want, start, size, position = columns(plan, number)
             leaf = wanted[want]
             assert position == offsets[leaf] + start and start % CHUNK == 0
             assert size == min(CHUNK, lengths[leaf] - start)
-            assert plan.row[number] == first_row[leaf] + start // CHUNK
+            assert plan.chunks.digest[number] == first_row[leaf] + start // CHUNK
             assert position >= end and position - end <= gap
             end = position + size
             seen.setdefault(leaf, []).append((start, start + size))
             pieces[leaf] = pieces.get(leaf, 0) + size
         assert end == task.stop and task.nbytes == sum(pieces.values()) and task.shortest == min(pieces.values())
         assert task.stop - task.start <= max(task_bytes, CHUNK)
-    assert runs == len(plan.runs) - 1 and plan.runs[-1] == len(plan.want)
+    assert runs == len(plan.runs) - 1 and plan.runs[-1] == len(plan.chunks)
     for leaf in wanted:
         found = sorted(seen.pop(leaf, []))
         assert [start for start, _ in found] == [0, *[stop for _, stop in found[:-1]]][: len(found)]
@@ -78,16 +87,16 @@ def test_a_run_is_one_leaf_or_several_small_ones_without_a_hole(leaves: list[tup
     wanted = [leaf for leaf, (_, taken) in enumerate(leaves) if taken]
     plan = planned(offsets, lengths, wanted, task_bytes=1 << 20)
     for first, last in pairwise(plan.runs):
-        position, size = plan.position[first:last], plan.size[first:last]
+        position, size = plan.chunks.offset[first:last], plan.chunks.stored[first:last]
         assert (position[1:] == (position + size)[:-1]).all()
-        inside = {int(want) for want in plan.want[first:last]}
+        inside = {int(want) for want in plan.chunks.want[first:last]}
         assert len(inside) == 1 or all(lengths[wanted[want]] < coalescing.SMALL_BYTES for want in inside)
         assert int(size.sum()) <= coalescing.RUN_BYTES + max(coalescing.SMALL_BYTES, CHUNK)
 
 
 def test_small_leaves_in_a_row_are_one_run() -> None:
     plan = planned([0, 10, 20, 30], [10, 10, 10, 10], [3, 0, 1, 2])
-    assert list(plan.runs) == [0, 4] and plan.want.tolist() == [1, 2, 3, 0]
+    assert list(plan.runs) == [0, 4] and plan.chunks.want.tolist() == [1, 2, 3, 0]
 
 
 def test_a_gap_is_read_over_only_up_to_its_bound() -> None:
@@ -117,15 +126,13 @@ def test_wanted_ranges_may_lie_in_each_other(ranges: list[tuple[int, int]], task
     """One leaf is wanted whole and in part where it was tied when saved and is not in the target."""
     offset, length = (np.array(column, np.int64) for column in zip(*ranges, strict=True))
     offset = 4096 + offset * CHUNK
-    plan = coalesce(
-        np.arange(len(offset)), offset, length, offset // CHUNK, chunk_bytes=CHUNK, task_bytes=task_bytes, gap_bytes=gap
-    )
+    plan = coalesce(chunk_map(offset, length, offset // CHUNK).chunks(), task_bytes=task_bytes, gap_bytes=gap)
     seen: dict[int, list[tuple[int, int]]] = {}
     for task in plan.tasks:
         wanted = np.zeros(task.stop - task.start, bool)
         for number in range(plan.runs[task.first], plan.runs[task.last]):
-            want, start, size, position = (int(c[number]) for c in (plan.want, plan.start, plan.size, plan.position))
-            assert position == offset[want] + start and plan.row[number] == position // CHUNK
+            want, start, size, position = columns(plan, number)
+            assert position == offset[want] + start and plan.chunks.digest[number] == position // CHUNK
             assert task.start <= position and position + size <= task.stop
             wanted[position - task.start : position - task.start + size] = True
             seen.setdefault(want, []).append((start, start + size))

@@ -19,8 +19,9 @@ import pytest
 import tenuto
 from support.broken_places import Refusing, damage, over
 from support.rank_threads import together
+from tenuto.codec.chunk_map import ChunkRange
+from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.engine.read.copy_packs import VerifiedContent
-from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.errors import CorruptionError, RanksDisagree, RepositoryError, SaveFailed, StoreFull, UsageError
 from tenuto.maintenance import gc, remove, replicate, undelete
 from tenuto.maintenance.verify import execute, plan_verify
@@ -262,15 +263,15 @@ def test_i5_what_was_found_of_a_copy_says_nothing_of_another(tmp_path: Path, mon
         at = bytes(data).index(np.arange(1000.0).tobytes()[800:1600]) if at is None else at
         store.place.objects[name] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], when
     checked, turned = threading.Event(), threading.Event()
-    original = LazyReader._check
+    original = ChunkReader.check
 
-    def paused(self: LazyReader, data: Any, chunk: int, path: str, row: int, start: int) -> None:
-        original(self, data, chunk, path, row, start)
+    def paused(self: ChunkReader, pack: str, chunk: ChunkRange, data: Any, path: str) -> None:
+        original(self, pack, chunk, data, path)
         if threading.current_thread().name == "slow" and not checked.is_set():
             checked.set()
             assert turned.wait(60)
 
-    monkeypatch.setattr(LazyReader, "_check", paused)
+    monkeypatch.setattr(ChunkReader, "check", paused)
     with tenuto.open(a) as opened:
         slow = threading.Thread(target=lambda: opened["one"][:], name="slow")
         slow.start()

@@ -12,12 +12,12 @@ import pytest
 import tenuto
 from support.rank_threads import together
 from tenuto.engine.group import visibility
-from tenuto.engine.group.group import RankGroup
+from tenuto.engine.group.group import JobGroup
 from tenuto.errors import DeadlineExceeded, ObjectNotFound, RanksDisagree, UsageError
 from tenuto.events import Emitter
 from tenuto.model import canonical_json
 from tenuto.policy import every, on
-from tenuto.policy.save import Moment, SaveHistory
+from tenuto.policy.save import Moment, SaveHistory, divided
 from tenuto.ranks.kv.in_process import ThreadRanks
 from tenuto.ranks.proposals import Proposal
 from tenuto.store.contract import Reader
@@ -45,14 +45,14 @@ class Agreed:
 def test_a_save_that_is_agreed_on_is_not_wished_for_again_at_its_own_step() -> None:
     """That of the policy's clock runs anew only once the save is taken."""
     agreement = Agreed(Proposal(1, 3, "10 min have passed", 0))
-    group = RankGroup(agreement, "main", Emitter())  # type: ignore[arg-type]
+    group = JobGroup(agreement, "main", Emitter())  # type: ignore[arg-type]
     last_s, saved = 0.0, []
     for step in range(1, 7):
         group.completed(step, None, ending=False)
         now_s = 601.0 + step
         history = SaveHistory(started_s=0.0, first_step=0, last_saved_step=None, last_saved_s=last_s)
         moment = Moment(step=step, now_s=now_s)
-        if group.decide(on.end(), every(minutes=10), moment, history, None).save:
+        if group.decide(divided(on.end() | every(minutes=10)), moment, history, None).save:
             saved.append(step)
             last_s = now_s
     assert saved == [3]
@@ -62,13 +62,13 @@ def test_a_save_that_is_agreed_on_is_not_wished_for_again_at_its_own_step() -> N
 def test_a_save_that_is_still_to_come_is_what_is_wished_for() -> None:
     """Only a signal asks for one of its own: all leave where it is what they save for."""
     agreement = Agreed(Proposal(1, 3, "in place of the torn save of step 1", 1), Proposal(2, 6, "SIGTERM came", 0))
-    group = RankGroup(agreement, "main", Emitter())  # type: ignore[arg-type]
+    group = JobGroup(agreement, "main", Emitter())  # type: ignore[arg-type]
     history = SaveHistory(started_s=0.0, first_step=0, last_saved_step=None, last_saved_s=0.0)
     left = []
     for step in range(1, 7):
         agreement.agreed_save = next((one for at, one in agreement._proposals.items() if step <= at), None)
         left.append(group.completed(step, "SIGTERM" if step > 1 else None, ending=False))
-        group.decide(on.end(), every(minutes=10), Moment(step=step, now_s=601.0 + step), history, None)
+        group.decide(divided(on.end() | every(minutes=10)), Moment(step=step, now_s=601.0 + step), history, None)
         if step == 1:
             assert agreement.wishes == [], "the clock's"
     assert agreement.wishes == ["SIGTERM came"], "at step 2"
@@ -117,7 +117,7 @@ class Busy:
 
 def turns(saver: Any, agreement: Any, *, skip: bool) -> tuple[SaveAdmission, list[int]]:
     missed: list[int] = []
-    group = RankGroup(agreement, "main", Emitter())
+    group = JobGroup(agreement, "main", Emitter())
     found = SaveAdmission(saver, "main", Emitter(), skip=skip, group=group, missed=lambda step, _: missed.append(step))
     return found, missed
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.engine.group.rank_group import SoloGroup
 from tenuto.errors import StoreUnavailable
 from tenuto.events import Emitter
 from tenuto.policy import keep
@@ -50,7 +51,7 @@ def make(attempt: Attempt, told: list[str]) -> Make:
             told.append(message)
             then()
 
-        return RetentionWorker(attempt.repo, policy, emitter=Emitter(), warn=warn)
+        return RetentionWorker(attempt.repo, policy, emitter=Emitter(), warn=warn, group=SoloGroup())
 
     return built
 

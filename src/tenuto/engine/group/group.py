@@ -8,15 +8,19 @@ from contextlib import contextmanager
 from typing import Final, Literal
 
 from tenuto.crashpoints import crashpoint
+from tenuto.engine.group.group_restore import GroupRestore
 from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.group.rank_group import RankGroup, SoloGroup
 from tenuto.engine.group.visibility import SHARE_ONE_PLACE, awaited, sees_claim
+from tenuto.engine.read.choose import Prepare
 from tenuto.engine.save.handle import Save
 from tenuto.errors import NotARepository, RanksDisagree, RanksError, RanksMissing, TenutoError, UsageError, in_words
 from tenuto.events import Emitter, RanksBehind, Warned
 from tenuto.model.ids import run_key
-from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy
+from tenuto.policy.save import Decision, DividedPolicy, Moment, SaveHistory, SavePolicy
 from tenuto.ranks.agreement import Agreement
-from tenuto.ranks.contract import Ranks
+from tenuto.ranks.contract import TIMEOUT_S, Ranks
+from tenuto.ranks.round import Round
 from tenuto.ranks.timeouts import Settings
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt, announced
@@ -29,11 +33,6 @@ from tenuto.store.contract import Store, Where
 from tenuto.store.registry import open_store
 from tenuto.version import __version__
 
-TIMEOUT_S: Final = 600.0
-"""How long ranks wait for one that is alive: until it has built its Checkpointer, has come to the step that all save
-at, has put its part."""
-RESTORE_TIMES: Final = 3.0
-"""So many times as long for the slowest rank to read its part of a checkpoint."""
 _CAME: Final = " came"
 FAREWELL_S: Final = 60.0
 """At most so long the end of training waits until all ranks have come to it: the board may go with the first that
@@ -52,8 +51,11 @@ def session_settings(timeout_s: float) -> Settings:
     )
 
 
-class RankGroup:
+class JobGroup:
     """This process as one of the ranks of a job, in its training thread."""
+
+    writes_all = False
+    acts_at_once = False
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class RankGroup:
         call: str = "Checkpointer",
         facts: Mapping[str, str] | None = None,
         writers: Strategy = "balanced",
-    ) -> tuple[RankGroup, Repo]:
+    ) -> tuple[JobGroup, Repo]:
         """Meets the other ranks, and opens the repository, which has to be one for all of them. `call`: what all of
         them have called; `facts`: what else has to be equal on all of them.
 
@@ -125,9 +127,18 @@ class RankGroup:
     def coordinates(self) -> bool:
         return self.agreement.is_coordinator
 
+    def round(self, kind: str) -> Round:
+        return self.agreement.round(kind)
+
     def protocol(self, repo: Repo) -> GroupCommit:
-        """These ranks, saving together."""
         return GroupCommit(repo, self.agreement, strategy=self.writers, deadline_s=self.timeout_s)
+
+    def restorer(self, repo: Repo, run: str, prepare: Prepare, emitter: Emitter) -> GroupRestore:
+        return GroupRestore(repo, run, prepare, group=self, emitter=emitter)
+
+    def expected_share(self, nbytes: int) -> int | None:
+        """An equal share. None where one rank writes all that several hold: the shares are not equal then."""
+        return None if self.writers == "one" else nbytes // self.world_size
 
     def _open(self, where: Store, *, create: bool = True) -> Repo:
         """The coordinator may `create` it where there is none; the others have to find the very same."""
@@ -195,6 +206,28 @@ class RankGroup:
             return None, f"another repository lies there ({id[:8]}, and the coordinator's is {wanted[:8]})"
         return found[0], ""
 
+    def agree_on_attempt(self, repo: Repo, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
+        attempt, step = self._announced_attempt(repo, find)
+        try:
+            self.check_claim_visible(attempt)
+        except BaseException:
+            attempt.release()
+            raise
+        return attempt, step
+
+    def _announced_attempt(self, repo: Repo, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
+        with self.round("claim") as round:
+            if not self.coordinates:
+                number, _, record = round.receive(self.timeout_s, "the claim of the run").partition(b"\n")
+                return announced(repo, record), int(number)
+            attempt, step = find()
+            try:
+                round.broadcast(b"%d\n" % step + encode_attempt(attempt.record))
+            except BaseException:
+                attempt.release()
+                raise
+            return attempt, step
+
     def check_claim_visible(self, attempt: Attempt) -> None:
         """All ranks have heard of this claim of the run: now each has to see it in its own place. A repository that was
         copied from node to node has the same id on each, and the claim on one.
@@ -239,20 +272,18 @@ class RankGroup:
             return self._agreed.removesuffix(_CAME)
         return signal if ending else None
 
-    def decide(
-        self, alike: SavePolicy, ours: SavePolicy, moment: Moment, history: SaveHistory, torn: Save | None
-    ) -> Decision:
-        """Whether all ranks save this step. `alike` is what each decides by itself; `ours` the coordinator for all, at
-        a step that is still to come; and so does who has to take another save in place of one that was `torn`."""
+    def decide(self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None) -> Decision:
+        """Decides whether all ranks save this step. What the coordinator decides for all is saved at a step that is
+        still to come, and so is what replaces a `torn` save."""
         agreed, self._agreed = self._agreed, None
-        decision = alike.decide(moment, history)
+        decision = policy.alike.decide(moment, history)
         new = history.last_saved_step is None or moment.step > history.last_saved_step
         if agreed is not None and new and not decision.save:
             decision = Decision(True, agreed)
         if not decision.save:  # else what there is to wish for comes now
             if torn is not None and moment.step > torn.step:
                 self._propose(f"in place of the torn save of step {torn.step}")
-            if self.coordinates and (wanted := ours.decide(moment, history)).save:
+            if self.coordinates and (wanted := policy.by_one.decide(moment, history)).save:
                 self._propose(wanted.reason)
         return decision
 
@@ -315,18 +346,34 @@ def _kept(store: Store) -> str:
 
 
 @contextmanager
-def leave_on_error(group: RankGroup | None) -> Iterator[None]:
-    """What is raised within the block ends this rank's part: the others are told at once."""
+def leave_on_error(group: RankGroup) -> Iterator[None]:
+    """Makes this process leave the group where the block raises: the others learn it at once."""
     try:
         yield
     except BaseException as error:
-        if group is not None:
-            group.leave(error)
+        group.leave(error)
         raise
 
 
-def refused(*, memory: SavePolicy | None) -> None:
-    """Raises UsageError for what several ranks cannot do together."""
+def training_group(
+    ranks: Ranks,
+    where: Where,
+    run: str,
+    emitter: Emitter,
+    timeout_s: float,
+    *,
+    memory: SavePolicy | None,
+    writers: Strategy,
+) -> tuple[RankGroup, Repo]:
+    """Returns the group that trains the run, and the repository, which is created where there is none. Raises what
+    `JobGroup.meet` does, and UsageError for what several ranks cannot do together."""
+    if ranks.world_size == 1:
+        return SoloGroup(), Repo.create_or_open(open_store(where))
+    _refuse(memory)
+    return JobGroup.meet(ranks, where, run, emitter, timeout_s, facts={"memory": repr(memory)}, writers=writers)
+
+
+def _refuse(memory: SavePolicy | None) -> None:
     if memory is not None and not memory.alike:
         raise UsageError(
             f"memory={memory!r} does not work with several ranks",
@@ -350,11 +397,11 @@ def joined_group(
     call: Literal["save", "load"],
     facts: Mapping[str, str],
     writers: Strategy = "balanced",
-) -> Iterator[tuple[RankGroup, Repo]]:
-    """This process among the ranks, and the repository, for as long as the block lasts: what is raised within it is
-    told to the others. Raises what `Company.meet` does."""
+) -> Iterator[tuple[JobGroup, Repo]]:
+    """Yields this process among the ranks, and the repository: what the block raises the others learn. Raises what
+    `JobGroup.meet` does."""
     try:
-        group, repo = RankGroup.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts, writers=writers)
+        group, repo = JobGroup.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts, writers=writers)
     except RanksMissing as error:
         alone = f"every rank of the job calls tenuto.{call}; one that is to {call} by itself: ranks=tenuto.Solo()"
         raise RanksMissing(
@@ -363,28 +410,3 @@ def joined_group(
     with leave_on_error(group):
         yield group, repo
     group.part(timeout_s, well=True)
-
-
-def agreed_attempt(repo: Repo, group: RankGroup, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
-    """What `find` gives on the coordinator, an attempt and a step, on all ranks, which save in one place."""
-    attempt, step = _told(repo, group, find)
-    try:
-        group.check_claim_visible(attempt)
-    except BaseException:
-        attempt.release()
-        raise
-    return attempt, step
-
-
-def _told(repo: Repo, group: RankGroup, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
-    with group.agreement.round("claim") as round:
-        if not group.coordinates:
-            number, _, record = round.receive(group.timeout_s, "the claim of the run").partition(b"\n")
-            return announced(repo, record), int(number)
-        attempt, step = find()
-        try:
-            round.broadcast(b"%d\n" % step + encode_attempt(attempt.record))
-        except BaseException:
-            attempt.release()
-            raise
-        return attempt, step

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.group import RESTORE_TIMES, RankGroup
 from tenuto.engine.group.node_peers import NodePeers
 from tenuto.engine.group.pack_handover import dealt, hand_over, is_there, lacking
+from tenuto.engine.group.rank_group import RESTORE_TIMES
 from tenuto.engine.group.visibility import awaited
 from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, as_damage, choose, chosen, exactly, match
 from tenuto.engine.read.node_share import NodeSharedReads, WindowTimeouts
@@ -29,6 +29,9 @@ from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.state.restore.match import refuse_unmatched
 from tenuto.state.restore.unmatched import Unmatched, unmatched_by_all
+
+if TYPE_CHECKING:
+    from tenuto.engine.group.group import JobGroup
 
 # --------------------------------------------------------------------------------------------------
 # How a restore goes on each rank of a job, told in two rounds: whether the checkpoint fits what the rank holds, before
@@ -137,7 +140,7 @@ PATIENCE_S: Final = 30.0
 class GroupRestore:
     """The ranks of one job, restoring one run. Each of them calls the same methods in the same order."""
 
-    def __init__(self, repo: Repo, run: str, prepare: Prepare, *, group: RankGroup, emitter: Emitter) -> None:
+    def __init__(self, repo: Repo, run: str, prepare: Prepare, *, group: JobGroup, emitter: Emitter) -> None:
         self.group = group
         self._repo = repo
         self._run = run
@@ -150,11 +153,16 @@ class GroupRestore:
         self.raised_by_all = False
         """Whether the last restore has ended by a vote that all have heard: nobody waits for more of it."""
 
-    def restore(self, resume_from: int | str, *, withdrawn: Container[int] = frozenset()) -> RestoreResult | None:
-        """What the coordinator chooses; None, on all ranks, where the run has no checkpoint. `withdrawn`: the
+    def restore(self, step: int | str, *, withdrawn: Container[int] = frozenset()) -> RestoreResult | None:
+        """Restores what the coordinator chooses; None, on all ranks, where the run has no checkpoint. `withdrawn`: the
         coordinator's, as `walk` has it."""
         self.raised_by_all = False
-        return self._choose(resume_from, withdrawn) if self.group.coordinates else self._follow()
+        return self._choose(step, withdrawn) if self.group.coordinates else self._follow()
+
+    def resume(self, resume_from: int | str | None, *, withdrawn: Container[int]) -> RestoreResult | None:
+        """Restores at the start of training; None where that starts afresh."""
+        crashpoint("repository opened, nothing chosen yet")
+        return None if resume_from is None else self.restore(resume_from, withdrawn=withdrawn)
 
     # -- the coordinator -----------------------------------------------------------------------------------------------
 

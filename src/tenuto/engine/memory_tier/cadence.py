@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
+from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.memory_saver import MemorySaver
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.save.fenced_capture import FencedCapture
@@ -26,10 +27,12 @@ BUSY = "the state taken into memory before is not sealed yet"
 
 
 class MemoryCadence:
-    """The memory tier of one run, with a cadence of its own."""
+    """The memory tier of one run, with a cadence of its own.
 
-    replaces_torn = True
-    """Whether a torn state is made up for at the very next step, due or not."""
+    Several ranks keep states at the same steps, all or none of a state. So a state that is due is never left out for
+    being busy, nor a torn one replaced before the next is due, for then it would be on one rank and not on another. And
+    their saves to the store have memory of their own: they are shares of a state.
+    """
 
     def __init__(
         self,
@@ -42,8 +45,12 @@ class MemoryCadence:
         in_flight: int = 1,
         emitter: Emitter,
         warn: Callable[[str], None],
+        group: RankGroup,
     ) -> None:
-        self.tier = self._make_tier(repo, run, budget=budget, in_flight=in_flight, emitter=emitter, warn=warn)
+        self._saves_are_states = group.writes_all
+        """Whether a save to the store is a state in memory as well, and this process skips and replaces by itself."""
+        in_flight = in_flight if self._saves_are_states else 1
+        self.tier = MemoryTier(repo, run, group=group, budget=budget, in_flight=in_flight, emitter=emitter, warn=warn)
         self.policy = policy
         self.skipped = 0
         """Steps that were due and not taken, for the one before was not sealed."""
@@ -52,7 +59,7 @@ class MemoryCadence:
         self._held_s = 0.0
         self._moments: dict[int, float] = {}
         self._run = run
-        self._on_busy = on_busy
+        self._may_skip = on_busy == "skip" and self._saves_are_states
         self._emitter = emitter
         self._saver = MemorySaver(repo, self.tier, emitter, rank=self.tier.rank)
         self._attempt: Attempt | None = None
@@ -63,24 +70,23 @@ class MemoryCadence:
         self._last_s: float | None = None
         self._started_s = 0.0
 
-    def _make_tier(self, repo: Repo, run: str, **more: Any) -> MemoryTier:
-        return MemoryTier(repo, run, **more)
-
     @property
     def written_from(self) -> MemoryTier | None:
         """The tier whose images saves to the store are written from; None where they have memory of their own."""
-        return self.tier
+        return self.tier if self._saves_are_states else None
 
     def capture_fenced(self, fencing: FencedCapture) -> None:
         """From now on what optimizers own is copied beside training, as in saves to the store."""
         self._saver.fencing = fencing
 
     def begin(self, attempt: Attempt, flattened: Flattened, step: int, since_s: float) -> None:
-        """The run is claimed, and training goes on from `step`; `since_s`: since when its line has not been saved."""
+        """Begins once the run is claimed, on all ranks: training resumes from `step`. `since_s`: since when its line
+        has not been saved. Raises RankFailed, RanksMissing and RankStoreLost."""
         self.tier.saved_s = since_s
         self.tier.claimed(attempt, flattened)
         self._attempt = attempt
         self._first_step, self._started_s = step, time.monotonic()
+        self.tier.agree()
 
     @property
     def kept(self) -> int:
@@ -115,7 +121,11 @@ class MemoryCadence:
         return None if footer is None else self._moments.get(footer.id.step, footer.sealed_us / 1e6)
 
     def saved(self, step: int) -> bool:
-        """A save to the store is taken, which is sealed here as well; whether it takes the place of a torn state."""
+        """Notes that a save to the store is taken, which is sealed here as well if it is a whole state; returns whether
+        it takes the place of a torn one."""
+        if not self._saves_are_states:
+            self.tier.saved_s = time.monotonic()
+            return False
         torn = self.torn is not None
         self._before = step, self._last_step, self._last_s
         self._last_step, self._last_s = step, time.monotonic()
@@ -140,14 +150,14 @@ class MemoryCadence:
             last_saved_s=self._last_s,
         )
         decision, torn = self.policy.decide(moment, history), self.torn
-        if self.replaces_torn and not decision.save and torn is not None and moment.step > torn:
+        if self._saves_are_states and not decision.save and torn is not None and moment.step > torn:
             return Decision(True, f"in place of the torn state of step {torn}")
         return decision
 
     def skips(self, step: int) -> bool:
         """Whether the state of this step, which is due, is left out, for the one before is not sealed yet: that is
         counted and told. To be asked before the state is looked at."""
-        if self._on_busy != "skip" or not self._saver.busy or self.torn is not None:
+        if not self._may_skip or not self._saver.busy or self.torn is not None:
             return False  # a torn one is about to be let go
         self._skip(step, BUSY)
         return True

@@ -11,16 +11,21 @@ restart.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tenuto.engine.memory_tier.seal import Seal, SealHolder
-from tenuto.errors import CorruptionError, ObjectNotFound
+from tenuto.errors import CorruptionError, ObjectNotFound, StoreError
 from tenuto.model.ids import CheckpointId, parse_step
 from tenuto.model.records import AttemptRecord
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.process import this_process
 from tenuto.repo.repository import Repo
+
+if TYPE_CHECKING:
+    from tenuto.engine.memory_tier.tier import MemorySlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +122,34 @@ def _save_id(repo: Repo, id: CheckpointId) -> str | None:
         return decode_begin(repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id).save_id
     except (ObjectNotFound, CorruptionError):
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sealed image from which the run may resume, and the slot that it lies in."""
+
+    half: MemorySlot
+    footer: Seal
+    adoptable: EligibleImage
+
+
+def eligible_images(
+    repo: Repo, run: str, sealed: Iterable[tuple[MemorySlot, Seal]], report: Callable[[str], None]
+) -> list[Candidate]:
+    """Returns those from which the run may resume, newest first. `report` is called with why another is passed over."""
+    found: list[Candidate] = []
+    for half, footer in sealed:
+        try:
+            verdict = judge(repo, run, footer)
+        except StoreError as error:
+            verdict = f"the repository does not answer: {error.message}"
+        if isinstance(verdict, str):
+            report(f"step {footer.id.step} in memory (attempt {footer.holder.attempt}) is passed over: {verdict}")
+        else:
+            found.append(Candidate(half, footer, verdict))
+    return sorted(found, key=lambda one: newness(one.footer), reverse=True)
+
+
+def newness(footer: Seal) -> tuple[int, int, int]:
+    """Returns a key that is greater for what is newer, among the images of one rank."""
+    return (footer.holder.attempt, footer.id.step, footer.sequence)

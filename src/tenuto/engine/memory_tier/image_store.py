@@ -14,9 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Final
 
+import numpy as np
+
+from tenuto.codec.chunk_map import ChunkMap
 from tenuto.codec.digest import digest
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, newest
-from tenuto.engine.read.packs import damaged
+from tenuto.engine.read.chunk_reader import ChunkReader
+from tenuto.engine.read.chunk_runs import chunk_runs
 from tenuto.engine.staging.arena import keep_from_children
 from tenuto.engine.staging.slots import ROOM, read_seals
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreDenied
@@ -80,7 +84,7 @@ def _read(parts: Mapping[str, memoryview], footer: Seal, name: str, chunk_bytes:
 
 
 def check_image(image: Image, index: Index) -> None:
-    """Digests every chunk and every header. CorruptionError names the leaf."""
+    """Digests every header and every chunk where it lies. Raises CorruptionError, which names the leaf."""
     store, id = image.repo.store, image.footer.id
     views = []
     for pack in index.packs:
@@ -90,13 +94,11 @@ def check_image(image: Image, index: Index) -> None:
             views.append(view)
             if digest(view[: pack.header_length]) != pack.header_digest:
                 raise CorruptionError(f"the header of {pack.name} is damaged", subject=pack.name)
-    expected = index.digests.tobytes()
-    columns = (index.pack.tolist(), index.offset.tolist(), index.length.tolist(), index.chunk_start.tolist())
-    for row, (number, offset, length, first) in enumerate(zip(*columns[:3], columns[3][:-1], strict=True)):
-        for chunk, low in enumerate(range(0, length, index.chunk_bytes), first):
-            piece = views[number][offset + low : offset + min(low + index.chunk_bytes, length)]
-            if digest(piece) != expected[chunk * 16 : chunk * 16 + 16]:
-                raise damaged(image.repo, index.specs[row].path, index.packs[number].name, len(piece), offset + low)
+    chunks = ChunkMap.of(index)
+    verifier = ChunkReader(image.repo, id, chunks, index.packs)
+    for run in chunk_runs(chunks):
+        data = np.frombuffer(views[run.pack][run.start : run.stop], np.uint8)
+        verifier.check_run(index.packs[run.pack].name, run, data, lambda row: index.specs[row].path)
 
 
 def _mapped(descriptor: int, length: int) -> mmap.mmap:

@@ -8,28 +8,28 @@ starts finds what the one before left, and goes on from it if nothing else has b
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
-import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from tenuto.codec.digest import digest
+from tenuto.codec.chunk_map import chunk_count
+from tenuto.codec.digest import DIGEST_BYTES, digest
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.memory_tier.eligibility import EligibleImage, judge
+from tenuto.engine.group.rank_group import RankGroup
+from tenuto.engine.memory_tier.common_states import common_states
+from tenuto.engine.memory_tier.eligibility import Candidate, eligible_images
 from tenuto.engine.memory_tier.image_store import Image, open_image
-from tenuto.engine.memory_tier.listing import dead_images, kept_by_others, passed_over, remove_image
+from tenuto.engine.memory_tier.listing import kept_by_others, passed_over, remove_image
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, SealHolder, encode_seal, new_seal, newest
+from tenuto.engine.memory_tier.shortage import free_room, shortage
 from tenuto.engine.memory_tier.slot_file import LastingSlot, take_slots
 from tenuto.engine.save.manifest_builder import spelled
-from tenuto.engine.staging import slots
-from tenuto.engine.staging.arena import Arena, NoRoom, file_system_headroom, memory_headroom
+from tenuto.engine.staging.arena import Arena
 from tenuto.engine.staging.plan import Planner, SavePlan
-from tenuto.engine.staging.slots import Slot
-from tenuto.errors import CorruptionError, DeadlineExceeded, StoreError
+from tenuto.errors import CorruptionError, DeadlineExceeded
 from tenuto.events import Emitter, Warned
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Index
@@ -69,7 +69,7 @@ class SlotArena:
         if arena is not None and arena.nbytes >= nbytes:
             return arena
         self._admit(self._slot, nbytes)
-        described = DESCRIBED_BYTES + self.leaves * LEAF_BYTES + -(-nbytes // self._chunk_bytes) * 16
+        described = DESCRIBED_BYTES + self.leaves * LEAF_BYTES + chunk_count(nbytes, self._chunk_bytes) * DIGEST_BYTES
         found = self._slot.reuse(nbytes, described)
         if found is None and not self.may_make:
             raise FileExistsError("what lies there is still needed")
@@ -215,89 +215,6 @@ class SlotPool:
         return max(footers, key=lambda footer: footer.sequence, default=None)
 
 
-# --------------------------------------------------------------------------------------------------
-# Sealed images that a run may go on from.
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A sealed image that the run may go on from."""
-
-    half: MemorySlot
-    footer: Seal
-    adoptable: EligibleImage
-
-
-def eligible_images(
-    repo: Repo, run: str, sealed: Iterable[tuple[MemorySlot, Seal]], report: Callable[[str], None]
-) -> list[Candidate]:
-    """Those that the run may go on from, newest first. `report` is told why another may not."""
-    found: list[Candidate] = []
-    for half, footer in sealed:
-        try:
-            verdict = judge(repo, run, footer)
-        except StoreError as error:
-            verdict = f"the repository does not answer: {error.message}"
-        if isinstance(verdict, str):
-            report(f"step {footer.id.step} in memory (attempt {footer.holder.attempt}) is passed over: {verdict}")
-        else:
-            found.append(Candidate(half, footer, verdict))
-    return sorted(found, key=lambda one: newness(one.footer), reverse=True)
-
-
-def newness(footer: Seal) -> tuple[int, int, int]:
-    """What is newer is greater, among the images of one rank."""
-    return (footer.holder.attempt, footer.id.step, footer.sequence)
-
-
-# --------------------------------------------------------------------------------------------------
-# Room in shared memory: what is said where there is too little, and whose images give way.
-
-ADVICE: Final = (
-    "give it room for two images of the state (docker: --shm-size=…; Kubernetes: an emptyDir with medium: Memory at "
-    "/dev/shm; memory_budget= if it is set), save less state, or leave memory= out; `tenuto ls --memory` shows what "
-    "lies there, and `tenuto memory clear` removes what dead processes left"
-)
-
-
-def shortage(error: OSError) -> str:
-    """Why two images do not fit, with the figures there are, and what to do."""
-    facts = [error.strerror or str(error)]
-    try:
-        descriptor = os.open(slots.SHARED_MEMORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            facts.append(f"{slots.SHARED_MEMORY} has {file_system_headroom(descriptor) >> 20} MiB free")
-        finally:
-            os.close(descriptor)
-    except OSError:
-        facts.append(f"there is no {slots.SHARED_MEMORY}")
-    free = memory_headroom()
-    if free is not None:
-        facts.append(f"{free >> 20} MiB of memory may still be used here")
-    return f"{'; '.join(facts)}; saves to the store go on. To have it: {ADVICE}"
-
-
-def free_room(own: Collection[Slot], emitter: Emitter, error: OSError) -> bool:
-    """Removes the oldest sealed image that a dead process of another run left, if there is one, and says so.
-
-    `own`: slots of this run, whose other ranks may be about to come back for what lies in theirs. `error`: why memory
-    could not be had. Nobody's image goes where that would not help: somebody may yet go on from it.
-    """
-    if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-        return False
-    runs = {slot.parent for slot in own}
-    found = [one for one in dead_images() if one.slot.parent not in runs and one.footer is not None]
-    missing = error.missing if isinstance(error, NoRoom) else 0
-    if not found or sum(one.bytes for one in found) < missing:
-        return False
-    oldest = min(found, key=lambda one: one.footer.sealed_us if one.footer is not None else 0)
-    if oldest.footer is None or not remove_image(oldest):
-        return False
-    what = f"the image of {oldest.footer.id}, which a dead process left in memory"
-    emitter.emit(Warned(f"{what}, was removed: its room was needed"))
-    return True
-
-
 LEAST: Final = 2
 """Slots without which there is no memory tier."""
 
@@ -313,21 +230,22 @@ class MemoryTier:
         repo: Repo,
         run: str,
         *,
-        rank: int = 0,
-        ranks: int = 1,
+        group: RankGroup,
         budget: int | None = None,
         in_flight: int = 1,
         emitter: Emitter,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        """`in_flight`: how many images may be written to the store at a time; one more is there to be filled."""
+        """`group`: the ranks that keep states together. `in_flight`: how many images may be written to the store at a
+        time; one more is there to be filled."""
         self.off = ""
         self.saved_s = 0.0
         """When a save to the store was last begun, or training was; by this boot's monotonic clock."""
         self._repo = repo
         self._run = run_key(run)
-        self.rank = rank
-        self._ranks = ranks
+        self.rank = group.rank
+        self._ranks = group.world_size
+        self._common = common_states(group)
         self._budget = budget
         self._slots = max(LEAST, in_flight + 1)
         self._told_in_flight = self._slots - 1
@@ -340,12 +258,17 @@ class MemoryTier:
         self._halves: SlotPool | None = None
         self._holder: SealHolder | None = None
         self._adopted: MemorySlot | None = None
+        self._adopted_step: int | None = None
         self._sequence = 0
         self._why_not_held = ""
 
     @property
     def on(self) -> bool:
-        """Whether states are kept: the slots are this process's, and the run is claimed."""
+        """Whether states are kept: the slots are this process's, the run is claimed, and the group has agreed."""
+        return self._has_slots and self._common.agreed
+
+    @property
+    def _has_slots(self) -> bool:
         return self._halves is not None and not self.off
 
     @property
@@ -355,8 +278,14 @@ class MemoryTier:
 
     @property
     def sealed(self) -> Seal | None:
-        """The newest image that is whole."""
-        return self._halves.newest() if self._halves is not None and self._holder is not None else None
+        """The newest image that is whole, on all ranks."""
+        halves = self._halves
+        return self._common.newest(halves) if halves is not None and self._holder is not None else None
+
+    @property
+    def blocked(self) -> str:
+        """Why the slots are not this process's; empty where they are."""
+        return "" if self._halves is not None else self.off or self._why_not_held
 
     @property
     def in_flight(self) -> int:
@@ -466,6 +395,10 @@ class MemoryTier:
             report(message)
         return eligible_images(self._repo, self._run, self._sealed(), report)
 
+    def own_images(self) -> list[tuple[MemorySlot, Seal]]:
+        """Returns what this rank has sealed, before the claim."""
+        return list(self._sealed())
+
     def _sealed(self) -> Iterator[tuple[MemorySlot, Seal]]:
         for half in self._halves.all if self._halves is not None and not self.off else ():
             sealed = newest(half.slot.seals(), half.slot.name)
@@ -486,6 +419,7 @@ class MemoryTier:
     def take_over(self, candidate: Candidate | None) -> None:
         """Training goes on from this image (None: from none of them), once the run is claimed."""
         self._adopted = candidate.half if candidate is not None else None
+        self._adopted_step = candidate.footer.id.step if candidate is not None else None
 
     # -- after it ------------------------------------------------------------------------------------------------------
 
@@ -513,6 +447,13 @@ class MemoryTier:
             return
         self.prepare(flattened)
 
+    def agree(self) -> None:
+        """Agrees with the other ranks, all of which have claimed, whether states are kept: by all, or by none."""
+        why_not = "" if self._has_slots else self.off or "it has no slots"
+        refused = self._common.agree(why_not, self._adopted_step)
+        if refused:
+            self.turn_off(refused)
+
     def _trim(self) -> None:
         """Goes on with as many slots as this process needs, that of the adopted image among them."""
         halves = self._halves
@@ -527,19 +468,22 @@ class MemoryTier:
         self._halves.sealed(half, footer, 1 - half.number)
 
     def save_id(self, id: CheckpointId) -> str:
-        """Of a state that goes into memory alone."""
-        return uuid.uuid4().hex
-
-    def kept(self, id: CheckpointId) -> None:
-        """A state is whole, and no other is begun yet."""
+        """Returns the identity of a state that goes into memory alone."""
+        return self._common.save_id(id)
 
     def missed(self, id: CheckpointId) -> None:
-        """A state that was due is not kept."""
+        """Notes that a state that was due is not kept."""
+        self._common.missed(id.step)
 
     def begin(self, flattened: Flattened, *, writing: bool) -> SavePlan | None:
         """The plan of a capture into the half whose turn it is; None where there is no memory tier. `writing`: it will
-        be written to the store as well, until `ended`. DeadlineExceeded if the one before was not sealed in time."""
-        if self._halves is None or self.off or self._holder is None:
+        be written to the store as well, until `ended`. DeadlineExceeded if the one before was not sealed in time, or
+        it is not known in time which image the group can do without."""
+        if self._halves is None or self._holder is None or not self.on:
+            return None
+        refused = self._common.make_way(self._halves)
+        if refused:
+            self.turn_off(refused)
             return None
         while True:
             half = self._halves.begin(writing=writing)
@@ -597,7 +541,7 @@ class MemoryTier:
             why = getattr(error, "strerror", None) or getattr(error, "message", None) or repr(error)
             self._emitter.emit(Warned(f"step {id.step} is not kept in memory: {why}", str(id)))
             return ""
-        self.kept(id)
+        self._common.sealed(id.step)
         halves.sealed(half, footer, 0)
         crashpoint("memory image sealed")
         return content
@@ -616,6 +560,7 @@ class MemoryTier:
         """Said once. What is sealed stays where it is, until the end; the rest of the memory is given back."""
         if self.off:
             return
+        self._common.turn_off(why)
         self.off = why
         self._warn(f"states are not kept in memory: {why}")
         self._let_go(lambda half: bool(half.slot.seals()), hold=True)
@@ -623,6 +568,7 @@ class MemoryTier:
     def close(self, durable: CheckpointId | None) -> None:
         """Gives the slots back. An image of a step beyond `durable`, the newest checkpoint of this process's line,
         stays for the next process; one that is in the store as well is of no use any more."""
+        self._common.close()
         if self._halves is None:
             return
         unclaimed = self._holder is None

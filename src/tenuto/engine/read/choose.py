@@ -8,13 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tenuto.concurrency.gc_pause import collector_paused
 from tenuto.engine.read.leaf_reader import read_leaves
-from tenuto.engine.read.node_share import NodeSharedReads
-from tenuto.engine.read.packs import from_any_copy
-from tenuto.engine.read.sharded_reader import ShardedReader
 from tenuto.errors import CheckpointNotFound, CorruptionError, NothingRestorable, StoreError, in_words, typed
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent, Warned
 from tenuto.model.ids import CheckpointId, run_key
@@ -26,6 +23,9 @@ from tenuto.repo.replicated.access import unreachable
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import LoadReport, Prepared
 from tenuto.store.contract import is_unreadable
+
+if TYPE_CHECKING:
+    from tenuto.engine.read.node_share import NodeSharedReads
 
 CHOICES = 3
 """How often the choice starts again because a candidate was removed meanwhile."""
@@ -232,13 +232,15 @@ def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of
                 repo,
                 manifest,
                 prepared,
-                lambda _: from_any_copy(
-                    repo, lambda: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter)
-                ),
+                lambda _: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter),
                 lambda: [0],
             )
+        from tenuto.engine.read.sharded_reader import ShardedReader  # only where leaves lie in parts
+
         alone = ShardedReader(repo, manifest, own, emitter)
         return _matched(repo, manifest, prepared, lambda _: alone.read(prepared), lambda: alone.savers(prepared))
+    from tenuto.engine.read.sharded_reader import ShardedReader
+
     parts = ShardedReader(repo, manifest, own, emitter)
     prepared = prepare(manifest, parts.whole)
     return _matched(repo, manifest, prepared, lambda node: parts.read(prepared, node), lambda: parts.savers(prepared))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
 import secrets
 from collections.abc import Callable, Collection, Iterator
 
+from tenuto.codec.chunk_map import ChunkMap
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.read.chunk_runs import PIECE_BYTES, chunk_runs
-from tenuto.engine.read.packs import damaged, missing
+from tenuto.engine.read.chunk_reader import AlignedBuffers, ChunkReader
+from tenuto.engine.read.chunk_runs import chunk_runs
+from tenuto.engine.read.packs import OpenPack, missing
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError
-from tenuto.model.records import Index, Manifest, PackEntry
+from tenuto.model.records import Index, Manifest
 from tenuto.repo.format.object_names import index_file
 from tenuto.repo.replicated.access import copies_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Reader, Store
-
-_PAGE = 4096
 
 
 def copy_packs(
@@ -61,7 +60,7 @@ def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, target: S
     for source in copies_of(repo.store, name):
         try:
             with source.open(name) as reader:
-                content = VerifiedContent(repo, reader, name, index, number)
+                content = VerifiedContent(repo, manifest, reader, index, number)
                 # Others may copy it at the same time: each by a temporary of its own.
                 target.put_if_absent(name, content, token=secrets.token_hex(16))
             return content.length
@@ -76,46 +75,28 @@ class VerifiedContent:
     """A pack's bytes as they lie in a store. CorruptionError, in the middle of them, where they are not what the index
     says."""
 
-    def __init__(self, repo: Repo, reader: Reader, name: str, index: Index, number: int) -> None:
-        self._repo = repo
-        self._reader = reader
-        self._name = name
+    def __init__(self, repo: Repo, manifest: Manifest, reader: Reader, index: Index, number: int) -> None:
+        """`reader`: of pack `number` of the index, which it reads from any place."""
+        self._entry = index.packs[number]
+        self._pack = OpenPack(f"{manifest.id.directory}/{self._entry.name}", reader, None)
         self._index = index
         self._number = number
-
-    @property
-    def _entry(self) -> PackEntry:
-        return self._index.packs[self._number]
+        self._chunks = ChunkMap.of(index)
+        self._reader = ChunkReader(repo, manifest.id, self._chunks, index.packs)
 
     @property
     def length(self) -> int:
         return self._entry.length
 
     def pieces(self) -> Iterator[memoryview]:
-        entry, name = self._entry, self._name
-        if self._reader.length != entry.length:
-            message = f"{name} is {self._reader.length} bytes long; {entry.length} were saved"
+        entry, pack, name = self._entry, self._pack, self._pack.name
+        if pack.reader.length != entry.length:
+            message = f"{name} is {pack.reader.length} bytes long; {entry.length} were saved"
             raise CorruptionError(message, subject=name, object=name)
-        room = memoryview(mmap.mmap(-1, max(PIECE_BYTES + self._index.chunk_bytes, entry.header_length) + 2 * _PAGE))
-        header = self._read(room, 0, entry.header_length)
+        header = AlignedBuffers().fetch(pack, 0, entry.header_length)
         if digest(header) != entry.header_digest:
             raise CorruptionError(f"the header of {name} is damaged", subject=name, object=name)
-        yield header
-        for piece in chunk_runs(self._index):
-            if piece.pack != self._number:
-                continue
-            data = self._read(room, piece.start, piece.stop)
-            for begin, end, row, leaf in zip(
-                piece.begin.tolist(), piece.end.tolist(), piece.row.tolist(), piece.leaf.tolist(), strict=True
-            ):
-                if digest(data[begin - piece.start : end - piece.start]) != self._index.digests[row].tobytes():
-                    raise damaged(self._repo, self._index.specs[leaf].path, name, end - begin, begin)
-            yield data
-
-    def _read(self, room: memoryview, start: int, stop: int) -> memoryview:
-        """The bytes `start..stop-1`; in whole pages where the reader asks for that."""
-        low, high = start, stop
-        if self._reader.alignment > 1:
-            low, high = start // _PAGE * _PAGE, -(-stop // _PAGE) * _PAGE
-        self._reader.read_into(low, room[: high - low])
-        return room[start - low : stop - low]
+        yield header.data
+        for run in chunk_runs(self._chunks):
+            if run.pack == self._number:
+                yield self._reader.read_run(pack, run, lambda row: self._index.specs[row].path).data

@@ -2,7 +2,7 @@
 
 A pack whose bytes lie in memory is looked into where it lies: each chunk is digested at its first use, and a bitmap
 remembers that. Anywhere else every chunk that is read is digested, for each read is another transfer that can go
-wrong; the few that came last are kept, so that neighbouring slices do not read the same chunk again and again.
+wrong; the few chunks read last are kept, so that neighbouring slices do not read the same chunk again and again.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
 
-from tenuto.codec.digest import digest
+from tenuto.codec.chunk_map import ChunkMap, ChunkRange, whole_chunks
 from tenuto.concurrency.parallel_for import READ_THREADS, parallel_for
-from tenuto.engine.read.packs import OpenPack, copy_to_turn_from, damaged, from_any_copy, open_pack
-from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, UsageError, typed
+from tenuto.engine.read.chunk_reader import ChunkReader
+from tenuto.engine.read.packs import OpenPack, copy_to_turn_from, from_any_copy, open_pack
+from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError, UsageError, typed
 from tenuto.model.box import Box
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import PackEntry
@@ -77,6 +79,8 @@ class LazyReader:
         self._packs: dict[int, OpenPack] = {}
         self._open = packs or (lambda entry: from_any_copy(repo, lambda: open_pack(repo, id, entry, header=False)))
         self._theirs = packs is not None
+        self._chunks = ChunkMap.of(table)
+        self._reader = ChunkReader(repo, id, self._chunks, table.packs, packs=self._open, gone=self._removed)
         self._verified = bytearray(-(-len(table.digests) // 8))
         self._turned: list[OpenPack] = []
         """Copies that were damaged: somebody may still be reading from one."""
@@ -108,6 +112,13 @@ class LazyReader:
             self._turned, self._kept = [], _Kept()
         for pack in () if self._theirs else packs:
             pack.close()
+
+    def _removed(self, _: str) -> CheckpointNotFound:
+        return CheckpointNotFound(
+            f"{self._id} was removed while it was open, and this store keeps nothing for those who still read",
+            subject=str(self._id),
+            hint=typed("tenuto", "ls", self._repo.url),
+        )
 
     def _pack(self, number: int) -> OpenPack:
         found = self._packs.get(number)
@@ -174,7 +185,7 @@ class LazyReader:
         turned: Any = (*(slice(None, None, -1 if flip else 1) for flip in region.flipped), ...)
         target = target[turned]
         paces = tuple(stride * itemsize for stride in region.strides)
-        chunk = self._table.chunk_bytes
+        chunk = self._chunks.chunk_bytes
         # What lies in memory is digested and taken chunk by chunk, while the processor still has it.
         most = chunk if self.views(row) else max(BLOCK_BYTES, chunk)
         for block in blocks(region, itemsize, block_bytes=most, gap_bytes=chunk):
@@ -187,8 +198,8 @@ class LazyReader:
 
     def _run(self, row: int, path: str, start: int, out: Buffer) -> None:
         """A run of bytes; a long one that has to be read is read by several threads, cut between chunks."""
-        views, chunk = self.views(row), self._table.chunk_bytes
-        stop, step = start + len(out), chunk if views else max(BLOCK_BYTES // chunk, 1) * chunk
+        views = self.views(row)
+        stop, step = start + len(out), whole_chunks(0 if views else BLOCK_BYTES, self._chunks.chunk_bytes)
 
         def piece(low: int) -> None:
             begin, end = max(low, start), min(low + step, stop)
@@ -203,67 +214,44 @@ class LazyReader:
             parallel_for(piece, lows, READ_THREADS)
 
     def _fetch(self, row: int, path: str, start: int, stop: int) -> tuple[Buffer, int]:
-        """Verified bytes of the leaf that hold `start..stop-1`, and which of its bytes the first of them is."""
-        table, chunk = self._table, self._table.chunk_bytes
+        """Returns verified bytes of the leaf that hold `start..stop-1`, and which of its bytes the first of them is."""
         verified = self._verified  # before the pack: what is found of a copy that is turned away meanwhile goes with it
-        pack = self._pack(int(table.pack[row]))
-        low, high = start // chunk * chunk, min(-(-stop // chunk) * chunk, int(table.length[row]))
+        found = self._chunks.covering(row, start, stop)
+        pack = self._pack(found.pack)
         view = pack.view
         if view is None:
-            return self._read(pack, path, row, low, high), low
-        offset, first = int(table.offset[row]), int(table.chunk_start[row])
-        for begin in range(low, high, chunk):
-            one = first + begin // chunk
-            if not verified[one >> 3] >> (one & 7) & 1:
-                end = min(begin + chunk, high)
-                self._check(view[offset + begin : offset + end], one, path, row, begin)
+            return self._read(pack, path, found), found.low
+        for number in range(found.first, found.stop):
+            if not verified[number >> 3] >> (number & 7) & 1:
+                one = self._chunks.part(found, number, number + 1)
+                self._reader.check(pack.name, one, view[one.begin : one.end], path)
                 with self._lock:
-                    verified[one >> 3] |= 1 << (one & 7)
-                    self.bytes_read += end - begin
-        return view[offset + start : offset + stop], start
+                    verified[number >> 3] |= 1 << (number & 7)
+                    self.bytes_read += one.end - one.begin
+        return view[found.begin : found.end], found.low
 
-    def _read(self, pack: OpenPack, path: str, row: int, low: int, high: int) -> Buffer:
-        """Bytes `low..high-1` of the leaf, whole chunks: those apart that are known from the last reads."""
-        chunk, first = self._table.chunk_bytes, int(self._table.chunk_start[row])
-        rows = range(first + low // chunk, first + -(-high // chunk))
-        out = np.empty(high - low, np.uint8)
+    def _read(self, pack: OpenPack, path: str, wanted: ChunkRange) -> Buffer:
+        """Returns the bytes of these chunks; reads those that are not known from the last reads."""
+        out = np.empty(wanted.high - wanted.low, np.uint8)
+        numbers = range(wanted.first, wanted.stop)
         with self._lock:
-            known = {place: found for place, one in enumerate(rows) if (found := self._kept.take(one)) is not None}
-        for place, data in known.items():
-            out[place * chunk : place * chunk + len(data)] = data
-        place = 0
-        while place < len(rows):
-            if place in known:
-                place += 1
+            known = {number: data for number in numbers if (data := self._kept.take(number)) is not None}
+
+        def place(first: int, stop: int) -> tuple[ChunkRange, Buffer]:
+            part = self._chunks.part(wanted, first, stop)
+            return part, out[part.low - wanted.low : part.high - wanted.low]
+
+        for number, data in known.items():
+            place(number, number + 1)[1][:] = data
+        for unknown, run in groupby(numbers, key=lambda number: number not in known):
+            if not unknown:
                 continue
-            end = place
-            while end < len(rows) and end not in known:
-                end += 1
-            part = out[place * chunk : end * chunk]
-            self._read_into(pack, int(self._table.offset[row]) + low + place * chunk, part)
-            for one in range(place, end):
-                begin = one * chunk
-                self._check(out[begin : begin + chunk], rows[one], path, row, low + begin)
+            first, *rest = run
+            last = rest[-1] if rest else first
+            part, target = place(first, last + 1)
+            self._reader.read_range(pack, part, target, path)
             with self._lock:
-                self.bytes_read += len(part)
-                for one in {place, end - 1}:
-                    self._kept.put(rows[one], out[one * chunk : (one + 1) * chunk])
-            place = end
+                self.bytes_read += len(target)
+                for number in {first, last}:
+                    self._kept.put(number, place(number, number + 1)[1])
         return out
-
-    def _read_into(self, pack: OpenPack, position: int, part: Buffer) -> None:
-        try:
-            pack.read_into(position, part)
-        except ObjectNotFound as error:
-            raise CheckpointNotFound(
-                f"{self._id} was removed while it was open, and this store keeps nothing for those who still read",
-                subject=str(self._id),
-                hint=typed("tenuto", "ls", self._repo.url),
-            ) from error
-
-    def _check(self, data: Buffer, chunk: int, path: str, row: int, start: int) -> None:
-        """`data` is chunk number `chunk` of the table: the leaf's bytes from `start` on."""
-        if digest(data) != self._table.digests[chunk].tobytes():
-            name = f"{self._id.directory}/{self._table.packs[int(self._table.pack[row])].name}"
-            offset = int(self._table.offset[row]) + start
-            raise damaged(self._repo, path, name, len(data), offset)

@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from tenuto.codec.chunk_map import whole_chunks
 from tenuto.concurrency.parallel_for import READ_THREADS, parallel_for
 from tenuto.engine.read.packs import OpenPack
 from tenuto.engine.staging import arena as arenas
@@ -546,7 +547,7 @@ class NodeSharedReads:
 
     def piece(self, chunk_bytes: int) -> int:
         """The longest piece that is read at once: longer ones would need more groups than there are at a time."""
-        return max(min(self._section // 2, PIECE_BYTES) // chunk_bytes, 1) * chunk_bytes
+        return whole_chunks(min(self._section // 2, PIECE_BYTES), chunk_bytes)
 
     @property
     def shares(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 
+from tenuto.codec.chunk_map import ChunkMap
 from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
 from tenuto.engine.read.leaf_reader import LeafReader
@@ -471,8 +472,7 @@ class ShardedReader:
         return LazyReader(self._repo, self._manifest.id, table, lambda entry: node.pack(_number_of(table, entry)))
 
     def _places(self, runs: ContiguousReads, cuts: Sequence[BoxRead]) -> _PackRanges:
-        """Where the chunks of each run, then of each cut, lie in the packs."""
-        chunk = self._manifest.chunk_bytes
+        """Returns where the chunks of each run, then of each cut, lie in the packs."""
         spans = [one.span for one in cuts]
         saver = np.concatenate([runs.saver, np.array([one.saver for one in cuts], np.int64)])
         row = np.concatenate([runs.row, np.array([one.row for one in cuts], np.int64)])
@@ -481,10 +481,8 @@ class ShardedReader:
         found = _PackRanges(np.zeros_like(row), np.zeros_like(row), np.zeros_like(row))
         for one in np.unique(saver).tolist():
             table, at = self._of(one), np.flatnonzero(saver == one)
-            offset = table.offset[row[at]].astype(np.int64)
-            found.pack[at] = _pack_number(one, table.pack[row[at]].astype(np.int64))
-            found.low[at] = offset + low[at] // chunk * chunk
-            found.high[at] = offset + np.minimum(-(-high[at] // chunk) * chunk, table.length[row[at]].astype(np.int64))
+            pack, found.low[at], found.high[at] = ChunkMap.of(table).stored_ranges(row[at], low[at], high[at])
+            found.pack[at] = _pack_number(one, pack)
         return found
 
     def _read_cuts(self, cuts: Sequence[BoxRead], readers: Mapping[int, LazyReader]) -> None:

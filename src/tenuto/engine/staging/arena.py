@@ -109,7 +109,7 @@ def _lines(path: Path) -> list[str]:
 
 _MAP_SHARED: Final = 0x01
 _MAP_FIXED: Final = 0x10
-_MAP_NORESERVE: Final = 0x4000
+MAP_NORESERVE: Final = 0x4000
 _MAP_POPULATE: Final = 0x8000
 _MAX_MAPPINGS: Final = 16_384
 """A quarter of what Linux lets a process have (vm.max_map_count)."""
@@ -126,7 +126,7 @@ def map_ring(nbytes: int, window: int) -> mmap.mmap:
     if nbytes > window * _MAX_MAPPINGS:
         raise OSError(errno.E2BIG, f"a window of {window} bytes would be mapped {nbytes // window} times")
     # Reserves the addresses, and unmaps the whole range in the end: what is mapped over it goes with it.
-    ring = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    ring = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     descriptor = os.memfd_create("tenuto-ring", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, window)
@@ -215,6 +215,13 @@ class Arena:
         self.prewarm_s = prewarm_s
         _mappings.add(memory)
 
+    def frontier(self, end: int) -> int:
+        """Returns up to where a window must be free for the image to be written up to `end`."""
+        return end
+
+    def back(self, end: int) -> None:
+        """Puts memory behind the addresses up to `end`, a frontier, that what lies a window before it loses."""
+
     def release(self) -> None:
         """Gives memory, file and slot back; a second call, or one in a forked child, does nothing.
 
@@ -264,7 +271,7 @@ def acquire(
             note = _because(error)
     if memory is None:
         memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _advise(memory, "MADV_HUGEPAGE")
+        prefer_huge_pages(memory)
     _advise(memory, "MADV_DONTFORK")
     return Arena(memory, held, note, _touch(memory) if prewarm else 0.0)
 
@@ -364,6 +371,11 @@ def _advise(memory: mmap.mmap, name: str) -> None:
 
 def _because(error: OSError) -> str:
     return error.strerror or str(error)
+
+
+def prefer_huge_pages(memory: mmap.mmap) -> None:
+    """Asks for huge pages, which are touched, written from and given back several times as fast."""
+    _advise(memory, "MADV_HUGEPAGE")
 
 
 def keep_from_children(memory: mmap.mmap) -> None:

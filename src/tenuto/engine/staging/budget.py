@@ -6,12 +6,17 @@ from collections.abc import Callable
 from typing import Final
 
 from tenuto.engine.staging.arena import Arena, acquire, acquire_window, memory_headroom
+from tenuto.engine.staging.moving_window import acquire_moving_window, can_move
 from tenuto.errors import SaveFailed
 
 SPARE_BYTES: Final = 64 << 20
 """What is left to the rest of the job: indexes, buffers of libraries, the next allocation of training."""
 WINDOW_BYTES: Final = 256 << 20
 """Memory of a save that takes no more than it must: four pieces that reach the disk's full speed."""
+MOVING_WINDOW_BYTES: Final = (32 << 20, 64 << 20)
+"""The same of a single save, where the memory moves along and its pages are touched for this save alone: for an image
+below `LARGE_IMAGE_BYTES`, and for a larger one, which gains more from large writes than it loses by touching pages."""
+LARGE_IMAGE_BYTES: Final = 256 << 20
 WINDOW_UNIT: Final = 1 << 20
 STEPS_IN_WINDOW: Final = 4
 """Being filled, filled, being digested, being written."""
@@ -25,8 +30,8 @@ class BudgetedArena:
     """Holds one arena for one run and rank, and exchanges it when the state no longer fits.
 
     `lasting`: it serves many saves, so it holds the whole image where budget and machine allow, is touched beforehand
-    and lies in shared memory where there is room. A single large save takes a window and no more: it waits for the
-    store anyway.
+    and lies in shared memory where there is room. A single large save takes a window and no more, whose memory moves
+    along the image where the system can do that: it waits for the store anyway.
 
     `slot`: of shared memory; other holders have others. `beside`: the bytes that these take now, of the same budget.
     """
@@ -68,7 +73,7 @@ class BudgetedArena:
             return self._arena
         self.release()
         room, whose = self._room()
-        window = max(WINDOW_BYTES, STEPS_IN_WINDOW * step)
+        window = max(self._usual_window(nbytes), STEPS_IN_WINDOW * step)
         if (room is None or nbytes <= room) and (self._lasting or nbytes <= 2 * window):
             self._arena = acquire(
                 nbytes,
@@ -104,6 +109,14 @@ class BudgetedArena:
             self._arena.release()
             self._arena = None
 
+    @property
+    def _moves(self) -> bool:
+        """Whether the memory of a window moves along the image: it goes one way, so it serves one save."""
+        return not self._lasting and can_move()
+
+    def _usual_window(self, nbytes: int) -> int:
+        return MOVING_WINDOW_BYTES[nbytes >= LARGE_IMAGE_BYTES] if self._moves else WINDOW_BYTES
+
     def _window(self, nbytes: int, window: int, step: int, whose: str) -> Arena:
         least = max(WINDOW_UNIT, STEPS_IN_WINDOW * step)
         if window < least:
@@ -114,7 +127,7 @@ class BudgetedArena:
                 hint="raise memory_budget=, give the job more memory, or save less state",
             )
         try:
-            return acquire_window(nbytes, window)
+            return acquire_moving_window(nbytes, window) if self._moves else acquire_window(nbytes, window)
         except OSError as error:
             raise SaveFailed(
                 f"an image of this state takes {_mib(nbytes)} of host memory; {whose}, and this system cannot write it "

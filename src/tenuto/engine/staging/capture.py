@@ -91,7 +91,7 @@ class Capturer:
             raise UsageError("the structure of the state has changed since this capture was planned")
         sources = [group.sources(flattened) for group in self._groups]
         if progress is not None:
-            self._capture_in_steps(sources, save_id, progress, admit or _admit_all)
+            self._capture_in_steps(sources, save_id, progress, self._admission(admit or _admit_all))
             return
         assert self.arena.window is None, "a window is filled in steps"
         self.layout.stamp(self.arena.buffer, save_id)
@@ -139,6 +139,17 @@ class Capturer:
         stamps.finish()
         if reached < self.layout.nbytes:
             progress(self.layout.nbytes)
+
+    def _admission(self, admit: Callable[[int], None]) -> Callable[[int], None]:
+        """Returns what waits until the arena may be filled up to a position and then has memory there."""
+        arena = self.arena
+
+        def admitted(end: int) -> None:
+            frontier = arena.frontier(end)
+            admit(frontier)
+            arena.back(frontier)
+
+        return admitted
 
     def _in_order(self) -> list[_Batch]:
         if self._batches is None:

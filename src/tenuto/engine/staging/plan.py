@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tenuto.codec.digest import digest
+from tenuto.codec.chunk_map import ChunkMap, chunk_starts
+from tenuto.codec.digest import DIGEST_BYTES, digest
 from tenuto.concurrency.gc_pause import collector_paused
 from tenuto.engine.staging.arena import Arena
 from tenuto.engine.staging.budget import STEPS_IN_WINDOW
@@ -21,7 +22,7 @@ from tenuto.repo.format.index import ShapeRows
 from tenuto.state.contract import Flattened
 
 # --------------------------------------------------------------------------------------------------
-# Which chunk of which leaf lies where in an image: computed once per layout, used at every save.
+# Where each chunk of each leaf lies in an image: computed once per layout, used at every save.
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -33,20 +34,14 @@ class ChunkTable:
     """
 
     def __init__(self, layout: BufferLayout, chunk_bytes: int) -> None:
-        counts = -(-layout.length // chunk_bytes)
-        self.start: Column = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=self.start[1:])
-        order = layout.order
-        per_leaf = counts[order]
-        total = int(per_leaf.sum())
-        # Number of each chunk within its leaf, for all leaves at once: a running count minus where the leaf began.
-        began = np.repeat(np.cumsum(per_leaf) - per_leaf, per_leaf)
-        within = np.arange(total, dtype=np.int64) - began
-        leaf = np.repeat(order, per_leaf)
-        self.begin: Column = layout.start[leaf] + within * chunk_bytes
-        self.end: Column = np.minimum(self.begin + chunk_bytes, layout.start[leaf] + layout.length[leaf])
-        self.row: Column = self.start[leaf] + within
-        self.total = total
+        self.start: Column = chunk_starts(layout.length, chunk_bytes)
+        digests = np.empty((0, DIGEST_BYTES), np.uint8)  # they are not known yet
+        image = ChunkMap(layout.pack, layout.start, layout.length, self.start, digests, chunk_bytes)
+        chunks = image.chunks(layout.order)
+        self.begin: Column = chunks.offset
+        self.end: Column = chunks.end
+        self.row: Column = chunks.digest
+        self.total = len(chunks)
 
 
 class Digester:

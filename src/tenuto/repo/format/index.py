@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tenuto.codec.chunk_map import chunk_counts
 from tenuto.concurrency.gc_pause import collector_paused
 from tenuto.errors import CorruptionError, StateError
 from tenuto.model.ids import CheckpointId
@@ -471,6 +472,6 @@ def _chunks(columns: dict[str, Array], head: Fields, length: Array, chunk_bytes:
     if flat.size % 16:
         raise head.refuse("the digests are no whole number of 16 bytes")
     bounds = _ends(columns, "digests.ends", flat.size // 16, head)
-    if not np.array_equal(np.diff(bounds), -(-length // chunk_bytes)):
+    if not np.array_equal(np.diff(bounds), chunk_counts(length, chunk_bytes)):
         raise head.refuse("a leaf does not have one digest for each of its chunks")
     return bounds, flat.reshape(-1, 16)

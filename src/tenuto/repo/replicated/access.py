@@ -10,6 +10,11 @@ from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.store.contract import Store
 
 
+def home_of(store: Store) -> Store:
+    """Returns the place that decides which objects but packs there are."""
+    return store.home if isinstance(store, ReplicatedStore) else store
+
+
 def copies_of(store: Store, name: str) -> list[Store]:
     """Returns the places that have a copy of an object."""
     order = store.order(name) if isinstance(store, ReplicatedStore) else [store]

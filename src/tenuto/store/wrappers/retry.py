@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, TypeVar
 
-import stamina
-
 from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError, StoreUnavailable
 from tenuto.model.records import Receipt
 from tenuto.store.contract import Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
@@ -37,6 +35,8 @@ class Patience:
             return work()  # outside the loop: its setup alone holds the interpreter lock for a tenth of a read
         except StoreUnavailable as error:
             first = [error]
+        import stamina  # only where something is tried again: most processes never need it
+
         for attempt in stamina.retry_context(
             on=StoreUnavailable,
             attempts=self.attempts,

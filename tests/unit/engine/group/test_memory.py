@@ -14,12 +14,13 @@ import pytest
 from support.memory_training import shared_memory
 from support.rank_threads import on_ranks, outcomes
 from support.saves_of_ranks import held
-from tenuto.engine.memory_tier.eligibility import EligibleImage
+from tenuto.engine.group.group import JobGroup
+from tenuto.engine.memory_tier.common_states import StatesOfRanks
+from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage
 from tenuto.engine.memory_tier.group.group_restore import MatchedImage, match_image, share_buffers
-from tenuto.engine.memory_tier.group.group_tier import GroupMemoryTier
 from tenuto.engine.memory_tier.image_store import Image
 from tenuto.engine.memory_tier.memory_saver import MemorySaver
-from tenuto.engine.memory_tier.tier import Candidate
+from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import CheckpointLeaves
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.staging import slots
@@ -60,7 +61,7 @@ def flattened(rank: int, of: int, step: int, state: State = held) -> Any:
     return Flattener(state(rank, of, step), private={"mine": np.full(2, rank)}).flatten()
 
 
-def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS, state: State = held) -> GroupMemoryTier:
+def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS, state: State = held) -> MemoryTier:
     """A tier that has kept `steps` steps, as all ranks know."""
     rank, of = agreement.rank, agreement.world_size
     attempt = claim(repo, "main", None) if rank == 0 else None
@@ -69,27 +70,28 @@ def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS, state: State =
     record = repo.find_attempt("main", 1)
     assert record is not None
     attempt = attempt or joined(repo, record)
-    tier = GroupMemoryTier(repo, "main", agreement, deadline_s=30, emitter=Emitter())
+    tier = MemoryTier(repo, "main", group=JobGroup(agreement, "main", Emitter(), 30), emitter=Emitter())
     tier.claimed(attempt, flattened(rank, of, 0, state))
-    tier.agree(None)
+    tier.agree()
     saver = MemorySaver(repo, tier, Emitter(), rank=rank)
     for step in range(1, steps + 1):
         taken = flattened(rank, of, step, state)
         assert saver.save(taken, CheckpointId("main", 1, step), ManifestDetails(progress={"step": step}))
     assert saver.join(30)
-    assert tier._kept is not None and tier._kept.settle(30) == steps
+    common = tier._common
+    assert isinstance(common, StatesOfRanks) and common.step is not None and common.step.settle(30) == steps
     attempt.release()
     return tier
 
 
-def leave(tier: GroupMemoryTier, agreement: Agreement) -> None:
+def leave(tier: MemoryTier, agreement: Agreement) -> None:
     with agreement.round("end") as round:
         round.all_gather(b"", 30)
     tier.close(None)
 
 
-def opened(tier: GroupMemoryTier, step: int) -> Image:
-    half, footer = next(one for one in tier.mine() if one[1].id.step == step)
+def opened(tier: MemoryTier, step: int) -> Image:
+    half, footer = next(one for one in tier.own_images() if one[1].id.step == step)
     return tier.open(Candidate(half, footer, EligibleImage(None, durable=False)))
 
 
@@ -97,7 +99,7 @@ def test_each_rank_has_the_newest_two_and_all_have_one_save_id(repo: Repo) -> No
     def work(agreement: Agreement) -> dict[int, tuple[str, int, int]]:
         tier = keeping(repo, agreement)
         assert tier.sealed is not None and tier.sealed.id.step == STEPS
-        found = {footer.id.step: (footer.save_id, footer.rank, footer.ranks) for _, footer in tier.mine()}
+        found = {footer.id.step: (footer.save_id, footer.rank, footer.ranks) for _, footer in tier.own_images()}
         leave(tier, agreement)
         return found
 
@@ -191,7 +193,7 @@ def averaged(rank: int, of: int, step: int) -> dict[str, Any]:
 
 
 def handed_on(
-    repo: Repo, agreement: Agreement, entries: tuple[str, ...], meddle: Callable[[GroupMemoryTier], None] | None = None
+    repo: Repo, agreement: Agreement, entries: tuple[str, ...], meddle: Callable[[MemoryTier], None] | None = None
 ) -> tuple[dict[str, Any], int]:
     """What entries of the state are after the restart, with the bytes that have moved; raises what was in the way."""
     rank, of = agreement.rank, agreement.world_size
@@ -231,8 +233,8 @@ def test_what_counts_on_no_rank_is_in_no_image(repo: Repo) -> None:
 
 
 def test_what_others_lack_is_verified_by_who_has_it(repo: Repo) -> None:
-    def meddle(tier: GroupMemoryTier) -> None:
-        half, footer = next(one for one in tier.mine() if one[1].id.step == STEPS)
+    def meddle(tier: MemoryTier) -> None:
+        half, footer = next(one for one in tier.own_images() if one[1].id.step == STEPS)
         image = opened(tier, STEPS)
         index = image.repo.index(image.manifest(), footer.rank)
         row = next(row for row, spec in enumerate(index.specs) if spec.path == "mean")
@@ -249,7 +251,7 @@ def test_what_is_changed_by_a_bit_is_found_before_anything_is_filled(repo: Repo,
     def work(agreement: Agreement) -> bool:
         rank, of = agreement.rank, agreement.world_size
         tier = keeping(repo, agreement)
-        half, footer = next(one for one in tier.mine() if one[1].id.step == STEPS)
+        half, footer = next(one for one in tier.own_images() if one[1].id.step == STEPS)
         assert half.slot.arena is not None
         half.slot.arena.buffer[footer.image // 2] ^= 0x10
         target, before = held(rank, of, 0), held(rank, of, 0)
@@ -276,11 +278,13 @@ def test_where_one_rank_has_no_slots_none_keeps_states(repo: Repo) -> None:
         with agreement.round("claimed") as round:
             round.all_gather(b"", 30)
         told: list[str] = []
-        tier = GroupMemoryTier(repo, "main", agreement, deadline_s=30, emitter=Emitter(), warn=told.append)
+        tier = MemoryTier(
+            repo, "main", group=JobGroup(agreement, "main", Emitter(), 30), emitter=Emitter(), warn=told.append
+        )
         record = repo.find_attempt("main", 1)
         assert record is not None
         tier.claimed(attempt or joined(repo, record), flattened(rank, of, 0))
-        tier.agree(None)
+        tier.agree()
         assert not tier.on and tier.begin(flattened(rank, of, 1), writing=False) is None
         leave(tier, agreement)
         if attempt is not None:

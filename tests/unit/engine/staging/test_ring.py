@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.engine.staging.arena import acquire_window, map_ring
+from tenuto.engine.staging.arena import Arena, acquire_window, map_ring
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.engine.staging.capture import Capturer
+from tenuto.engine.staging.moving_window import acquire_moving_window
 from tenuto.engine.staging.pack_content import Filling, PackContent, WriterGone
 from tenuto.state.encode.flattener import flatten
 
@@ -35,7 +37,9 @@ def test_too_many_mappings_are_refused() -> None:
         map_ring(4096 * 20_000, 4096)
 
 
-def _streamed(state: Any, max_leaves: int = 500_000) -> tuple[list[bytes], list[bytes]]:
+def _streamed(
+    state: Any, max_leaves: int = 500_000, acquire: Callable[[int, int], Arena] = acquire_window
+) -> tuple[list[bytes], list[bytes]]:
     """The packs as they go out through a window, and as the image that is held whole has them."""
     flattened = flatten(state)
     layout = plan_layout(flattened.specs, max_leaves=max_leaves)
@@ -44,7 +48,7 @@ def _streamed(state: Any, max_leaves: int = 500_000) -> tuple[list[bytes], list[
     for number, source in enumerate(flattened.sources):
         begin = int(layout.start[number])
         whole[begin : begin + int(layout.length[number])] = np.frombuffer(np.ascontiguousarray(source), np.uint8)
-    arena = acquire_window(layout.nbytes, WINDOW)
+    arena = acquire(layout.nbytes, WINDOW)
     capturer = Capturer(flattened, layout, arena)
     filling = Filling(arena.window)
     packs: list[bytes] = []
@@ -63,17 +67,20 @@ def _streamed(state: Any, max_leaves: int = 500_000) -> tuple[list[bytes], list[
     return packs, [whole[plan.start : plan.start + plan.length].tobytes() for plan in layout.packs]
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=80, derandomize=True, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["f8", "f4", "u1", "i2"]), st.integers(0, 60_000)), max_size=12),
     st.sampled_from([3, 500_000]),
+    st.sampled_from([acquire_window, acquire_moving_window]),
 )
-def test_the_image_that_goes_out_through_a_window_is_the_image(leaves: list[tuple[str, int]], max_leaves: int) -> None:
+def test_the_image_that_goes_out_through_a_window_is_the_image(
+    leaves: list[tuple[str, int]], max_leaves: int, acquire: Callable[[int, int], Arena]
+) -> None:
     generator = np.random.default_rng(len(leaves))
     state = {
         f"leaf{number}": generator.integers(0, 100, count).astype(kind) for number, (kind, count) in enumerate(leaves)
     }
-    streamed, expected = _streamed(state, max_leaves)
+    streamed, expected = _streamed(state, max_leaves, acquire)
     assert streamed == expected
 
 

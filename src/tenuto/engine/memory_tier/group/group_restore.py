@@ -12,15 +12,14 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.group import RESTORE_TIMES, RankGroup
+from tenuto.engine.group.group import JobGroup
+from tenuto.engine.group.rank_group import RESTORE_TIMES
 from tenuto.engine.group.rank_layout import box_of
-from tenuto.engine.memory_tier.adopt import MemoryRestore
-from tenuto.engine.memory_tier.eligibility import EligibleImage, foreign, went_on
-from tenuto.engine.memory_tier.group.group_tier import GroupMemoryTier
+from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, foreign, went_on
 from tenuto.engine.memory_tier.image_store import Image, check_image
 from tenuto.engine.memory_tier.listing import kept_by_others, passed_over
 from tenuto.engine.memory_tier.seal import Seal, SealHolder
-from tenuto.engine.memory_tier.tier import Candidate
+from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import Prepare, RestoreResult
 from tenuto.engine.read.leaf_reader import Staged, read_leaves
 from tenuto.errors import (
@@ -32,7 +31,7 @@ from tenuto.errors import (
     StoreError,
     in_words,
 )
-from tenuto.events import CandidateSkipped, Emitter, RestoredEvent, RestoredFromMemory
+from tenuto.events import CandidateSkipped, Emitter, RestoredEvent
 from tenuto.model import canonical_json
 from tenuto.model.box import Box
 from tenuto.model.ids import CheckpointId
@@ -256,6 +255,9 @@ UNFIT: Final = "unfit: "
 LACKING: Final = "lacking: "
 
 
+_Restored = tuple[Candidate, RestoreResult]
+
+
 @dataclass(frozen=True, slots=True)
 class CommonImage:
     """A state of which every rank has an image, sealed under `save_id`."""
@@ -265,33 +267,24 @@ class CommonImage:
     adoptable: EligibleImage
 
 
-class GroupMemoryRestore(MemoryRestore):
-    """As Adopting, on every rank of a job: each calls the same methods in the same order."""
+class CommonImages:
+    """The images that all ranks of a job have of the same states, as one rank finds and restores its own."""
 
-    def __init__(self, repo: Repo, tier: GroupMemoryTier, run: str, group: RankGroup, emitter: Emitter) -> None:
-        super().__init__(tier, run, emitter)
+    def __init__(self, repo: Repo, tier: MemoryTier, run: str, group: JobGroup, emitter: Emitter) -> None:
         self._repo = repo
-        self._joint = tier
+        self._tier = tier
+        self._run = run
         self._group = group
+        self._emitter = emitter
         self._deadline_s = RESTORE_TIMES * group.timeout_s
 
-    def exists(self) -> bool:
-        return bool(self._common(_to_nobody))
+    def find(self, report: Callable[[str], None]) -> Sequence[Callable[[Prepare], _Restored | None]]:
+        return [partial(self._tried, common) for common in self._common(report)]
 
     def appeared(self) -> bool:
-        """What an owner leaves that dies later than `HOLD_S` is not looked for: its ranks would not do so as one."""
+        """Returns False: what an owner leaves that dies later than `HOLD_S` is not looked for, since its ranks would
+        not do so as one."""
         return False
-
-    def restore(self, prepare: Prepare) -> RestoreResult | None:
-        """None, on all ranks, where there is no state that all have in memory and can go on from."""
-        self.adopted = None
-        self._tier.take_over(None)
-        for common in self._common(self._warn):
-            crashpoint("memory image found, not adopted")
-            result = self._tried(common, prepare)
-            if result is not None:
-                return result
-        return None
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -313,27 +306,27 @@ class GroupMemoryRestore(MemoryRestore):
 
     def _hold(self) -> None:
         until = time.monotonic() + HOLD_S
-        while not self._tier.hold() and self._joint.held and not self._tier.off and time.monotonic() < until:
+        while not self._tier.hold() and self._tier.blocked and not self._tier.off and time.monotonic() < until:
             time.sleep(_POLL_S)
 
     def _told(self) -> Json:
         """What this rank has, and what it has to say."""
         images, words = [], []
-        for _, footer in self._joint.mine():
+        for _, footer in self._tier.own_images():
             why = foreign(self._repo, self._run, footer)
             if why:
                 words.append(f"step {footer.id.step} in memory of rank {self._group.rank} is passed over: {why}")
             else:
                 images.append(_image_json(footer))
-        if self._joint.held:
-            words.append(f"rank {self._group.rank} cannot look into its memory: {self._joint.held}")
+        if self._tier.blocked:
+            words.append(f"rank {self._group.rank} cannot look into its memory: {self._tier.blocked}")
         ranks = self._group.world_size
         words += passed_over(kept_by_others(self._repo.id, self._run, ranks), ranks)
         return {"images": images, "words": words}
 
     # -- one of them ---------------------------------------------------------------------------------------------------
 
-    def _tried(self, common: CommonImage, prepare: Prepare) -> RestoreResult | None:
+    def _tried(self, common: CommonImage, prepare: Prepare) -> _Restored | None:
         """None, on all ranks, where some rank's image is not whole, or not of what it holds."""
         began, id, base = time.perf_counter(), common.id, common.adoptable.base
         candidate: Candidate | None = None
@@ -375,10 +368,10 @@ class GroupMemoryRestore(MemoryRestore):
             if image is not None:
                 image.close()
         assert candidate is not None and recalled is not None
-        return self._applied(candidate, recalled, moved, began)
+        return candidate, self._applied(candidate, recalled, moved, began)
 
     def _candidate(self, common: CommonImage) -> Candidate:
-        for half, footer in self._joint.mine():
+        for half, footer in self._tier.own_images():
             if footer.save_id == common.save_id:
                 return Candidate(half, footer, common.adoptable)
         raise CorruptionError(f"the image of {common.id} is no longer there", subject=str(common.id))
@@ -389,10 +382,6 @@ class GroupMemoryRestore(MemoryRestore):
         state = recalled.prepared.apply()
         seconds = time.perf_counter() - began
         self._emitter.emit(RestoredEvent(footer.id, moved, seconds, manifest.content))
-        self.adopted = candidate
-        self._tier.take_over(candidate)
-        self._emitter.emit(RestoredFromMemory(footer.id, footer.age_s, candidate.adoptable.base))
-        crashpoint("memory image adopted, not yet claimed")
         return RestoreResult(footer.id, manifest, state, recalled.prepared.report, moved, seconds)
 
     def _vote(self, work: Callable[[], str | None], id: CheckpointId) -> VoteResult:
@@ -508,7 +497,3 @@ def _read_common(said: Mapping[str, Any]) -> CommonImage:
 
 def _read_id(said: Mapping[str, Any]) -> CheckpointId:
     return CheckpointId(str(said["run"]), int(said["attempt"]), int(said["step"]))
-
-
-def _to_nobody(message: str) -> None:
-    """It is told when it is restored."""

@@ -1,0 +1,316 @@
+"""Reads chunks out of packs: fetches ranges, verifies every chunk against its digest, and delivers into destinations.
+
+Whatever reads stored bytes reads them here, so that no reader can forget to verify.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from tenuto.codec.chunk_map import Array, ChunkMap, ChunkRange, Chunks, Column, Span
+from tenuto.codec.digest import DIGEST_BYTES, digest
+from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
+from tenuto.engine.read.chunk_runs import ChunkRun
+from tenuto.engine.read.packs import OpenPack, damaged, from_any_copy, missing, open_pack
+from tenuto.errors import CorruptionError, ObjectNotFound, TenutoError
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import PackEntry
+from tenuto.repo.repository import Repo
+from tenuto.sharding.coalesce import GAP_BYTES, TASK_BYTES, ReadPlan, ReadTask, coalesce
+from tenuto.state.contract import Buffer
+
+PAGE: Final = 4096
+STRAIGHT_BYTES: Final = 128 << 10
+"""A piece at least this long is read straight into its destination where the reader does not ask for alignment."""
+
+PART_GAP_BYTES: Final = 32 << 10
+"""Unwanted bytes that are read between parts of rows: other ranks read what lies there."""
+
+VIEWED_BYTES: Final = 16 << 20
+"""The length of a task where no read is made: handing out tasks is its only cost."""
+
+
+class AlignedBuffers(threading.local):
+    """One page-aligned buffer for each reading thread, grown to what the largest range needs."""
+
+    buffer: Buffer | None = None
+
+    def of(self, nbytes: int) -> Buffer:
+        """Returns `nbytes` of the thread's buffer, until the thread asks again."""
+        if self.buffer is None or len(self.buffer) < nbytes:
+            self.buffer = np.frombuffer(mmap.mmap(-1, -(-nbytes // PAGE) * PAGE), np.uint8)
+        return self.buffer[:nbytes]
+
+    def fetch(self, pack: OpenPack, start: int, stop: int) -> Buffer:
+        """Returns bytes `start..stop-1` of the pack in the thread's buffer; reads whole pages where the pack's reader
+        asks for that."""
+        low, high = start, stop
+        if pack.view is None and pack.reader.alignment > 1:
+            low, high = start // PAGE * PAGE, -(-stop // PAGE) * PAGE
+        buffer = self.of(high - low)
+        pack.read_into(low, buffer)
+        return buffer[start - low : stop - low]
+
+
+def differing(chunks: Chunks, digests: Array, data: Buffer) -> Column:
+    """Returns which of these chunks are not what was saved.
+
+    chunks: they lie in one pack, in the order of their places.
+    digests: the table that their numbers are places in.
+    data: the bytes of the pack from the first chunk's first byte on.
+    """
+    view = data.data
+    begin = (chunks.offset - chunks.offset[0]).tolist()
+    found = [digest(view[at : at + size]) for at, size in zip(begin, chunks.stored.tolist(), strict=True)]
+    table = np.frombuffer(b"".join(found), np.uint8).reshape(-1, DIGEST_BYTES)
+    return np.flatnonzero((table != digests[chunks.digest]).any(axis=1))
+
+
+class Destinations(Protocol):
+    """Where the bytes of wanted rows go. `want` is the place of a row among the wanted ones; bytes are counted from the
+    first byte of the row."""
+
+    def part(self, want: int, start: int, stop: int) -> Buffer | None:
+        """Returns the memory that bytes `start..stop-1` go to; None where not all of them are wanted."""
+        ...
+
+    def put(self, want: int, start: int, data: Buffer) -> None:
+        """Copies what is wanted of `data`, the bytes of the row from `start` on."""
+        ...
+
+    def scatter(self, source: Buffer, at: Column, want: Column, start: Column, size: Column) -> None:
+        """Copies pieces of small rows: `size[i]` bytes from `at[i]` of `source` on to byte `start[i]` of row
+        `want[i]`."""
+        ...
+
+
+class _Lists(NamedTuple):
+    """Columns of a plan as lists: where chunks are handled one by one, a number out of an array costs several times one
+    out of a list."""
+
+    row: list[int]
+    want: list[int]
+    start: list[int]
+    offset: list[int]
+    stored: list[int]
+    digest: list[int]
+
+    @classmethod
+    def of(cls, chunks: Chunks) -> _Lists:
+        return cls(*(getattr(chunks, name).tolist() for name in cls._fields))
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments of one `read`."""
+
+    rows: Column
+    out: Destinations
+    path: Callable[[int], str]
+    span: Span | None
+    progress: Callable[[int], None]
+
+
+@dataclass(slots=True)
+class _Task:
+    request: _Request
+    pack: OpenPack
+    plan: ReadPlan
+    chunks: _Lists
+    task: ReadTask
+
+
+class ChunkReader:
+    """Reads rows of one index. May be used by several threads."""
+
+    def __init__(
+        self,
+        repo: Repo,
+        id: CheckpointId,
+        chunks: ChunkMap,
+        entries: Sequence[PackEntry],
+        *,
+        packs: Callable[[PackEntry], OpenPack] | None = None,
+        gone: Callable[[str], TenutoError] | None = None,
+    ) -> None:
+        """
+        entries: the packs of the index.
+        packs: opens a pack, which stays its owner's; None: packs are opened by `read`, and closed.
+        gone: the error for a pack, by name, that vanishes while it is read; None: that of a missing pack.
+        """
+        self._repo = repo
+        self._id = id
+        self._chunks = chunks
+        self._entries = entries
+        self._packs = packs
+        self._gone = gone or (lambda name: missing(repo, name))
+        self._buffers = AlignedBuffers()
+        self._done = 0
+        self._count = threading.Lock()
+
+    def read(
+        self,
+        rows: Column,
+        out: Destinations,
+        path: Callable[[int], str],
+        *,
+        span: Span | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """Delivers rows into `out`; from another copy of a pack where one is damaged, unless the packs are another's.
+
+        rows: their numbers; the places in this column are the `want` of `out`.
+        path: the path of a row, for errors.
+        span: the bytes wanted of each row, from and to; None: all.
+        progress: called after each range, from any thread, with the bytes that have been read so far.
+
+        Raises CorruptionError, which names the row's path, the pack and the offset.
+        """
+        request = _Request(rows, out, path, span, progress)
+        if self._packs is not None:
+            self._deliver(request, self._packs)
+        else:
+            from_any_copy(self._repo, lambda: self._deliver_from_opened(request))
+
+    def _deliver_from_opened(self, request: _Request) -> None:
+        opened: list[OpenPack] = []
+
+        def packs(entry: PackEntry) -> OpenPack:
+            opened.append(open_pack(self._repo, self._id, entry, header=True))
+            return opened[-1]
+
+        try:
+            self._deliver(request, packs)
+        finally:
+            for pack in opened:
+                pack.close()
+
+    def _deliver(self, request: _Request, packs: Callable[[PackEntry], OpenPack]) -> None:
+        self._done = 0
+        tasks: list[_Task] = []
+        gap, reads = GAP_BYTES if request.span is None else PART_GAP_BYTES, False
+        chunks = self._chunks.chunks(request.rows, request.span)
+        for number, chosen in _by_pack(self._chunks.pack[request.rows], chunks):
+            pack = packs(self._entries[number])
+            reads |= pack.view is None
+            plan = coalesce(chosen, task_bytes=TASK_BYTES if pack.view is None else VIEWED_BYTES, gap_bytes=gap)
+            lists = _Lists.of(plan.chunks)
+            tasks.extend(_Task(request, pack, plan, lists, task) for task in plan.tasks)
+        parallel_for(self._task, tasks, READ_THREADS if reads else COPY_THREADS)
+
+    def read_range(self, pack: OpenPack, found: ChunkRange, target: Buffer, path: str) -> None:
+        """Fills `target` with the bytes of consecutive chunks of one row, each verified. Raises as `read`.
+
+        pack: where they lie, open.
+        path: that of the row, for errors.
+        """
+        self._read_into(pack, found.begin, target)
+        for number in range(found.first, found.stop):
+            one = self._chunks.part(found, number, number + 1)
+            self.check(pack.name, one, target[one.low - found.low : one.high - found.low], path)
+
+    def check(self, pack: str, chunk: ChunkRange, data: Buffer, path: str) -> None:
+        """Raises CorruptionError where the bytes of one chunk, in the pack of this name, are not what was saved."""
+        if digest(data) != self._chunks.digest_of(chunk.first):
+            raise damaged(self._repo, path, pack, len(data), chunk.begin)
+
+    def read_run(self, pack: OpenPack, run: ChunkRun, path: Callable[[int], str]) -> Buffer:
+        """Returns the bytes of a run, each chunk verified, until this thread reads again. Raises CorruptionError as
+        `read`, and StoreError as the pack's reader."""
+        data = self._buffers.fetch(pack, run.start, run.stop)
+        self.check_run(pack.name, run, data, path)
+        return data
+
+    def check_run(self, pack: str, run: ChunkRun, data: Buffer, path: Callable[[int], str]) -> None:
+        """Raises CorruptionError where the bytes of a run, in the pack of this name, are not what was saved."""
+        bad = differing(run.chunks, self._chunks.digests, data)
+        if len(bad):
+            raise self._damaged(pack, run.chunks, int(bad[0]), path)
+
+    def _damaged(self, pack: str, chunks: Chunks, number: int, path: Callable[[int], str]) -> CorruptionError:
+        row = int(chunks.row[number])
+        return damaged(self._repo, path(row), pack, int(chunks.stored[number]), int(chunks.offset[number]))
+
+    # -- one task ------------------------------------------------------------------------------------------------------
+
+    def _task(self, one: _Task) -> None:
+        task, plan, pack = one.task, one.plan, one.pack
+        straight = pack.reader.alignment == 1 and task.shortest >= STRAIGHT_BYTES
+        held = None if pack.view is not None or straight else self._fetch(pack, task.start, task.stop)
+        for run in range(task.first, task.last):
+            self._run(one, plan.runs[run], plan.runs[run + 1], held)
+        with self._count:
+            self._done += task.nbytes
+            done = self._done
+        one.request.progress(done)
+
+    def _run(self, one: _Task, first: int, stop: int, held: Buffer | None) -> None:
+        """Reads chunks `first..stop-1` of the plan, which lie one after the other. `held`: the task's bytes, where they
+        have been read already.
+
+        Chunks of one row arrive where they belong, and what arrived is digested. Small rows are digested together in
+        memory of our own, and then copied out of it.
+        """
+        pack, chunks, out, last = one.pack, one.chunks, one.request.out, stop - 1
+        low, high = chunks.offset[first], chunks.offset[last] + chunks.stored[last]
+        want, start = chunks.want[first], chunks.start[first]
+        alone = want == chunks.want[last]
+        target = out.part(want, start, start + high - low) if alone and held is None else None
+        if target is not None:
+            self._read_into(pack, low, target)
+            self._check(one, first, stop, target)
+            return
+        base = one.task.start
+        data = self._fetch(pack, low, high) if held is None else held[low - base : high - base]
+        self._check(one, first, stop, data)
+        if alone:
+            out.put(want, start, data)
+        else:
+            some = one.plan.chunks.take(slice(first, stop))
+            out.scatter(data, some.offset - low, some.want, some.start, some.size)
+
+    def _fetch(self, pack: OpenPack, start: int, stop: int) -> Buffer:
+        try:
+            return self._buffers.fetch(pack, start, stop)
+        except ObjectNotFound as error:
+            raise self._gone(pack.name) from error
+
+    def _read_into(self, pack: OpenPack, position: int, target: Buffer) -> None:
+        """Raises, for a pack that vanishes from a store whose open objects do not outlive their removal, what opening
+        it now would raise."""
+        try:
+            pack.read_into(position, target)
+        except ObjectNotFound as error:
+            raise self._gone(pack.name) from error
+
+    def _check(self, one: _Task, first: int, stop: int, data: Buffer) -> None:
+        """Raises CorruptionError unless `data` is what was saved as chunks `first..stop-1` of the plan."""
+        bad = first
+        if stop - first == 1:
+            if digest(data) == self._chunks.digest_of(one.chunks.digest[first]):
+                return
+        else:
+            found = differing(one.plan.chunks.take(slice(first, stop)), self._chunks.digests, data)
+            if not len(found):
+                return
+            bad += int(found[0])
+        raise self._damaged(one.pack.name, one.plan.chunks, bad, one.request.path)
+
+
+def _by_pack(pack: Array, chunks: Chunks) -> Iterator[tuple[int, Chunks]]:
+    """Yields each pack of `pack`, and its chunks in their order: none, where rows of no bytes alone lie in it."""
+    numbers = np.unique(pack).tolist()
+    if len(numbers) == 1:
+        yield numbers[0], chunks
+        return
+    order = np.argsort(chunks.pack, kind="stable")
+    bounds = np.searchsorted(chunks.pack[order], [*numbers, np.iinfo(np.int64).max]).tolist()
+    for number, (start, stop) in zip(numbers, pairwise(bounds), strict=True):
+        yield number, chunks.take(order[start:stop])

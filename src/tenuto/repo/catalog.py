@@ -1,0 +1,379 @@
+"""The catalog: what is known of a repository's checkpoints, kept in the process between two rounds of retention.
+
+A manifest, an attempt's record, a note and a ref never change once they were put. So each is read at most once, and the
+manifest of a checkpoint that this process committed not at all. Everything here is a cache: a new catalog reads anew.
+
+Which of them there are can change at any time, by other processes. So each round takes a `Look`: a view of the
+repository whose listings are made after the look was taken. Objects that are new in it are read. What is damaged, or a
+copy, is never remembered, and is read again by each look. A manifest that was whole when it was read may be damaged
+since: who removes one checkpoint because another one is whole asks `Look.is_fresh`, and reads that one again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreDenied, StoreError
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Manifest, Receipt
+from tenuto.repo.format import object_names
+from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
+from tenuto.repo.replicated.access import home_of
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
+
+SCAN_OBJECTS: Final = 5_000
+"""A run of at most so many objects is listed in one go; a larger one by directories, without those of packs."""
+_BEGUN: Final = 64
+"""Saves begun by this process whose files are remembered until they commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """The facts of one committed checkpoint.
+
+    length, digest: of the manifest object. bytes: of the state. ranks: how many indexes it names. files: what its save
+    said that it would write, where this process saved it; empty where another did.
+    """
+
+    length: int
+    digest: bytes
+    bytes: int
+    ranks: int
+    created: str
+    metrics: Mapping[str, float]
+    files: tuple[str, ...] = ()
+
+
+class Catalog:
+    """The facts that outlive a look. Commits add to it from their own threads; one thread at a time takes looks."""
+
+    def __init__(self) -> None:
+        self._entries: dict[CheckpointId, CatalogEntry] = {}
+        self._aborted: dict[CheckpointId, int] = {}
+        """Length of each aborted mark that was read."""
+        self._objects: dict[str, bytes] = {}
+        """Records, notes and refs, by name."""
+        self._lock = threading.Lock()
+        self._begun: dict[CheckpointId, tuple[str, ...]] = {}
+        self._files: tuple[str, ...] = ()
+        """Those of the save that was begun last: most saves write the same."""
+        self._unseen: set[CheckpointId] = set()
+        """Committed by this process since the last look that listed them: as good as read."""
+        self.plan_again = False
+        """Whether others have changed what the last plan was made from, so that more may go than it knew of."""
+        self._last: Look | None = None
+        self._alone = False
+        """Whether the last look found no other run."""
+
+    # -- filled by this process's own saves --------------------------------------------------------------------------
+
+    def begun(self, id: CheckpointId, names: Sequence[str]) -> None:
+        """Remembers what a save of this process will write."""
+        files = tuple(names)
+        with self._lock:
+            self._files = self._files if self._files == files else files
+            while len(self._begun) >= _BEGUN:
+                del self._begun[next(iter(self._begun))]
+            self._begun[id] = self._files
+
+    def committed(self, manifest: Manifest, data: bytes) -> None:
+        """Adds a checkpoint that this process has just committed; `data` is its manifest as it was put."""
+        with self._lock:
+            files = self._begun.pop(manifest.id, ())
+            self._entries[manifest.id] = replace(_entry_of(manifest, data), files=files)
+            self._unseen.add(manifest.id)
+
+    # -- looks -------------------------------------------------------------------------------------------------------
+
+    def look(self, repo: Repo, run: str) -> Look:
+        """Takes a look at the repository as it is now, for the retention of `run`. `close` ends it."""
+        return Look(repo, self, run)
+
+    def remembered(self, run: str) -> Look | None:
+        """Returns the last look at `run`, with what this process committed since; None if there was none.
+
+        Nothing may be removed by it alone: others may have come to need what it does not know of.
+        """
+        last = self._last
+        if last is None or last.run != run:
+            return None
+        for id in sorted(self._unseen):
+            if id.run == run:
+                last.add(id)
+        return last
+
+    def _objects_of(self, run: str) -> int:
+        """About how many objects the known checkpoints of `run` are."""
+        return sum(2 * entry.ranks + 4 for id, entry in list(self._entries.items()) if id.run == run)
+
+
+def _entry_of(manifest: Manifest, data: bytes) -> CatalogEntry:
+    return CatalogEntry(
+        length=len(data),
+        digest=data[-canonical_json.TAIL :],
+        bytes=manifest.bytes,
+        ranks=len(manifest.indexes),
+        created=manifest.created,
+        metrics=dict(manifest.metrics),
+    )
+
+
+class Look(Repo):
+    """A repository as it is listed once, for reading: each directory is listed at most once, when first asked for."""
+
+    def __init__(self, repo: Repo, catalog: Catalog, run: str) -> None:
+        self._listed = _ListedStore(repo.store, catalog._objects)
+        super().__init__(self._listed, repo.id, repo.chunk_bytes)
+        self.run = run
+        self._catalog = catalog
+        self._before = set(catalog._entries) | set(catalog._aborted)
+        self._objects_before = set(catalog._objects)
+        self._unseen_before = set(catalog._unseen)
+        self._damaged: dict[CheckpointId, bool] = {}
+        """Checkpoints whose manifest is damaged or a copy; whether they count as checkpoints all the same."""
+        self._fresh: set[CheckpointId] = set()
+        self._used: set[CheckpointId] = set()
+        if catalog._last is not None and catalog._objects_of(run) <= SCAN_OBJECTS:
+            self._scan(catalog)
+
+    def _scan(self, catalog: Catalog) -> None:
+        """Lists refs, and the run, in one go each. Other runs may be large, and are listed by directories."""
+        try:
+            self._listed.scan("refs")
+            self._listed.scan(object_names.RUNS if catalog._alone else object_names.run_directory(self.run))
+        except StoreDenied:
+            return  # somebody else's directory that may not be looked into: directories are listed one by one
+
+    def exists(self, id: CheckpointId) -> bool:
+        """As `Repo.exists`; a manifest that is not remembered is read whole, for its facts."""
+        if object_names.MANIFEST not in self.store.children(id.directory).objects:
+            return False
+        try:
+            return self.entry(id) is not None or self._damaged[id]
+        except CheckpointNotFound:
+            return False
+        except StoreError as error:
+            if not is_unreadable(error):
+                raise
+            return True
+
+    def entry(self, id: CheckpointId) -> CatalogEntry | None:
+        """The checkpoint's facts, None where its manifest is damaged or a copy. Raises CheckpointNotFound if there is
+        no manifest, or an aborted mark; StoreError where it cannot be read."""
+        if id in self._damaged:
+            return None
+        self._used.add(id)
+        length = self._listed.lengths.get(id.manifest)
+        known = self._catalog._entries.get(id)
+        if known is not None and length in (None, known.length):
+            return known
+        aborted = self._catalog._aborted.get(id)
+        if aborted is not None and length in (None, aborted):
+            raise self._not_found(id, "its save was never finished")
+        return self._load(id)
+
+    def _load(self, id: CheckpointId) -> CatalogEntry | None:
+        before = self._catalog._entries.pop(id, None)
+        self._catalog._aborted.pop(id, None)
+        self._fresh.add(id)
+        try:
+            data = self.store.get(id.manifest, limit=MAX_MANIFEST)
+            outline = decode_outline(data, id)  # its digest covers the tree, which need not be parsed
+            found = decode_manifest(data, id) if outline is None else outline[0]
+        except ObjectNotFound:
+            raise self._not_found(id, "there is none") from None
+        except CorruptionError:
+            self._damaged[id] = super().exists(id)
+            return None
+        if isinstance(found, Aborted):
+            self._catalog._aborted[id] = len(data)
+            raise self._not_found(id, "its save was never finished")
+        entry = _entry_of(found, data)
+        if before is not None and before.digest == entry.digest:
+            entry = before
+        self._catalog._entries[id] = entry
+        return entry
+
+    def is_fresh(self, id: CheckpointId) -> bool:
+        """Whether the checkpoint's manifest was read by this look, or committed by this process since the last one."""
+        return id in self._fresh or id in self._catalog._unseen
+
+    def read_again(self, id: CheckpointId) -> None:
+        """Reads the checkpoint's manifest, and its notes when they are next asked for, whatever is remembered."""
+        directory = object_names.notes_directory(id)
+        self._listed.forget(f"{directory}/{file}" for file in self.store.children(directory).objects)
+        try:
+            self._load(id)
+        except CheckpointNotFound:
+            self.drop(id)
+
+    def files(self, id: CheckpointId) -> tuple[str, ...]:
+        """What the checkpoint's save said that it would write; empty where this process does not know it."""
+        known = self._catalog._entries.get(id)
+        return () if known is None or id in self._damaged else known.files
+
+    def add(self, id: CheckpointId) -> None:
+        """Adds a checkpoint that was committed since the look was taken."""
+        self._listed.add(f"{id.directory}/{object_names.MANIFEST}")
+
+    def drop(self, id: CheckpointId) -> None:
+        """Takes out a checkpoint that is gone."""
+        self._listed.drop(id.manifest)
+        self._catalog._entries.pop(id, None)
+        self._catalog._unseen.discard(id)
+
+    def close(self) -> None:
+        """Ends the look: the catalog forgets what is not there any more, and remembers the look."""
+        catalog = self._catalog
+        for id in self._before - self._used:
+            catalog._entries.pop(id, None)
+            catalog._aborted.pop(id, None)
+        for name in self._objects_before - self._listed.used:
+            catalog._objects.pop(name, None)
+        catalog._unseen.difference_update(self._unseen_before)
+        catalog._alone = self.runs() == [self.run]
+        catalog._last = self
+        self._fresh.clear()
+
+
+class _ListedStore:
+    """A store for reading, in which a directory is listed once. `objects`: bytes of records, notes and refs that were
+    read before, which are not read again while they are listed."""
+
+    def __init__(self, store: Store, objects: dict[str, bytes]) -> None:
+        self._store = store
+        self._home = home_of(store)
+        self._objects = objects
+        self._levels: dict[str, Listing] = {}
+        self.lengths: dict[str, int] = {}
+        """Of objects that a scan has found."""
+        self.used: set[str] = set()
+
+    def scan(self, prefix: str) -> None:
+        """Lists everything below `prefix` in one go."""
+        directories: dict[str, set[str]] = {prefix: set()}
+        files: dict[str, list[str]] = {}
+        for entry in self._home.walk(prefix):
+            directory, _, file = entry.name.rpartition("/")
+            files.setdefault(directory, []).append(file)
+            self.lengths[entry.name] = entry.length
+            while directory != prefix:
+                above, _, segment = directory.rpartition("/")
+                directories.setdefault(directory, set())
+                known = directories.setdefault(above, set())
+                if segment in known:
+                    break
+                known.add(segment)
+                directory = above
+        for directory, below in directories.items():
+            self._levels[directory] = Listing(tuple(sorted(below)), tuple(sorted(files.get(directory, ()))))
+
+    def children(self, prefix: str) -> Listing:
+        found = self._levels.get(prefix)
+        if found is None:
+            above, _, segment = prefix.rpartition("/")
+            parent = self._levels.get(above)
+            if parent is not None and segment not in parent.directories:
+                return Listing((), ())
+            found = self._levels[prefix] = self._home.children(prefix)
+        return found
+
+    def get(self, name: str, *, limit: int) -> bytes:
+        directory, _, file = name.rpartition("/")
+        level = self._levels.get(directory)
+        if level is not None and file not in level.objects:
+            raise ObjectNotFound(f"there is no object {name} ({self.url})", subject=name)
+        self.used.add(name)
+        known = self._objects.get(name)
+        if known is not None and self.lengths.get(name, len(known)) == len(known):
+            return known
+        data = self._store.get(name, limit=limit)
+        if _is_lasting(name) and _is_whole(name, data):
+            self._objects[name] = data
+        return data
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Has these read again when they are next asked for."""
+        for name in names:
+            self._objects.pop(name, None)
+
+    def add(self, name: str) -> None:
+        """Adds an object, and the directories that lead to it, to what is listed already."""
+        directory, _, file = name.rpartition("/")
+        self._levels[directory] = Listing((), (file,))
+        while directory:
+            directory, _, segment = directory.rpartition("/")
+            level = self._levels.get(directory)
+            if level is None or segment in level.directories:
+                return
+            self._levels[directory] = Listing(tuple(sorted({*level.directories, segment})), level.objects)
+
+    def drop(self, name: str) -> None:
+        """Takes an object out of what is listed."""
+        directory, _, file = name.rpartition("/")
+        level = self._levels.get(directory)
+        if level is not None:
+            self._levels[directory] = Listing(level.directories, tuple(one for one in level.objects if one != file))
+
+    # -- as the store has it -----------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._store.capabilities
+
+    def probe(self) -> Capabilities:
+        return self._store.probe()
+
+    def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
+        raise AssertionError("a look is for reading")
+
+    def delete(self, names: Sequence[str] | Iterable[str]) -> None:
+        raise AssertionError("a look is for reading")
+
+    def open(self, name: str) -> Reader:
+        return self._store.open(name)
+
+    def stat(self, name: str) -> Stat:
+        return self._store.stat(name)
+
+    def walk(self, prefix: str) -> Iterator[Entry]:
+        return self._store.walk(prefix)
+
+    def leftovers(self, prefix: str) -> Iterator[Entry]:
+        return self._store.leftovers(prefix)
+
+    def settle(self, name: str) -> None:
+        self._store.settle(name)
+
+    def free_bytes(self) -> int | None:
+        return self._store.free_bytes()
+
+    def close(self) -> None:
+        """The store stays open: it belongs to the repository that is looked at."""
+
+
+def _is_lasting(name: str) -> bool:
+    """Whether an object of this name is small, and never changes while it is there."""
+    parts = name.split("/")
+    if parts[0] == "refs":
+        return True
+    return parts[0] == object_names.RUNS and (
+        (len(parts) == 4 and parts[3] == object_names.ATTEMPT) or (len(parts) == 6 and parts[4] == object_names.NOTES)
+    )
+
+
+def _is_whole(name: str, data: bytes) -> bool:
+    """Whether the object is its name's own, and not damaged."""
+    try:
+        return canonical_json.open_seal(data, name=name).get("path") == name
+    except CorruptionError:
+        return False
