@@ -222,10 +222,10 @@ def drop_cache(root: Path) -> str:
     """Drops every file below `root` from the page cache; says how. Raises AssertionError if pages stay."""
     cache.drop(root)
     how = "fsync and posix_fadvise(DONTNEED) of each file"
-    if cache.held(root) and os.geteuid() == 0:
+    if cache.still_cached(root) and os.geteuid() == 0:
         Path("/proc/sys/vm/drop_caches").write_text("1\n", encoding="ascii")
         how += ", then /proc/sys/vm/drop_caches"
-    held = cache.held(root)
+    held = cache.still_cached(root)
     assert not held, f"the page cache still holds what is to be read cold: {held}"
     return how
 

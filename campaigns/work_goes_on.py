@@ -16,7 +16,7 @@ from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry
-from tenuto.testing.checker import found_from
+from tenuto.testing.checker import open_without
 from tenuto.testing.disk_image import DiskImage
 from tenuto.testing.expectations import CLAIMED, Expected
 from tenuto.testing.recorder import Call, Mark
@@ -61,7 +61,7 @@ def _relied_on_air(recording: Recording) -> bool:
 def collect(disk: SimulatedDisk) -> None:
     """Both visits of gc, without a grace."""
     with quiet(Processes(first=2000), seed=2000):
-        repo = found_from(disk)
+        repo = open_without(disk)
         for _ in range(2):
             gc.execute(repo, gc.plan_gc(repo, grace_s=0.0))
 
@@ -97,7 +97,7 @@ def _reused(before: Expected, marks: list[Mark]) -> Iterator[str]:
 def unfreed(disk: SimulatedDisk, expected: Expected) -> list[str]:
     """Objects of dead attempts' unfinished saves that nobody freed; and what lies in other places than the home, which
     knows nothing of it."""
-    repo = found_from(disk)
+    repo = open_without(disk)
     nobodys = [line for run in expected.runs for line in nobodys_in(repo, run)]
     return nobodys + [
         f"{entry.name} of an unfinished save was not freed"

@@ -12,7 +12,7 @@ from campaigns.crash_states import run_bugs, summary, text
 from campaigns.rank_crashes.bugs import SOUGHT
 from campaigns.rank_crashes.campaign import hunt_by_name, run_unit, units
 from campaigns.rank_crashes.scenarios import SCENARIOS
-from campaigns.rank_crashes.shares import by_bug, divided
+from campaigns.rank_crashes.shares import by_bug, split_by_agreement
 from campaigns.result_file import Progress, Sitting, deliver, options
 
 MODULE: Final = "campaigns.rank_crashes"
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     hunts = [(bug.scenarios[0], one) for bug, one in zip(sought.values(), found, strict=True)]
     bugs = by_bug(hunts)
     of = partial(units, seed=chosen.seed, each=chosen.each)
-    shares = divided(chosen.states, chosen.seconds, wanted, of, run_unit, workers=chosen.workers, say=say)
+    shares = split_by_agreement(chosen.states, chosen.seconds, wanted, of, run_unit, workers=chosen.workers, say=say)
     say.end()
     report = sitting.result(summary(shares.whole, bugs) | {"by_scenario": shares.told(hunts)})
     deliver(report, chosen.json, text(report))

@@ -11,7 +11,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.repo.replicated.config import Mirror, PerNode
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.store.contract import Store
-from tenuto.testing.checker import PLACE, Checker, found_from
+from tenuto.testing.checker import PLACE, Checker, open_without
 from tenuto.testing.expectations import Expected, Presence
 from tenuto.testing.simulated_disk import SimulatedDisk
 
@@ -77,9 +77,11 @@ class KeptChecker(Checker):
         if not lost:
             return  # seen already
         try:
-            repo = found_from(disk, without=lost)
+            repo = open_without(disk, without=lost)
             for id in must:
-                found = self.whole(disk, repo, id, expected.saved[id]) if repo.exists(id) else ["I3: it is lost"]
+                found = (
+                    self.check_checkpoint(disk, repo, id, expected.saved[id]) if repo.exists(id) else ["I3: it is lost"]
+                )
                 yield from (f"without {', '.join(lost)}: {id}: {problem}" for problem in found)
         except TenutoError as error:
             yield f"I3: without {', '.join(lost)}: {type(error).__name__}: {error}"
@@ -88,7 +90,7 @@ class KeptChecker(Checker):
         """What is shown there is whole, and committed in the home. Not of one that is being removed: its manifest may
         be gone from the home, and not yet from there."""
         try:
-            repo, home = found_from(disk, place), found_from(disk)
+            repo, home = open_without(disk, place), open_without(disk)
         except NotARepository:
             return  # not yet
         acknowledged = {id for line in expected.line.values() for id in line}
@@ -100,5 +102,5 @@ class KeptChecker(Checker):
             elif not home.exists(id):
                 yield f"I1: in {place}: {id} is there, and not committed"
             else:
-                found = self.whole(disk, repo, id, expected.saved[id])
+                found = self.check_checkpoint(disk, repo, id, expected.saved[id])
                 yield from (f"in {place}: {problem}" for problem in found)

@@ -33,7 +33,7 @@ class Shares:
         return [name for name, (found, _) in self.each.items() if not found.distinct]
 
 
-def divided(
+def split_by_agreement(
     states: int,
     seconds: float,
     names: Iterable[str],

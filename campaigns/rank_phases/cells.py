@@ -17,7 +17,7 @@ from campaigns.rank_kills.training import untouched
 from campaigns.rank_phases.in_time import TIMEOUT_S, Promise, Times
 from campaigns.rank_phases.places import DirectoryDeath, MetAt, Server, StoreDeath, restored
 from tenuto.api.save_load import load
-from tenuto.engine.group.rank_group import RESTORE_TIMES
+from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.errors import TenutoError
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store

@@ -24,7 +24,7 @@ from campaigns.rank_phases.cells import (
     differences,
 )
 from campaigns.rank_phases.in_time import TIMEOUT_S
-from tenuto.engine.group.rank_group import RESTORE_TIMES
+from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.maintenance.verify import execute, plan_verify
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store

@@ -1,8 +1,8 @@
 """Named crash points: the dangerous lines of the protocol, where a test may end the process.
 
 In production `crashpoint(name)` is one truth test. A test arms a name with a callable (usually one that kills the
-process), runs the protocol, and checks what is left. A name that is not registered here cannot be reached or armed,
-so that the list is complete.
+process), runs the protocol, and checks what is left. Only names registered here can be reached or armed, so the list is
+complete.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _armed: dict[str, Callable[[], None]] = {}
 
 
 def crashpoint(name: str) -> None:
-    """Passes, unless a test has armed this name."""
+    """Runs the action that a test has armed for this name, if any."""
     if _armed:
         if name not in NAMES:
             raise KeyError(f"crash point {name!r} is not registered")
@@ -68,7 +68,7 @@ def crashpoint(name: str) -> None:
 
 @contextmanager
 def armed(name: str, action: Callable[[], None]) -> Iterator[None]:
-    """Within the block, reaching `name` calls `action`."""
+    """Calls `action` whenever `name` is reached within the block."""
     if name not in NAMES:
         raise KeyError(f"crash point {name!r} is not registered")
     _armed[name] = action

@@ -1,5 +1,7 @@
-"""Typed events, and the sinks that take them. Emitting to no sink costs one loop over an empty tuple, and what comes
-piece by piece is not even made for nobody."""
+"""Typed events and the sinks that receive them.
+
+Emitting to no sink costs one loop over an empty tuple; frequent events are not even created when no sink listens.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tenuto.model.timing import RankTimings, Timing
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Root of all events."""
+    """The base class of all events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class SaveStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Captured(Event):
-    """The state is copied; training may go on. `stall_s`: how long the training thread was held."""
+    """The state is copied and training continues. `stall_s`: seconds the training thread was blocked."""
 
     id: CheckpointId
     stall_s: float
@@ -44,7 +46,7 @@ class Captured(Event):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Event):
-    """Bytes moved so far of a save, a restore or a verification (`phase`)."""
+    """The bytes moved so far by a save, a restore or a verification (`phase`)."""
 
     phase: str
     subject: str
@@ -65,28 +67,33 @@ class Committed(Event):
     id: CheckpointId
     bytes: int
     seconds: float
-    """From the begin of the save to the durable manifest."""
+    """Seconds from the start of the save to the durable manifest."""
     timing: Timing = field(default_factory=Timing)
     """Where the time went."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedToMemory(Event):
-    """The state is whole and sealed in memory: it survives the process, not the machine. `stall_s`: how long the
-    training thread was held; `seconds`: from the begin of the capture to the seal."""
+    """The state is complete and sealed in memory: it survives the process, not the machine.
+
+    stall_s: seconds the training thread was blocked.
+    seconds: from the start of the capture to the seal.
+    """
 
     id: CheckpointId
     bytes: int
     stall_s: float
     seconds: float
     content: str = ""
-    """The digest of all that the state holds: equal for equal states."""
+    """The digest of the whole state: equal for equal states."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredFromMemory(Event):
-    """Training goes on from an image in memory that was sealed `age_s` seconds ago. `base`: the newest checkpoint of
-    its line that is durable."""
+    """Training resumes from an image in memory that was sealed `age_s` seconds ago.
+
+    base: the newest durable checkpoint of the same line of training.
+    """
 
     id: CheckpointId
     age_s: float
@@ -109,7 +116,7 @@ class SaveSkipped(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveDelayed(Event):
-    """A save that was due has held training for `seconds` until one before it was written."""
+    """A due save blocked training for `seconds` until the save before it was written."""
 
     run: str
     step: int
@@ -118,7 +125,7 @@ class SaveDelayed(Event):
 
 @dataclass(frozen=True, slots=True)
 class CandidateSkipped(Event):
-    """A checkpoint was passed over on restore because it is damaged."""
+    """A restore skipped a checkpoint because it is damaged."""
 
     id: CheckpointId
     reason: str
@@ -130,22 +137,25 @@ class RestoredEvent(Event):
     bytes: int
     seconds: float
     content: str = ""
-    """The digest of all that the checkpoint holds."""
+    """The digest of the whole checkpoint."""
     ranks: RankTimings | None = None
-    """Of several ranks: where the time went on each of them."""
+    """Where the time went on each rank, for a run with several ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RanksBehind(Event):
-    """The first of several ranks has waited `seconds` for `ranks`, which are behind: for what, and what these have said
-    that they do, in words. Told after two seconds, and each time that it has become twice as long."""
+    """Rank 0 has waited `seconds` for `ranks` in `phase`. Emitted after two seconds, then each time the wait has
+    doubled.
+
+    doing: what the late ranks last reported to be doing, in words.
+    """
 
     run: str
     phase: str
     ranks: tuple[int, ...]
     seconds: float
     who: str
-    """The ranks, as people name them."""
+    """The late ranks, formatted for people."""
     doing: str
 
 
@@ -157,7 +167,7 @@ class Removed(Event):
 
 @dataclass(frozen=True, slots=True)
 class LeafDemoted(Event):
-    """A leaf that was to be copied beside training is captured eagerly from now on."""
+    """A leaf that was to be copied in the background is captured eagerly from now on."""
 
     path: str
     reason: str
@@ -165,21 +175,21 @@ class LeafDemoted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Warned(Event):
-    """Something a person should know; training goes on."""
+    """Something a person should know; training continues."""
 
     message: str
     subject: str = ""
 
 
 class Sink(Protocol):
-    """Takes events, from any thread. What it raises is reported once and never reaches training."""
+    """Receives events from any thread. An exception is reported once and never reaches training."""
 
     def emit(self, event: Event) -> None: ...
 
 
 @dataclass(slots=True)
 class Emitter:
-    """Hands each event to every sink; a sink that fails is dropped, with a warning that names it."""
+    """Sends each event to every sink; drops a sink that fails, with a warning that names it."""
 
     sinks: tuple[Sink, ...] = ()
     _dropped: list[str] = field(default_factory=list)
@@ -190,7 +200,7 @@ class Emitter:
 
     @property
     def listened(self) -> bool:
-        """Whether any sink is left. Ask before making an event that comes piece by piece."""
+        """Returns whether any sink is left. Check it before creating a frequent event."""
         return bool(self.sinks)
 
     def emit(self, event: Event) -> None:
@@ -205,6 +215,6 @@ class Emitter:
                 )
 
     def warn(self, message: str, subject: str = "") -> None:
-        """Something that a person should know, sink or none."""
+        """Emits Warned and issues a Python warning, for something a person should know even without a sink."""
         self.emit(Warned(message, subject))
         warnings.warn(f"tenuto: {message}", RuntimeWarning, stacklevel=3)

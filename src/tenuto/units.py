@@ -1,4 +1,4 @@
-"""Sizes and durations as people read them."""
+"""Formats sizes, durations and counts for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def size(nbytes: int) -> str:
-    """`nbytes` in binary units, three digits: 512 B, 1.50 KiB, 12.0 MiB, 340 GiB."""
+    """Returns `nbytes` in binary units with three digits: 512 B, 1.50 KiB, 12.0 MiB, 340 GiB."""
     if nbytes < 1024:
         return f"{nbytes} B"
     value = float(nbytes)
@@ -19,7 +19,7 @@ def size(nbytes: int) -> str:
 
 
 def seconds(duration: float) -> str:
-    """A duration in the unit that fits: 340 us, 12.5 ms, 3.10 s, 4 min 10 s, 2 h 05 min."""
+    """Returns a duration in the unit that fits: 340 us, 12.5 ms, 3.10 s, 4 min 10 s, 2 h 05 min."""
     if duration < 0.0009995:
         return f"{duration * 1e6:.0f} us"
     if duration < 0.09995:
@@ -33,7 +33,7 @@ def seconds(duration: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 leaf`, `3,000 steps`: the plural of `noun` is regular, or that of leaf."""
+    """Returns `1 leaf` or `3,000 steps`: plurals are regular, except that of leaf."""
     if number == 1:
         return f"1 {noun}"
     plural = noun[:-1] + "ves" if noun.endswith("leaf") else noun + "s"

@@ -13,7 +13,7 @@ from campaigns.rank_crashes.bugs import BUGS, SOUGHT
 from campaigns.rank_crashes.campaign import PARTS, Unit, hunt, run_unit, units
 from campaigns.rank_crashes.nodes import NodePersistence
 from campaigns.rank_crashes.scenarios import SCENARIOS, End
-from campaigns.rank_crashes.shares import by_bug, divided
+from campaigns.rank_crashes.shares import by_bug, split_by_agreement
 from campaigns.rank_crashes.turns import KINDS
 from support.thinning import crossed, thinned
 from tenuto.testing.disk_image import ROOT
@@ -143,16 +143,16 @@ def one_disk(unit: tuple[str, int]) -> Result:
 
 
 def test_each_scenario_has_its_part_of_the_states_and_of_the_time() -> None:
-    shares = divided(600, 3600, "abc", numbered, ten_disks, workers=1, say=lambda line: None)
+    shares = split_by_agreement(600, 3600, "abc", numbered, ten_disks, workers=1, say=lambda line: None)
     assert all(170 <= len(found.distinct) <= 230 for found, _ in shares.each.values())
     assert len(shares.whole.distinct) >= 600 and shares.without_states == []
-    late = divided(600, 0, "ab", numbered, one_disk, workers=1, say=lambda line: None)
+    late = split_by_agreement(600, 0, "ab", numbered, one_disk, workers=1, say=lambda line: None)
     assert [len(found.distinct) for found, _ in late.each.values()] == [1, 1]
 
 
 def test_the_result_has_a_line_for_each_scenario_with_the_bugs_that_were_looked_for_in_it() -> None:
     names = list(SCENARIOS)
-    shares = divided(len(names), 60, names, numbered, one_disk, workers=1, say=lambda line: None)
+    shares = split_by_agreement(len(names), 60, names, numbered, one_disk, workers=1, say=lambda line: None)
     hunts = [(bug.scenarios[0], BugResult(bug.name, bug.breaks, True, 1, "lost")) for bug in SOUGHT.values()]
     told = shares.told(hunts)
     assert list(told) == names and {line["states"] for line in told.values()} == {1}
@@ -164,7 +164,7 @@ def test_a_bug_is_caught_where_one_scenario_shows_it() -> None:
     name = "rename for link"
     missed, seen = BugResult(name, "", False, 30, ""), BugResult(name, "", True, 7, "lost")
     first, second = (bug.scenarios[0] for bug in SOUGHT.values() if bug.name == name)
-    shares = divided(2, 60, [first, second], numbered, one_disk, workers=1, say=lambda line: None)
+    shares = split_by_agreement(2, 60, [first, second], numbered, one_disk, workers=1, say=lambda line: None)
     for hunts in ([(first, missed), (second, seen)], [(first, seen), (second, missed)]):
         assert by_bug(hunts) == [BugResult(name, "", True, 37, "lost")]
         told = shares.told(hunts)

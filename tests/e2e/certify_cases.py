@@ -92,7 +92,7 @@ def outcome(script: str, name: str, place: Path) -> dict[str, Any]:
         "unseeded": found.verdict.unseeded,
         "uncovered": found.uncovered,
         "unlogged": found.unlogged,
-        "lives": [(life.began, life.reached, life.killed) for life in found.lives],
+        "lives": [(life.began, life.reached, life.killed) for life in found.runs],
         "touched": where.exists(),
     }
 

@@ -30,7 +30,7 @@ from tenuto.store.registry import open_store
 
 # What only saves and only several ranks need is imported where it is used: a process that loads once pays for neither.
 if TYPE_CHECKING:
-    from tenuto.engine.group.rank_group import RankGroup
+    from tenuto.engine.save.rank_group import RankGroup
     from tenuto.repo.ownership.claim import Attempt
     from tenuto.sharding.write_plan import Strategy
     from tenuto.training import run_registry
@@ -95,7 +95,7 @@ def save(
         met = joined_group(ranks, where, run, emitter, patience_s, call="save", facts=facts, writers=writers)
         with met as (group, repo):
             return _saved(repo, flatten(state), run, step, emitter=emitter, group=group)
-    from tenuto.engine.group.rank_group import SoloGroup
+    from tenuto.engine.save.rank_group import SoloGroup
 
     flattened = flatten(state)
     repo = Repo.create_or_open(open_store(where))

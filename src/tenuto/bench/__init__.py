@@ -1,1 +1,1 @@
-"""What `tenuto bench` measures: the speed of saves and restores in one place, beside the raw speed of the disk."""
+"""`tenuto bench`: measures saves and restores in one place, and the raw speed of its disk."""

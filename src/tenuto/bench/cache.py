@@ -1,4 +1,4 @@
-"""The page cache: dropping files from it and bringing them in, so that a read is known to be cold or hot."""
+"""Drops files from the page cache and loads them, so that a read is known to be cold or warm."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 CACHESTAT: Final = 451
-"""The number of cachestat(2), Linux 6.5, on every architecture; unlike a probing read it brings nothing in."""
+"""The number of cachestat(2), Linux 6.5, on every architecture; unlike a probing read it loads nothing."""
 COLD: Final = 0.01
-"""The share of its pages up to which a file counts as gone from the cache."""
+"""A file counts as dropped if at most this share of its pages is cached."""
 
 
 def files_below(root: Path) -> list[Path]:
@@ -19,8 +19,8 @@ def files_below(root: Path) -> list[Path]:
 
 
 def drop(root: Path) -> None:
-    """Asks for every file below `root` to leave the page cache; what is mapped or dirty elsewhere may stay."""
-    gc.collect()  # a mapping that lingers in a reference cycle pins its pages
+    """Drops every file below `root` from the page cache; pages mapped or dirtied elsewhere may stay."""
+    gc.collect()  # a mapping that survives in a reference cycle pins its pages
     for path in files_below(root):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -41,7 +41,7 @@ def warm(root: Path) -> None:
 
 
 def share(path: Path) -> float:
-    """The share of the file's pages that the page cache holds. OSError where the kernel cannot tell."""
+    """Returns the share of the file's pages in the page cache. Raises OSError if the kernel cannot report it."""
     pages = -(-path.stat().st_size // os.sysconf("SC_PAGE_SIZE"))
     extent, found = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()
     descriptor = os.open(path, os.O_RDONLY)
@@ -54,6 +54,6 @@ def share(path: Path) -> float:
     return float(found[0]) / max(pages, 1)
 
 
-def held(root: Path) -> dict[str, float]:
-    """The files below `root` that the cache still holds, with their shares."""
+def still_cached(root: Path) -> dict[str, float]:
+    """Returns the files below `root` that are still cached, with their shares."""
     return {str(path): round(part, 3) for path in files_below(root) if (part := share(path)) > COLD}

@@ -1,4 +1,4 @@
-"""What follows from the figures, in words: simple arithmetic on what was measured here, and nothing else."""
+"""Derives expectations from the figures, in words: simple arithmetic on what was measured, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from tenuto.errors import typed
 from tenuto.units import count, seconds, size
 
 SHARES: Final = (0.05, 0.01, 0.001)
-"""Shares of the training's time that saves may hold it for."""
+"""Shares of training time that saves may block."""
 SLOW_FLUSH_S: Final = 0.020
 BUSY: Final = 1.5
-"""From this quotient of slowest and fastest round on the machine did something else meanwhile."""
+"""A ratio of slowest to fastest round from which the machine was busy with something else."""
 SLOW_SHARE: Final = 0.6
-"""A save that reaches less than this of the place's raw speed is worth a word."""
+"""A save below this share of the place's raw speed is reported."""
 
 
 def interval(figures_: Figures, share: float) -> float:
-    """Seconds from save to save so that saves hold training for at most `share` of its time; never more often than a
-    save takes."""
+    """Returns the seconds between saves that block at most `share` of training time; at least what a save takes."""
     stall, durable = _of(figures_, figures.STALL), _of(figures_, figures.DURABLE)
     return max(stall / share - stall, durable)
 
 
 def rows(found: Figures) -> list[tuple[str, str, str, str]]:
-    """What was measured: words, median, fastest to slowest, speed."""
+    """Returns a row for each measurement: words, median, range, speed."""
     out = []
     for what, words in WORDS.items():
         rounds = found.seconds.get(what)
@@ -40,7 +39,7 @@ def rows(found: Figures) -> list[tuple[str, str, str, str]]:
 
 
 def expectations(found: Figures) -> list[str]:
-    """What to expect of a training that saves this much there."""
+    """Returns what to expect of a training that saves this much in this place."""
     stall, durable = _of(found, figures.STALL), _of(found, figures.DURABLE)
     cold, hot = _of(found, figures.RESTORE_COLD), _of(found, figures.RESTORE_HOT)
     often = ", ".join(f"every {seconds(interval(found, share))} for {share * 100:g} %" for share in SHARES)
@@ -57,7 +56,7 @@ def expectations(found: Figures) -> list[str]:
 
 
 def warnings(found: Figures) -> list[str]:
-    """What was found that makes saves slower or weaker than they could be, each with what to do."""
+    """Returns findings that make saves slower or weaker than they could be, each with advice."""
     out = [*_of_place(found), *_of_speed(found)]
     out += [f"The saves said: {text}." for text in found.notes]
     out += [f"{path} is left from a measurement that was killed: {typed('rm', '-r', path)}" for path in found.leftovers]
@@ -120,7 +119,7 @@ def _of_speed(found: Figures) -> list[str]:
 
 
 def document(found: Figures) -> dict[str, Any]:
-    """All of it for a program."""
+    """Returns everything as a JSON object."""
     return {
         **found.json(),
         "save_every_s": {f"{share:g}": interval(found, share) for share in SHARES},

@@ -1,4 +1,4 @@
-"""What a measurement found: numbers alone, from which all that is said follows."""
+"""The numbers of a measurement."""
 
 from __future__ import annotations
 
@@ -36,13 +36,17 @@ WORDS: Mapping[str, str] = {
     RESTORE_COLD: "restore, cold",
     RESTORE_HOT: "restore, from the page cache",
 }
-"""What was measured, in the order in which it is shown. Each but the flush moves the whole state."""
+"""The measurements in the order in which they are shown. All but the flush move the complete state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """`seconds`: by what was measured, one figure a round; what could not be measured is absent. `spread`: the largest
-    quotient of slowest and fastest round. prewarm_s: what a Checkpointer's construction took. arena: where images lay.
+    """The figures of one measurement.
+
+    seconds: one figure a round for each measurement; absent if it could not be measured.
+    spread: the largest ratio of slowest to fastest round.
+    prewarm_s: seconds to construct a Checkpointer.
+    arena: where images were allocated.
     """
 
     where: str
@@ -56,9 +60,9 @@ class Figures:
     direct: bool
     links: bool
     cold: bool
-    """Whether the page cache gave the files up before they were read "cold"."""
+    """Whether the page cache had dropped the files before the "cold" reads."""
     notes: Sequence[str] = ()
-    """What the saves themselves warned of."""
+    """Warnings of the saves."""
     leftovers: Sequence[str] = field(default=())
 
     def median(self, what: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Measures a place: raw loops first, then real saves and restores of the same bytes, all of it in its own directory."""
+"""Measures a place: raw loops, then real saves and restores of the same bytes, all in a directory of its own."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tenuto.policy import every, keep
 from tenuto.training.checkpointer import Checkpointer
 
 BUFFER_BYTES: Final = 256 << 20
-"""Raw loops write and read this memory over and over: larger than any cache, and no third state in memory."""
+"""Raw loops reuse this much memory: more than any cache, and less than a third copy of the state."""
 FLUSHES: Final = 20
 NEVER: Final = 1 << 40
 
-Tell = Callable[[str], None]
+ReportActivity = Callable[[str], None]
 
 
 class _Listener:
-    """Keeps what the saves say: where their image lies, and warnings."""
+    """Records warnings, and where the image was allocated."""
 
     def __init__(self) -> None:
         self.arena = ""
@@ -41,11 +41,11 @@ class _Listener:
 
 
 class _Measuring:
-    def __init__(self, place: Path, sample: Sample, rounds: int, tell: Tell) -> None:
+    def __init__(self, place: Path, sample: Sample, rounds: int, on_activity: ReportActivity) -> None:
         self.place = place
         self.sample = sample
         self.rounds = rounds
-        self.tell = tell
+        self.on_activity = on_activity
         self.seconds: dict[str, list[float]] = {what: [] for what in figures.WORDS}
         self.direct = _takes_direct(place)
         self.links = _takes_links(place)
@@ -54,7 +54,7 @@ class _Measuring:
         self.prewarm_s = 0.0
 
     def memory(self) -> None:
-        self.tell("copying and digesting in memory")
+        self.on_activity("copying and digesting in memory")
         whole = raw.aligned(self.sample.nbytes + 64 * len(self.sample.arrays))
         into: Arrays = {}
         at = 0
@@ -72,10 +72,10 @@ class _Measuring:
         path = self.place / "raw"
         for number in range(FLUSHES):
             self._note(figures.FLUSH, raw.flush_small_file(self.place / f"small-{number}"))
-        self.tell("finding the piece size with which the place is fastest")
+        self.on_activity("finding the piece size with which the place is fastest")
         piece = raw.fastest_piece("write", path, data, tries=2) if self.direct else 16 * raw.MIB
-        for turn in range(self.rounds):
-            self.tell(f"writing and reading without Tenuto, round {turn + 1} of {self.rounds}")
+        for number_of_round in range(self.rounds):
+            self.on_activity(f"writing and reading without Tenuto, round {number_of_round + 1} of {self.rounds}")
             self._note(figures.WRITE_BUFFERED, raw.write(path, data, 16 * raw.MIB, length=length, direct=False))
             if self.direct:
                 self._note(figures.WRITE_DIRECT, raw.write(path, data, piece, length=length))
@@ -94,14 +94,14 @@ class _Measuring:
             where, state, save=every(steps=NEVER), keep=keep.latest(1), on_error="raise", sinks=[self.listener]
         ) as checkpointer:
             self.prewarm_s = checkpointer.prewarm_s
-            for turn in range(self.rounds):
-                self.tell(f"saving with Tenuto, round {turn + 1} of {self.rounds}")
+            for number_of_round in range(self.rounds):
+                self.on_activity(f"saving with Tenuto, round {number_of_round + 1} of {self.rounds}")
                 self._save(checkpointer)
         self._restores(where)
         for array in self.sample.arrays.values():
             array.fill(0)
         load(where, into=state)
-        if self.sample.fingerprint() != saved:  # what was timed was the whole work: the bytes are there
+        if self.sample.fingerprint() != saved:  # checks that the timed work was done: the bytes are there
             raise CorruptionError(
                 f"what was restored from {where} is not what was saved",
                 subject=str(where),
@@ -115,15 +115,15 @@ class _Measuring:
         self._note(figures.STALL, time.perf_counter() - begun)
         save.wait()
         self._note(figures.DURABLE, time.perf_counter() - begun)
-        checkpointer.wait()  # what is unlinked beside training would run into the next measurement
+        checkpointer.wait()  # unlinking in the background would disturb the next measurement
         checkpointer.step_done()
         self._note(figures.SYNC, raw.timed(lambda: checkpointer.save(wait=True)))
         checkpointer.wait()
 
     def _restores(self, where: Path) -> None:
         state: dict[str, Any] = dict(self.sample.state)
-        for turn in range(self.rounds):
-            self.tell(f"restoring with Tenuto, round {turn + 1} of {self.rounds}")
+        for number_of_round in range(self.rounds):
+            self.on_activity(f"restoring with Tenuto, round {number_of_round + 1} of {self.rounds}")
             self._drop(where)
             self._note(figures.RESTORE_COLD, raw.timed(lambda: load(where, into=state)))
             cache.warm(where)
@@ -132,22 +132,22 @@ class _Measuring:
     def _drop(self, root: Path) -> None:
         cache.drop(root)
         try:
-            self.cold = self.cold and not cache.held(root)
+            self.cold = self.cold and not cache.still_cached(root)
         except OSError:
-            self.cold = False  # nobody can tell: then it is not claimed
+            self.cold = False  # the kernel cannot report it, so it is not claimed
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what].append(seconds)
 
 
-def measure(path: Path, sample: Sample, *, rounds: int, tell: Tell) -> Figures:
-    """Measures `path` with this state, and leaves it as it was. `tell` is called with what is being done.
+def measure(path: Path, sample: Sample, *, rounds: int, on_activity: ReportActivity) -> Figures:
+    """Measures `path` with this state, and leaves it as it was. `on_activity` receives the current activity.
 
-    Raises errors of the store, SaveFailed, and CorruptionError if what comes back is not what was saved.
+    Raises errors of the store, SaveFailed, and CorruptionError if what is restored is not what was saved.
     """
     left = leftovers(path)
     with workplace(path) as place:
-        run = _Measuring(place, sample, rounds, tell)
+        run = _Measuring(place, sample, rounds, on_activity)
         run.memory()
         run.disk()
         run.saves()
@@ -169,7 +169,7 @@ def measure(path: Path, sample: Sample, *, rounds: int, tell: Tell) -> Figures:
 
 
 def _takes_direct(place: Path) -> bool:
-    """Whether a page can be written past the page cache here; some file systems take the flag and refuse the write."""
+    """Returns whether direct writes work here; some file systems accept the flag and reject the write."""
     path = place / "direct"
     try:
         raw.write(path, raw.aligned(4096), 4096)

@@ -1,4 +1,4 @@
-"""The place that is measured: its own hidden directory there, and nothing else of it is touched."""
+"""The measured place: a hidden directory there; nothing else in it is touched."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tenuto.units import size
 
 PREFIX: Final = ".tenuto-bench-"
 SPACE: Final = 2
-"""States that lie in the place at once: the newer checkpoint is there before the older one goes."""
+"""States on disk at once: the newer checkpoint exists before the older one is removed."""
 MEMORY: Final = 2
-"""States that lie in memory at once: the state and its image."""
+"""States in memory at once: the state and its image."""
 SPARE: Final = 256 << 20
-"""Bytes beside them: buffers, small objects, the reserve of a file system."""
+"""Further bytes: buffers, small objects, a file system's reserve."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSystemFacts:
-    """Where a directory lies: the file system's name, whether it is memory, whether it is on another machine."""
+    """A directory's file system: its name, whether it is in memory, whether it is on another machine."""
 
     name: str
     volatile: bool
@@ -35,8 +35,11 @@ class FileSystemFacts:
 
 
 def check_place(where: str, nbytes: int) -> Path:
-    """The directory to measure in. UsageError if it is none, or if memory cannot hold a state of `nbytes` and its
-    image; StoreFull if they do not fit there. Nothing has been written then."""
+    """Returns the directory to measure in, before anything is written.
+
+    Raises UsageError if it is none, or memory cannot hold a state of `nbytes` and its image; StoreFull if the disk
+    cannot.
+    """
     if "://" in where and not where.startswith("file://"):
         raise UsageError(f"{where} is no directory of this machine", subject=where, hint="tenuto bench /a/directory")
     path = Path(os.path.realpath(os.path.expanduser(where.removeprefix("file://"))))
@@ -63,7 +66,7 @@ def check_place(where: str, nbytes: int) -> Path:
 
 
 def leftovers(path: Path) -> list[str]:
-    """Hidden directories of measurements that were killed before they could clean up."""
+    """Returns hidden directories of measurements that were killed before their cleanup."""
     with contextlib.suppress(OSError):
         return sorted(str(found) for found in path.glob(f"{PREFIX}*") if found.is_dir())
     return []
@@ -71,17 +74,18 @@ def leftovers(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def workplace(path: Path) -> Iterator[Path]:
-    """A hidden directory inside `path`; gone afterwards, however the block ends. StoreDenied where none can be made."""
+    """Yields a hidden directory inside `path` and removes it however the block ends. Raises StoreDenied if it cannot be
+    created."""
     try:
         own = Path(tempfile.mkdtemp(prefix=PREFIX, dir=path))
     except OSError as error:
-        raise _told(error, path) from error
+        raise _store_error(error, path) from error
     try:
         yield own
     except OSError as error:
         if isinstance(error, TenutoError):
             raise
-        raise _told(error, path) from error
+        raise _store_error(error, path) from error
     finally:
         shutil.rmtree(own, ignore_errors=True)
         if own.exists():
@@ -93,7 +97,7 @@ def workplace(path: Path) -> Iterator[Path]:
 
 
 def file_system_of(path: Path) -> FileSystemFacts:
-    """By the mount table; "unknown" where there is none."""
+    """Reads the file system from the mount table; "unknown" if there is none."""
     best, name = "", "unknown"
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -105,8 +109,8 @@ def file_system_of(path: Path) -> FileSystemFacts:
     return FileSystemFacts(name, name in ("tmpfs", "ramfs"), network)
 
 
-def _told(error: OSError, path: Path) -> StoreError:
-    """An error of a bare loop, in the store's words: the loops stand beside the store, not behind it."""
+def _store_error(error: OSError, path: Path) -> StoreError:
+    """Converts an OSError of a raw loop, which bypasses the store, into a store error."""
     text = f"measuring in {path} failed: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(text, subject=str(path), hint="a smaller --size, or make room there")

@@ -1,7 +1,7 @@
-"""What the machine itself gives: plain loops that write and read the same bytes, past the page cache or through it.
+"""Raw speed of the machine: plain loops that write and read the same bytes, direct or through the page cache.
 
-They are the references that saves and restores are compared with, so they must not be slow ones: no digest, no commit,
-one file, and the piece size with which the place is fastest.
+Saves and restores are compared with these loops, so they must be fast: no digest, no commit, one file, and the place's
+fastest piece size.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ Memory = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Seconds that `action` takes."""
+    """Returns the seconds that `action` takes."""
     begun = time.perf_counter()
     action()
     return time.perf_counter() - begun
 
 
 def aligned(nbytes: int) -> Memory:
-    """Touched, page-aligned host memory: uint8, `nbytes` rounded up to 4096."""
+    """Allocates touched, page-aligned host memory: uint8, `nbytes` rounded up to 4096."""
     memory = np.frombuffer(mmap.mmap(-1, -(-nbytes // 4096) * 4096), np.uint8)
     memory[::4096] = 1
     return memory
 
 
 def write(path: Path, data: Memory, piece: int, *, length: int | None = None, direct: bool = True) -> float:
-    """Seconds to write `length` bytes (default: all of `data`; more of them begin anew) to a fresh file, file and
-    directory flushed.
+    """Returns the seconds to write `length` bytes to a fresh file and flush file and directory.
 
-    length, piece and len(data): multiples of 4096 for direct writes. Raises OSError where the place has none.
+    length: by default all of `data`; more repeats it. Direct writes need multiples of 4096 for length, piece and
+        len(data).
+
+    Raises OSError if the place has no direct I/O.
     """
     path.unlink(missing_ok=True)
     wanted = len(data) if length is None else length
@@ -62,8 +64,10 @@ def write(path: Path, data: Memory, piece: int, *, length: int | None = None, di
 
 
 def read(path: Path, into: Memory, piece: int, *, length: int | None = None, direct: bool = True) -> float:
-    """Seconds to read the first `length` bytes (default: as many as `into` has) in pieces into `into`, which is filled
-    again and again if it is smaller. For direct reads as for `write`."""
+    """Returns the seconds to read the first `length` bytes (default: the size of `into`) in pieces into `into`.
+
+    A smaller `into` is refilled. Direct reads have the requirements of `write`.
+    """
     wanted = len(into) if length is None else length
     begun = time.perf_counter()
     descriptor = os.open(path, os.O_RDONLY | (_DIRECT if direct else 0))
@@ -79,7 +83,7 @@ def read(path: Path, into: Memory, piece: int, *, length: int | None = None, dir
 
 
 def fastest_piece(action: Literal["write", "read"], path: Path, data: Memory, *, tries: int = 3) -> int:
-    """The piece size with which the direct loop over all of `data` is fastest here."""
+    """Returns the piece size for which the direct loop over all of `data` is fastest here."""
     best = dict.fromkeys(PIECES, float("inf"))
     for _ in range(tries):
         for size in PIECES:
@@ -89,7 +93,7 @@ def fastest_piece(action: Literal["write", "read"], path: Path, data: Memory, *,
 
 
 def digest_all(data: Memory) -> float:
-    """Seconds to digest `data` chunk by chunk, as a save does, on one thread."""
+    """Returns the seconds to digest `data` chunk by chunk on one thread, as a save does."""
     view = data.data
     begun = time.perf_counter()
     for start in range(0, len(data), CHUNK_BYTES):
@@ -98,7 +102,8 @@ def digest_all(data: Memory) -> float:
 
 
 def flush_small_file(path: Path) -> float:
-    """Seconds until 4 KiB in a fresh file are durable, name and all: what each small object of a commit costs."""
+    """Returns the seconds until a fresh file of 4 KiB and its name are durable: the cost of each small object of a
+    commit."""
     begun = time.perf_counter()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -121,6 +126,6 @@ def flush_directory(path: Path) -> None:
 
 
 def _moved(count: int, wanted: int, path: Path) -> int:
-    if count != wanted:  # a loop that went on from here would measure something else than the device
+    if count != wanted:  # continuing would not measure the device any more
         raise OSError(f"{path}: {count} of {wanted} bytes were moved by one call")
     return count

@@ -1,4 +1,4 @@
-"""A state to measure with: as many bytes and leaves as the user's own, of values that nothing can compress away."""
+"""A state to measure with: as many bytes and leaves as the user's own, with incompressible values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`arrays`: the state in host memory, by path. `state`: the same memory as a training would hold it, to be given to
-    a save. `copy(into)`: copies every array into the one of the same name, as that framework does. `made_of`: words."""
+    """A state to measure with.
+
+    arrays: the state in host memory, by path.
+    state: the same memory as a training would hold it, ready to save.
+    copy: `copy(into)` copies every array into the one of the same name, as the framework does.
+    made_of: a description in words.
+    """
 
     arrays: Arrays
     state: Mapping[str, Any]
@@ -33,7 +38,7 @@ class Sample:
 
 
 def even_sizes(nbytes: int, leaves: int) -> list[int]:
-    """`leaves` lengths in bytes, all alike, multiples of 4. UsageError if that leaves nothing for each."""
+    """Returns `leaves` equal lengths in bytes, multiples of 4. Raises UsageError if that leaves nothing for each."""
     each = nbytes // leaves // 4 * 4
     if each < 4:
         raise UsageError(f"{nbytes} bytes are too few for {leaves} leaves", hint="a larger --size, or fewer --leaves")
@@ -41,7 +46,7 @@ def even_sizes(nbytes: int, leaves: int) -> list[int]:
 
 
 def make_arrays(sizes: Sequence[int]) -> Arrays:
-    """Arrays of these lengths in bytes, filled with random bits: float32 where the length allows, else uint8."""
+    """Builds arrays of these lengths in bytes with random bits: float32 if the length allows, else uint8."""
     generator = np.random.default_rng(0)
     wide = len(str(max(len(sizes) - 1, 0)))
     found: Arrays = {}
@@ -53,7 +58,7 @@ def make_arrays(sizes: Sequence[int]) -> Arrays:
 
 
 def numpy_sample(sizes: Sequence[int]) -> Sample:
-    """The state as numpy arrays, which copies on one thread."""
+    """Builds the state as numpy arrays, which copies on one thread."""
     arrays = make_arrays(sizes)
 
     def copy(into: Arrays) -> None:

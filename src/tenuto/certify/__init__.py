@@ -1,1 +1,1 @@
-"""Certifies a training script: runs it whole, interrupts and resumes it, and compares every step bit for bit."""
+"""Certifies a training script: runs it, interrupts and resumes it, and compares every step bit for bit."""

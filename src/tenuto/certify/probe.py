@@ -1,4 +1,4 @@
-"""A Checkpointer under `tenuto certify`: in another place, saving when it is told to, telling every step."""
+"""The probe inside a script under `tenuto certify`: redirects its Checkpointer, saves on order, records every step."""
 
 from __future__ import annotations
 
@@ -39,25 +39,24 @@ if TYPE_CHECKING:
     from tenuto.training.training_session import TrainingSession
 
 
-# --------------------------------------------------------------------------------------------------
-# The state at one moment as entries that can be compared: each leaf's digest, each plain value as it is spelled.
+# The state as comparable entries: each leaf's digest, each plain value's spelling.
 
 SPELLED: Final = 80
-"""Characters of a plain value; a longer one is told by its digest."""
+"""Longest plain value kept verbatim, in characters; a longer one is replaced by its digest."""
 
 
 def entries(flattened: Flattened) -> dict[str, str]:
-    """Path -> what is there. Copies one leaf at a time to the host."""
+    """Returns the state's entries by path. Copies one leaf at a time to the host."""
     shared = sum(not spec.private for spec in flattened.specs)
     marks = [_leaf(flattened, number) for number in range(len(flattened.specs))]
-    found = dict(_told(flattened.tree, _by_leaf(flattened, marks[:shared]), ""))
+    found = dict(_spelled_entries(flattened.tree, _by_leaf(flattened, marks[:shared]), ""))
     if flattened.private is not None:
-        found.update(_told(flattened.private, marks[shared:], ""))
+        found.update(_spelled_entries(flattened.private, marks[shared:], ""))
     return found
 
 
 def _by_leaf(flattened: Flattened, marks: list[str]) -> list[str]:
-    """What there is of each leaf here: of one that is cut over ranks every part that this rank holds, or none."""
+    """Returns one mark for each leaf: all parts of a sharded leaf that this rank holds, or "no part of it"."""
     if flattened.leaf is None:
         return marks
     rows = list(zip(flattened.leaf, marks, strict=False))
@@ -70,14 +69,14 @@ def _by_leaf(flattened: Flattened, marks: list[str]) -> list[str]:
 
 
 def mark_of(value: Any) -> str | None:
-    """A digest of anything that could be in a state, such as a batch; None for what has no representation."""
+    """Returns a digest of any value that a state could hold, such as a batch; None if it has no representation."""
     try:
         return digest(canonical_json.dumps(entries(flatten({"value": value})))).hex()
     except TenutoError:
         return None
 
 
-def _told(tree: Json, marks: list[str], path: str) -> Iterator[tuple[str, str]]:
+def _spelled_entries(tree: Json, marks: list[str], path: str) -> Iterator[tuple[str, str]]:
     for where, node in walk(tree, path):
         kind = kind_of(node)
         if kind == "leaf":
@@ -100,18 +99,21 @@ def _leaf(flattened: Flattened, number: int) -> str:
     return f"{spec.dtype}{list(spec.shape)}{where} xxh3:{digest(content).hex()}"
 
 
-# --------------------------------------------------------------------------------------------------
-# What `certify` tells the Checkpointer of the script that it runs, through the environment.
+# The order that `certify` passes to the script's Checkpointer through the environment.
 
 VARIABLE: Final = CERTIFY_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
 class CertifyOrder:
-    """where: the place that the script is told to use, and must not touch. scratch: the one that it gets instead.
-    trail: the file that it tells its steps in, of several ranks the first one (`trail_of`: each). save_at: the step to
-    save, and to be killed after; None saves nothing. last: the step after which to leave. owner: who asks; when that
-    process is gone, there is nothing left to do.
+    """The order for one run of the script.
+
+    where: the store that the script is told to use, and must not touch.
+    scratch: the store that it gets instead.
+    trail: the file for its steps, of rank 0 (`trail_of`: of each rank).
+    save_at: the step to save, and to be killed after; None saves nothing.
+    last: the step after which to exit.
+    owner: the certifying process; once it is gone, the script ends.
     """
 
     where: str
@@ -128,7 +130,7 @@ class CertifyOrder:
         return f"{self.trail}.rank-{rank:05}" if rank else self.trail
 
     def means(self, where: Where) -> bool:
-        """Whether the script means by `where` the place that is redirected."""
+        """Returns whether `where` is the redirected store."""
         return same_place(where, self.where)
 
     def orphaned(self) -> bool:
@@ -136,7 +138,7 @@ class CertifyOrder:
 
 
 def same_place(one: Where, other: Where) -> bool:
-    """Whether both name one store. Opening touches nothing."""
+    """Returns whether both name one store. Opening touches nothing."""
     return open_store(one).url.rstrip("/") == open_store(other).url.rstrip("/")
 
 
@@ -144,8 +146,8 @@ def order_of(where: str, scratch: str, trail: str, *, last: int, save_at: int | 
     return CertifyOrder(where, scratch, trail, last, save_at, this_process())
 
 
-def standing(environment: Mapping[str, str] | None = None) -> CertifyOrder | None:
-    """The order that this process stands under; None outside `certify`. UsageError for one that cannot be read."""
+def current_order(environment: Mapping[str, str] | None = None) -> CertifyOrder | None:
+    """Returns the order for this process; None outside `certify`. Raises UsageError if it cannot be parsed."""
     text = (os.environ if environment is None else environment).get(VARIABLE)
     if not text:
         return None
@@ -160,26 +162,25 @@ def standing(environment: Mapping[str, str] | None = None) -> CertifyOrder | Non
         ) from None
 
 
-# --------------------------------------------------------------------------------------------------
-# The script's side of `certify`: it tells its steps in a file, saves where it is told to, and leaves in time.
+# The script's side: it records its steps in a file, saves on order, and exits in time.
 
 KILL_POLL_S: Final = 0.5
 INSISTING: Final = 3
-"""How often the process is asked to leave before it is ended: a script may catch what is raised."""
+"""How often the process is asked to exit before it is ended: a script may catch the exception."""
 
 
 class EnoughSteps(SystemExit):
-    """Every step that was wanted is done: this process leaves, with status 0."""
+    """Ends the process with status 0 once every wanted step is done."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 class TrailWriter:
-    """Appends records to the order's trail, each one write at the end of the file.
+    """Appends records to the order's trail, each in one write at the end of the file.
 
-    Records: `built` (a Checkpointer stands), `row`, `saved` (the step is committed: kill me), `done`, and `refused`
-    (why this script cannot be certified).
+    Records: `built` (a Checkpointer exists), `row`, `saved` (the step is committed: kill me), `done`, and `refused`
+        (why this script cannot be certified).
     """
 
     def __init__(self, order: CertifyOrder, rank: int = 0, world_size: int = 1) -> None:
@@ -189,7 +190,7 @@ class TrailWriter:
         self._asked = 0
 
     def begin(self, where: str, run: str) -> None:
-        """Once for each trail: a second Checkpointer, here or in another process that is the same rank, is refused."""
+        """Claims the trail. Refuses a second Checkpointer, here or in another process with the same rank."""
         try:
             os.close(os.open(self._trail + ".claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
@@ -197,17 +198,17 @@ class TrailWriter:
                 "it builds more than one Checkpointer, and certify follows one",
                 "certify a script that builds one; what several of them save has no common step to resume from",
             ) from None
-        self.tell("built", where=where, run=run, ranks=self._world_size)
+        self.write("built", where=where, run=run, ranks=self._world_size)
 
     def refuse(self, reason: str, hint: str) -> UsageError:
-        """Tells why this script cannot be certified; the error to raise in it."""
-        self.tell("refused", reason=reason, hint=hint)
+        """Records why this script cannot be certified and returns the error to raise."""
+        self.write("refused", reason=reason, hint=hint)
         return UsageError(f"tenuto certify: {reason}", subject=self.order.where, hint=hint)
 
     def row(self, row: Row) -> None:
-        self.tell("row", **row.record())
+        self.write("row", **row.record())
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: Any) -> None:
         line = json.dumps({"record": kind, **fields}) + "\n"
         descriptor = os.open(self._trail, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -216,16 +217,16 @@ class TrailWriter:
             os.close(descriptor)
 
     def await_kill(self, step: int) -> NoReturn:
-        """Returns never: the step is committed, and whoever asked kills this process without a warning."""
-        self.tell("saved", step=step)
+        """Records that the step is committed and waits to be killed."""
+        self.write("saved", step=step)
         while True:
             self.check_owner()
             time.sleep(KILL_POLL_S)
 
     def leave(self, certificate: Mapping[str, Any], uncovered: tuple[str, ...], logged: Sequence[str]) -> None:
-        """Every step is done. Raises EnoughSteps; a script that catches that and goes on is ended."""
+        """Raises EnoughSteps once every step is done; ends a script that catches it and continues."""
         if self._asked == 0:
-            self.tell("done", certificate=certificate, uncovered=list(uncovered), logged=list(logged))
+            self.write("done", certificate=certificate, uncovered=list(uncovered), logged=list(logged))
         self._asked += 1
         if self._asked < INSISTING:
             raise EnoughSteps
@@ -234,26 +235,27 @@ class TrailWriter:
         os._exit(0)
 
     def check_owner(self) -> None:
-        """Ends this process, and its group, where nobody waits for it any more."""
+        """Kills this process group if the certifying process is gone."""
         if self.order.orphaned():
             os.killpg(0, signal.SIGKILL)
 
 
-# --------------------------------------------------------------------------------------------------
-# What a training script holds besides its `state` and looks like state: guesses that help to find a cause, no more.
+# State that a script keeps outside `state`: guesses that help to find a cause, no more.
 
 DEPTH: Final = 3
-"""Containers and objects inside each other that are looked into, from a variable on."""
-MOST: Final = 20_000
-"""Objects that are looked at; a search for hints must come to an end."""
+"""How deep containers and objects are searched from a variable."""
+MAX_OBJECTS: Final = 20_000
+"""The most objects to inspect: a search for hints must end."""
 _GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState)
 _CLOSED: Final = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, str, bytes)
 _WRAPPED: Final = ("module", "_orig_mod")
 
 
 def uncovered(covered: tuple[Any, ...]) -> tuple[str, ...]:
-    """Variables of the functions that are running, and of their modules, that hold a generator or something with
-    `state_dict` and are not reached from `covered`. In words, each naming the variable."""
+    """Describes variables of the running functions and their modules that hold state not reached from `covered`.
+
+    Such a variable holds a random generator or an object with a `state_dict`.
+    """
     reached = {id(value) for value in _reach(covered)}
     named: dict[int, str] = {}
     for name, root in _variables():
@@ -278,7 +280,7 @@ def _holds_state(value: Any, reached: set[int]) -> bool:
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
-    """What the script's own functions that are running now have named, innermost first, then their modules."""
+    """Yields the variables of the script's running functions, innermost first, then those of their modules."""
     modules: dict[int, dict[str, Any]] = {}
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -299,10 +301,10 @@ def _is_the_scripts(frame: FrameType) -> bool:
 
 
 def _inside(name: str, root: Any) -> Iterator[tuple[str, Any]]:
-    """`root` and what it holds, each with how to write it."""
+    """Yields `root` and the objects below it, each with its expression."""
     waiting: list[tuple[str, Any, int]] = [(name, root, 0)]
     seen: set[int] = set()
-    while waiting and len(seen) < MOST:
+    while waiting and len(seen) < MAX_OBJECTS:
         path, value, depth = waiting.pop(0)
         if id(value) in seen or isinstance(value, _CLOSED):
             continue
@@ -315,7 +317,7 @@ def _inside(name: str, root: Any) -> Iterator[tuple[str, Any]]:
 def _reach(roots: tuple[Any, ...]) -> Iterator[Any]:
     waiting = list(roots)
     seen: set[int] = set()
-    while waiting and len(seen) < MOST:
+    while waiting and len(seen) < MAX_OBJECTS:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, _CLOSED):
             continue
@@ -338,7 +340,7 @@ SAVE_DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class AtStep(SavePolicy):
-    """Saves once, at this step or the first one after it; never, if it is None."""
+    """Saves once, at `step` or the first one after it; never if it is None."""
 
     step: int | None
 
@@ -357,65 +359,67 @@ class AtStep(SavePolicy):
 
 
 class CertifyProbe:
-    """One training of a script that is being certified."""
+    """Follows one training of a script that is being certified."""
 
     def __init__(self, order: CertifyOrder, rank: int, world_size: int) -> None:
         self._order = order
-        self._teller = TrailWriter(order, rank, world_size)
+        self._trail_writer = TrailWriter(order, rank, world_size)
         self._batches: list[str | None] = []
         self.policy: SavePolicy = AtStep(order.save_at)
         self.keep: KeepPolicy = keep.latest(1)
 
     def place(self, where: Where, run: str) -> str:
-        """The scratch place that stands for `where`. UsageError where the script means another place."""
+        """Returns the scratch store that replaces `where`. Raises UsageError if the script uses another store."""
         if not self._order.means(where):
-            raise self._teller.refuse(
+            raise self._trail_writer.refuse(
                 f"its Checkpointer is for {open_store(where).url}, and not for the WHERE that was given",
                 f"{typed('tenuto', 'certify', where)} -- …",
             )
-        self._teller.begin(self._order.where, run)
+        self._trail_writer.begin(self._order.where, run)
         return self._order.scratch
 
     def attach(self, training: TrainingSession, snapshots: Snapshots, covered: tuple[Any, ...]) -> None:
-        """From now on `training` tells what it does; `covered` is its state and its data."""
+        """Follows `training` from now on; `covered`: its state and its data."""
         self._snapshots = snapshots
         self._covered = covered
         training.on_step = self._completed
-        training.claiming.on_restored = lambda: self._tell(training, start=True)
-        training.position.on_batch = self._given
+        training.claiming.on_restored = lambda: self._record_row(training, start=True)
+        training.position.on_batch = self._batch_given
 
-    def _given(self, batch: Any) -> None:
+    def _batch_given(self, batch: Any) -> None:
         self._batches.append(mark_of(batch))
 
-    def _tell(self, training: TrainingSession, *, start: bool = False) -> None:
+    def _record_row(self, training: TrainingSession, *, start: bool = False) -> None:
         counters = training.position.counters
         found = entries(self._snapshots.now())
-        self._teller.row(
+        self._trail_writer.row(
             Row(counters.step, counters.epoch, counters.batch, found, tuple(self._batches), start),
         )
         self._batches.clear()
 
     def _completed(self, training: TrainingSession) -> None:
-        """After each step, before anything is saved for it."""
-        self._teller.check_owner()
-        self._tell(training)
+        """Runs after each step, before anything is saved for it."""
+        self._trail_writer.check_owner()
+        self._record_row(training)
         last = training.saving.last
         if self._order.save_at is not None and last is not None and self._order.save_at <= last.step < training.step:
-            # A whole step was done beside the save. It is lost now, as the steps after a save are in a real kill.
+            # Training completed another step during the save. That step is lost now, as in a real kill.
             last.wait(SAVE_DEADLINE_S)
-            self._teller.await_kill(last.step)
+            self._trail_writer.await_kill(last.step)
         if training.step >= self._order.last:
             training.saving.group.farewell(SAVE_DEADLINE_S)  # no rank leaves while another may still need it
-            self._teller.leave(self._snapshots.certificate(), uncovered(self._covered), sorted(training.saving.logged))
+            self._trail_writer.leave(
+                self._snapshots.certificate(), uncovered(self._covered), sorted(training.saving.logged)
+            )
 
 
 def certify_probe(rank: int, world_size: int) -> CertifyProbe | None:
-    """What this process, as a rank of its job, is to rehearse; None outside `tenuto certify`."""
-    order = standing()
+    """Returns the probe for a rank of this process's job; None outside `tenuto certify`."""
+    order = current_order()
     return CertifyProbe(order, rank, world_size) if order is not None else None
 
 
 def probed(where: Where) -> Where:
-    """`where`, or under `tenuto certify` the scratch place that stands for it."""
-    order = standing()
+    """Returns `where`, or under `tenuto certify` the scratch store that replaces it."""
+    order = current_order()
     return order.scratch if order is not None and order.means(where) else where

@@ -1,4 +1,4 @@
-"""Running a training script under an order: its output kept, its steps followed, nothing of it left behind."""
+"""Runs a training script under an order: keeps its output, follows its steps, leaves nothing of it behind."""
 
 from __future__ import annotations
 
@@ -22,41 +22,35 @@ from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.errors import DeadlineExceeded, ScriptFailed
 from tenuto.sharding.holdings import rank_names
 
-# --------------------------------------------------------------------------------------------------
-# Reading lines of JSON from a file that another process is still writing.
 
+class JsonTail:
+    """Reads complete lines of JSON from a file that another process is still writing.
 
-class GrowingLines:
-    """The whole lines of a file, in order, as they come. A last line without its end is not one yet: the writer may be
-    in the middle of it, or have been killed there."""
+    Ignores a last line without its end: the writer may be in the middle of it, or was killed there.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         self._read = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """What has come since the last call; nothing while the file is not there."""
+        """Returns the lines added since the last call; none while the file does not exist."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._read)
                 data = file.read()
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
-
-
-# --------------------------------------------------------------------------------------------------
-# What one rank of a script that is run under an order has told so far.
+        complete = data[: data.rfind(b"\n") + 1]
+        self._read += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
 
 class TrailFollower:
-    """Reads the records of its trail as they come. `ranks`: how many there are, as it says; 0 as long as it says
-    nothing."""
+    """Reads the records of one rank's trail. `ranks`: the number of ranks it reported; 0 until then."""
 
     def __init__(self, order: CertifyOrder, rank: int) -> None:
-        self._lines = GrowingLines(order.trail_of(rank))
+        self._lines = JsonTail(order.trail_of(rank))
         self.ranks = 0
         self.refused: dict[str, Any] | None = None
         self.saved: int | None = None
@@ -67,11 +61,11 @@ class TrailFollower:
     def step(self) -> int:
         return self.rows[-1].step if self.rows else 0
 
-    def look(self) -> bool:
-        """Whether there was news."""
+    def poll_trail(self) -> bool:
+        """Reads new records; returns whether there were any."""
         news = self._lines.new()
         for record in news:
-            self._take(record)
+            self._add(record)
         return bool(news)
 
     def trail(self) -> Trail:
@@ -79,14 +73,14 @@ class TrailFollower:
         uncovered, logged = (tuple(found.get(name, ())) for name in ("uncovered", "logged"))
         return Trail(tuple(self.rows), found.get("certificate", {}), uncovered, logged)
 
-    def _take(self, record: dict[str, Any]) -> None:
+    def _add(self, record: dict[str, Any]) -> None:
         kind = record.pop("record")
         if kind == "built":
             self.ranks = int(record["ranks"])
         elif kind == "row":
             row = Row.of(record)
             if row.start:
-                self.rows = [kept for kept in self.rows if not kept.start]
+                self.rows = [earlier for earlier in self.rows if not earlier.start]
             self.rows.append(row)
         elif kind == "saved":
             self.saved = int(record["step"])
@@ -97,16 +91,16 @@ class TrailFollower:
 
 
 POLL_S: Final = 0.02
-LEAVING_S: Final = 30.0
-"""How long a script may take to end once it has done every step; then it is killed, and nothing is lost by that."""
+EXIT_S: Final = 30.0
+"""How long a script may take to exit after its last step; then it is killed, and nothing is lost."""
 TAIL_LINES: Final = 20
 
 ReportStep = Callable[[int], None]
-"""Told how many steps are completed."""
+"""Called with the number of completed steps."""
 
 
 class Process(Protocol):
-    """A running process, as `subprocess.Popen` has it."""
+    """A running process, as `subprocess.Popen` provides it."""
 
     pid: int
 
@@ -119,11 +113,11 @@ class Process(Protocol):
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
-"""Starts a command, the leader of a session, with variables added to its environment and its output in a file."""
+"""Starts a command as a session leader, with extra environment variables and its output in a file."""
 
 
 def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-    """Without a terminal and without an input, so that what asks ends instead of waiting."""
+    """Starts the command without terminal and input, so that prompts fail instead of waiting."""
     with log.open("ab") as output:
         try:
             return subprocess.Popen(
@@ -144,14 +138,14 @@ def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) ->
 
 @dataclass
 class Script:
-    """One life of the script. Records of its trail are read as they come."""
+    """One run of the script. Records of its trail are read as they arrive."""
 
     name: str
     command: Sequence[str]
     order: CertifyOrder
     log: Path
     patience_s: float
-    tell: ReportStep = lambda step: None
+    on_step: ReportStep = lambda step: None
     launch: Launch = launch
     status: int | None = None
     seconds: float = 0.0
@@ -159,15 +153,17 @@ class Script:
     _below: tuple[psutil.Process, ...] = ()
 
     def run(self) -> tuple[Trail, ...]:
-        """The trail of each rank. Raises ScriptFailed with the tail of its output, and DeadlineExceeded where no step
-        comes."""
+        """Returns the trail of each rank.
+
+        Raises ScriptFailed with the end of the script's output, and DeadlineExceeded if no step arrives.
+        """
         began = time.monotonic()
         self._ranks = [TrailFollower(self.order, 0)]
         process = self.launch(self.command, self.order.environment(), self.log)
         try:
             self._follow(process)
         finally:
-            # Also on Ctrl-C, which it does not get by itself: it is in a session of its own.
+            # Also on Ctrl-C, which does not reach it: it has a session of its own.
             end(process, self._below)
         self.status, self.seconds = process.returncode, time.monotonic() - began
         self._check()
@@ -185,8 +181,8 @@ class Script:
         return all(one.done is not None for one in self._ranks)
 
     @property
-    def _leaving(self) -> bool:
-        """Whether a rank has done its steps: none leaves before all have come so far."""
+    def _exiting(self) -> bool:
+        """Whether some rank has done its steps: no rank exits before all have."""
         return any(one.done is not None for one in self._ranks)
 
     @property
@@ -195,36 +191,38 @@ class Script:
 
     @property
     def _step(self) -> int:
-        """The step that all ranks have come to."""
+        """The step that all ranks have completed."""
         return min(one.step for one in self._ranks)
 
-    def _look(self) -> bool:
-        """Whether any rank has told something. How many there are the first one says."""
+    def _poll_trails(self) -> bool:
+        """Reads new records of all ranks; returns whether there were any. Rank 0 reports the number of ranks."""
         before = self._step
-        news = [one.look() for one in self._ranks]
+        news = [one.poll_trail() for one in self._ranks]
         for rank in range(len(self._ranks), self._ranks[0].ranks):
             self._ranks.append(TrailFollower(self.order, rank))
-            news.append(self._ranks[-1].look())
+            news.append(self._ranks[-1].poll_trail())
         if self._step > before:
-            self.tell(self._step)
+            self.on_step(self._step)
         return any(news)
 
     def _follow(self, process: Process) -> None:
-        """Until it ends, has saved what it was to save, or has done all its steps and been given time to leave."""
+        """Follows the script until it ends, has saved as ordered, or has done all steps and had time to exit."""
         last_news = time.monotonic()
         while True:
             ended = process.poll() is not None
-            news = self._look()
-            if self._leaving and not self._below:
-                self._below = below(process.pid)  # before it leaves: then nobody knows any more whose they were
+            news = self._poll_trails()
+            if self._exiting and not self._below:
+                self._below = below(
+                    process.pid
+                )  # taken before it exits: afterwards nobody knows whose children they were
             if news:
                 last_news = time.monotonic()
             waited = time.monotonic() - last_news
-            # Whoever started the other ranks may be the first to leave, and does not have to wait for them.
-            to_come = self._leaving and not self.done and waited <= LEAVING_S
+            # The process that launched the other ranks may exit first, without waiting for them.
+            to_come = self._exiting and not self.done and waited <= EXIT_S
             if (ended and not to_come) or self.saved is not None or self._refused is not None:
                 return
-            if self.done and waited > LEAVING_S:
+            if self.done and waited > EXIT_S:
                 return
             if waited > self.patience_s:
                 raise DeadlineExceeded(
@@ -236,7 +234,7 @@ class Script:
             time.sleep(POLL_S)
 
     def _check(self) -> None:
-        """Whether it did what was asked of it."""
+        """Raises ScriptFailed unless the script did what was ordered."""
         refused = self._refused
         if refused is not None:
             raise ScriptFailed(
@@ -285,8 +283,7 @@ class Script:
 
 
 def end(process: Process, known: Sequence[psutil.Process] = ()) -> None:
-    """Kills the process with SIGKILL, and everything that it has started: its session's group, and whoever has left
-    that for a session of its own."""
+    """Kills the process group with SIGKILL, and descendants that have moved to a session of their own."""
     everything = {*known, *(below(process.pid) if process.poll() is None else ())}
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -297,7 +294,7 @@ def end(process: Process, known: Sequence[psutil.Process] = ()) -> None:
 
 
 def below(pid: int) -> tuple[psutil.Process, ...]:
-    """Its children, and theirs."""
+    """Returns all descendants."""
     try:
         return tuple(psutil.Process(pid).children(recursive=True))
     except psutil.Error:
@@ -311,20 +308,19 @@ def _signal(number: int) -> str:
         return f"signal {number}"
 
 
-# --------------------------------------------------------------------------------------------------
-# The certification: the script run whole, then killed and resumed, and only where they differ run whole once more.
+# The certification: an uninterrupted run, a killed and a resumed one, and only if they differ one more uninterrupted.
 
-WHOLE: Final = "uninterrupted"
+UNINTERRUPTED: Final = "uninterrupted"
 INTERRUPTED: Final = "to be killed"
 RESUMED: Final = "resumed"
 REPEATED: Final = "uninterrupted again"
 
 ReportProgress = Callable[[str, int, int], None]
-"""Told how far it is: which run, steps completed, steps wanted."""
+"""Called with the name of the run, the steps completed and the steps wanted."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScriptLife:
+class ScriptRun:
     """One run of the script: the steps that its processes began and ended at."""
 
     name: str
@@ -336,17 +332,21 @@ class ScriptLife:
 
 @dataclass(frozen=True, slots=True)
 class Certification:
-    """What was done and found. saved: the step that was resumed from. ranks: the processes that trained together; what
-    was compared after each step, and found not to be in the state, is that of all. certificate: of the resumed process,
-    the first rank's. unlogged: metrics that the script's policies go by and the uninterrupted run did not log, and
-    which policies do."""
+    """The result of a certification.
+
+    saved: the step that was resumed from.
+    ranks: the number of ranks; everything is compared on all of them.
+    certificate: that of rank 0 of the resumed process.
+    uncovered: state found outside `state`, on any rank.
+    unlogged: metrics that the script's policies read and the uninterrupted run did not log, with those policies.
+    """
 
     verdict: ExactnessVerdict
     saved: int
     last: int
     ranks: int
     leaves: int
-    lives: tuple[ScriptLife, ...]
+    runs: tuple[ScriptRun, ...]
     certificate: Mapping[str, Any]
     uncovered: tuple[str, ...]
     unlogged: Mapping[str, str]
@@ -355,7 +355,7 @@ class Certification:
 
 @dataclass
 class Certifier:
-    """Runs `command` in `place`, an empty directory, with everything that is meant for `where` going there instead."""
+    """Certifies `command` in the empty directory `place`, where everything meant for `where` goes."""
 
     where: str
     command: Sequence[str]
@@ -363,27 +363,27 @@ class Certifier:
     steps: int
     more: int
     patience_s: float
-    tell: ReportProgress = lambda what, done, total: None
+    on_progress: ReportProgress = lambda what, done, total: None
     launch: Launch = launch
 
     def run(self) -> Certification:
-        """Raises ScriptFailed and DeadlineExceeded, with the tail of the script's output."""
+        """Runs the certification. Raises ScriptFailed or DeadlineExceeded with the end of the script's output."""
         try:
             return self._run()
         finally:
-            free_shared_memory()  # of those that were killed
+            free_shared_memory()  # images of the killed processes
 
     def _run(self) -> Certification:
         began = time.monotonic()
         last = self.steps + self.more
-        self._lives: list[ScriptLife] = []
+        self._runs_done: list[ScriptRun] = []
         self._ranks = 0
-        whole = self._life(WHOLE, "whole", last)
-        interrupted = self._life(INTERRUPTED, "resumed", last, save_at=self.steps)
-        resumed = self._life(RESUMED, "resumed", last)
-        trails = [Trails(*lives) for lives in zip(whole, interrupted, resumed, strict=True)]
+        uninterrupted = self._run_script(UNINTERRUPTED, "whole", last)
+        interrupted = self._run_script(INTERRUPTED, "resumed", last, save_at=self.steps)
+        resumed = self._run_script(RESUMED, "resumed", last)
+        trails = [Trails(*runs) for runs in zip(uninterrupted, interrupted, resumed, strict=True)]
         if any(map(differs, trails)):
-            repeated = self._life(REPEATED, "repeated", last)
+            repeated = self._run_script(REPEATED, "repeated", last)
             trails = [replace(one, repeated=again) for one, again in zip(trails, repeated, strict=True)]
         return Certification(
             verdict=worst([judge(one) for one in trails]),
@@ -391,19 +391,19 @@ class Certifier:
             last=min(one.reached for one in resumed),
             ranks=len(resumed),
             leaves=sum(len(one.rows[-1].entries) for one in resumed if one.rows),
-            lives=tuple(self._lives),
+            runs=tuple(self._runs_done),
             certificate=resumed[0].certificate,
             uncovered=tuple(dict.fromkeys(found for one in resumed for found in one.uncovered)),
             unlogged={
                 metric: by
-                for metric, by in whole[0].certificate.get("watches", {}).items()
-                if metric not in whole[0].logged
+                for metric, by in uninterrupted[0].certificate.get("watches", {}).items()
+                if metric not in uninterrupted[0].logged
             },
             seconds=time.monotonic() - began,
         )
 
-    def _life(self, name: str, repository: str, last: int, *, save_at: int | None = None) -> tuple[Trail, ...]:
-        number = len(self._lives) + 1
+    def _run_script(self, name: str, repository: str, last: int, *, save_at: int | None = None) -> tuple[Trail, ...]:
+        number = len(self._runs_done) + 1
         order = order_of(
             self.where,
             str(self.place / f"checkpoints-{repository}"),
@@ -417,10 +417,10 @@ class Certifier:
             order,
             self.place / f"output-{number}.txt",
             self.patience_s,
-            lambda step: self.tell(name, step, last),
+            lambda step: self.on_progress(name, step, last),
             self.launch,
         )
-        self.tell(name, 0, last)
+        self.on_progress(name, 0, last)
         trails = script.run()
         self._ranks = self._ranks or len(trails)
         if len(trails) != self._ranks:
@@ -432,5 +432,5 @@ class Certifier:
         if script.saved is not None:
             self._saved = script.saved
         began, reached = (min(one) for one in zip(*((one.began or 0, one.reached) for one in trails), strict=True))
-        self._lives.append(ScriptLife(name, began, reached, script.seconds, script.saved is not None))
+        self._runs_done.append(ScriptRun(name, began, reached, script.seconds, script.saved is not None))
         return trails

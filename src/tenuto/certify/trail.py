@@ -1,4 +1,4 @@
-"""What a training held, step by step: the trail that two runs of one script are compared by."""
+"""The trail of a training: its state step by step, by which two runs of one script are compared."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """After a completed step (`start`: before the first one, as this process found or restored it).
+    """The state after a completed step (`start`: before the first one, as this process built or restored it).
 
-    entries: path -> the digest of a leaf, or a plain value as it is spelled in a checkpoint; those of this process
-    alone lie below `#private`. batches: a digest for each batch that training was given since the row before, None for
-    one that has no representation.
+    entries: the digest of each leaf and the spelling of each plain value, by path; those of this process alone are
+        below `#private`.
+    batches: a digest for each batch since the previous row; None for one that has no representation.
     """
 
     step: int
@@ -24,7 +24,7 @@ class Row:
     start: bool = False
 
     def record(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Returns the row as JSON."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -41,8 +41,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """One process's rows in order, and what it says of itself: its certificate, what it found outside the state, and
-    the names of the metrics that it logged."""
+    """One process's rows in order, its certificate, state found outside `state`, and names of logged metrics."""
 
     rows: tuple[Row, ...] = ()
     certificate: Mapping[str, Any] = field(default_factory=dict)
@@ -51,7 +50,7 @@ class Trail:
 
     @property
     def began(self) -> int | None:
-        """The step that it was restored to, 0 if to none; None where it has told nothing."""
+        """The step that it was restored to, 0 if to none; None if it has recorded nothing."""
         if not self.rows:
             return None
         return self.rows[0].step if self.rows[0].start else 0
@@ -61,5 +60,5 @@ class Trail:
         return self.rows[-1].step if self.rows else 0
 
     def at(self, step: int) -> tuple[Row, ...]:
-        """The rows of one step: one, or two where the step ended an epoch."""
+        """Returns the rows of one step: one, or two if the step ended an epoch."""
         return tuple(row for row in self.rows if row.step == step)

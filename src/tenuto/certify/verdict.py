@@ -1,4 +1,4 @@
-"""The verdict on a resume: exact, not exact, or not to be judged because the training does not repeat itself."""
+"""The verdict on a resume: exact, inexact, or not to be judged because the training does not repeat itself."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Final, Literal
 
 from tenuto.certify.trail import Row, Trail
 
-# --------------------------------------------------------------------------------------------------
-# Where two trails first differ.
+# The first difference of two trails.
 
 Group = Literal["data", "batches", "random", "state"]
 GROUPS: Final[tuple[Group, ...]] = ("data", "batches", "random", "state")
@@ -21,7 +20,7 @@ DATA: Final = "#private/data"
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """One entry that is not the same in both; None: it is not there."""
+    """One entry that differs; None: the entry is missing."""
 
     path: str
     one: str | None
@@ -30,7 +29,7 @@ class Differing:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first row in which two trails differ. `start`: the second run had done no step yet since it began."""
+    """The first row in which two trails differ. `start`: before the second run's first own step."""
 
     step: int
     start: bool
@@ -41,35 +40,35 @@ class Difference:
 
     @property
     def first(self) -> Differing:
-        """In the order of the state; where the state is the same, of the random generators, then of the data."""
+        """The first differing entry: of the state, else of the random generators, else of the data."""
         return next(found for group in reversed(GROUPS) for found in self.of(group))
 
 
 def first_difference(one: Trail, other: Trail, ignoring: Set[str] = frozenset()) -> Difference | None:
-    """The first step that both have done in which they differ, in the order of `other`. `ignoring`: generators that
-    are not compared, by name."""
+    """Returns the first difference in a step that both have done, in the order of `other`; `ignoring`: names of
+    generators."""
     last = min(one.reached, other.reached)
     for step in dict.fromkeys(row.step for row in other.rows):
         if step > last:
             return None
         theirs, ours = one.at(step), other.at(step)
-        # Whoever was ended between the step and its epoch's end has the first of the two rows only.
-        for mine, his in zip(ours, theirs, strict=False):
-            found = compare(his, mine, ignoring)
+        # A run ended between a step and its epoch's end has only the first of the two rows.
+        for row, reference in zip(ours, theirs, strict=False):
+            found = compare(reference, row, ignoring)
             if found:
-                return Difference(step, mine.start, found)
+                return Difference(step, row.start, found)
         if not theirs:
             return Difference(step, ours[0].start, {"data": (Differing("steps that were counted", None, str(step)),)})
     return None
 
 
 def compare(one: Row, other: Row, ignoring: Set[str] = frozenset()) -> dict[Group, tuple[Differing, ...]]:
-    """What differs between two rows of one step, by group; empty where they are equal in every bit."""
+    """Returns what differs between two rows of one step, by group; empty if they are equal in every bit."""
     found: dict[Group, list[Differing]] = {group: [] for group in GROUPS}
     for name in ("epoch", "batch"):
-        mine, his = getattr(one, name), getattr(other, name)
-        if mine != his:
-            found["data"].append(Differing(name, str(mine), str(his)))
+        left, right = getattr(one, name), getattr(other, name)
+        if left != right:
+            found["data"].append(Differing(name, str(left), str(right)))
     if not (one.start or other.start) and one.batches != other.batches:
         found["batches"].append(Differing("batches", _shown(one.batches), _shown(other.batches)))
     for differing in _entries(one.entries, other.entries):
@@ -79,7 +78,7 @@ def compare(one: Row, other: Row, ignoring: Set[str] = frozenset()) -> dict[Grou
 
 
 def unseeded(one: Trail, other: Trail) -> frozenset[str]:
-    """The generators that two runs began with in different states, by name, such as "numpy"."""
+    """Returns the generators, such as "numpy", whose states differ at the start of two runs."""
     starts = [row for trail in (one, other) for row in trail.rows[:1] if row.start and row.step == 0]
     if len(starts) < 2:
         return frozenset()
@@ -88,15 +87,17 @@ def unseeded(one: Trail, other: Trail) -> frozenset[str]:
 
 
 def drawn_from(trail: Trail, step: int) -> frozenset[str]:
-    """The generators whose state changed in the steps up to this one."""
+    """Returns the generators whose state changed in the steps up to this one."""
     rows = [row for row in trail.rows if row.step <= step]
     changed = (one.path for a, b in pairwise(rows) for one in _entries(a.entries, b.entries))
     return frozenset(_generator(path) for path in changed if path.startswith(RANDOM))
 
 
 def _generator(path: str) -> str:
-    """The name of the generator that an entry belongs to; "" for any other entry. A position in the data may hold the
-    state that the generators had when its epoch began."""
+    """Returns the generator that an entry belongs to; "" for any other entry.
+
+    A data position may hold the state that the generators had when its epoch began.
+    """
     for beginning in (RANDOM, EPOCH_RANDOM):
         if path.startswith(beginning):
             return path[len(beginning) :].partition("/")[0]
@@ -119,11 +120,10 @@ def _shown(batches: tuple[str | None, ...]) -> str:
     return ", ".join(batch or "unknown" for batch in batches) or "none"
 
 
-# --------------------------------------------------------------------------------------------------
-# What a first difference points to. Words for a person: likely causes, and what to do about each.
+# Likely causes of a first difference, in words for people, with advice.
 #
-# The order of asking is that of one step: data arrives, generators are drawn from, the state is updated. Whatever
-# differs first explains what differs after it.
+# The checks follow the order of a step: data arrives, generators are drawn from, the state is updated. What differs
+# first explains what differs later.
 
 SEED: Final = "seed every generator before anything is made: random.seed, numpy.random.seed, torch.manual_seed"
 ADD: Final = "put it into `state`: anything with state_dict and load_state_dict, a generator, a plain value"
@@ -131,15 +131,15 @@ ADD: Final = "put it into `state`: anything with state_dict and load_state_dict,
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """`name` is for machines, `words` and `advice` for people."""
+    """A likely cause. `name` is for machines, `words` and `advice` for people."""
 
     name: str
     words: str
     advice: tuple[str, ...] = ()
 
 
-def of_training(difference: Difference, whole: Trail, unseeded: tuple[str, ...]) -> Cause:
-    """Two uninterrupted runs differ; `unseeded` are generators that may be why."""
+def of_training(difference: Difference, trail: Trail, unseeded: tuple[str, ...]) -> Cause:
+    """Explains a difference of two uninterrupted runs; `unseeded`: generators that may be the reason."""
     if unseeded:
         names = " and ".join(unseeded)
         return Cause("unseeded", f"the random generators of {names} begin in another state in each run", (SEED,))
@@ -174,13 +174,13 @@ def of_training(difference: Difference, whole: Trail, unseeded: tuple[str, ...])
     return Cause(
         "nondeterministic step",
         "the same data and the same generators gave another result: a kernel that adds in changing order, a generator "
-        "of the step's own that nobody has seeded, a clock, or the order of a set of strings" + _batches_unseen(whole),
-        _deterministic(whole),
+        "of the step's own that nobody has seeded, a clock, or the order of a set of strings" + _batches_unseen(trail),
+        _deterministic(trail),
     )
 
 
 def of_chance(difference: Difference) -> Cause:
-    """Two uninterrupted runs agree, and the one that was to be killed differed from them before it was."""
+    """Explains a run that differed before its kill, although two uninterrupted runs agree."""
     return Cause(
         "now and then",
         "it differed before it was killed, while two uninterrupted runs were equal: the training does not always "
@@ -202,7 +202,7 @@ def no_resume(reached: int) -> Cause:
 
 
 def of_resume(difference: Difference, resumed: Trail) -> Cause:
-    """Uninterrupted runs agree, and the resumed one differs."""
+    """Explains a resumed run that differs, although uninterrupted runs agree."""
     if difference.start and (difference.of("state") or not difference.of("data")):
         return _of_restore(difference)
     if difference.of("data"):
@@ -263,7 +263,7 @@ def _is_rate(path: str) -> bool:
 
 
 def _batches_unseen(trail: Trail) -> str:
-    """What could not be looked at: batches that did not go through `ckpt.batches`."""
+    """Mentions batches that could not be compared, because they did not pass through `ckpt.batches`."""
     if any(batch is not None for row in trail.rows for batch in row.batches):
         return ""
     return " (the contents of the batches were not seen: pass data= and take them from ckpt.batches, and they are)"
@@ -278,7 +278,7 @@ def _deterministic(trail: Trail) -> tuple[str, ...]:
 
 
 def _quoted(trail: Trail) -> tuple[str, ...]:
-    """The certificate's own words on what it cannot see."""
+    """Quotes what the certificate says it cannot see."""
     caveats = tuple(f"the certificate says: {one}" for one in trail.certificate.get("caveats", ()))
     left = ", ".join(str(one) for one in trail.certificate.get("leaves_out", ()))
     return (*caveats, f"the certificate leaves out: {left}") if left else caveats
@@ -289,10 +289,15 @@ Kind = Literal["exact", "inexact", "unrepeatable"]
 
 @dataclass(frozen=True, slots=True)
 class Trails:
-    """whole: never interrupted. interrupted: saved after some step, and killed. resumed: gone on from there in a new
-    process. repeated: uninterrupted once more; None as long as nobody needed it."""
+    """The trails of one rank.
 
-    whole: Trail
+    uninterrupted: never interrupted.
+    interrupted: killed after a save.
+    resumed: continued from that save in a new process.
+    repeated: a second uninterrupted run; None unless it was needed.
+    """
+
+    uninterrupted: Trail
     interrupted: Trail
     resumed: Trail
     repeated: Trail | None = None
@@ -300,10 +305,14 @@ class Trails:
 
 @dataclass(frozen=True, slots=True)
 class ExactnessVerdict:
-    """`difference`: the first one, if there is any; a run that began from nothing again may end the same. `cause`: what
-    it points to, likely and no more. `unseeded`: generators that each run begins with in another state. What they do
-    not change is not their fault: they are restored, and compared with what was saved alone. `rank`: of several, the
-    one that differs first."""
+    """The verdict on a training.
+
+    difference: the first difference, if any; a run that started over may still end the same.
+    cause: the likely cause.
+    unseeded: generators that start in different states in each run. If they change nothing else they do no harm: they
+        are restored, and compared with the saved state only.
+    rank: the rank that differs first, of several.
+    """
 
     kind: Kind
     difference: Difference | None = None
@@ -313,27 +322,28 @@ class ExactnessVerdict:
 
 
 def differs(trails: Trails) -> bool:
-    """Whether the interrupted and resumed training is anything but the uninterrupted one: then it is to be repeated."""
+    """Returns whether the interrupted and resumed training differs from the uninterrupted one, which must then be
+    repeated."""
     return (
         not trails.resumed.began
-        or _apart(trails.whole, trails.interrupted) is not None
+        or _between_fresh_runs(trails.uninterrupted, trails.interrupted) is not None
         or _not_restored(trails) is not None
         or _resumed(trails) is not None
     )
 
 
 def judge(trails: Trails) -> ExactnessVerdict:
-    """The verdict; `repeated` must be there where the trails differ."""
+    """Returns the verdict; `repeated` is required if the trails differ."""
     if not differs(trails):
-        return ExactnessVerdict("exact", unseeded=tuple(sorted(unseeded(trails.whole, trails.interrupted))))
+        return ExactnessVerdict("exact", unseeded=tuple(sorted(unseeded(trails.uninterrupted, trails.interrupted))))
     assert trails.repeated is not None, "what does not repeat itself cannot be told from a faulty resume without it"
-    by_itself = _apart(trails.whole, trails.repeated)
+    by_itself = _between_fresh_runs(trails.uninterrupted, trails.repeated)
     if by_itself is not None:
-        guilty = _guilty(trails.whole, trails.repeated, by_itself)
-        return ExactnessVerdict("unrepeatable", by_itself, of_training(by_itself, trails.whole, guilty), guilty)
+        guilty = _suspect_generators(trails.uninterrupted, trails.repeated, by_itself)
+        return ExactnessVerdict("unrepeatable", by_itself, of_training(by_itself, trails.uninterrupted, guilty), guilty)
     if not trails.resumed.began:
         return ExactnessVerdict("inexact", _resumed(trails), no_resume(trails.interrupted.reached))
-    before = _apart(trails.whole, trails.interrupted)
+    before = _between_fresh_runs(trails.uninterrupted, trails.interrupted)
     if before is not None:
         return ExactnessVerdict("unrepeatable", before, of_chance(before))
     difference = _not_restored(trails) or _resumed(trails)
@@ -342,8 +352,7 @@ def judge(trails: Trails) -> ExactnessVerdict:
 
 
 def worst(verdicts: Sequence[ExactnessVerdict]) -> ExactnessVerdict:
-    """Of the ranks of one training: what does not repeat itself on one of them cannot be judged on any; else where the
-    earliest difference is."""
+    """Combines the verdicts of all ranks: unrepeatable if any rank is, else that of the earliest difference."""
     if len(verdicts) == 1:
         return verdicts[0]
     for kind in ("unrepeatable", "inexact"):
@@ -355,21 +364,21 @@ def worst(verdicts: Sequence[ExactnessVerdict]) -> ExactnessVerdict:
 
 
 def _when(difference: Difference | None) -> tuple[int, bool]:
-    """A start comes before what is done from there."""
+    """Orders a start before the step that follows from it."""
     return (-1, False) if difference is None else (difference.step, not difference.start)
 
 
-def _apart(one: Trail, other: Trail) -> Difference | None:
-    """Where two runs differ that both began from nothing."""
+def _between_fresh_runs(one: Trail, other: Trail) -> Difference | None:
+    """Returns the first difference of two runs that both began from nothing."""
     return first_difference(one, other, unseeded(one, other))
 
 
 def _resumed(trails: Trails) -> Difference | None:
-    return first_difference(trails.whole, trails.resumed, unseeded(trails.whole, trails.interrupted))
+    return first_difference(trails.uninterrupted, trails.resumed, unseeded(trails.uninterrupted, trails.interrupted))
 
 
 def _not_restored(trails: Trails) -> Difference | None:
-    """What the new process did not begin with as the killed one had saved it."""
+    """Returns where the new process's start differs from what the killed one had saved."""
     start = trails.resumed.rows[0]
     saved = next((row for row in trails.interrupted.rows if row.step == start.step), None)
     if saved is None or not start.start:
@@ -378,7 +387,7 @@ def _not_restored(trails: Trails) -> Difference | None:
     return Difference(start.step, True, found) if found else None
 
 
-def _guilty(one: Trail, other: Trail, difference: Difference) -> tuple[str, ...]:
-    """The generators that may have made it: not seeded, and drawn from (before the start, as far as can be known)."""
+def _suspect_generators(one: Trail, other: Trail, difference: Difference) -> tuple[str, ...]:
+    """Returns unseeded generators that may have caused the difference: drawn from up to that step."""
     names = unseeded(one, other)
     return tuple(sorted(names if difference.start else names & drawn_from(one, difference.step)))

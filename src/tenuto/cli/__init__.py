@@ -1,4 +1,4 @@
-"""The command `tenuto`: one file for each of its commands. Data on stdout, the story on stderr."""
+"""The command `tenuto`, with one module for each subcommand. Data goes to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line (default: that of this process) and leaves by SystemExit."""
+    """Runs the command line (default: that of this process) and exits with SystemExit."""
     from tenuto.cli.application import run
 
     run(arguments)

@@ -1,4 +1,4 @@
-"""The command line as a whole: its commands, its options, and how it ends."""
+"""The command line: its commands, its options, and its exit."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ COMMANDS = (
     "certify",
     "bench",
 )
-"""Each is the function of its own name in the module of its own name."""
+"""Each command is a function in the module of the same name."""
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
-    """The commands, put together; of `names` only, as each costs a look at all its options.
+    """Builds the application with the commands `names`; each command costs the inspection of all its options.
 
-    Plain help: it reads the same in every terminal, and costs no import of rich."""
+    The help is plain text: it looks the same in every terminal, and needs no import of rich.
+    """
     app = typer.Typer(
         name="tenuto",
         help="Looks after checkpoints of deep-learning training: what is there, whether it is whole, getting it out.",
@@ -65,7 +66,7 @@ def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and leaves by SystemExit with the status of `exitcodes`."""
+    """Runs one command and exits with a status of `exitcodes`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _never_fail_to_encode()
     try:
@@ -74,7 +75,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - the edge: what is no TenutoError is told as a fault of ours
-        own = words[: words.index("--")] if "--" in words else words  # what follows is another command's
+        own = words[: words.index("--")] if "--" in words else words  # the rest belongs to another command
         sys.exit(errors.report(error, debug="--debug" in own, as_json="--json" in own))
 
 
@@ -95,7 +96,7 @@ def _root(
 
 
 def _never_fail_to_encode() -> None:
-    """A terminal that lacks a character gets it escaped, rather than an error in the middle of the data."""
+    """Makes output escape characters that the terminal's encoding lacks, rather than fail in the middle of the data."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, io.UnsupportedOperation, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

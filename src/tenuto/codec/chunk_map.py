@@ -162,17 +162,22 @@ class ChunkMap:
 
     def covering(self, row: int, start: int, stop: int) -> ChunkRange:
         """Returns the chunks that hold bytes `start..stop-1` of a row, at least one byte, in constant time."""
-        chunk, first = self.chunk_bytes, int(self.first[row])
-        return self._range(row, first + start // chunk, first - (-stop // chunk))
+        first = self.first.item(row)
+        return self._range(row, first, start // self.chunk_bytes, -(-stop // self.chunk_bytes))
 
     def part(self, found: ChunkRange, first: int, stop: int) -> ChunkRange:
         """Returns chunks `first..stop-1` of the table of digests, which must be some of those of `found`."""
-        return self._range(found.row, first, stop)
+        before = self.first.item(found.row)
+        return self._range(found.row, before, first - before, stop - before)
 
-    def _range(self, row: int, first: int, stop: int) -> ChunkRange:
-        chunk, before, offset = self.chunk_bytes, int(self.first[row]), int(self.offset[row])
-        low, high = (first - before) * chunk, min((stop - before) * chunk, int(self.length[row]))
-        return ChunkRange(row, int(self.pack[row]), first, stop, low, high, offset + low, offset + high)
+    def _range(self, row: int, before: int, first: int, stop: int) -> ChunkRange:
+        """Returns chunks `first..stop-1` of a row, counted from the row's first, which is chunk `before` of the table
+        of digests."""
+        low, high = first * self.chunk_bytes, min(stop * self.chunk_bytes, self.length.item(row))
+        offset = self.offset.item(row)
+        return ChunkRange(
+            row, self.pack.item(row), before + first, before + stop, low, high, offset + low, offset + high
+        )
 
     def stored_ranges(self, rows: Column, start: Column, stop: Column) -> tuple[Column, Column, Column]:
         """Returns, for each of `rows`, the bytes that hold its bytes `start[i] .. stop[i] - 1`, in whole chunks: pack,

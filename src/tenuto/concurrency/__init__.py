@@ -1,1 +1,1 @@
-"""Threads that wait, calls with deadlines, and work that stays in the background of training."""
+"""Worker threads, calls with deadlines, and background priority."""

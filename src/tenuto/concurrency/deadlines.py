@@ -1,7 +1,8 @@
-"""Calls into a place that may never answer, in a thread of their own: who waits for one gives up in time.
+"""Calls with a deadline into stores that may never answer.
 
-A store whose process is stopped, or a network file system whose server is gone, holds the caller inside the operating
-system, where no timeout of ours reaches. The thread stays there; further calls are refused in time until it is back.
+A stopped server process or an unreachable network file system blocks the caller inside the operating system, where no
+timeout of ours reaches. Such a call therefore runs in a thread of its own: the caller gives up in time, and the thread
+stays blocked until the store answers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from tenuto.concurrency.worker_threads import beside
+from tenuto.concurrency.worker_threads import foreground_threads
 from tenuto.errors import DeadlineExceeded, RankStoreLost, TenutoError, UsageError
 
 Result = TypeVar("Result")
@@ -51,7 +52,10 @@ _Calls = queue.SimpleQueue[_Call[object] | None]
 
 
 class DeadlineWorker:
-    """One thread that makes calls one after another. `lost` makes the error of a fault that the place reported."""
+    """One thread that runs calls in order, each with a deadline.
+
+    lost: converts an exception raised by a call into the error to raise.
+    """
 
     def __init__(self, name: str, lost: Callable[[Exception], TenutoError]) -> None:
         self.name = name
@@ -61,7 +65,7 @@ class DeadlineWorker:
         self._starting = threading.Lock()
 
     def call(self, work: Callable[[], Result], timeout: float) -> Result:
-        """What `work` returns. RankStoreLost after `timeout` seconds, or for what it raises."""
+        """Returns what `work` returns; raises RankStoreLost after `timeout` seconds, or for an exception of `work`."""
         call = _Call(work)
         self._put(call)  # type: ignore[arg-type]
         began = time.monotonic()
@@ -79,7 +83,7 @@ class DeadlineWorker:
         return call.result  # type: ignore[return-value]
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
-        """The thread makes the calls that were asked for, then `last`, and ends; further calls take another one."""
+        """Runs the queued calls, then `last`, and ends the thread; a later call starts a new one."""
         with self._starting:
             if self._thread is not None:
                 self._calls.put(_Call[object](last))
@@ -101,16 +105,11 @@ def _work(calls: _Calls) -> None:
         call.run()
 
 
-# --------------------------------------------------------------------------------------------------
-# Work in the store that a training waits for, and not for ever: a store that hangs answers no timeout of its own.
-#
-# The work goes on in its thread; whoever waited for it goes on without it, and says so.
-
-
 def within(seconds: float, what: str, work: Callable[[], Result], *, subject: str) -> Result:
-    """What `work` returns or raises. DeadlineExceeded, naming `what`, if it has done neither after `seconds`.
+    """Returns or raises what `work` does; raises DeadlineExceeded, naming `what`, after `seconds`.
 
-    At the interpreter's end no thread can be started: then the work is done here, without a deadline.
+    After a timeout the work continues in its thread. At interpreter exit no thread can be started: then the work runs
+    in the calling thread, without a deadline.
     """
     ended: list[tuple[Result | None, BaseException | None]] = []
 
@@ -121,7 +120,7 @@ def within(seconds: float, what: str, work: Callable[[], Result], *, subject: st
             ended.append((None, error))
 
     try:
-        under_way = beside.submit(run, f"tenuto-{what}")
+        under_way = foreground_threads.submit(run, f"tenuto-{what}")
     except RuntimeError:
         return work()
     under_way.join(max(0.0, seconds))

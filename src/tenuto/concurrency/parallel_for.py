@@ -1,4 +1,4 @@
-"""Handing out work to a few threads, in order, until one of them fails."""
+"""Runs a function over items on a few threads, in order, until one call fails."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Final, TypeVar
 Item = TypeVar("Item")
 
 READ_THREADS: Final = 8
-"""Ranges read at once: a device is fast only with several requests before it, and threads that wait cost nothing."""
+"""Concurrent range reads: a device is fast only with several requests queued, and waiting threads cost nothing."""
 COPY_THREADS: Final = 4
-"""Ranges copied at once where no read is made: memory is the limit."""
+"""Concurrent range copies where nothing is read: memory bandwidth is the limit."""
 
 
 def parallel_for(work: Callable[[Item], None], items: Sequence[Item], threads: int) -> None:
-    """Does `work` for each item, several at once; a single one in this thread. What one raises is raised here, once no
-    thread works on."""
+    """Runs `work` for each item on up to `threads` threads; a single item runs in the calling thread.
+
+    Raises the first exception of `work` once all threads have stopped.
+    """
     if len(items) <= 1:
         for item in items:
             work(item)
@@ -26,7 +28,7 @@ def parallel_for(work: Callable[[Item], None], items: Sequence[Item], threads: i
     failed = threading.Event()
 
     def take() -> None:
-        # Taking from an iterator is one step of the interpreter. A future for each item would cost more than that.
+        # `next` on an iterator is atomic in the interpreter, and cheaper than a future for each item.
         for item in waiting:
             if failed.is_set():
                 return

@@ -1,5 +1,7 @@
-"""Threads that are kept when their work is done: to start one costs a training thread up to a millisecond each time,
-for the new thread has to come to the processor before `start` returns. To hand work to one that waits costs nothing.
+"""Reusable worker threads.
+
+Starting a thread costs the training thread up to a millisecond, because `start` returns only after the new thread has
+been scheduled. Handing work to an idle thread costs nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Final
 
-KEPT: Final = 4
-"""Threads of one kind that are kept without work."""
+MAX_IDLE: Final = 4
+"""Idle threads kept for reuse in each pool."""
 IDLE: Final = "tenuto-idle"
-"""What such a thread is called."""
+"""The name of an idle thread."""
 
 
 class BackgroundWork:
-    """Something that another thread does, which never raises. Like a thread that has been started."""
+    """A piece of work that another thread runs and that never raises; joins like a started thread."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self.name = name
@@ -31,7 +33,10 @@ class BackgroundWork:
         self._ended.wait(timeout)
 
     def do(self) -> None:
-        work, self._work = self._work, None  # whoever still holds this holds nothing of what it worked on
+        work, self._work = (
+            self._work,
+            None,
+        )  # whoever keeps this object must not keep the work alive
         try:
             if work is not None:
                 work()
@@ -41,16 +46,18 @@ class BackgroundWork:
 
 
 class WorkerThreads:
-    """Threads of one kind. What has lowered its own priority serves only work that does the same."""
+    """A pool of worker threads of one priority: a thread that has lowered its priority must not serve other work."""
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[BackgroundWork]] = []
         self._guard = threading.Lock()
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._reset_after_fork)
 
     def submit(self, work: Callable[[], None], name: str) -> BackgroundWork:
-        """Has `work` done by a thread that is called `name` meanwhile. RuntimeError where none can be started any more:
-        at the interpreter's end. The work itself must not raise."""
+        """Runs `work` on a pool thread, which carries `name` meanwhile. The work must not raise.
+
+        Raises RuntimeError at interpreter exit, when no thread can be started any more.
+        """
         given = BackgroundWork(work, name)
         with self._guard:
             queue = self._idle.pop() if self._idle else None
@@ -69,17 +76,17 @@ class WorkerThreads:
             del given
             own.name = IDLE
             with self._guard:
-                if len(self._idle) >= KEPT:
+                if len(self._idle) >= MAX_IDLE:
                     return
                 self._idle.append(queue)
 
-    def _forget(self) -> None:
-        """In a forked child, where none of the threads is."""
+    def _reset_after_fork(self) -> None:
+        """Resets the pool in a forked child, which has none of the threads."""
         self._idle = []
         self._guard = threading.Lock()
 
 
-beside = WorkerThreads()
-"""For work at the priority of training: what somebody waits for, and copies that an update waits for."""
-behind = WorkerThreads()
-"""For work that stands back behind training."""
+foreground_threads = WorkerThreads()
+"""Runs work at training's priority: work that somebody waits for, and copies that an update waits for."""
+background_threads = WorkerThreads()
+"""Runs work at background priority."""

@@ -1,1 +1,1 @@
-"""`tenuto demo`: a real training job, killed again and again, compared bit for bit with one that nobody touched."""
+"""`tenuto demo`: kills a real training job repeatedly and compares it bit for bit with an undisturbed one."""

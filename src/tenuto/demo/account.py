@@ -1,4 +1,4 @@
-"""The account of a demo, for a person and for a machine."""
+"""Reports a demo to people and to programs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tenuto.units import count, seconds, size
 BAR: Final = 23
 PIPE_WIDTH: Final = 1000
 MOST_LIVES: Final = 25
-"""More are told in numbers only."""
+"""With more processes, only numbers are shown."""
 
 
 def document(account: Account) -> dict[str, Any]:
-    """As one JSON object. Durations in seconds, sizes in bytes."""
+    """Returns the account as one JSON object: durations in seconds, sizes in bytes."""
     return {
         "equal": account.comparison.equal,
         "difference": account.comparison.difference,
@@ -49,13 +49,13 @@ def document(account: Account) -> dict[str, Any]:
 
 
 def show(account: Account, kept: str | None) -> None:
-    """Prints the account on stdout. Without a terminal: no colour, and no line is folded."""
+    """Prints the account on stdout; without a terminal, without colour or folded lines."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(rendered(account, kept, unicode=console.encoding.lower().startswith("utf")))
 
 
 def rendered(account: Account, kept: str | None, *, unicode: bool = True) -> RenderableType:
-    """The lives of the killed run, a short table, and the verdict."""
+    """Returns the processes of the killed run, a short table, and the verdict."""
     equal = account.comparison.equal
     mark = Text("EQUAL" if equal else "DIFFERENT", style="bold green" if equal else "bold red")
     parts: list[RenderableType] = []
@@ -70,7 +70,7 @@ def rendered(account: Account, kept: str | None, *, unicode: bool = True) -> Ren
 
 
 def _lives(account: Account, unicode: bool) -> Table:
-    """One row for each process: from the step that it resumed at to the one that it was killed in."""
+    """Returns one row for each process: from the step it resumed at to the one it was killed in."""
     table = Table.grid(padding=(0, 2))
     stroke, end = ("━", "╳") if unicode else ("=", "x")
     for number, life in enumerate(account.lives, 1):
@@ -78,12 +78,12 @@ def _lives(account: Account, unicode: bool) -> Table:
         bar = Text(" " * begin)
         bar.append(stroke * max(stop - begin, 1), style="cyan" if life.killed else "green")
         bar.append(end if life.killed else "", style="bold red")
-        words = _told(life, None if number == 1 else _source(life))
+        words = _life_text(life, None if number == 1 else _source(life))
         table.add_row(Text(f"process {number}", style="dim"), bar, words)
     return table
 
 
-def _told(life: Life, source: str | None) -> str:
+def _life_text(life: Life, source: str | None) -> str:
     how = "killed" + (" in a save" if life.saving else "") if life.killed else "finished"
     if life.began is None:
         return f"{how} before its first step"
@@ -105,7 +105,7 @@ def _table(account: Account) -> Table:
 
 
 def lines(account: Account) -> list[tuple[str, str]]:
-    """What is told, by name."""
+    """Returns the rows of the table."""
     loss = "" if account.loss is None else f", loss {account.loss:.3f}"
     copy = "" if account.copy_s is None else f" (one copy in memory: {seconds(account.copy_s)})"
     found = [
@@ -131,8 +131,8 @@ def lines(account: Account) -> list[tuple[str, str]]:
 
 def _came_back(account: Account) -> str:
     ways = [(account.from_memory, "memory"), (account.from_disk, "disk"), (account.from_scratch, "scratch")]
-    told = [f"{count(number, 'time')} from {way}" for number, way in ways if number]
-    return ", ".join(told) or "never"
+    ways_text = [f"{count(number, 'time')} from {way}" for number, way in ways if number]
+    return ", ".join(ways_text) or "never"
 
 
 def _again(lost: tuple[int, ...]) -> str:
@@ -144,7 +144,7 @@ def _stall(stall_s: float | None, number: int, noun: str, more: str) -> str:
 
 
 def verdict(account: Account) -> str:
-    """One sentence."""
+    """Returns the verdict in one sentence."""
     if not account.comparison.equal:
         return f"The killed run ended in another state than the untouched one: {account.comparison.difference}"
     if not account.kills:

@@ -1,7 +1,7 @@
-"""Training in child processes that can be killed at a chosen moment, and what their event streams say afterwards.
+"""Trains in child processes that can be killed at a chosen moment, and summarises their event streams.
 
-Children are forked from a process that has imported the framework and run none of it: its thread pools, which a fork
-would break, do not exist yet, and a new life costs milliseconds instead of the seconds that an import takes.
+Children are forked from a process that has imported the framework but not run it: the thread pools that a fork would
+break do not exist yet, and a new child costs milliseconds instead of the seconds of an import.
 """
 
 from __future__ import annotations
@@ -19,34 +19,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tenuto.certify.runner import GrowingLines
+from tenuto.certify.runner import JsonTail
 from tenuto.demo.trace import Place
 from tenuto.errors import DeadlineExceeded
 
 POLL_S: Final = 0.0005
 LIFE_S: Final = 300.0
-"""No life of a child of the demo takes so long: one that does hangs, and is told so."""
-LOOK_S: Final = 1.0
-"""No two looks at a child lie further apart, unless this process was stopped meanwhile."""
+"""A child that runs longer hangs, and is killed with an error."""
+POLL_LIMIT_S: Final = 1.0
+"""The longest time credited between two polls of a child: more means that this process was stopped."""
 
 MEMORY_OFF: Final = "states are not kept in memory: "
-"""What the warning begins with that says why."""
+"""The prefix of the warning that gives the reason."""
 
 Train = Callable[[Path, Callable[[int, float], None]], None]
-"""Trains, given where its events go and what to call after each step with its number and loss."""
+"""Trains, given the path for its events and a callback for each step's number and loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What one process did, from its event stream and the counter that it shared with its parent.
+    """What one process did, from its event stream and the counter shared with its parent.
 
-    began: the step that it resumed from (0: from scratch; None: it ended before that). reached: steps completed.
-    status: exit status, or minus the signal that ended it. saving: a save had begun, and had neither been committed nor
-    failed, when it ended. restored: step and content of what it went on from, None if from scratch; `adopted`: out of
-    memory. remembered: the content of each step that it sealed in memory, and memory_stalls_s how long each held it.
-    memory_off: why nothing was kept in memory. place: the place of the protocol that it was in at its end, and point
-    where it killed itself there, as its trace says. saved: the step of the save that it began last. durable: the newest
-    step in the store after it.
+    began: the step that it resumed from (0: from scratch; None: it ended earlier).
+    reached: completed steps.
+    status: exit status, or minus the signal that ended it.
+    saving: whether a save was neither committed nor failed at its end.
+    restored: step and content that it resumed from; None if from scratch.
+    adopted: whether it resumed from memory.
+    remembered: the content of each step that it sealed in memory.
+    memory_stalls_s: seconds for which each of these blocked training.
+    memory_off: why nothing was kept in memory.
+    place: the protocol phase it ended in, according to its trace.
+    point: the point in that phase where it killed itself.
+    saved: the step of the last save that it began.
+    durable: the newest step in the store after its end.
     """
 
     began: int | None
@@ -68,7 +74,7 @@ class Life:
 
     @property
     def at(self) -> int:
-        """The step that it had come to, at its end."""
+        """The last step it reached."""
         return max(self.reached, self.began or 0)
 
     @property
@@ -85,21 +91,21 @@ class Child:
     counter: mmap.mmap
     started: float = field(default_factory=time.monotonic)
     status: int | None = None
-    _looked: float = field(default_factory=time.monotonic)
+    _polled: float = field(default_factory=time.monotonic)
     _seen_s: float = 0.0
-    """How long it has been looked at: what a pause of both of them takes is no time of its own."""
-    _lines: GrowingLines | None = None
+    """How long it has been observed, without pauses of the parent."""
+    _lines: JsonTail | None = None
     _seen: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def step(self) -> int:
-        """Steps completed, as the child has counted them."""
+        """Completed steps, as the child counts them."""
         return int(struct.unpack_from("q", self.counter)[0])
 
     def seen(self) -> list[dict[str, Any]]:
-        """Every event so far. The last line of a killed process may be cut short; it is not an event."""
+        """Returns every event so far, without a last line that a kill cut short."""
         if self._lines is None:
-            self._lines = GrowingLines(self.events)
+            self._lines = JsonTail(self.events)
         self._seen.extend(self._lines.new())
         return self._seen
 
@@ -109,8 +115,8 @@ class Child:
             if pid:
                 self.status = os.waitstatus_to_exitcode(status)
         now = time.monotonic()
-        self._seen_s += min(now - self._looked, LOOK_S)
-        self._looked = now
+        self._seen_s += min(now - self._polled, POLL_LIMIT_S)
+        self._polled = now
         if self.status is None and self._seen_s > LIFE_S:
             self.kill()
             raise DeadlineExceeded(
@@ -119,7 +125,7 @@ class Child:
         return self.status is None
 
     def wait_until(self, reached: Callable[[], bool], poll_s: float = POLL_S) -> bool:
-        """Whether it came so far before it ended."""
+        """Returns whether `reached` became true before the child ended."""
         while self.running():
             if reached():
                 return True
@@ -133,12 +139,12 @@ class Child:
             self.status = os.waitstatus_to_exitcode(status)
 
     def end(self) -> Life:
-        """Waits for the end that it comes to by itself."""
+        """Waits until the child ends by itself."""
         self.wait_until(lambda: False, 10 * POLL_S)
         return self.life()
 
     def life(self) -> Life:
-        """What it did; it has ended."""
+        """Summarises the ended child."""
         assert self.status is not None
         events = self.seen()
         begun = [event for event in events if event["event"] == "SaveStarted"]
@@ -168,7 +174,7 @@ def _memory_off(event: Mapping[str, Any]) -> str:
 
 
 def start(train: Train, events: Path, output: Path) -> Child:
-    """Forks a child that trains. What it prints goes to the end of `output`."""
+    """Forks a child that trains, with its output appended to `output`."""
     counter = mmap.mmap(-1, mmap.PAGESIZE)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -194,8 +200,10 @@ def start(train: Train, events: Path, output: Path) -> Child:
 
 
 def ask(question: Callable[[], Any], output: Path) -> Any:
-    """What `question` answers (a JSON value) in a forked child; None where it fails. For work that needs the framework,
-    which this process must not run itself."""
+    """Returns the JSON value of `question`, computed in a forked child; None if that fails.
+
+    For work that needs the framework, which this process must not run.
+    """
     reading, writing = os.pipe()
 
     def train(events: Path, on_step: Callable[[int, float], None]) -> None:

@@ -1,4 +1,4 @@
-"""Two checkpoints compared bit for bit: every leaf's bytes, read back and verified, and every plain value."""
+"""Compares two checkpoints bit for bit: every leaf's bytes, read and verified, and every plain value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tenuto.repo.repository import Repo
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What one checkpoint holds: leaves by (private, path), and the plain values around them."""
+    """One checkpoint's content: leaves by (private, path), and the plain values around them."""
 
     id: CheckpointId
     leaves: Mapping[tuple[bool, str], tuple[LeafSpec, bytes]]
@@ -30,7 +30,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`difference` is where the two first differ, in words; None if they are equal in every bit."""
+    """The result of a comparison. `difference`: the first one in words; None if the two are equal in every bit."""
 
     leaves: int
     bytes: int
@@ -42,7 +42,7 @@ class Comparison:
 
 
 def read(repo: Repo, run: str) -> Saved:
-    """The run's newest checkpoint, whole; errors of the store and CorruptionError as every restore."""
+    """Reads the run's newest checkpoint completely; raises errors of the store and CorruptionError like any restore."""
     id = resolve(repo, run, "latest")
     manifest = repo.manifest(id)
     index = repo.index(manifest)
@@ -55,7 +55,7 @@ def read(repo: Repo, run: str) -> Saved:
 
 
 def compare(one: Saved, other: Saved) -> Comparison:
-    """Names the first difference, in the order of the state."""
+    """Compares two checkpoints; names the first difference in the order of the state."""
     found = next(_differences(one, other), None)
     return Comparison(len(one.leaves), one.bytes, found)
 
@@ -80,7 +80,7 @@ def _first(one: bytes, other: bytes) -> int:
 
 
 def _plain_differences(one: Any, other: Any, path: str) -> Iterator[str]:
-    """Of plain values. 1 and 1.0 and True differ, as they do in a checkpoint."""
+    """Yields differences of plain values; 1, 1.0 and True differ, as in a checkpoint."""
     if type(one) is not type(other):
         yield f"{path}: {one!r} and {other!r}"
     elif isinstance(one, dict):

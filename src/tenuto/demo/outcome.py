@@ -1,4 +1,4 @@
-"""What happened: the lives of a killed training, the flushes between them, and what it was compared with."""
+"""The outcome of a demo: the processes of a killed training, the flushes between them, and the comparison."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from tenuto.demo.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Flushing:
-    """What another process did that flushed what life number `after` had left in memory. `point`: where it killed
-    itself; `inside`: it had not come to its end; `written`: there is a checkpoint now that was not there before."""
+    """A flush, by another process, of the memory that life number `after` left.
+
+    point: where it killed itself.
+    inside: whether it was interrupted.
+    written: whether it added a checkpoint.
+    """
 
     after: int
     status: int
@@ -29,7 +33,7 @@ class Flushing:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What happened. `untouched` is the one life of the uninterrupted run."""
+    """The outcome. `untouched`: the single process of the uninterrupted run."""
 
     plan: Plan
     untouched: Life
@@ -37,7 +41,7 @@ class Account:
     comparison: Comparison
     loss: float | None
     copy_s: float | None
-    """One copy of the state's bytes within warm memory, median of many."""
+    """Median seconds of one copy of the state's bytes within warm memory."""
     seconds: float
     bytes: int = 0
     run: str = "killed"
@@ -53,16 +57,16 @@ class Account:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Steps that had to be done again after each kill."""
+        """Steps repeated after each kill."""
         return tuple(self.lost_by(number) for number, life in enumerate(self.lives) if life.killed)
 
     @property
     def lost_from_disk(self) -> tuple[int, ...]:
-        """Steps that would have had to be done again after each kill, had there been the disk alone."""
+        """Steps that would have been repeated after each kill with checkpoints on disk only."""
         return tuple(max(life.at - life.durable, 0) for life in self.lives if life.killed)
 
     def lost_by(self, number: int) -> int:
-        """Steps of this life that the next one that came so far has done again."""
+        """Returns the steps of this process that the next one to start training repeated."""
         begins = [later.began for later in self.lives[number + 1 :] if later.began is not None]
         return max(self.lives[number].at - begins[0], 0) if begins else 0
 
@@ -76,17 +80,17 @@ class Account:
 
     @property
     def from_scratch(self) -> int:
-        """Processes that began anew, but for the first."""
+        """Processes, after the first, that started over."""
         return sum(life.began == 0 and life.restored is None for life in self.lives[1:])
 
     @property
     def memory_off(self) -> str:
-        """Why nothing, or not all, was kept in memory; empty if all was, or nothing was to be."""
+        """Why not everything was kept in memory; empty if it was, or was not meant to be."""
         return next((life.memory_off for life in self.lives if life.memory_off), "")
 
     @property
     def stalls_s(self) -> list[float]:
-        """Of each save to the store."""
+        """Stalls of the saves to the store."""
         return [stall for life in (self.untouched, *self.lives) for stall in life.stalls_s]
 
     @property
@@ -95,7 +99,7 @@ class Account:
 
     @property
     def memory_stalls_s(self) -> list[float]:
-        """Of each step that was kept in memory alone."""
+        """Stalls of the steps kept in memory only."""
         return [stall for life in self.lives for stall in life.memory_stalls_s]
 
     @property
@@ -104,7 +108,7 @@ class Account:
 
     @property
     def proven(self) -> bool:
-        """Equal in every bit, and not because nothing was killed."""
+        """Whether the states are equal in every bit after at least one kill."""
         return self.comparison.equal and self.kills >= 1
 
 

@@ -1,4 +1,4 @@
-"""When to kill: everything that a demo will do, drawn from one seed before it begins."""
+"""Plans the kills: everything a demo will do, drawn from one seed before it begins."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tenuto.demo.trace import POINTS, Place
 During = Literal["save", "step", "start"] | Place
 Capture = Literal["eager", "fenced"]
 PLACES: Final[tuple[Place, ...]] = ("capture", "seal", "adopt", "write")
-"""Where a training with a memory tier kills itself."""
+"""Phases in which a training with a memory tier kills itself."""
 
 SMALL: Final[Mapping[str, int]] = {"CONTEXT": 32, "WIDTH": 64, "LAYERS": 1, "HEADS": 2, "BATCH": 4}
-"""Sizes of the training script with which a campaign of many kills is soon done."""
+"""Sizes of the training script for fast campaigns of many kills."""
 ROOM: Final = 4
-"""Steps behind the last kill, beside those to the next save."""
+"""Steps after the last kill, in addition to those until the next save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Another process flushes what memory holds: killed at a named point, or at a moment (in [0, 1), how far into it),
-    or left alone."""
+    """A flush of memory by another process: killed at a named point or a moment (in [0, 1), a share of its time), or
+    not killed."""
 
     point: str | None = None
     moment: float | None = None
@@ -31,10 +31,15 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Once `after` steps are done: at a random moment of the next save, or of a step; or of the process's start, before
-    its first step. `moment`: in [0, 1), how far into it. In a place of the protocol: at the named `point`, or at a
-    moment of it; "adopt" comes at the process's start, or in its first step where that adopts nothing. `then`: what
-    comes before the process is started again."""
+    """A kill.
+
+    after: completed steps before it is due.
+    during: the phase to interrupt: the next save, a step, the process's start before its first step, or a phase of the
+        protocol. "adopt" happens at the start, or in the first step if nothing is adopted there.
+    moment: in [0, 1), a share of the phase's time.
+    point: a named point of the phase, instead of a moment.
+    then: a flush before the process is started again.
+    """
 
     after: int
     during: During
@@ -45,8 +50,14 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`kills` in the order in which they come; `sizes`: constants of the training script to replace; `memory`: every
-    step is kept in memory too; `capture`: as the Checkpointer's; `traced`: each process tells where it is."""
+    """A demo's plan.
+
+    kills: in the order in which they happen.
+    sizes: constants to replace in the training script.
+    memory: whether every step is also kept in memory.
+    capture: the Checkpointer's argument.
+    traced: whether each process records its phase.
+    """
 
     steps: int
     save_every: int
@@ -68,7 +79,7 @@ def draw_plan(
     sizes: Mapping[str, int] | None = None,
     memory: bool = False,
 ) -> Plan:
-    """Kills at random steps, half of them aimed at a save; with `starts`, every fifth at the start of a process."""
+    """Draws kills at random steps, half of them during a save; with `starts`, every fifth at a process's start."""
     draw = random.Random(seed)
     kinds: list[During] = [
         "start" if starts and number % 5 == 4 else ("save", "step")[number % 2] for number in range(kills)
@@ -82,11 +93,14 @@ def draw_plan(
 def draw_everywhere(
     *, kills: int, steps: int, save_every: int, seed: int, sizes: Mapping[str, int], capture: Capture = "eager"
 ) -> Plan:
-    """For a training with a memory tier: kills in every place in turn, half of them at a named point and half at any
-    moment; one in five in a step or at a start. After every third comes a flush, of which most are killed as well."""
+    """Draws kills for a training with a memory tier: in every phase in turn, half at named points, half at random
+    moments.
+
+    One in five happens in a step or at a start. A flush follows about every third, and most flushes are killed as well.
+    """
     draw = random.Random(seed)
-    turn: list[During] = [*PLACES, "step", *PLACES, "start"]
-    kinds = [turn[number % len(turn)] for number in range(kills)]
+    cycle: list[During] = [*PLACES, "step", *PLACES, "start"]
+    kinds = [cycle[number % len(cycle)] for number in range(kills)]
     draw.shuffle(kinds)
     last = max(steps - save_every - ROOM, 2)
     drawn = []

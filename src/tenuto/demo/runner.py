@@ -1,4 +1,4 @@
-"""The demo's execution: an uninterrupted run, then the same training killed and started again."""
+"""Runs a demo: an uninterrupted training, then the same training killed and restarted."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ from tenuto.store.registry import open_store
 UNTOUCHED: Final = "untouched"
 KILLED: Final = "killed"
 SAVE_PHASES: Final = ("SaveStarted", "Captured", "PackWritten")
-"""A kill aimed at a save comes after one of these events of it, and at most so much later:"""
+"""A kill aimed at a save follows one of these events, by at most this many seconds:"""
 INSIDE_SAVE_S: Final = 0.003
 LONG_STEP_S: Final = 0.2
 LATE_STEPS: Final = 3
 SELDOM_S: Final = 0.005
-"""How often a child is looked at that ends itself."""
+"""Poll interval for a child that kills itself."""
 
-Tell = Callable[[str, int, int], None]
-"""Told how far the demo is: what it does, steps done, steps in all."""
+ReportProgress = Callable[[str, int, int], None]
+"""Called with the activity, the steps done and the steps in total."""
 
 
-def tell_nobody(what: str, done: int, total: int) -> None:
-    """For those who do not watch."""
+def ignore_progress(what: str, done: int, total: int) -> None:
+    """Ignores progress."""
 
 
 @dataclass
 class Runner:
-    """Executes plans in `place`, which then holds checkpoints, events and what the children printed."""
+    """Runs plans in `place`, which receives checkpoints, events and the children's output."""
 
     place: Path
-    tell: Tell = tell_nobody
+    on_progress: ReportProgress = ignore_progress
     _start_s: float = 0.5
     _usual_s: dict[Place, float] = field(default_factory=dict)
-    """How long a passage through each place of the protocol took last."""
+    """Seconds of the last passage through each phase of the protocol."""
 
     def untouched(self, plan: Plan) -> Life:
-        """The run that nobody kills, in one life."""
+        """Runs the training without kills, in one process."""
         self.place.mkdir(parents=True, exist_ok=True)
         child = self._start(plan, UNTOUCHED, 0, None, Trace())
         if child.wait_until(lambda: child.step > 0):
             self._start_s = time.monotonic() - child.started
         while child.running():
-            self.tell("training untouched", child.step, plan.steps)
+            self.on_progress("training untouched", child.step, plan.steps)
             time.sleep(0.02)
-        life = self._well(child.life())
+        life = self._checked(child.life())
         if not plan.memory:
             return life
-        # The last step goes to the store, and is not told of as one that memory holds.
+        # The last step goes to the store, and no event reports it as kept in memory.
         repo = Repo.open(open_store(self.checkpoints))
         last = repo.manifest(resolve(repo, UNTOUCHED, "latest"))
         return replace(life, remembered={**life.remembered, last.id.step: last.content})
 
     def killed(self, plan: Plan, untouched: Life, run: str = KILLED) -> Account:
-        """The same training again as `run`, killed as planned, and compared with the untouched one."""
+        """Runs the training again as `run`, killed as planned, and compares it with the untouched one."""
         began = time.monotonic()
         lives, flushes = self._lives(plan, run)
         repo = Repo.open(open_store(self.checkpoints))
@@ -110,31 +110,31 @@ class Runner:
     def _life(self, plan: Plan, run: str, number: int, kill: Kill | None) -> Life:
         """Trains in a process of its own, until it is killed or ends."""
         trace = Trace()
-        told = partial(self._told, plan, number)
+        on_step_done = partial(self._report, plan, number)
         child = self._start(plan, run, number, kill, trace)
-        if kill is not None and self._until(child, kill, plan, told):
+        if kill is not None and self._until(child, kill, plan, on_step_done):
             child.kill()
         while child.running():
-            told(child.step)
+            on_step_done(child.step)
             time.sleep(0.02)
-        life = self._well(child.life())
+        life = self._checked(child.life())
         self._note(trace)
         newest = self._durable(run)
         return replace(life, place=trace.place, point=trace.point, durable=newest.step if newest is not None else 0)
 
     def _flush(self, run: str, after: int, flush: Flush) -> Flushing:
-        """Flushes what is left in memory in a process of its own, until that is killed or ends."""
+        """Flushes memory in a process of its own, until that is killed or ends."""
         trace, before = Trace(), self._durable(run)
         dies = flush.point is not None or flush.moment is not None
         death = Death("flush", flush.point, flush.moment or 0.0) if dies else None
 
         def work(events: Path, on_step: Callable[[int, float], None]) -> None:
-            with trace.followed(death), trace.inside("flush", death, usual_s=self._usual_s.get("flush", 0.0)):
+            with trace.traced(death), trace.inside("flush", death, usual_s=self._usual_s.get("flush", 0.0)):
                 repo = Repo.open(open_store(self.checkpoints))
                 execute(repo, plan_flush(repo, run_key(run)))
 
         child = start(work, self.place / "no-events.jsonl", self.output)
-        life = self._well(child.end())
+        life = self._checked(child.end())
         self._note(trace)
         written = self._durable(run) != before
         return Flushing(after, life.status, trace.point, trace.place == "flush", written)
@@ -145,21 +145,21 @@ class Runner:
                 self._usual_s[place] = trace.seconds(place)
 
     def _durable(self, run: str) -> CheckpointId | None:
-        """The newest checkpoint in the store."""
+        """Returns the newest checkpoint in the store."""
         return latest(Repo.open(open_store(self.checkpoints)), run)
 
-    def _until(self, child: Child, kill: Kill, plan: Plan, told: Callable[[int], None]) -> bool:
-        """Waits for the moment; whether the child has lived to see it."""
+    def _until(self, child: Child, kill: Kill, plan: Plan, on_step_done: Callable[[int], None]) -> bool:
+        """Waits for the kill's moment; returns whether the child is still alive."""
         if kill.during == "start":
             time.sleep(kill.moment * self._start_s)
             return child.running()
         if kill.during in PLACES:
-            # It ends itself there; what never comes there, or is the last to, is killed a while later.
+            # The child kills itself there; one that never gets there is killed some steps later.
             late = kill.after + LATE_STEPS + (plan.save_every if kill.during == "write" else 0)
             return child.wait_until(lambda: child.step >= (1 if kill.during == "adopt" else late), SELDOM_S)
 
         def far_enough() -> bool:
-            told(child.step)
+            on_step_done(child.step)
             return child.step >= kill.after
 
         if not child.wait_until(far_enough):
@@ -170,14 +170,14 @@ class Runner:
             return child.running()
         phase, rest = divmod(kill.moment * len(SAVE_PHASES), 1)
         name = SAVE_PHASES[int(phase)]
-        before = told_of(child, name)
-        if not child.wait_until(lambda: told_of(child, name) > before):
+        before = count_events(child, name)
+        if not child.wait_until(lambda: count_events(child, name) > before):
             return False
         time.sleep(rest * INSIDE_SAVE_S)
         return child.running()
 
-    def _told(self, plan: Plan, kills: int, done: int) -> None:
-        self.tell(f"training, {kills} of {len(plan.kills)} kills", done, plan.steps)
+    def _report(self, plan: Plan, kills: int, done: int) -> None:
+        self.on_progress(f"training, {kills} of {len(plan.kills)} kills", done, plan.steps)
 
     def _start(self, plan: Plan, run: str, life: int, kill: Kill | None, trace: Trace) -> Child:
         events = self.place / f"events-{run}-{life:03d}.jsonl"
@@ -192,16 +192,16 @@ class Runner:
             from tenuto.demo import train_gpt
             from tenuto.telemetry import JsonLines
 
-            # One thread: two of them wait for each other for ever longer when something else runs on the machine.
+            # One thread: two wait for each other ever longer if something else runs on the machine.
             torch.set_num_threads(1)
-            # Forking seeds Python's generator anew; the script, which does not use it, seeds torch's alone.
+            # Forking reseeds Python's generator; the script, which does not use it, seeds only torch's.
             random.seed(0)
             np.random.seed(0)
             for name, value in plan.sizes.items():
                 setattr(train_gpt, name, value)
             done = 0
 
-            def told(step: int, loss: float) -> None:
+            def on_step_done(step: int, loss: float) -> None:
                 nonlocal done
                 done = step
                 on_step(step, loss)
@@ -209,7 +209,7 @@ class Runner:
             with ExitStack() as stack:
                 if plan.traced:
                     death = _death(kill, lambda: done)
-                    stack.enter_context(trace.followed(death, usual_s=self._usual_s))
+                    stack.enter_context(trace.traced(death, usual_s=self._usual_s))
                 train_gpt.train(
                     str(self.checkpoints),
                     run=run,
@@ -218,17 +218,17 @@ class Runner:
                     memory=every(steps=1) if plan.memory else None,
                     capture=plan.capture,
                     sinks=[JsonLines(events)],
-                    on_step=told,
+                    on_step=on_step_done,
                 )
 
         return train
 
-    def _well(self, life: Life) -> Life:
-        """A life that ended by itself must have ended well."""
+    def _checked(self, life: Life) -> Life:
+        """Returns a process that was killed or succeeded; raises TrainingFailed otherwise."""
         if life.status not in (0, -9):
-            said = self.output.read_text(errors="replace").strip().rpartition("\n")[2]
+            last_line = self.output.read_text(errors="replace").strip().rpartition("\n")[2]
             raise TrainingFailed(
-                f"the training process ended with status {life.status} after step {life.reached}: {said}",
+                f"the training process ended with status {life.status} after step {life.reached}: {last_line}",
                 subject=str(self.output),
                 hint=f"see what it said: {typed('tail', self.output)}",
             )
@@ -236,7 +236,7 @@ class Runner:
 
 
 def _death(kill: Kill | None, done: Callable[[], int]) -> Death | None:
-    """How a child ends itself, if it is to."""
+    """Returns how a child kills itself, if it is to."""
     if kill is None or kill.during not in PLACES:
         return None
     place, after = kill.during, kill.after
@@ -247,15 +247,15 @@ class TrainingFailed(TenutoError):
     """A child of the demo failed, for a reason of its own."""
 
 
-def told_of(child: Child, event: str) -> int:
-    """How many such events its stream holds so far."""
+def count_events(child: Child, event: str) -> int:
+    """Returns the number of such events in the child's stream so far."""
     return sum(one["event"] == event for one in child.seen())
 
 
 def load_framework() -> None:
-    """Imports what the children need, once, and runs none of it."""
+    """Imports what the children need, without running any of it."""
     try:
-        import torch._dynamo  # the first optimizer of a process imports it, for more than a second
+        import torch._dynamo  # a process's first optimizer imports it, which takes over a second
 
         from tenuto.demo import train_gpt
         from tenuto.integrations.torch import certificate, rng
@@ -268,7 +268,7 @@ def load_framework() -> None:
 
 
 def copy_seconds(nbytes: int, repeats: int = 30) -> float:
-    """The median time of one copy of `nbytes` into warm memory, with one thread, as the training has."""
+    """Returns the median seconds of copying `nbytes` into warm memory on one thread, as the training has."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A place of its own in shared memory: what a demo leaves there goes with it, and nobody else's images make room."""
+"""A private directory in shared memory: the demo's images are removed with it, and displace nobody else's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tenuto.engine.staging import slots
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """Within the block images lie in a directory that is removed after it, where there is shared memory at all."""
+    """Puts images into a directory that is removed after the block, if there is shared memory at all."""
     if not os.access(slots.SHARED_MEMORY, os.W_OK):
         yield
         return

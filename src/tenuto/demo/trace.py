@@ -1,8 +1,8 @@
-"""Where a process is: the places of the protocol that it is in, told in memory that it shares with its parent.
+"""Traces the protocol phase of a process, in memory shared with its parent.
 
-What a killed process last wrote there is the truth about where it was, whatever the kill was aimed at. A child kills
-itself at a named point, or sets a timer as it enters a place: the kernel then ends it some microseconds later, wherever
-each of its threads has come to.
+The last entry of a killed process shows where it was, whatever the kill was aimed at. A child kills itself at a named
+point, or sets a timer when it enters a phase: the kernel then kills it some microseconds later, wherever its threads
+are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BEGUN: Final = "memory image begun"
 DESCRIBED: Final = "memory image described, not sealed"
 RESEALED: Final = "memory image resealed"
 FUNCTIONS: Final = (BEGUN, DESCRIBED, RESEALED)
-"""No crash points, but ends of functions of the memory tier, followed alike."""
+"""No crash points, but ends of functions of the memory tier, traced alike."""
 
 POINTS: Final[Mapping[Place, tuple[str, ...]]] = {
     "capture": (BEGUN, "memory image captured, not sealed"),
@@ -54,11 +54,11 @@ POINTS: Final[Mapping[Place, tuple[str, ...]]] = {
         "flushed image committed, still in memory",
     ),
 }
-"""The points of each place, in the order in which a process comes by: it is in the place from the first to the last.
-A flush is entered and left by name."""
+"""The points of each phase in order: a process is in the phase from the first to the last. Flushes are entered by name.
+"""
 
 ORDER: Final[tuple[Place, ...]] = ("flush", "adopt", "seal", "capture", "write")
-"""A process that is killed in several at once, in threads of its own, is counted at the first of these."""
+"""A process killed in several phases at once, on different threads, counts for the first of these."""
 ALL: Final = tuple(dict.fromkeys(point for place in ORDER for point in POINTS[place]))
 
 _HEAD: Final = struct.Struct("qq")
@@ -67,8 +67,8 @@ _VISIT: Final = struct.Struct("qqd")
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a process is to end itself: at a named point of `place`, or `moment` (a share of the time that a passage
-    through it takes) after it has entered it; once `due` says so."""
+    """How a process kills itself: at a named point of `place`, or `moment` (a share of the phase's time) after entering
+    it, once `due` returns true."""
 
     place: Place
     point: str | None
@@ -77,17 +77,17 @@ class Death:
 
 
 class Trace:
-    """One process's. Made by the parent, before it forks."""
+    """The trace of one process, created by its parent before the fork."""
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
         self._entered: dict[Place, float] = {}
 
-    # -- what the parent reads, of a process that has ended ------------------------------------------------------------
+    # Read by the parent, after the process has ended.
 
     @property
     def place(self) -> Place | None:
-        """The place that it was in at its end: the one that it killed itself in, if it did at a point."""
+        """The phase it ended in: the one it killed itself in, if it did so at a point."""
         number, place = _HEAD.unpack_from(self._page)
         if number:
             return ORDER[int(place)]
@@ -101,19 +101,19 @@ class Trace:
 
     @property
     def passages(self) -> Mapping[Place, int]:
-        """How often it came through each place to its end."""
+        """The number of complete passages through each phase."""
         return {place: self._visit(place)[1] for place in ORDER}
 
     def seconds(self, place: Place) -> float:
-        """How long its last passage took; 0.0 if there was none."""
+        """Returns the seconds of its last passage; 0.0 if there was none."""
         return float(self._visit(place)[2])
 
-    # -- what the child does -------------------------------------------------------------------------------------------
+    # Written by the child.
 
     @contextmanager
-    def followed(self, death: Death | None = None, *, usual_s: Mapping[Place, float] | None = None) -> Iterator[None]:
-        """Within the block every point that the process comes by is noted. `usual_s`: how long a passage through each
-        place takes, as far as other processes have found out."""
+    def traced(self, death: Death | None = None, *, usual_s: Mapping[Place, float] | None = None) -> Iterator[None]:
+        """Traces every point within the block. `usual_s`: seconds of each phase, as far as earlier processes measured
+        them."""
         usual = dict(usual_s or {})
 
         def passed(point: str) -> None:
@@ -134,12 +134,12 @@ class Trace:
             for point in ALL:
                 if point not in FUNCTIONS:
                     stack.enter_context(armed(point, partial(passed, point)))
-            stack.enter_context(_functions_followed(passed, self._abandon))
+            stack.enter_context(_functions_traced(passed, self._abandon))
             yield
 
     @contextmanager
     def inside(self, place: Place, death: Death | None = None, *, usual_s: float = 0.0) -> Iterator[None]:
-        """Within the block the process is in this place."""
+        """Marks the process as in this phase within the block."""
         self.enter(place)
         if death is not None and death.point is None:
             kill_in(death.moment * usual_s)
@@ -157,7 +157,7 @@ class Trace:
             self._put(place, 0, passages + 1, time.perf_counter() - self._entered[place])
 
     def _abandon(self) -> None:
-        """The image that was begun last will not be sealed."""
+        """Records that the image begun last will not be sealed."""
         for place in ("capture", "seal"):
             _, passages, seconds = self._visit(place)
             self._put(place, 0, passages, seconds)
@@ -170,9 +170,11 @@ class Trace:
 
 
 @contextmanager
-def _functions_followed(passed: Callable[[str], None], abandon: Callable[[], None]) -> Iterator[None]:
-    """Tells of what has no crash point: an image is begun for memory alone, described, and taken over whole. `abandon`
-    is told where the one begun last ends unsealed."""
+def _functions_traced(passed: Callable[[str], None], abandon: Callable[[], None]) -> Iterator[None]:
+    """Traces events without crash points: an image is begun for memory only, described, or adopted completely.
+
+    Calls `abandon` if the image begun last ends unsealed.
+    """
     from unittest import mock
 
     from tenuto.engine.memory_tier.slot_file import LastingSlot
@@ -224,13 +226,13 @@ class _Event(ctypes.Structure):
 
 
 class _Times(ctypes.Structure):
-    """`struct itimerspec`: the interval, then the first time, each in seconds and nanoseconds."""
+    """`struct itimerspec`: the interval, then the first expiration, each in seconds and nanoseconds."""
 
     _fields_ = [("interval", ctypes.c_long * 2), ("first", ctypes.c_long * 2)]
 
 
 def kill_in(seconds: float) -> None:
-    """The kernel kills this process so much later (a microsecond at least): it needs no turn of any of its threads."""
+    """Makes the kernel kill this process after `seconds` (at least a microsecond), without help from its threads."""
     libc = ctypes.CDLL(None, use_errno=True)
     event, timer = _Event(signo=signal.SIGKILL, notify=0), ctypes.c_void_p()
     whole, rest = divmod(max(int(seconds * 1e9), 1000), 1_000_000_000)

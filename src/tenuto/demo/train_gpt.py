@@ -1,7 +1,7 @@
 """Trains a small GPT on the sources of Python's own standard library.
 
-Kill it whenever you like, `kill -9` included, and start it again with the same command: it goes on where its last
-checkpoint was, bit for bit as if nothing had happened.
+Kill it whenever you like, `kill -9` included, and start it again with the same command: it resumes from its last
+checkpoint, bit for bit as if nothing had happened.
 
     python train_gpt.py checkpoints
 """
@@ -43,7 +43,7 @@ class GPT(nn.Module):
 
 
 def library(size: int = 96 * 1024) -> TensorDataset:
-    """The first `size` bytes of the standard library, cut into texts of CONTEXT + 1 bytes."""
+    """Returns the first `size` bytes of the standard library, cut into texts of CONTEXT + 1 bytes."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     data = bytearray()
     while len(data) < size and sources:

@@ -12,14 +12,14 @@ from tenuto.errors import UsageError
 class Box:
     """The items `offsets[i] .. offsets[i] + shape[i] - 1` along each axis i of a leaf.
 
-    A box without items (a shape with a 0) is a place all the same: two of them at different places are not equal.
+    An empty box (a shape with a 0) still has a position: two empty boxes at different offsets are not equal.
     """
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """UsageError where offsets and shape differ in length, or hold a number below 0."""
+        """Raises UsageError if offsets and shape differ in length or contain a negative number."""
         if len(self.offsets) != len(self.shape):
             raise UsageError(f"a box with {len(self.offsets)} offsets and {len(self.shape)} lengths")
         if min((*self.offsets, *self.shape), default=0) < 0:
@@ -27,12 +27,12 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a leaf of this shape."""
+        """Returns the box that covers a leaf of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:
-        """How many items: 1 without axes."""
+        """The number of items: 1 without axes."""
         return prod(self.shape)
 
     @property
@@ -41,16 +41,16 @@ class Box:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Along each axis, the first place after the box."""
+        """The first position after the box along each axis."""
         return tuple(offset + length for offset, length in zip(self.offsets, self.shape, strict=True))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes this box out of the whole leaf's array."""
+        """The index that selects this box in the full leaf's array."""
         return tuple(map(slice, self.offsets, self.ends))
 
     def intersection(self, other: Box) -> Box | None:
-        """The items of both; None where there are none."""
+        """Returns the common items; None if there are none."""
         self._same_axes(other)
         low = tuple(map(max, self.offsets, other.offsets))
         high = tuple(map(min, self.ends, other.ends))
@@ -58,12 +58,13 @@ class Box:
         return Box(low, shape) if min(shape, default=1) > 0 else None
 
     def contains(self, other: Box) -> bool:
-        """Whether every item of `other` is one of this box: always, where it has none."""
+        """Returns whether every item of `other` lies in this box; True if it has none."""
         self._same_axes(other)
         return other.empty or self.intersection(other) == other
 
     def relative_to(self, other: Box) -> Box:
-        """This box as `other`, which it lies in, counts: its place in an array of just the other's items."""
+        """Returns this box in coordinates of `other`, which contains it: its place in an array of just the other's
+        items."""
         self._same_axes(other)
         offsets = tuple(mine - theirs for mine, theirs in zip(self.offsets, other.offsets, strict=True))
         if min(offsets, default=0) < 0 or any(map(int.__gt__, self.ends, other.ends)):
@@ -71,7 +72,7 @@ class Box:
         return Box(offsets, self.shape)
 
     def __str__(self) -> str:
-        """As an index: `[0:4, 8:16]`."""
+        """Formats the box as an index: `[0:4, 8:16]`."""
         return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(self.offsets, self.ends, strict=True))}]"
 
     def _same_axes(self, other: Box) -> None:

@@ -1,11 +1,11 @@
-"""Canonical JSON: one value has one spelling, so that bytes can be digested, compared and read back strictly.
+"""Canonical JSON: each value has one spelling, so that its bytes can be digested, compared and parsed strictly.
 
-One line of ASCII: everything else is escaped, there are no spaces, keys are sorted by code point, floats are in the
-shortest form that reads back equal and always have a `.` or an exponent (so that 1 and 1.0 stay two things), integers
-are at most 2^53 in magnitude, and nan and infinities do not occur: `tag_number` spells what JSON cannot hold.
+The text is one line of ASCII: other characters are escaped, there are no spaces, keys are sorted by code point. A float
+has the shortest form that reads back equal, always with a `.` or an exponent, so that 1 and 1.0 stay distinct. Integers
+are at most 2^53 in magnitude. NaN and infinities do not occur: `tag_number` encodes what JSON cannot hold.
 
 A *sealed* object is a dictionary that contains its own `path` and ends in `"digest"`, the xxh3-128 of every byte before
-`,"digest":`. The seal is against accidents; it is no signature.
+`,"digest":`. The seal detects accidents; it is no signature.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tenuto.model.records import Json
 
 MAX_INTEGER: Final = 2**53
 MAX_DEPTH: Final = 400
-"""Brackets inside brackets. The C parser recurses once a level, and a process may have raised Python's own limit."""
+"""Maximum nesting. The C parser recurses once for each level, and a process may have raised Python's own limit."""
 
 _ENCODER: Final = json.JSONEncoder(
     ensure_ascii=True, check_circular=False, allow_nan=False, sort_keys=True, separators=(",", ":")
 )
 _SEAL: Final = b',"digest":"'
 TAIL: Final = len(_SEAL) + 32 + len(b'"}')
-"""Bytes of the seal, the closing brace included."""
+"""Bytes of the seal, including the closing brace."""
 _NOT_SHAPE: Final = bytes(byte for byte in range(256) if byte not in b'"[]{} \t\r\n')
 _DIGITS: Final = bytes(ord("0") if chr(byte) in "0123456789" else byte for byte in range(256))
 _LONG: Final = b"0" * 16
 _BRACKETS: Final = b"[]{}"
 _SHORT: Final = 4096
-"""Bytes of a text that is decoded strictly at once: looking whether it need be would cost more."""
-_MINUS_NOUGHT: Final = re.compile(rb"-0(?:[,\]}]|\Z)")
+"""Texts up to this many bytes are decoded strictly at once: checking whether they need it would cost more."""
+_MINUS_ZERO: Final = re.compile(rb"-0(?:[,\]}]|\Z)")
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 _QUIET_NAN: Final = 0x7FF8000000000000
 _TAGGED_NAN: Final = re.compile(r"nan:[0-9a-f]{16}")
@@ -49,34 +49,34 @@ _DECIMAL: Final = re.compile(r"-?[1-9][0-9]*")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spelled:
-    """A value with its spelling, where it becomes a member of several objects: `spell` makes it."""
+    """A value with its spelling, made by `spell`, for use in several objects."""
 
     value: Json
     text: bytes
 
 
 def dumps(value: Json) -> bytes:
-    """The canonical spelling of `value`. Raises Unserialisable for what it cannot spell; depth is checked first."""
+    """Returns the canonical spelling of `value`. Raises Unserialisable if it has none; checks depth first."""
     _check(value, MAX_DEPTH)
     return _ENCODER.encode(value).encode("ascii")
 
 
 def spell(value: Json) -> Spelled:
-    """As `dumps`, for a direct member of an object or a list: it may be nested one level less deeply."""
+    """Returns a direct member of an object or list with its spelling: like `dumps`, with one level less."""
     _check(value, MAX_DEPTH - 1)
     return Spelled(value, _ENCODER.encode(value).encode("ascii"))
 
 
 def loads(data: bytes) -> Json:
-    """Reads canonical JSON from bytes that nobody has vouched for; linear in their number.
+    """Parses canonical JSON from untrusted bytes, in linear time.
 
-    Raises CorruptionError for anything that `dumps` could not have written as to structure: duplicate keys, nan and
-    infinities, integers beyond 2^53, spaces, other characters than ASCII, trailing bytes, nesting beyond MAX_DEPTH.
+    Raises CorruptionError for any structure that `dumps` cannot write: duplicate keys, NaN and infinities, integers
+    beyond 2^53, spaces, non-ASCII characters, trailing bytes, nesting beyond MAX_DEPTH.
     """
     _check_shape(data)
     try:
         text = data.decode("ascii")
-        return _usual(data, text) if len(data) > _SHORT and _has_usual_integers(data) else _DECODER.decode(text)
+        return _decode_fast(data, text) if len(data) > _SHORT and _has_usual_integers(data) else _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, CorruptionError):
             raise
@@ -84,7 +84,7 @@ def loads(data: bytes) -> Json:
 
 
 def tag_number(value: float) -> Json:
-    """A number as JSON: itself, or `{"!":"float","v":…}` or `{"!":"int","v":…}` where JSON has no number for it."""
+    """Encodes a number as JSON: itself, or `{"!":"float","v":…}` or `{"!":"int","v":…}` if JSON lacks it."""
     if isinstance(value, int):
         return value if abs(value) <= MAX_INTEGER else {"!": "int", "v": _decimal(value)}
     if math.isfinite(value):
@@ -96,7 +96,7 @@ def tag_number(value: float) -> Json:
 
 
 def untag_number(value: Json) -> float:
-    """The number that `tag_number` wrote; CorruptionError for anything else. nan keeps its 64 bits."""
+    """Decodes what `tag_number` wrote; NaN keeps its 64 bits. Raises CorruptionError for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
     if isinstance(value, dict) and value.keys() == {"!", "v"} and isinstance(value["v"], str):
@@ -115,7 +115,7 @@ def untag_number(value: Json) -> float:
 
 
 def seal(obj: dict[str, Json | Spelled]) -> bytes:
-    """`obj` (which has its `path`, and no `digest` yet) in canonical form, with its digest last."""
+    """Serializes `obj`, which has its `path` and no `digest` yet, in canonical form with its digest last."""
     assert "path" in obj and "digest" not in obj
     members = ((key, value if type(value) is Spelled else spell(value)) for key, value in sorted(obj.items()))
     body = b"{" + b",".join(b"%b:%b" % (dumps(key), spelled.text) for key, spelled in members)
@@ -123,7 +123,7 @@ def seal(obj: dict[str, Json | Spelled]) -> bytes:
 
 
 def is_sealed(data: bytes, name: str) -> bool:
-    """Whether `open_seal` reads it."""
+    """Returns whether `open_seal` accepts the bytes."""
     try:
         open_seal(data, name=name)
     except CorruptionError:
@@ -132,7 +132,7 @@ def is_sealed(data: bytes, name: str) -> bool:
 
 
 def open_seal(data: bytes, *, name: str) -> dict[str, Json]:
-    """The object in `data`, its digest checked, wherever it lies. `name` is for the error alone."""
+    """Returns the object in `data` after checking its digest, wherever it lies. `name` is used in errors only."""
     check_seal(data, name=name)
     try:
         found = loads(data)
@@ -144,14 +144,14 @@ def open_seal(data: bytes, *, name: str) -> dict[str, Json]:
 
 
 def check_seal(data: bytes, *, name: str) -> None:
-    """CorruptionError where the bytes are not those that were sealed, whatever they say."""
+    """Raises CorruptionError if the bytes are not those that were sealed."""
     body, tail = memoryview(data)[:-TAIL], data[-TAIL:]
     if not body or tail != _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}':
         raise CorruptionError(f"{name} is damaged: its digest does not match its bytes", subject=name)
 
 
 def unseal(data: bytes, *, name: str) -> dict[str, Json]:
-    """The object in `data`, checked to be whole and to be the one that was written under `name`."""
+    """Returns the object in `data` after checking that it is intact and was written under `name`."""
     found = open_seal(data, name=name)
     if found.get("path") != name:
         raise CorruptionError(
@@ -161,7 +161,7 @@ def unseal(data: bytes, *, name: str) -> dict[str, Json]:
 
 
 def _check(value: Json, levels: int) -> None:
-    """Level by level, so that a hostile or accidental depth costs no stack."""
+    """Checks level by level, so that a hostile or accidental depth costs no stack."""
     level: list[Any] = [value]
     for _ in range(levels + 1):
         below: list[Any] = []
@@ -191,12 +191,12 @@ def _check(value: Json, levels: int) -> None:
 
 
 def _check_shape(data: bytes) -> None:
-    """Bounds the depth and refuses spaces between tokens, before a recursive parser sees the bytes."""
+    """Bounds the depth and rejects spaces between tokens before a recursive parser sees the bytes."""
     plain = _ESCAPE.sub(b"", data) if b"\\" in data else data
-    # Two quotes in a row can go: whatever remains is inside or outside a string as before.
+    # Removing two adjacent quotes keeps everything else inside or outside a string.
     text = plain.translate(None, _NOT_SHAPE).replace(b'""', b"")
     if b'"' not in text and not text.strip(_BRACKETS) and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
-        return  # nothing but a few brackets: no column need be made of them
+        return  # a few brackets and nothing else: no array needed
     shape = np.frombuffer(text, dtype=np.uint8)
     if b'"' in text:
         shape = shape[(np.cumsum(shape == ord('"'), dtype=np.int64) & 1) == 0]
@@ -209,20 +209,22 @@ def _check_shape(data: bytes) -> None:
 
 
 def _has_usual_integers(data: bytes) -> bool:
-    """Whether no integer can be beyond 2^53 or minus nought, so that none need be looked at."""
-    return _MINUS_NOUGHT.search(data) is None and _LONG not in data.translate(_DIGITS)
+    """Returns whether no integer can exceed 2^53 or be minus zero, so that none needs checking."""
+    return _MINUS_ZERO.search(data) is None and _LONG not in data.translate(_DIGITS)
 
 
-def _usual(data: bytes, text: str) -> Json:
-    """As the strict decoder reads it, for a text whose integers are usual: keys are counted in the bytes and in what
-    came of them, and only where the two differ is each object looked at."""
+def _decode_fast(data: bytes, text: str) -> Json:
+    """Decodes as the strict decoder does, for texts with ordinary integers.
+
+    Compares the number of keys in the bytes and in the result, and checks each object only if they differ.
+    """
     objects: list[dict[str, Json]] = []
 
-    def remember(found: dict[str, Json]) -> dict[str, Json]:
+    def collect(found: dict[str, Json]) -> dict[str, Json]:
         objects.append(found)
         return found
 
-    decoder = json.JSONDecoder(object_hook=remember, parse_float=_float, parse_constant=_constant, strict=True)
+    decoder = json.JSONDecoder(object_hook=collect, parse_float=_float, parse_constant=_reject_constant, strict=True)
     value = decoder.decode(text)
     plain = _ESCAPE.sub(b"", data) if b"\\" in data else data
     # Each key ends in these two bytes; a string that begins with a colon only makes the count too high.
@@ -249,17 +251,17 @@ def _float(text: str) -> float:
     return number
 
 
-def _constant(text: str) -> NoReturn:
+def _reject_constant(text: str) -> NoReturn:
     raise CorruptionError(f"not canonical JSON: {text}")
 
 
 _DECODER: Final = json.JSONDecoder(
-    object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant, strict=True
+    object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_reject_constant, strict=True
 )
 
 
 def _decimal(value: int) -> str:
-    """str(value) without Python's limit on digits, which is a defence against strangers' numbers, not one's own."""
+    """Returns str(value) with an error for integers beyond Python's digit limit."""
     try:
         return str(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Names of runs, attempts, steps and checkpoints, and where each lies in a store."""
+"""Names of runs, attempts, steps and checkpoints, and their directories in a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_STEP: Final = 10**18 - 1
 
 
 def check_run(name: str) -> str:
-    """Returns `name` if it may name a run, else raises UsageError."""
+    """Returns `name` if it is a valid run name; raises UsageError otherwise."""
     if not isinstance(name, str) or not _RUN.fullmatch(name) or name.endswith("."):
         raise UsageError(
             f"{name!r} cannot name a run",
@@ -28,7 +28,7 @@ def check_run(name: str) -> str:
 
 
 def run_key(run: str) -> str:
-    """The directory of a run: names that differ only in case are one run."""
+    """Returns the directory name of a run: names that differ only in case are one run."""
     return check_run(run).casefold()
 
 
@@ -41,7 +41,7 @@ def step_key(step: int) -> str:
 
 
 def parse_attempt(key: str) -> int | None:
-    """The number in an attempt's directory name, or None for any other name (also a non-canonical spelling)."""
+    """Returns the number in an attempt's directory name; None for others, also non-canonical spellings."""
     found = _ATTEMPT.fullmatch(key)
     if not found:
         return None
@@ -59,7 +59,7 @@ def parse_step(key: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointId:
-    """A checkpoint's identity: never its content, never its time. `run` is the run's directory key."""
+    """A checkpoint's identity, independent of its content and time. `run` is the run's directory name."""
 
     run: str
     attempt: int

@@ -1,4 +1,7 @@
-"""A leaf: one tensor-like entry of the training state; and a row: the part of it that one rank holds."""
+"""Leaves, rows and element types.
+
+A leaf is one tensor-like entry of the training state; a row is the part of it that one rank holds.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final, Literal
 
-# --------------------------------------------------------------------------------------------------
-# Element types by name. The names are torch's; a dtype is stored as bytes, whatever its name means.
+# Element types by torch name. Values are stored as bytes, whatever the type.
 #
-# `size` is bytes per stored element (a packed sub-byte type counts the byte that torch allocates for one element).
-# `code` is the safetensors dtype, or None where safetensors 0.8 has none: such a leaf lies in the pack as U8.
-# `numpy` is numpy's type string, or None where numpy has no such type.
+# size: bytes per stored element; a packed sub-byte type counts the byte that torch allocates for one element.
+# code: the safetensors dtype; None if safetensors 0.8 has none, and the leaf lies in the pack as U8.
+# numpy: numpy's type string; None if numpy has no such type.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,11 @@ DTYPES: Final[dict[str, DType]] = _table(
     ("bits1x8", 1, None, None),
     ("bits2x4", 1, None, None),
     ("bits4x2", 1, None, None),
-    # Arrays that only numpy has: kept as bytes with numpy's own type string as the name.
 )
 
 
 def dtype(name: str) -> DType:
-    """The dtype called `name`; numpy types that have no torch name are spelled `numpy:<f16` and the like."""
+    """Returns the dtype called `name`; numpy types without a torch name are spelled `numpy:<f16` and the like."""
     found = DTYPES.get(name)
     if found is not None:
         return found
@@ -75,17 +76,26 @@ def dtype(name: str) -> DType:
 
 
 Placement = Literal["whole", "replicated", "box", "per_rank"]
-"""How a leaf relates to the ranks. whole: nothing declares it, and it is taken to be the same on all. replicated:
-declared to be the same on all that hold it. box: a rank holds its part of a global tensor. per_rank: private."""
+"""How a leaf relates to the ranks.
+
+whole: undeclared, and taken to be the same on all ranks.
+replicated: declared to be the same on all ranks that hold it.
+box: each rank holds its part of a global tensor.
+per_rank: private to each rank.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """What a row is, without its bytes: path, dtype name and shape (row-major) of the bytes. `private` rows belong to
-    one rank.
+    """The description of a row, without its bytes.
 
-    `whole` is the leaf's global shape and `offsets` where in it this row begins; both None where the row is the whole
-    leaf. `placement` says how it got here; it is no part of what the row is, so rows that differ in it alone are equal.
+    path: the leaf's path.
+    dtype: the dtype's name.
+    shape: the row's shape; its bytes are row-major.
+    private: whether the row belongs to one rank.
+    offsets: where the row begins in the leaf; None if the row is the full leaf.
+    whole: the leaf's global shape; None if the row is the full leaf.
+    placement: how the leaf relates to the ranks; ignored in comparisons.
     """
 
     path: str
@@ -106,5 +116,5 @@ class LeafSpec:
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
-        """The shape of the whole leaf."""
+        """The shape of the full leaf."""
         return self.shape if self.whole is None else self.whole

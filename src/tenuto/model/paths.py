@@ -1,8 +1,8 @@
 """Paths of leaves: RFC 6901 pointers with two more escapes and typed keys.
 
 A path is segments joined by `/`. In a segment `~0` is `~`, `~1` is `/`, `~2` is `@` (which marks a part of a leaf in
-pack names), `~3` a leading `#` of a string key. A segment that starts with `#` is a key that is no string
-(`#i:3` the int 3), or a name of Tenuto's own, so that the two can never meet.
+pack names), `~3` a leading `#` of a string key. A segment that starts with `#` is a non-string key (`#i:3`: the int 3)
+or one of Tenuto's own names, so that the two never collide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ METADATA: Final = "__metadata__"
 
 
 def escape(key: str) -> str:
-    """A string key as a path segment."""
+    """Returns a string key as a path segment."""
     if not key.isascii():
         try:
             key.encode("utf-8")
@@ -31,19 +31,19 @@ def escape(key: str) -> str:
 
 
 def unescape(segment: str) -> str:
-    """The string key of a segment that `escape` made."""
+    """Returns the string key of a segment made by `escape`."""
     if segment.startswith("~3"):
         segment = "#" + segment[2:]
     return segment.replace("~2", "@").replace("~1", "/").replace("~0", "~")
 
 
 def join(parent: str, segment: str) -> str:
-    """`segment` (escaped already) below `parent`; the root is the empty path."""
+    """Appends the escaped `segment` to `parent`; the root is the empty path."""
     return f"{parent}/{segment}" if parent else segment
 
 
 def lineage(path: str) -> Iterator[str]:
-    """The path, and all that it lies below, but the root."""
+    """Yields the path and all its ancestors except the root."""
     yield path
     while "/" in path:
         path = path.rpartition("/")[0]

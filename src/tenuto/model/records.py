@@ -1,4 +1,4 @@
-"""The nouns of a checkpoint: what its small objects say, without how they are written."""
+"""The records of a checkpoint: the content of its small objects, independent of their encoding."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class PackEntry:
-    """A pack as its index names it: file name inside the checkpoint's directory, length in bytes, digest of the
-    header block (the first `header_length` bytes, padding included)."""
+    """A pack as its index names it.
+
+    name: file name inside the checkpoint's directory.
+    length: bytes.
+    header_length: bytes of the header block, including padding.
+    header_digest: digest of the header block.
+    """
 
     name: str
     length: int
@@ -37,15 +42,19 @@ class PackEntry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """One rank's table. Row i is leaf i in the order of the state: `specs[i]` lies in `packs[pack[i]]` at
-    `offset[i]`, `length[i]` bytes, with chunk digests `digests[chunk_start[i]:chunk_start[i + 1]]`.
+    """One rank's table of rows, private rows last; row i is leaf i of the state unless `leaf` is given.
 
-    pack: int64 [n]; offset, length: int64 [n], bytes from the pack's first byte; chunk_start: int64 [n + 1];
-    digests: uint8 [chunks, 16], xxh3-128 of each chunk of `chunk_bytes` (the last of a leaf is shorter).
-    `specs` are the shared leaves in the order of the manifest's tree, then the private ones of the private tree.
-    leaf: int64 [n], the number of each row's leaf, never falling, the private tree's leaves counted on from the
-    manifest's; None where row i is leaf i. A rank of several has rows for what it has written: boxes of leaves, one or
-    more of a leaf or none.
+    Row i is `length[i]` bytes at `offset[i]` of `packs[pack[i]]`; its chunk digests are
+    `digests[chunk_start[i]:chunk_start[i + 1]]`. A rank of several has rows only for the boxes it wrote: none, one or
+    more of a leaf.
+
+    specs: the shared leaves in the order of the manifest's tree, then those of the private tree.
+    pack, length: int64 [n].
+    offset: int64 [n], bytes from the pack's first byte.
+    chunk_start: int64 [n + 1].
+    digests: uint8 [chunks, 16], xxh3-128 of each chunk of `chunk_bytes`; a leaf's last chunk is shorter.
+    leaf: int64 [n], each row's leaf number, never decreasing; private leaves are numbered after the manifest's. None if
+        row i is leaf i.
     """
 
     rank: int
@@ -61,7 +70,7 @@ class Index:
     private: Json = None
     leaf: np.ndarray[Any, Any] | None = None
     tree_leaves: int | None = None
-    """How many leaves the manifest's tree has, where `leaf` is given."""
+    """The number of leaves in the manifest's tree, where `leaf` is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +84,13 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One checkpoint. It exists, and is no aborted mark: the checkpoint exists."""
+    """One checkpoint. The checkpoint exists if and only if its manifest exists and is no aborted mark."""
 
     id: CheckpointId
     save_id: str
     tree: Json
     indexes: tuple[IndexEntry, ...]
-    """Of the ranks that wrote it, by rank."""
+    """The indexes of the ranks that wrote it, by rank."""
     content: str
     """SHA-256 (hex) of the canonical leaf table with chunk digests: equal for equal contents, in every tier."""
     bytes: int
@@ -90,30 +99,30 @@ class Manifest:
     parent: CheckpointId | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     progress: Mapping[str, Json] = field(default_factory=dict)
-    """Where training was: step, epoch, batch within the epoch."""
+    """Position of training: step, epoch, batch within the epoch."""
     environment: Mapping[str, Json] = field(default_factory=dict)
     certificate: Mapping[str, Json] = field(default_factory=dict)
     created: str = ""
-    """Wall clock at commit, RFC 3339, UTC. For the eye, and for `keep.every(hours=)`: nothing else is decided by it."""
+    """Wall clock at commit, RFC 3339, UTC. For display and `keep.every(hours=)` only."""
     boxes: IndexEntry | None = None
-    """The table that tells which rank has which part of which leaf; None for what one rank wrote."""
+    """The table that maps the parts of each leaf to ranks; None if one rank wrote everything."""
 
     @property
     def tables(self) -> tuple[IndexEntry, ...]:
-        """Every object that it names: the indexes, and the table of boxes where there is one."""
+        """Every table object it names: the indexes, and the table of boxes if there is one."""
         return self.indexes if self.boxes is None else (*self.indexes, self.boxes)
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who owns an attempt: enough to tell, on the same boot and pid namespace, whether that process still lives."""
+    """The owner of an attempt: enough to tell, on the same boot and pid namespace, whether that process still lives."""
 
     host: str
     boot: str
     pid_namespace: str
     pid: int
     started: str
-    """The process's start time in clock ticks since boot, as text; with the pid it names one process."""
+    """The process's start time in clock ticks since boot, as text; with the pid it identifies one process."""
     user: str
 
 
@@ -128,9 +137,9 @@ class AttemptRecord:
     owner: Owner
     created: str = ""
     repository: str = ""
-    """The id of the repository that it was claimed in; empty where an earlier version wrote it."""
+    """The id of the repository it was claimed in; empty if an earlier version wrote it."""
     before: tuple[int, int] | None = None
-    """The attempt before it, and the highest step that was begun in that; None where there was none."""
+    """The previous attempt and the highest step begun in it; None if there was none."""
 
 
 @dataclass(frozen=True, slots=True)

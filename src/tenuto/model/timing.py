@@ -1,4 +1,4 @@
-"""Where the time of one save goes."""
+"""Where the time of a save or a restore goes, in one process and over ranks."""
 
 from __future__ import annotations
 
@@ -27,53 +27,51 @@ TimedPart = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of one save went, in seconds. What has not come yet, or does not occur, is 0.
+    """Where the time of one save went, in seconds; 0 for what has not happened.
 
-    The training thread is held by the first group. The second runs beside training, unless the save is waited for.
-    `late_s`, `digest_s` and `cpu_s` lie across the others.
+    The first group of fields blocks the training thread. The second runs in the background, unless the save is waited
+    for. `late_s`, `digest_s` and `cpu_s` overlap the others.
     """
 
     look_s: float = 0.0
-    """Finding what the state holds, and what there is to say about it."""
+    """Inspecting the state and describing its leaves."""
     wait_s: float = 0.0
     """Waiting until another save may be in flight."""
     prepare_s: float = 0.0
-    """The check who owns the run, and the plan and the memory of the image."""
+    """Checking the owner of the run, planning, and allocating the image's memory."""
     capture_s: float = 0.0
-    """Copying. Of a save that is waited for, or that does not fit into memory as a whole: the digests as well, and
-    waiting for room."""
+    """Copying. A blocking save, or one that does not fit into memory, includes digests and waiting for buffer space."""
     fence_s: float = 0.0
-    """An update that waited for what a fenced save had not copied yet."""
+    """Updates that waited for a fenced save to copy what it still needed."""
     join_s: float = 0.0
-    """Waiting for the commit, where that was asked for."""
+    """Waiting for the commit, where requested."""
     late_s: float = 0.0
-    """Of a fenced save: the copy beside training, from its begin until the image was whole, its pauses included. It may
-    begin before the writing does, and is not part of `seconds`."""
+    """Background copying of a fenced save until the image is complete, including pauses. It may begin before the
+    writing does, and is not part of `seconds`."""
     queue_s: float = 0.0
-    """Until the saves before were written, where several are in flight. It is not part of `seconds`."""
+    """Waiting for earlier saves to be written, with several in flight. Not part of `seconds`."""
     begin_s: float = 0.0
-    """The question for space, and `begin.json` until it is durable."""
+    """Checking free space and writing `begin.json` until it is durable."""
     seal_s: float = 0.0
-    """Sealing the image in memory, where states are kept there. Digests and waiting for the capture are not in it."""
+    """Sealing the image in memory, where states are kept there; excludes digests and waiting for the capture."""
     write_s: float = 0.0
-    """The packs, written and flushed until they are durable. Digests and waiting for the capture are not in it."""
+    """Writing and flushing the packs until they are durable; excludes digests and waiting for the capture."""
     index_s: float = 0.0
-    """The index, until it is durable."""
+    """Writing the index until it is durable."""
     commit_s: float = 0.0
-    """The manifest, until it is durable."""
+    """Writing the manifest until it is durable."""
     digest_s: float = 0.0
-    """Digests of the image, wherever they were made."""
+    """Digests of the image, wherever they were computed."""
     cpu_s: float = 0.0
-    """Processor time of the thread that writes, and of the one that copies beside training. What a store does in
-    threads of its own is not in it."""
+    """Processor time of the writing thread and of the background copier, without a store's own threads."""
     seconds: float = 0.0
-    """From the begin of writing to the durable manifest."""
+    """From the start of writing to the durable manifest."""
     bytes: int = 0
-    """Of the packs."""
+    """Bytes of the packs."""
 
     @property
     def held_s(self) -> float:
-        """How long the training thread was held."""
+        """Seconds for which the training thread was blocked."""
         return self.look_s + self.wait_s + self.prepare_s + self.capture_s + self.fence_s + self.join_s
 
     @property
@@ -82,14 +80,14 @@ class Timing:
         return self.bytes / self.write_s if self.write_s > 0 and self.bytes else None
 
     def told(self) -> dict[str, float]:
-        """As a manifest says it: seconds, to the microsecond; what is 0 is left out, and so is what the manifest says
+        """Returns the seconds as a manifest stores them, to the microsecond, without zeros and what it stores
         elsewhere."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "bytes"}
         return {name: round(value, 6) for name, value in found.items() if value >= 5e-7}
 
     @classmethod
     def read(cls, told: Any, nbytes: int) -> Timing | None:
-        """Of what a manifest says; None where it says nothing of the kind. What is no duration is passed over."""
+        """Reads what a manifest stores; None if that is no mapping. Values that are no durations are ignored."""
         if not isinstance(told, Mapping):
             return None
         names = {field.name for field in fields(cls)} - {"bytes"}
@@ -101,23 +99,25 @@ def _is_duration(value: Any) -> bool:
     return number and math.isfinite(value) and 0 <= value < 1e9
 
 
-# --------------------------------------------------------------------------------------------------
-# Where the time of what several ranks do went on each of them, in a form that stays small for thousands.
+# Timings over ranks, in a form that stays small for thousands of them.
 
 FULL: Final = 64
-"""So many ranks at most are told one by one; of more the slowest, and how the others are spread."""
+"""Up to this many ranks are listed one by one; beyond it, the slowest and the quantiles."""
 SLOWEST: Final = 8
 _OF_A_SAVE: Final = ("held_s", *(field.name for field in fields(Timing)))
 _OF_A_RESTORE: Final = ("match_s", "read_s")
 PARTS: Final = (*_OF_A_SAVE, *_OF_A_RESTORE)
-_MOST: Final = 1 << 62
+_COUNT_LIMIT: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpread:
-    """One part of a save or a restore over its ranks, in seconds (of `bytes`: in bytes). `quantiles`: the least, a
-    quarter, half, three quarters, the most. `slowest`: rank and value, the largest first. `each`: by rank, where they
-    are not too many to be told one by one; else empty."""
+    """One part of a save or a restore over its ranks, in seconds (`bytes`: in bytes).
+
+    quantiles: minimum, lower quartile, median, upper quartile, maximum.
+    slowest: (rank, value) pairs, the largest value first.
+    each: the values by rank; empty if there are more than FULL ranks.
+    """
 
     quantiles: tuple[float, float, float, float, float]
     slowest: tuple[tuple[int, float], ...]
@@ -144,46 +144,53 @@ class RankSpread:
 
 @dataclass(frozen=True, slots=True)
 class RankTimings:
-    """Where the time of one save went on each of its `ranks`, until that rank had put its part: by the names of
-    `Timing`, `held_s` (how long training was held) and `bytes` among them. Of a restore, until the rank's part was
-    there, verified: `match_s`, finding what it needs of the checkpoint, `read_s`, both together `seconds`; `wait_s`,
-    for what its neighbours on the node ask for; and `bytes`. Parts that are 0 everywhere are left out."""
+    """Where the time of one save or restore went on each of its ranks; parts that are 0 everywhere are left out.
+
+    ranks: the number of ranks.
+    parts: for a save, the fields of `Timing`, `held_s` and `bytes`, until the rank had written its part. For a restore,
+        until the rank's part was there and verified: `match_s` (finding what it needs of the checkpoint), `read_s`,
+        their sum `seconds`, `wait_s` (for the reads of other ranks on the node) and `bytes`.
+    """
 
     ranks: int
     parts: Mapping[str, RankSpread]
 
     @classmethod
     def of(cls, timings: Sequence[Timing]) -> RankTimings:
-        """`timings[r]`: of rank r."""
+        """Builds the timings of a save; `timings[r]` is that of rank r."""
         return cls.of_parts(len(timings), {name: [float(getattr(one, name)) for one in timings] for name in _OF_A_SAVE})
 
     @classmethod
     def of_parts(cls, ranks: int, parts: Mapping[str, Sequence[float]]) -> RankTimings:
-        """`parts[name][r]`: of rank r."""
+        """Builds timings from values; `parts[name][r]` is that of rank r."""
         return cls(ranks, {name: RankSpread.of(values) for name, values in parts.items() if any(values)})
 
     def told(self) -> dict[str, Any]:
-        """As a manifest says it: whole microseconds, and bytes."""
+        """Returns the timings as a manifest stores them: whole microseconds, and bytes."""
         return {
             "ranks": self.ranks,
-            "parts": {name: _told(part, 1 if name == "bytes" else 1e6) for name, part in self.parts.items()},
+            "parts": {name: _spread_to_json(part, 1 if name == "bytes" else 1e6) for name, part in self.parts.items()},
         }
 
     @classmethod
     def read(cls, told: Any) -> RankTimings | None:
-        """Of what a manifest says; None where it says nothing of the kind. What makes no sense is passed over."""
-        if not isinstance(told, Mapping) or not isinstance(told.get("parts"), Mapping) or not _is(told.get("ranks")):
+        """Reads what a manifest stores; None if it has another form. Parts that make no sense are ignored."""
+        if (
+            not isinstance(told, Mapping)
+            or not isinstance(told.get("parts"), Mapping)
+            or not _is_count(told.get("ranks"))
+        ):
             return None
         ranks = int(told["ranks"])
         found = {}
         for name, part in told["parts"].items():
-            read = _read(part, ranks, 1 if name == "bytes" else 1e6) if name in PARTS else None
+            read = _spread_from_json(part, ranks, 1 if name == "bytes" else 1e6) if name in PARTS else None
             if read is not None:
                 found[name] = read
         return cls(ranks, found)
 
 
-def _told(part: RankSpread, scale: float) -> Any:
+def _spread_to_json(part: RankSpread, scale: float) -> Any:
     if part.each:
         return [round(value * scale) for value in part.each]
     return {
@@ -192,16 +199,20 @@ def _told(part: RankSpread, scale: float) -> Any:
     }
 
 
-def _read(told: Any, ranks: int, scale: float) -> RankSpread | None:
+def _spread_from_json(told: Any, ranks: int, scale: float) -> RankSpread | None:
     if isinstance(told, list):
-        return RankSpread.of([value / scale for value in told]) if len(told) == ranks and all(map(_is, told)) else None
+        return (
+            RankSpread.of([value / scale for value in told])
+            if len(told) == ranks and all(map(_is_count, told))
+            else None
+        )
     if not isinstance(told, Mapping):
         return None
     quantiles, slowest = told.get("quantiles"), told.get("slowest")
-    if not isinstance(quantiles, list) or len(quantiles) != 5 or not all(map(_is, quantiles)):
+    if not isinstance(quantiles, list) or len(quantiles) != 5 or not all(map(_is_count, quantiles)):
         return None
     if not isinstance(slowest, list) or not all(
-        isinstance(one, list) and len(one) == 2 and all(map(_is, one)) for one in slowest
+        isinstance(one, list) and len(one) == 2 and all(map(_is_count, one)) for one in slowest
     ):
         return None
     least, quarter, half, most_of, most = (value / scale for value in quantiles)
@@ -210,5 +221,5 @@ def _read(told: Any, ranks: int, scale: float) -> RankSpread | None:
     )
 
 
-def _is(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _COUNT_LIMIT

@@ -1,4 +1,8 @@
-"""What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=, hours=)`, `keep.all()`."""
+"""What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=, hours=)`, `keep.all()`.
+
+Whatever the policy decides, retention (I7) never removes the checkpoint that `latest` means, the last verified one on
+the walk of I4, or one that is pinned, tagged, held, being copied or needed by something else.
+"""
 
 from __future__ import annotations
 
@@ -12,41 +16,37 @@ from tenuto.errors import UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.numbers import duration, metric_name, min_or_max, whole_number
 
-# --------------------------------------------------------------------------------------------------
-# The keep side: what a policy is told, what it answers, how policies combine, and what none of them may remove.
-#
-# Retention (I7) never removes the checkpoint that `latest` means, the last verified one on the walk of I4, one that is
-# pinned, tagged, held, needed by something else or being copied, whatever the policy says.
-
 LEFT_BEHIND = "on a line of training that was left behind"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """One checkpoint of the run that is judged; checkpoints of other runs are not offered."""
+    """One checkpoint of the run under judgement. Checkpoints of other runs are never judged."""
 
     id: CheckpointId
     walk: int | None = None
-    """Position on the walk of I4, `latest` lowest; None: on a line of training that was left behind."""
+    """Position on the walk of I4, `latest` lowest; None on an abandoned line of training."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """As logged with the step and as noted later, the later one counting."""
+    """Metrics logged with the step or noted later; the later value wins."""
     verified: bool = False
-    """Every byte was read and found good, and nothing suspect was noted since."""
+    """Whether every byte was read and found good, with no damage noted since."""
     suspect: bool = False
-    """Damage was noted, and no verification since."""
+    """Whether damage was noted, with no verification since."""
     created_s: float | None = None
-    """When it was saved, in seconds since 1970 by the clock of the machine that saved it; None if nothing says it.
-    Two clocks disagree, and one may run backward: by this alone nothing is ever newer."""
+    """Save time by the saving machine's clock, in seconds since 1970; None if unknown.
+
+    Clocks disagree and may run backward, so this alone never makes a checkpoint newer.
+    """
     pinned: bool = False
     tags: tuple[str, ...] = ()
     held: bool = False
     being_copied: bool = False
     needed_by: tuple[str, ...] = ()
-    """What else relies on it, in words: "run b was started from it"."""
+    """What else relies on the checkpoint, in words: "run b was started from it"."""
 
     @property
     def age_key(self) -> tuple[int, int]:
-        """Higher is newer: attempts are claimed one after another, and steps only grow inside one."""
+        """Returns a sort key, higher is newer: attempts are claimed in order, and steps only grow within one."""
         return (self.id.attempt, self.id.step)
 
 
@@ -55,7 +55,7 @@ class KeepVerdict:
     id: CheckpointId
     keep: bool
     reason: str
-    """In words that follow "kept: " or "removed: "."""
+    """The reason, in words that follow "kept: " or "removed: "."""
 
     def __str__(self) -> str:
         return f"{'kept' if self.keep else 'removed'}: {self.reason}"
@@ -63,29 +63,29 @@ class KeepVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What one policy alone thinks of one checkpoint."""
+    """One policy's verdict on one checkpoint, before protections."""
 
     keep: bool
     reason: str
 
 
 class KeepPolicy(ABC):
-    """What to keep. Policies combine with `|`: what any of them keeps is kept.
+    """Decides what to keep. Policies combine with `|`: a checkpoint that any of them keeps is kept.
 
-    To write one, implement `judge`. It must be a function of its arguments alone. What I7 protects is kept around it.
+    To write one, implement `judge` as a function of its arguments alone. What I7 protects is kept in any case.
     """
 
     @abstractmethod
     def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
-        """One opinion for each of `history`, which is newest first."""
+        """Returns one opinion for each checkpoint of `history`, which is newest first."""
 
     def metrics(self) -> frozenset[str]:
-        """Names of the metrics that this policy judges by, so that one that is never logged can be warned of."""
+        """Returns the names of the metrics that this policy reads, so that a metric nobody logs can be reported."""
         return frozenset()
 
     @final
     def decide(self, history: Sequence[CheckpointFacts]) -> list[KeepVerdict]:
-        """One verdict for each checkpoint, in the order given. Raises UsageError if one is given twice."""
+        """Returns one verdict for each checkpoint, in the order given. Raises UsageError if one is given twice."""
         if len({facts.id for facts in history}) != len(history):
             raise UsageError("the history names a checkpoint twice")
         newest_first = sorted(history, key=lambda facts: facts.age_key, reverse=True)
@@ -101,7 +101,7 @@ class KeepPolicy(ABC):
 
     @final
     def __or__(self, other: KeepPolicy) -> KeepPolicy:
-        second: object = other  # a checker refuses what is none; not everybody runs one
+        second: object = other  # type checkers reject other types, but not everybody runs one
         if not isinstance(second, KeepPolicy):
             raise UsageError(
                 f"{self!r} | {other!r} does not combine: the second one does not say what to keep",
@@ -112,7 +112,7 @@ class KeepPolicy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Union(KeepPolicy):
-    """Keeps what any of `parts` keeps; all reasons are told."""
+    """Keeps what any of `parts` keeps, and reports all reasons."""
 
     parts: tuple[KeepPolicy, ...]
 
@@ -128,12 +128,12 @@ class Union(KeepPolicy):
 
 
 def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[str]]:
-    """Why I7 keeps each checkpoint; an empty list where it does not."""
+    """Returns why I7 protects each checkpoint; an empty list if it does not."""
     walk = sorted((facts for facts in history if facts.walk is not None), key=lambda facts: facts.walk or 0)
-    # Where the run goes on from another run's checkpoint, that one is what `latest` means; its own newest stays too.
+    # In a run that continues another run's checkpoint, `latest` means that checkpoint; the run's own newest stays too.
     latest = walk[0].id if walk else None
     newest = "what latest means" if walk and walk[0].walk == 0 else "the newest of this run that leads to latest"
-    # What a restore would fall back to: latest itself, unless it is known to be damaged.
+    # A restore falls back to this checkpoint: latest itself, unless it is known to be damaged.
     whole = next((facts.id for facts in walk if not facts.suspect), None)
     last_verified = next((facts.id for facts in walk if facts.verified), None)
     return {
@@ -161,29 +161,28 @@ def _joined(opinions: Sequence[Opinion]) -> Opinion:
     return Opinion(keep, "; ".join(dict.fromkeys(reasons)))
 
 
-# --------------------------------------------------------------------------------------------------
 # Milestones: one checkpoint of each span of steps or hours, kept for good.
 
 
 class Milestones(KeepPolicy):
-    """The first whole checkpoint of each span, and damaged ones before it: those may be repaired."""
+    """Keeps the first undamaged checkpoint of each span, and damaged ones before it, since those may be repaired."""
 
     @abstractmethod
     def span(self, facts: CheckpointFacts) -> int | None:
-        """The number of the span that the checkpoint lies in; None where it can be no milestone."""
+        """Returns the number of the checkpoint's span; None if it cannot be a milestone."""
 
     @abstractmethod
     def name(self, span: int) -> str:
-        """What a milestone of this span is called, in words."""
+        """Returns the name of a milestone of this span, in words."""
 
     @abstractmethod
     def outside(self) -> str:
-        """Why a checkpoint lies in no span."""
+        """Returns why a checkpoint lies in no span, in words."""
 
     def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
         taken: dict[int, CheckpointFacts] = {}
         kept: dict[object, Opinion] = {}
-        for facts in sorted(history, key=_first_comes_first):
+        for facts in sorted(history, key=_milestone_order):
             span = self.span(facts)
             if span is None or span in taken:
                 continue
@@ -232,42 +231,46 @@ class EveryHours(Milestones):
         return f"keep.every(hours={self.hours:g})"
 
 
-def _first_comes_first(facts: CheckpointFacts) -> tuple[int, int, int]:
-    """The line of training that goes on, in the order in which it was saved; then what was left behind, of later
-    attempts first. No clock takes part."""
+def _milestone_order(facts: CheckpointFacts) -> tuple[int, int, int]:
+    """Orders the current line of training first, as saved, then abandoned checkpoints, later attempts first. Uses no
+    clock."""
     if facts.walk is not None:
         return (0, -facts.walk, 0)
     return (1, -facts.id.attempt, facts.id.step)
 
 
 def latest(n: int) -> KeepPolicy:
-    """Keeps the newest `n`, first of the line of training that leads to `latest`, then, where places are free, of lines
-    that were left behind. One known to be damaged takes no place, and stays while a whole one older than it does."""
+    """Keeps the newest `n` checkpoints: those on the line of training that leads to `latest` first, then abandoned
+    ones.
+
+    A checkpoint known to be damaged does not count, and stays as long as an older, undamaged one does.
+    """
     return Latest(whole_number(n, "keep.latest({})"))
 
 
 def best(n: int, metric: str, mode: Literal["min", "max"] = "min") -> KeepPolicy:
-    """Keeps the `n` with the lowest (`mode="max"`: highest) `metric`; of equal ones the newer. NaN is never best.
+    """Keeps the `n` checkpoints with the lowest `metric` (highest with `mode="max"`); ties go to the newer one.
 
-    A checkpoint that lacks the metric is judged only if a newer one has it; until then it is kept, as its metric may
-    still be noted. A damaged one takes no place. After a rollback both the best of the whole run and the best of the
-    line that goes on are kept.
+    NaN is never best. A checkpoint without the metric is judged only once a newer one has it; until then it is kept,
+    because its metric may still be noted. A damaged checkpoint does not count. After a rollback, both the best of the
+    whole run and the best of the current line are kept.
     """
     name = metric_name(metric, 'keep.best(3, "val_loss")')
     return Best(whole_number(n, f"keep.best({{}}, {name!r})"), name, min_or_max(mode, name))
 
 
 def every(*, steps: int | None = None, hours: float | None = None) -> KeepPolicy:
-    """Keeps milestones for good; of both given, those of either.
+    """Keeps milestones for good; with both arguments given, the milestones of either.
 
-    steps: the first checkpoint at or after each multiple of so many steps, and before the next (step 0 counts; what
-    lies between it and the first multiple does not). hours: the first of each span of so many hours, counted from
-    1970-01-01 00:00 UTC (24: of each day), by the time that the saving machine's clock said. "First" means first
-    saved. A clock that runs backward only puts a checkpoint into a span that has its milestone already; one that ran
-    ahead makes a milestone of its own. One that does not say when it was saved is no milestone of hours.
+    steps: keeps the first checkpoint at or after each multiple of `steps` and before the next multiple. Step 0 counts;
+        checkpoints between it and the first multiple do not.
+    hours: keeps the first checkpoint of each span of `hours`, counted from 1970-01-01 00:00 UTC (24: each day) on the
+        saving machine's clock.
 
-    One known to be damaged takes no place, and stays where it would be the milestone. After a rollback the line of
-    training that goes on comes first; a milestone that was left behind stays until that line has reached its place.
+    "First" means first saved. A clock that runs backward only puts a checkpoint into a span that already has its
+    milestone; a clock that ran ahead makes a milestone of its own. A checkpoint without a save time is no milestone of
+    hours. A checkpoint known to be damaged does not count, and stays where it would be the milestone. After a rollback
+    the current line of training has precedence; an abandoned milestone stays until that line has reached its place.
     """
     parts: list[KeepPolicy] = []
     if steps is not None:
@@ -348,13 +351,13 @@ class Best(KeepPolicy):
         return opinions
 
     def _ranked(self, history: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
-        """Those that have the metric, best first, the newer of equals first."""
+        """Returns the checkpoints that have the metric, best first, the newer of equals first."""
         sign = 1.0 if self.mode == "min" else -1.0
         with_metric = [facts for facts in history if not math.isnan(self._value(facts))]
         return sorted(with_metric, key=lambda facts: sign * self._value(facts))
 
     def _first(self, ranked: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
-        """The first n whole ones, and the damaged ones among them: those may be repaired, and take no place."""
+        """Returns the first n undamaged ones and damaged ones among them, which may be repaired and do not count."""
         first: list[CheckpointFacts] = []
         places = self.n
         for facts in ranked:

@@ -1,4 +1,4 @@
-"""Checks of the numbers and names that a policy is given."""
+"""Validates the numbers and names given to a policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tenuto.errors import UsageError
 
 
 def whole_number(value: object, call: str) -> int:
-    """`value` as a positive int; `call` is how the user wrote it, with {} where the value stood."""
+    """Returns `value` as a positive int. `call` shows how the user wrote it, with {} in place of the value."""
     hint = f"give a whole number of at least 1, such as {call.format(3)}"
     if isinstance(value, bool):
         raise UsageError(f"{call.format(repr(value))} is no count", hint=hint)
@@ -25,7 +25,7 @@ def whole_number(value: object, call: str) -> int:
 
 
 def duration(value: object, call: str) -> float:
-    """`value` as a positive, finite number of any unit."""
+    """Returns `value` as a positive, finite number of any unit."""
     hint = f"give a number above zero, such as {call.format(10)}"
     if isinstance(value, (bool, str, bytes)):
         raise UsageError(f"{call.format(repr(value))} is no duration", hint=hint)
@@ -40,17 +40,17 @@ def duration(value: object, call: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """By how much a metric has to change: an amount, or (`relative`) a part of the value it is compared with."""
+    """How much a metric must change: an amount, or (`relative`) a fraction of the value it is compared with."""
 
     amount: float
     relative: bool = False
 
     def at(self, value: float) -> float:
-        """The amount, where `value` is what it is compared with."""
+        """Returns the required amount, compared with `value`."""
         return self.amount * abs(value) if self.relative and self.amount else self.amount
 
     def reached(self, change: float, value: float) -> bool:
-        """Whether `change`, counted from `value`, is something and at least this: decimal places are no obstacle."""
+        """Returns whether `change`, measured from `value`, is positive and at least this margin, up to rounding."""
         least = self.at(value)
         return change > 0 and (change >= least or math.isclose(change, least, rel_tol=1e-9))
 
@@ -59,7 +59,8 @@ class Margin:
 
 
 def margin(value: object, call: str, *, least: Literal["zero", "above zero"]) -> Margin:
-    """`value` as a margin: a finite number, or a string such as "5%". UsageError below zero, or (`least`) at it."""
+    """Returns `value`, a finite number or a string such as "5%", as a margin. Raises UsageError below zero, or at it
+    (`least`)."""
     hint = f"give a number, such as {call.format(0.01)}, or a part of the value, such as {call.format(repr('5%'))}"
     number, relative = value, False
     if isinstance(value, str) and value.strip().endswith("%"):
@@ -76,14 +77,14 @@ def margin(value: object, call: str, *, least: Literal["zero", "above zero"]) ->
 
 
 def metric_name(value: object, call: str) -> str:
-    """`value` as the name of a metric; `call` is how a user writes it."""
+    """Returns `value` as a metric's name. `call` shows how a user writes it."""
     if not isinstance(value, str) or not value:
         raise UsageError(f"{value!r} names no metric", hint=f"give the name that `log` is given: {call}")
     return value
 
 
 def min_or_max(value: object, metric: str) -> Literal["min", "max"]:
-    """`value` as the way in which a metric gets better."""
+    """Returns `value` as the direction in which a metric improves."""
     if value == "min":
         return "min"
     if value == "max":

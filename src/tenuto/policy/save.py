@@ -1,4 +1,4 @@
-"""The save side: what a policy is told, what it answers, and how policies combine."""
+"""When to save: the policies, their inputs and decisions, and how they combine."""
 
 from __future__ import annotations
 
@@ -14,43 +14,47 @@ from tenuto.policy.numbers import Margin, duration, whole_number
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where training is when it asks. `now_s` is any monotonic clock in seconds, the same one as in SaveHistory."""
+    """Where training is when it asks. `now_s`: any monotonic clock in seconds, the same one as in SaveHistory."""
 
     step: int
     """Completed steps."""
     now_s: float
     epoch: int | None = None
-    """Completed epochs, the one that ends now included; None outside `epochs`."""
+    """Completed epochs, including one that ends now; None outside `epochs`."""
     epoch_ended: bool = False
     ending: bool = False
-    """Training ends after this step: the loop is done, or `stop` was called."""
+    """Whether training ends after this step: the loop is done, or `stop` was called."""
     signal: str | None = None
-    """The name of the signal that asked this process to leave."""
+    """The name of the signal that asked this process to stop."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveHistory:
-    """What this process has done so far. `last_saved_step` counts a save in flight, and the step that was restored."""
+    """This process's saves so far. `last_saved_step` includes a save in flight and the restored step."""
 
     started_s: float
     first_step: int = 0
-    """The step that this process began from: 0, or the restored one."""
+    """The step this process started from: 0, or the restored one."""
     last_saved_step: int | None = None
     last_saved_s: float | None = None
-    """When this process last began a save; None before its first."""
+    """When this process last started a save; None before its first."""
     saved: Sequence[Mapping[str, float]] = ()
-    """Metrics of the saves before on this line of training, oldest first, as logged and as noted later. Those of
-    checkpoints that a resumed run goes on from are among them as far as they still exist; failed saves are not."""
+    """Metrics of the earlier saves on this line of training, oldest first, as logged or noted later.
+
+    Includes saves from before a resume as far as their checkpoints still exist; excludes failed saves.
+    """
     stalls_s: Sequence[float] = ()
-    """Seconds for which each of the last few saves of this process held training up, oldest first."""
+    """Seconds for which each of this process's last few saves blocked training, oldest first."""
     stalled_s: float = 0.0
-    """The same of all its saves together."""
+    """Seconds for which all of its saves blocked training."""
     persist_s: float = 0.0
-    """Seconds that writing a save takes: from begin to commit of the last that has committed, or so far of the one that
-    is being written, where that is more. With several in flight they are written one after the other."""
+    """Seconds to write a save, start to commit: the last committed one, or the current one so far if that is longer.
+
+    Several saves in flight are written one after the other.
+    """
     waits: bool = False
-    """Whether another save would have to wait now: as many as may be in flight are."""
+    """Whether another save would have to wait now, because as many as allowed are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +66,36 @@ class Decision:
 
 
 class SavePolicy(ABC):
-    """When to save. Policies combine with `|`: the save is made when any of them wants it.
+    """Decides when to save. Policies combine with `|`: a save is made when any of them wants it.
 
-    To write one, implement `wants`. It must be a function of its arguments alone.
+    To write one, implement `wants` as a function of its arguments alone.
     """
 
     @abstractmethod
     def wants(self, now: Moment, history: SaveHistory) -> str | None:
-        """Why to save now, or None."""
+        """Returns why to save now, or None."""
 
     @property
     def catches_signals(self) -> bool:
-        """Whether this policy waits for a signal, so that handlers for it are needed."""
+        """Returns whether this policy waits for a signal and so needs signal handlers."""
         return False
 
     @property
     def alike(self) -> bool:
-        """Whether all ranks of a job decide alike, each by itself: by where training is alone, and by no clock, signal
-        or metric. What is not is decided by one rank, and saved at a step that all have agreed on."""
+        """Returns whether every rank reaches the same decision by itself: from the position alone, without clock,
+        signal or metric.
+
+        Otherwise one rank decides, and the save happens at a step that all ranks have agreed on.
+        """
         return False
 
     def metrics(self) -> frozenset[str]:
-        """Names of the metrics that this policy asks by, so that those of earlier saves are at hand."""
+        """Returns the names of the metrics that this policy reads, so that values of earlier saves are loaded."""
         return frozenset()
 
     @final
     def decide(self, now: Moment, history: SaveHistory) -> Decision:
-        """A step is never saved twice, and nothing is saved before a first step is complete, whatever is wanted."""
+        """Returns whether to save. Never saves a step twice, or before a first step is complete."""
         if now.step <= history.first_step:
             return Decision(False, "no step was completed since the start")
         if history.last_saved_step is not None and now.step <= history.last_saved_step:
@@ -98,7 +105,7 @@ class SavePolicy(ABC):
 
     @final
     def __or__(self, other: SavePolicy) -> SavePolicy:
-        second: object = other  # a checker refuses what is none; not everybody runs one
+        second: object = other  # type checkers reject other types, but not everybody runs one
         if not isinstance(second, SavePolicy):
             raise UsageError(
                 f"{self!r} | {other!r} does not combine: the second one does not say when to save",
@@ -109,7 +116,7 @@ class SavePolicy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class AnyOf(SavePolicy):
-    """Saves when any of `parts` wants to; all reasons are told."""
+    """Saves when any of `parts` wants to, and reports all reasons."""
 
     parts: tuple[SavePolicy, ...]
 
@@ -141,7 +148,7 @@ class DividedPolicy:
     by_one: SavePolicy
 
 
-def divided(policy: SavePolicy) -> DividedPolicy:
+def split_by_agreement(policy: SavePolicy) -> DividedPolicy:
     """Divides a policy by what all ranks of a job decide alike."""
     parts = parts_of(policy)
     alike = AnyOf(tuple(part for part in parts if part.alike))
@@ -149,17 +156,16 @@ def divided(policy: SavePolicy) -> DividedPolicy:
 
 
 def parts_of(policy: SavePolicy) -> tuple[SavePolicy, ...]:
-    """What a policy is combined of; itself, if of nothing."""
+    """Returns the policies that `policy` combines; itself if it combines none."""
     return policy.parts if isinstance(policy, AnyOf) else (policy,)
 
 
-# --------------------------------------------------------------------------------------------------
-# What a metric can ask for: a save when it is better than ever, or lower than at the last save.
+# Metric triggers: a save when a metric improves on every save, or drops below the last one.
 
 
 @dataclass(frozen=True, slots=True)
 class OnImprove(SavePolicy):
-    """`top`: better than the worst of so many best saves is enough."""
+    """Saves when `metric` is better than the worst of the `top` best saves."""
 
     metric: str
     mode: Literal["min", "max"] = "min"
@@ -215,27 +221,25 @@ class OnDrop(SavePolicy):
 
 
 def _values(metric: str, history: SaveHistory) -> list[float]:
-    """The metric at the saves before that have it, oldest first."""
+    """Returns the metric's values at the earlier saves that have it, oldest first."""
     found = (float(saved.get(metric, math.nan)) for saved in history.saved)
     return [value for value in found if not math.isnan(value)]
 
 
-# --------------------------------------------------------------------------------------------------
-# Saving as often as the machine can bear: within a share of the wall time that saves may hold training up for.
+# Saves as often as the machine can bear, within a share of wall time.
 #
-# What a save costs is learned from the saves before: the longest hold-up of the last few is what the next is expected
-# to cost. Two rules keep the share: of the time since the last save, and of all the time since the start, so that
-# neither a burst nor a slow drift goes beyond it. Nor is a save taken that would have to wait for one before; and
-# none faster than they can be written, however many may be in flight: what is taken beyond that would wait in the
-# end.
+# The expected cost of the next save is the longest stall of the last few. Two rules keep the share, over the time since
+# the last save and over all the time since the start, so that neither a burst nor a slow drift exceeds it. A save that
+# would have to wait for an earlier one is not made, nor one that comes faster than saves can be written: it would only
+# wait in the end.
 
-MOST: Final = 0.5
-"""Whoever lets saves take more than half of the time means something else."""
+MAX_SHARE: Final = 0.5
+"""The largest share: more than half of the time is surely a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class EveryStall(SavePolicy):
-    """At most `share` (0 to 0.5) of wall time is spent on saves in the training thread: copying, waiting for fences."""
+    """Spends at most `share` (0 to 0.5) of wall time blocking the training thread for saves: copies and fence waits."""
 
     share: float
 
@@ -262,7 +266,7 @@ class EveryStall(SavePolicy):
 
 
 def stall_share(value: object) -> float:
-    """`value` ("1%", or a part such as 0.01) as a share of wall time. UsageError where it is none."""
+    """Returns `value` ("1%", or a fraction such as 0.01) as a share of wall time. Raises UsageError if it is none."""
     hint = "give a share of wall time above 0 and at most half, such as every(stall='1%')"
     number, percent = value, False
     if isinstance(value, str) and value.strip().endswith("%"):
@@ -273,18 +277,17 @@ def stall_share(value: object) -> float:
         share = float(number) / (100 if percent else 1)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         raise UsageError(f"every(stall={value!r}) is no share", hint=hint) from None
-    if not 0 < share <= MOST:
+    if not 0 < share <= MAX_SHARE:
         raise UsageError(f"every(stall={value!r}) is no share that a training can keep", hint=hint)
     return share
 
 
-# --------------------------------------------------------------------------------------------------
-# What can ask for a save: a number of steps, epochs or minutes, the end of training, a signal.
+# Other triggers: a number of steps, epochs or minutes, the end of training, a signal.
 
 
 @dataclass(frozen=True, slots=True)
 class EverySteps(SavePolicy):
-    """Pure in the step, so that every rank and every attempt decides alike."""
+    """Depends on the step alone, so every rank and every attempt decides alike."""
 
     steps: int
 
@@ -301,7 +304,7 @@ class EverySteps(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class EveryEpochs(SavePolicy):
-    """At the end of an epoch whose number, counted from 1, is a multiple of `epochs`."""
+    """Saves at the end of an epoch whose number, counted from 1, is a multiple of `epochs`."""
 
     epochs: int
 
@@ -320,7 +323,7 @@ class EveryEpochs(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class EveryMinutes(SavePolicy):
-    """When so much time has passed since the last save of this process began, or since its start."""
+    """Saves `minutes` after this process's last save started, or after its own start."""
 
     minutes: float
 
@@ -369,11 +372,11 @@ def every(
     epochs: int | None = None,
     stall: str | float | None = None,
 ) -> SavePolicy:
-    """Saves every so many completed steps, minutes or completed epochs; of several given, whichever comes.
+    """Saves every so many completed steps, minutes or completed epochs; with several given, whichever comes first.
 
-    `stall` saves as often as the machine can bear: saves hold training up for at most this share of wall time ("1%", or
-    0.01), as measured. Raises UsageError where none is given, or one is not above zero (or, of steps and epochs, not
-    whole).
+    stall: saves as often as possible while saves block training for at most this share of wall time ("1%", or 0.01).
+
+    Raises UsageError if nothing is given, a value is not above zero, or steps or epochs are not whole numbers.
     """
     parts: list[SavePolicy] = []
     if steps is not None:

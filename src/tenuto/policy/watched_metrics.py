@@ -1,4 +1,4 @@
-"""Which metrics the policies of a training watch: one that nothing logs is said to whoever wrote the policy."""
+"""Finds the metrics that a training's policies read, so that one nobody logs can be reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tenuto.policy.save import AnyOf, SavePolicy
 
 
 def watched(save: SavePolicy, keep: KeepPolicy) -> Mapping[str, str]:
-    """Each metric that a policy goes by, by name, and the policies that do, as they are written."""
+    """Returns each metric that a policy reads, with the policies that do, as the user wrote them."""
     found: dict[str, list[str]] = {}
     parts: list[SavePolicy | KeepPolicy] = [*(save.parts if isinstance(save, AnyOf) else (save,))]
     parts += keep.parts if isinstance(keep, Union) else (keep,)

@@ -1,1 +1,1 @@
-"""Who holds, writes and reads which box of each leaf."""
+"""Plans which rank holds, writes and reads which box of each leaf."""

@@ -1,6 +1,6 @@
-"""Coalesced reads: which ranges of a pack to read for a set of wanted chunks, and which chunks lie in each.
+"""Plans coalesced reads: which ranges of a pack to read for the wanted chunks, and which chunks lie in each.
 
-Columns instead of an object for each chunk: a checkpoint of ten thousand small leaves costs no more than its bytes.
+Uses columns instead of one object for each chunk, so planning ten thousand small leaves costs no more than their bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 TASK_BYTES: Final = 1 << 20
 GAP_BYTES: Final = 256 << 10
 RUN_BYTES: Final = 256 << 10
-"""About how many bytes of small chunks are handled at once: they still lie in the processor's cache."""
+"""About how many bytes of small chunks are processed at once, so that they stay in the processor's cache."""
 SMALL_BYTES: Final = 16 << 10
-"""Below this the cost of handling a piece by itself is more than that of copying it once more."""
+"""Below this size, handling a piece by itself costs more than copying it once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """Bytes `start..stop-1` of a pack, read at once; the runs `first..last-1` of the plan lie in them.
+    """Bytes `start..stop-1` of a pack, read at once; they contain the plan's runs `first..last-1`.
 
     nbytes: the bytes of the chunks, without unwanted ones between them.
     shortest: the bytes of the shortest piece of a row.
@@ -43,7 +43,7 @@ class ReadTask:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read of one pack: its wanted chunks in the order in which they lie there.
+    """The reads of one pack: its wanted chunks in the order in which they lie there.
 
     Run r is the chunks `runs[r]..runs[r + 1] - 1`: they lie one after the other in the pack, and either belong to one
     row or are pieces of small ones.
@@ -55,11 +55,13 @@ class ReadPlan:
 
 
 def cut(length: Column, step: int) -> tuple[Column, Column]:
-    """Pieces of at most `step` bytes: which row each is of, and where in it the piece begins. int64 [pieces] each; rows
-    of no bytes have no piece."""
+    """Cuts rows into pieces of at most `step` bytes.
+
+    Returns each piece's row and its start in that row, int64 [pieces] each; empty rows have no piece.
+    """
     counts = -(-length // step)
     row = np.repeat(np.arange(len(length)), counts)
-    # A running count minus where the row began.
+    # A running count minus the row's first piece.
     within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     return row, within * step
 
@@ -107,8 +109,11 @@ def _small(chunks: Chunks) -> Flags:
 
 
 def _groups(start: Column, stop: Column, limit: int, gap: int) -> Column:
-    """Where to cut ranges, by where they begin, into groups of at most `limit` bytes, or of one longer range, without a
-    gap of more than `gap` bytes inside: the first of each, and how many there are. `stop`: where all up to each end."""
+    """Groups ranges, sorted by start, into at most `limit` bytes (or one longer range) without a gap over `gap`.
+
+    Returns the first range of each group and, last, the number of ranges. `stop`: the furthest end of all ranges so
+    far.
+    """
     starts, stops = start.tolist(), stop.tolist()
     breaks = [*(np.flatnonzero(start[1:] - stop[:-1] > gap) + 1).tolist(), len(starts)]
     bounds, at, coming = [0], 0, 0

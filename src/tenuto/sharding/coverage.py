@@ -1,4 +1,13 @@
-"""The proof that every item of every leaf is written exactly once."""
+"""Proves that every item of every leaf is written exactly once.
+
+The number of boxes that cover an item is a sum of indicator functions. The mixed difference of that sum along all axes
+is nonzero only at box corners, 2^axes for each box. The boxes tile their target exactly when these signed points cancel
+against the target's own corners, so sorting corners replaces comparing each pair of boxes; an overlap and a hole of
+equal size cannot hide each other. The first point in row-major order that does not cancel is the first wrong item, and
+its remainder is how far that item's count is from 1: every point that contributes to an item's count precedes it.
+
+Only axes along which some box is a part count, which for most leaves is one or none.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +36,13 @@ from tenuto.sharding.holdings import (
     volumes,
 )
 
-# --------------------------------------------------------------------------------------------------
-# Whether boxes tile what they lie in: every item in exactly one of them.
-#
-# How often each item is covered is a sum of the boxes' indicator functions. Its mixed difference along all axes is
-# nothing but signed points, two to the power of the axes for each box: its corners. The sum is 1 everywhere in the
-# whole and 0 outside exactly when these points cancel against the whole's own corners, so a sort of corners decides
-# what would otherwise be a comparison of each box with each other one; an overlap and a hole of equal size cannot
-# hide each other. The first point in row-major order that does not cancel is the first wrong item, and what remains
-# there is how far its count is from 1: every point that adds to an item's count lies nowhere behind it along any
-# axis, so before it.
-#
-# Only axes along which some box is a part count, which of most leaves is one or none.
-
 MOST_SPLIT_AXES: Final = 12
-"""Along which one tensor is divided: each one doubles the corners."""
+"""Maximum number of split axes of one tensor: each doubles the corners."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The first wrong item of the first wrong whole: it is covered `times` times."""
+    """The first wrong item of the first wrong target; it is covered `times` times."""
 
     group: int
     place: tuple[int, ...]
@@ -54,10 +50,10 @@ class Fault:
 
 
 def first_fault(group: Column, offsets: Matrix, shape: Matrix, whole: Matrix) -> Fault | None:
-    """The first whole whose boxes do not tile it; None where all are tiled.
+    """Returns the first target that its boxes do not tile; None if all are tiled.
 
-    Box i lies in whole `group[i]`, which begins at 0 and has the shape `whole[group[i]]`: this must hold, `check` sees
-    to it. Boxes and wholes without items count for nothing.
+    Box i lies in target `group[i]`, which begins at 0 and has the shape `whole[group[i]]`; `check` must have verified
+    this. Empty boxes and targets are ignored.
     """
     kept = every(shape > 0)
     if not kept.all():
@@ -81,7 +77,7 @@ def first_fault(group: Column, offsets: Matrix, shape: Matrix, whole: Matrix) ->
 
 
 def _split(group: Column, offsets: Matrix, shape: Matrix, whole: Matrix) -> Flags:
-    """Along which axes some box of each whole is only a part of it."""
+    """Returns the axes along which some box of each target is only a part."""
     split = np.zeros(whole.shape, bool)
     for axis in range(whole.shape[1]):
         part = shape[:, axis] != whole[group, axis]
@@ -90,7 +86,7 @@ def _split(group: Column, offsets: Matrix, shape: Matrix, whole: Matrix) -> Flag
 
 
 def _batches(extents: Matrix) -> Iterator[slice]:
-    """Wholes that can be counted through together: all of them, nearly always."""
+    """Yields ranges of targets whose items can be counted in one pass, nearly always a single range."""
     sizes = np.prod(extents.astype(np.float64), axis=1)
     if sizes.max(initial=0) >= LIMIT / 4:
         raise ShardMismatch("a leaf is too large for its items to be counted")
@@ -101,7 +97,7 @@ def _batches(extents: Matrix) -> Iterator[slice]:
 
 
 def _fault(rows: Column, groups: Column, axes: Column, boxes: tuple[Column, Matrix, Matrix, Matrix]) -> Fault | None:
-    """The first fault of `groups`, whose boxes are among `rows` and which are all split along `axes`."""
+    """Returns the first fault of `groups`, whose boxes are among `rows` and which are all split along `axes`."""
     group, offsets, shape, whole = boxes
     number = np.full(len(whole), -1, np.int64)
     number[groups] = np.arange(len(groups))
@@ -113,7 +109,7 @@ def _fault(rows: Column, groups: Column, axes: Column, boxes: tuple[Column, Matr
     at = first[line] + dot(offsets[np.ix_(rows, axes)], pace[line])
     mine = _corners(at, shape[np.ix_(rows, axes)] * pace[line], 1)
     theirs = _corners(first[:-1], lengths * pace, 0)
-    # The sign is the last bit of what is sorted, so that nothing else need be put in order by it.
+    # The sign is the last bit of the sort key, so nothing else needs reordering.
     marks = np.concatenate([mine, theirs])
     marks.sort()
     key = marks >> 1
@@ -132,8 +128,12 @@ def _fault(rows: Column, groups: Column, axes: Column, boxes: tuple[Column, Matr
 
 
 def _corners(at: Column, steps: Matrix, sign: int) -> Column:
-    """Every corner of boxes that begin at `at` and are `steps` long along each axis, twice its number, and 1 more where
-    it adds. `sign`: whether the first does."""
+    """Returns every corner of the boxes, twice its number, plus 1 where it counts positive.
+
+    at: where the boxes begin.
+    steps: their length along each axis.
+    sign: 1 if the first corner counts positive.
+    """
     keys = at[:, None] * 2 + sign
     for axis in range(steps.shape[1]):
         keys = np.concatenate([keys, (keys ^ 1) + 2 * steps[:, axis, None]], axis=1)
@@ -141,10 +141,11 @@ def _corners(at: Column, steps: Matrix, sign: int) -> Column:
 
 
 def check_coverage(boxes: Holdings) -> None:
-    """Raises ShardMismatch, naming the leaf, the first item that is missing or there twice, and the ranks, unless every
-    item of every leaf is in exactly one box. A leaf without items must have a box as well, which says that it exists.
+    """Raises ShardMismatch unless every item of every leaf is in exactly one box.
 
-    For boxes as they are written (`written`), or as a checkpoint names them; replicas are taken out by `assign`.
+    The error names the leaf, the first item that is missing or repeated, and the ranks. An empty leaf needs a box as
+    well, to show that it exists. Applies to boxes as written (`written`) or as a checkpoint names them; `assign` has
+    already removed replicas.
     """
     check(boxes)
     there = np.zeros(boxes.leaves, bool)
@@ -184,6 +185,6 @@ def _error(boxes: Holdings, fault: Fault) -> ShardMismatch:
 
 
 def _holds(boxes: Holdings, fault: Fault) -> Flags:
-    """Which boxes hold the item."""
+    """Returns which boxes contain the item."""
     place = np.array(fault.place, np.int64)
     return every((boxes.offsets <= place) & (place < boxes.offsets + boxes.shape))

@@ -1,4 +1,4 @@
-"""Distinct boxes and who holds them: replicas of one box are one cell."""
+"""Finds distinct boxes and their holders: all replicas of one box form one cell."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DistinctBoxes:
-    """`holders[start[c] .. start[c + 1] - 1]` are the lines of Holdings that are cell c, by rank; cells are in order of
-    leaf, then of where they begin."""
+    """Cells and the lines of Holdings that belong to each, ordered by leaf, then by start.
+
+    holders: the lines of cell c, by rank, are `holders[start[c] .. start[c + 1] - 1]`.
+    """
 
     holders: Column
     start: Column
@@ -26,7 +28,7 @@ class DistinctBoxes:
 
     @property
     def counts(self) -> Column:
-        """How many ranks hold each cell."""
+        """The number of ranks that hold each cell."""
         return np.diff(self.start)
 
     @property
@@ -35,61 +37,69 @@ class DistinctBoxes:
         return self.holders[self.start[:-1]]
 
 
-def distinct_boxes(held: Holdings) -> DistinctBoxes:
-    """The distinct boxes of `held`, which `check` has passed. Boxes without items are none; of a leaf without any items
-    the box of the lowest rank is one. ShardMismatch where a rank has one box twice."""
-    size = volumes(held.whole)
-    lines = _with_items(held, size)
-    leaf, offsets, shape = held.leaf[lines], held.offsets[lines], held.shape[lines]
-    pace = paces(held.whole)[leaf] * (size[leaf] > 0)[:, None]
-    # Two numbers name a box of items: its first and its last one.
+def distinct_boxes(holdings: Holdings) -> DistinctBoxes:
+    """Returns the distinct boxes of holdings that `check` has accepted. Raises ShardMismatch if a rank holds a box
+    twice.
+
+    Empty boxes are ignored, except the lowest rank's box of an empty leaf.
+    """
+    size = volumes(holdings.whole)
+    lines = _with_items(holdings, size)
+    leaf, offsets, shape = holdings.leaf[lines], holdings.offsets[lines], holdings.shape[lines]
+    pace = paces(holdings.whole)[leaf] * (size[leaf] > 0)[:, None]
+    # Two numbers identify a box: its first and its last item.
     first = begins(np.maximum(size, 1))[leaf] + dot(offsets, pace)
     last = first + dot(shape - 1, pace)
-    order = rising(first)  # ranks stay in order
+    order = rising(first)  # a stable sort keeps ranks in order
     if ((first[order[1:]] == first[order[:-1]]) & (last[order[1:]] != last[order[:-1]])).any():
-        order = np.lexsort((last, first))  # boxes that begin alike and end elsewhere: there is something wrong
+        order = np.lexsort((last, first))  # equal starts with different ends: the input is wrong
     first, last = first[order], last[order]
     begun = np.concatenate([np.ones(1, bool), (first[1:] != first[:-1]) | (last[1:] != last[:-1])])[: len(order)]
     found = DistinctBoxes(lines[order], np.append(np.flatnonzero(begun), len(order)))
-    rank = held.rank[found.holders]
+    rank = holdings.rank[found.holders]
     twice = np.flatnonzero((rank[1:] == rank[:-1]) & ~begun[1:])
     if len(twice):
         at = int(found.holders[twice[0]])
         raise ShardMismatch(
-            f"{held.path(at)}: rank {held.rank[at]} holds the box {held.box(at)} twice", subject=held.path(at)
+            f"{holdings.path(at)}: rank {holdings.rank[at]} holds the box {holdings.box(at)} twice",
+            subject=holdings.path(at),
         )
     return found
 
 
-def _with_items(held: Holdings, size: Column) -> Column:
-    """The lines that count."""
-    lines = np.flatnonzero(every(held.shape > 0))
-    nothing = np.flatnonzero(size[held.leaf] == 0)
+def _with_items(holdings: Holdings, size: Column) -> Column:
+    """Returns the lines that form cells."""
+    lines = np.flatnonzero(every(holdings.shape > 0))
+    nothing = np.flatnonzero(size[holdings.leaf] == 0)
     if not len(nothing):
         return lines
-    one_each = nothing[np.unique(held.leaf[nothing], return_index=True)[1]]
+    one_each = nothing[np.unique(holdings.leaf[nothing], return_index=True)[1]]
     return np.sort(np.concatenate([lines, one_each]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaSets:
-    """Sets of ranks that hold the same cells. `of[c]` is the set of cell c; `example[s]` a cell of set s, `size[s]` how
-    many ranks it has."""
+    """Sets of ranks that hold the same cells.
+
+    of: the set of each cell.
+    example: one cell of each set.
+    size: the number of ranks in each set.
+    """
 
     of: Column
     example: Column
     size: Column
 
 
-def replica_sets(held: Holdings, found: DistinctBoxes) -> ReplicaSets:
-    """The sets of ranks that hold each cell."""
-    counts, rank = found.counts, held.rank[found.holders].astype(np.uint64)
+def replica_sets(holdings: Holdings, found: DistinctBoxes) -> ReplicaSets:
+    """Returns the set of ranks that hold each cell."""
+    counts, rank = found.counts, holdings.rank[found.holders].astype(np.uint64)
     if not len(found):
         return ReplicaSets(counts, counts, counts)
     with np.errstate(over="ignore"):
-        marks = np.add.reduceat(_mixed(rank), found.start[:-1]) ^ _mixed(counts.astype(np.uint64))
+        marks = np.add.reduceat(_hashed(rank), found.start[:-1]) ^ _hashed(counts.astype(np.uint64))
     _, example, of = np.unique(marks, return_index=True, return_inverse=True)
-    # Two sets with one mark are improbable, and must not be taken for one.
+    # Verifies the sets, because different sets may have the same hash.
     cell, within = cut(counts, 1)
     same = counts == counts[example[of]]
     place = found.start[example[of]][cell] + np.minimum(within, counts[example[of]][cell] - 1)
@@ -97,15 +107,15 @@ def replica_sets(held: Holdings, found: DistinctBoxes) -> ReplicaSets:
     odd = np.flatnonzero(~same)
     of[odd] = len(example) + np.arange(len(odd))
     example = np.concatenate([example, odd])
-    # In the order of the cells that they were met in.
+    # Numbers the sets in the order of their first cells.
     order = np.argsort(example)
     place_of = np.empty(len(order), np.int64)
     place_of[order] = np.arange(len(order))
     return ReplicaSets(place_of[of], example[order], counts[example[order]])
 
 
-def _mixed(value: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Numbers spread over 64 bits (splitmix64)."""
+def _hashed(value: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Hashes numbers to 64 bits (splitmix64)."""
     value = (value + np.uint64(1)) * _ODD
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

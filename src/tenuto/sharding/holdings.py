@@ -1,4 +1,7 @@
-"""Who holds which boxes: columns over all ranks, checked before anything is planned with them."""
+"""Holdings: which rank holds which boxes, as columns over all ranks, checked before anything is planned with them.
+
+Also has the column arithmetic that every plan needs, and the names of leaves, ranks and items in errors.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,19 @@ import numpy as np
 from tenuto.errors import ShardMismatch
 from tenuto.model.box import Box
 
-# --------------------------------------------------------------------------------------------------
-# The columns that plans are made of, and the few sums over them that every plan needs.
-
 Column = np.ndarray[Any, np.dtype[np.int64]]
-"""int64 [n]"""
+"""int64 [n]."""
 Matrix = np.ndarray[Any, np.dtype[np.int64]]
 """int64 [n, d]: one line for each box, one column for each axis."""
 Ranks = np.ndarray[Any, np.dtype[np.int32]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 LIMIT: Final = 1 << 62
-"""Items that can be counted: every number of a plan is below this, so that no sum of two of them overflows."""
+"""Every number of a plan is below this, so that no sum of two of them overflows."""
 
 
 def volumes(shape: Matrix) -> Column:
-    """Items in each box."""
+    """Returns the number of items in each box."""
     found = np.ones(len(shape), np.int64)
     for axis in range(shape.shape[1]):
         found *= shape[:, axis]
@@ -34,8 +34,10 @@ def volumes(shape: Matrix) -> Column:
 
 
 def dot(one: Matrix, other: Matrix) -> Column:
-    """The sum of products along the axes. Axis by axis, as everything here: of lines this short numpy's own reductions
-    take several times as long."""
+    """Returns the dot product of each pair of lines.
+
+    Loops over axes, like everything here: numpy's reductions take several times as long on lines this short.
+    """
     found = np.zeros(len(one), np.int64)
     for axis in range(one.shape[1]):
         found += one[:, axis] * other[:, axis]
@@ -43,7 +45,7 @@ def dot(one: Matrix, other: Matrix) -> Column:
 
 
 def every(flags: np.ndarray[Any, np.dtype[np.bool_]]) -> Flags:
-    """Which lines are true along all axes."""
+    """Returns which lines are true along all axes."""
     found = np.ones(len(flags), bool)
     for axis in range(flags.shape[1]):
         found &= flags[:, axis]
@@ -51,14 +53,14 @@ def every(flags: np.ndarray[Any, np.dtype[np.bool_]]) -> Flags:
 
 
 def begins(lengths: Column) -> Column:
-    """Where each part begins when they lie one after the other, and where the last one ends: int64 [n + 1]."""
+    """Returns where each consecutive part begins, and where the last one ends: int64 [n + 1]."""
     found = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=found[1:])
     return found
 
 
 def paces(shape: Matrix) -> Matrix:
-    """How many items apart two neighbours along each axis lie, row-major."""
+    """Returns the row-major strides of each shape, in items."""
     found = np.ones_like(shape)
     for axis in range(shape.shape[1] - 2, -1, -1):
         found[:, axis] = found[:, axis + 1] * shape[:, axis + 1]
@@ -66,17 +68,17 @@ def paces(shape: Matrix) -> Matrix:
 
 
 def lines_of(rank: Ranks, one: int) -> slice:
-    """Where in a column of ranks, which rises, one rank's lines are."""
-    # Asked in the column's own type: else all of it would be converted for each question.
+    """Returns one rank's lines in a sorted column of ranks."""
+    # Searching with the column's own type avoids converting the column for each search.
     return slice(*np.searchsorted(rank, np.array((one, one + 1), rank.dtype)).tolist())
 
 
 def rising(key: Column) -> Column:
-    """The order in which numbers from 0 on rise; equal ones stay in theirs."""
+    """Returns a stable argsort of non-negative numbers."""
     bits = len(key).bit_length()
     if int(key.max(initial=0)).bit_length() + bits > 62:
         return np.argsort(key, kind="stable")
-    # Numbers with their places in the last bits: a plain sort, several times as fast as one that carries an index.
+    # Sorting numbers with their positions in the low bits is several times as fast as an argsort.
     marks = (key << bits) | np.arange(len(key))
     marks.sort()
     marks &= (1 << bits) - 1
@@ -84,7 +86,7 @@ def rising(key: Column) -> Column:
 
 
 def renumbered(code: Column, size: int) -> Column:
-    """Numbers below `size`, numbered anew without gaps, in the same order."""
+    """Renumbers numbers below `size` without gaps, keeping their order."""
     if not len(code):
         return code
     if size > 8 * len(code) + 1024:
@@ -95,11 +97,10 @@ def renumbered(code: Column, size: int) -> Column:
     return (np.cumsum(seen) - 1)[code]
 
 
-# --------------------------------------------------------------------------------------------------
-# How errors name leaves, ranks and items.
+# Names in errors.
 
 SHOWN: Final = 8
-"""Ranks that are named one by one."""
+"""Ranks listed one by one."""
 
 
 def leaf_name(paths: Sequence[str], leaf: int) -> str:
@@ -107,7 +108,8 @@ def leaf_name(paths: Sequence[str], leaf: int) -> str:
 
 
 def rank_names(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0 and 4`, `ranks 0-3 and 8`; of more than a few runs only the first, and how many ranks."""
+    """Returns `rank 3`, `ranks 0 and 4` or `ranks 0-3 and 8`; beyond a few ranges, the first ones and the number of
+    ranks."""
     found = sorted(set(ranks))
     if not found:
         return "no rank"
@@ -126,18 +128,21 @@ def rank_names(ranks: Iterable[int]) -> str:
 
 
 def item_name(place: Sequence[int]) -> str:
-    """An item by its place along each axis; of a leaf without axes there is only the one."""
+    """Names an item by its position along each axis; a leaf without axes has only one."""
     return f"item [{', '.join(map(str, place))}]" if len(place) else "its only item"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
-    """Boxes of leaves: those that ranks hold, that they have written, or that they want.
+    """Boxes of leaves that ranks hold, have written or want.
 
-    Columns of equal length n, ordered by rank and by row within it: row `row[i]` of rank `rank[i]` is the box at
-    `offsets[i]` of `shape[i]` of leaf `leaf[i]`, of `itemsize[i]` bytes an item. By leaf: `whole`, the shape of all of
-    it, and `ndim`, its axes; further columns of the matrices are padding (offset 0, length 1). d is at least 1.
-    `paths` are what errors call the leaves.
+    The columns have equal length n and are ordered by rank, then row: row `row[i]` of rank `rank[i]` is the box at
+    `offsets[i]` of `shape[i]` of leaf `leaf[i]`, with items of `itemsize[i]` bytes. Matrices have at least one column;
+    columns beyond a leaf's axes are padding (offset 0, length 1).
+
+    whole: each leaf's global shape.
+    ndim: each leaf's number of axes.
+    paths: the leaves' names in errors.
     """
 
     leaf: Column
@@ -158,7 +163,7 @@ class Holdings:
         return len(self.whole)
 
     def nbytes(self) -> Column:
-        """Bytes of each box."""
+        """Returns the bytes of each box."""
         return volumes(self.shape) * self.itemsize
 
     def box(self, at: int) -> Box:
@@ -166,19 +171,23 @@ class Holdings:
         return Box(tuple(self.offsets[at, :axes].tolist()), tuple(self.shape[at, :axes].tolist()))
 
     def of(self, rank: int) -> slice:
-        """The lines of one rank."""
+        """Returns the lines of one rank."""
         return lines_of(self.rank, rank)
 
     def path(self, at: int) -> str:
-        """What errors call the leaf of line `at`."""
+        """Returns the name, in errors, of the leaf of line `at`."""
         return leaf_name(self.paths, int(self.leaf[at]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """What one rank says of its rows, row i being line i. `dtype[i]` is a place in `dtypes`, whose `sizes` are bytes
-    an item; `placement` is a code that means the same on all ranks. `offsets`, `shape`, `whole`: int64 [k, d], padded
-    behind `ndim[i]` as in Holdings."""
+    """One rank's rows; row i is line i.
+
+    offsets, shape, whole: int64 [k, d], padded beyond `ndim[i]` as in Holdings.
+    dtype: the position of each row's dtype in `dtypes`.
+    sizes: bytes of an item of each of `dtypes`.
+    placement: a code with the same meaning on all ranks.
+    """
 
     leaf: Column
     offsets: Matrix
@@ -198,7 +207,7 @@ def shards(
     dtypes: Sequence[tuple[str, int]],
     placement: Sequence[int] | None = None,
 ) -> Shards:
-    """One rank's rows as columns. `dtypes`: each row's dtype by name, and the bytes of its items."""
+    """Builds one rank's rows. `dtypes`: the name of each row's dtype and the bytes of its items."""
     names = sorted(set(dtypes))
     code = {name: number for number, name in enumerate(names)}
     axes = max(map(len, whole), default=1)
@@ -219,97 +228,104 @@ def _padded(lines: Sequence[tuple[int, ...]], axes: int, fill: int) -> Matrix:
     return np.array([(*line, *(fill,) * (axes - len(line))) for line in lines], np.int64).reshape(-1, axes)
 
 
-def gather(said: Sequence[Shards], *, leaves: int, paths: Sequence[str] = ()) -> Holdings:
-    """The holdings of all ranks, `said[r]` being what rank r says; leaves are numbered below `leaves`.
+def gather(by_rank: Sequence[Shards], *, leaves: int, paths: Sequence[str] = ()) -> Holdings:
+    """Builds the holdings of all ranks from each rank's rows, `by_rank[r]`; leaves are numbered below `leaves`.
 
-    ShardMismatch, naming leaf and ranks, where two ranks differ in a leaf's whole shape, dtype or placement, or where a
-    box does not lie in its leaf. Whether the boxes cover the leaves is for `check_coverage` to say.
+    Raises ShardMismatch, naming leaf and ranks, if two ranks differ in a leaf's global shape, dtype or placement, or a
+    box does not lie in its leaf. `check_coverage` checks that the boxes cover the leaves.
     """
-    axes = max((one.whole.shape[1] for one in said), default=1)
-    counts = np.array([len(one.leaf) for one in said], np.int64)
+    axes = max((one.whole.shape[1] for one in by_rank), default=1)
+    counts = np.array([len(one.leaf) for one in by_rank], np.int64)
     names: dict[tuple[str, int], int] = {}
-    codes = [_codes(one, names) for one in said]
-    leaf = _joined([one.leaf for one in said])
-    whole = _widened([one.whole for one in said], axes, 1)
-    held = Holdings(
+    codes = [_codes(one, names) for one in by_rank]
+    leaf = _joined([one.leaf for one in by_rank])
+    whole = _widened([one.whole for one in by_rank], axes, 1)
+    holdings = Holdings(
         leaf=leaf,
-        rank=np.repeat(np.arange(len(said), dtype=np.int32), counts),
+        rank=np.repeat(np.arange(len(by_rank), dtype=np.int32), counts),
         row=np.arange(len(leaf)) - np.repeat(begins(counts)[:-1], counts),
-        offsets=_widened([one.offsets for one in said], axes, 0),
-        shape=_widened([one.shape for one in said], axes, 1),
+        offsets=_widened([one.offsets for one in by_rank], axes, 0),
+        shape=_widened([one.shape for one in by_rank], axes, 1),
         itemsize=np.array([size for _, size in names], np.int64)[_joined(codes)] if names else leaf,
         whole=np.zeros((leaves, axes), np.int64),
         ndim=np.ones(leaves, np.int64),
         paths=paths,
     )
-    _check_leaves(held)
-    ndim = _joined([one.ndim for one in said])
-    held.whole[leaf] = whole
-    held.ndim[leaf] = ndim
-    _agreed(held, ~every(whole == held.whole[leaf]) | (ndim != held.ndim[leaf]), "its whole shape")
-    _agreed(held, _differs(leaf, _joined(codes), leaves), "its dtype")
-    _agreed(held, _differs(leaf, _joined([one.placement for one in said]), leaves), "whether and how it is sharded")
-    check(held)
-    return held
-
-
-def check(held: Holdings) -> None:
-    """Raises ShardMismatch, naming leaf and rank, where a box does not lie in its leaf, or sizes cannot be counted.
-
-    What holds afterwards: lengths and offsets are from 0 on, every box ends within its leaf, and all leaves together
-    have fewer than 2^62 items and bytes.
-    """
-    _check_leaves(held)
-    itemsize = held.itemsize
-    size = np.prod(held.whole.astype(np.float64), axis=1)
-    if len(held.whole) and (held.whole.min() < 0 or not size.sum() < LIMIT / 2):
-        worst = int(np.argmax(np.where((held.whole < 0).any(axis=1), np.inf, size)))
-        raise ShardMismatch(
-            f"{leaf_name(held.paths, worst)}: a shape of {tuple(held.whole[worst].tolist())} is not one that memory "
-            "can hold",
-            subject=leaf_name(held.paths, worst),
-        )
-    if not len(held):
-        return
-    whole = held.whole[held.leaf]
-    # Compared without a sum, which could overflow.
-    wrong = ~every(
-        (held.shape >= 0) & (held.offsets >= 0) & (held.shape <= whole) & (held.offsets <= whole - held.shape)
+    _check_leaves(holdings)
+    ndim = _joined([one.ndim for one in by_rank])
+    holdings.whole[leaf] = whole
+    holdings.ndim[leaf] = ndim
+    _agreed(holdings, ~every(whole == holdings.whole[leaf]) | (ndim != holdings.ndim[leaf]), "its whole shape")
+    _agreed(holdings, _differs(leaf, _joined(codes), leaves), "its dtype")
+    _agreed(
+        holdings, _differs(leaf, _joined([one.placement for one in by_rank]), leaves), "whether and how it is sharded"
     )
-    padding = np.arange(held.whole.shape[1]) >= held.ndim[:, None]
-    wrong |= ~every(~padding[held.leaf] | ((held.shape == 1) & (whole == 1)))
-    wrong |= (itemsize < 0) | (itemsize.astype(np.float64) * size[held.leaf] >= LIMIT / 2)
+    check(holdings)
+    return holdings
+
+
+def check(holdings: Holdings) -> None:
+    """Raises ShardMismatch, naming leaf and rank, if a box does not lie in its leaf or sizes cannot be counted.
+
+    Afterwards, lengths and offsets are non-negative, every box ends within its leaf, and all leaves have fewer than
+    2^62 items and bytes in total.
+    """
+    _check_leaves(holdings)
+    itemsize = holdings.itemsize
+    size = np.prod(holdings.whole.astype(np.float64), axis=1)
+    if len(holdings.whole) and (holdings.whole.min() < 0 or not size.sum() < LIMIT / 2):
+        worst = int(np.argmax(np.where((holdings.whole < 0).any(axis=1), np.inf, size)))
+        raise ShardMismatch(
+            f"{leaf_name(holdings.paths, worst)}: a shape of {tuple(holdings.whole[worst].tolist())} is not one that "
+            "memory can hold",
+            subject=leaf_name(holdings.paths, worst),
+        )
+    if not len(holdings):
+        return
+    whole = holdings.whole[holdings.leaf]
+    # Compares without a sum, which could overflow.
+    wrong = ~every(
+        (holdings.shape >= 0)
+        & (holdings.offsets >= 0)
+        & (holdings.shape <= whole)
+        & (holdings.offsets <= whole - holdings.shape)
+    )
+    padding = np.arange(holdings.whole.shape[1]) >= holdings.ndim[:, None]
+    wrong |= ~every(~padding[holdings.leaf] | ((holdings.shape == 1) & (whole == 1)))
+    wrong |= (itemsize < 0) | (itemsize.astype(np.float64) * size[holdings.leaf] >= LIMIT / 2)
     if wrong.any():
         at = int(np.argmax(wrong))
-        axes = int(held.ndim[held.leaf[at]])
-        offsets, shape, total = (part[:axes].tolist() for part in (held.offsets[at], held.shape[at], whole[at]))
+        axes = int(holdings.ndim[holdings.leaf[at]])
+        offsets, shape, total = (part[:axes].tolist() for part in (holdings.offsets[at], holdings.shape[at], whole[at]))
         raise ShardMismatch(
-            f"{held.path(at)}: rank {held.rank[at]} holds a box at {offsets} of shape {shape}, which does not lie in a "
-            f"leaf of shape {total}",
-            subject=held.path(at),
+            f"{holdings.path(at)}: rank {holdings.rank[at]} holds a box at {offsets} of shape {shape}, which does not "
+            f"lie in a leaf of shape {total}",
+            subject=holdings.path(at),
         )
 
 
-def _check_leaves(held: Holdings) -> None:
-    if len(held) and not 0 <= int(held.leaf.min()) <= int(held.leaf.max()) < held.leaves:
-        at = int(np.argmax((held.leaf < 0) | (held.leaf >= held.leaves)))
-        raise ShardMismatch(f"rank {held.rank[at]} names leaf {held.leaf[at]} of {held.leaves}", subject=held.path(at))
+def _check_leaves(holdings: Holdings) -> None:
+    if len(holdings) and not 0 <= int(holdings.leaf.min()) <= int(holdings.leaf.max()) < holdings.leaves:
+        at = int(np.argmax((holdings.leaf < 0) | (holdings.leaf >= holdings.leaves)))
+        raise ShardMismatch(
+            f"rank {holdings.rank[at]} names leaf {holdings.leaf[at]} of {holdings.leaves}", subject=holdings.path(at)
+        )
 
 
 def _differs(leaf: Column, value: Column, leaves: int) -> Flags:
-    """Which lines have another value than the last line of the same leaf."""
+    """Returns which lines have another value than the last line of the same leaf."""
     last = np.zeros(leaves, np.int64)
     last[leaf] = value
     found: Flags = value != last[leaf]
     return found
 
 
-def _agreed(held: Holdings, differs: Flags, what: str) -> None:
+def _agreed(holdings: Holdings, differs: Flags, what: str) -> None:
     if not differs.any():
         return
-    same = held.leaf == held.leaf[int(np.argmax(differs))]
-    some, others = held.rank[same & differs].tolist(), held.rank[same & ~differs].tolist()
-    path = held.path(int(np.argmax(differs)))
+    same = holdings.leaf == holdings.leaf[int(np.argmax(differs))]
+    some, others = holdings.rank[same & differs].tolist(), holdings.rank[same & ~differs].tolist()
+    path = holdings.path(int(np.argmax(differs)))
     raise ShardMismatch(
         f"{path}: {rank_names(some)} and {rank_names(others)} do not agree about {what}",
         subject=path,
@@ -317,10 +333,10 @@ def _agreed(held: Holdings, differs: Flags, what: str) -> None:
     )
 
 
-def _codes(said: Shards, names: dict[tuple[str, int], int]) -> Column:
-    """The dtypes of a rank's rows as all ranks number them."""
-    numbers = [names.setdefault(one, len(names)) for one in zip(said.dtypes, said.sizes, strict=True)]
-    return np.array(numbers, np.int64)[said.dtype] if numbers else said.dtype
+def _codes(by_rank: Shards, names: dict[tuple[str, int], int]) -> Column:
+    """Returns the dtypes of a rank's rows in the numbering shared by all ranks."""
+    numbers = [names.setdefault(one, len(names)) for one in zip(by_rank.dtypes, by_rank.sizes, strict=True)]
+    return np.array(numbers, np.int64)[by_rank.dtype] if numbers else by_rank.dtype
 
 
 def _joined(parts: Sequence[Column]) -> Column:

@@ -1,8 +1,8 @@
-"""The ranks' trees as one: equal where all have the same, with every rank's entries where mappings differ.
+"""Merges the ranks' trees: shared entries once, and every rank's entries where mappings differ.
 
-Pipeline stages and experts make ranks hold other entries of the same mappings. Nothing else may differ: a plain value
-that does would come back as one rank's on all of them. Trees that are equal, which of thousands nearly all are, are
-told by their digests; only different ones are walked.
+Pipeline stages and experts give ranks different entries of the same mappings. Nothing else may differ: a differing
+plain value would be restored as one rank's value on all of them. Equal trees, which nearly all of thousands are, are
+recognised by their digests; only different ones are walked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tenuto.state.tree import (
 
 PER_RANK: Final = "what belongs to each rank by itself is declared: tenuto.per_rank(…)"
 SHOWN: Final = 40
-"""Characters of a value that are shown."""
+"""Characters of a value shown in errors."""
 _MAPPINGS: Final = KEYED | {"module", "bypath"}
 _CONTENT: Final = frozenset({"i", "v", "meta"})
 """Fields of a node that hold other nodes."""
@@ -47,8 +47,11 @@ _CONTENT: Final = frozenset({"i", "v", "meta"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Union:
-    """`tree` names leaves 0..`len(paths)` - 1, `paths` by number. `numbers[r]` turns rank r's leaf numbers into these;
-    ranks with equal trees have the same array."""
+    """The merged tree.
+
+    paths: the path of each leaf by number, 0..`len(paths)` - 1.
+    numbers: `numbers[r]` maps rank r's leaf numbers to the merged ones; ranks with equal trees share the array.
+    """
 
     tree: Json
     paths: Sequence[str]
@@ -56,11 +59,12 @@ class Union:
 
 
 def unite(trees: Sequence[Json], digests: Sequence[Hashable] | None = None) -> Union:
-    """One tree of those of all ranks, `trees[r]` being rank r's shared one (never the private one); at least one.
+    """Merges the shared trees of all ranks, at least one; `trees[r]` is that of rank r.
 
-    `digests[r]`: equal for ranks whose trees are equal, and for no others; without them, trees that are not the same
-    object are compared by their spelling. If all are equal, the tree stays as it is. ShardMismatch, naming path and
-    ranks, for what differs in anything but the entries of mappings.
+    digests: equal for ranks with equal trees, and for no others; without them, trees are compared by their spelling.
+
+    Returns the tree unchanged if all are equal. Raises ShardMismatch, naming path and ranks, if anything but the
+    entries of mappings differs.
     """
     kinds = _kinds(trees, digests)
     if len(kinds) == 1:
@@ -77,7 +81,7 @@ def unite(trees: Sequence[Json], digests: Sequence[Hashable] | None = None) -> U
 
 
 def _kinds(trees: Sequence[Json], digests: Sequence[Hashable] | None) -> list[list[int]]:
-    """The ranks with equal trees, together."""
+    """Groups ranks with equal trees."""
     found: dict[Hashable, list[int]] = {}
     spelled: dict[int, bytes] = {}
     for rank, tree in enumerate(trees):
@@ -90,52 +94,49 @@ def _kinds(trees: Sequence[Json], digests: Sequence[Hashable] | None) -> list[li
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """A node of the `tree`-th different tree."""
+    """A node of the `tree`-th distinct tree."""
 
     tree: int
     node: Json
 
 
 class _Merger:
-    """Walks different trees at once. `ranks[t]`: who has the t-th of them."""
+    """Walks distinct trees in parallel. `ranks[t]`: the ranks that have the t-th."""
 
     def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
         self._ranks = ranks
         self._leaves: list[list[tuple[int, int]]] = []
-        """For each new leaf, (tree, number there)."""
+        """For each new leaf, pairs (tree, number in that tree)."""
         self._aliases: list[tuple[str, dict[str, Any], Sequence[_At]]] = []
 
-    def merge(self, held: Sequence[_At], path: str, within: str = "") -> Json:
-        """The node that stands for those of `held`, which lie at one path. `within`: which part of an optimizer they
-        are, if one."""
-        first = held[0].node
+    def merge(self, nodes: Sequence[_At], path: str, within: str = "") -> Json:
+        """Merges `nodes`, which all have one path. `within`: the part of an optimizer that they are, if any."""
+        first = nodes[0].node
         kind = kind_of(first)
-        for one in held[1:]:
+        for one in nodes[1:]:
             if kind_of(one.node) != kind:
-                raise self._differ(held[0], one, path)
+                raise self._differ(nodes[0], one, path)
         if kind in LEAVES:
-            return self._leaf(held, path)
+            return self._leaf(nodes, path)
         if kind in _MAPPINGS:
-            return self._mapping(held, path, within)
+            return self._mapping(nodes, path, within)
         if kind in NAMED:
-            return self._named(held, path)
+            return self._named(nodes, path)
         if kind == "list" or kind in SEQUENCES:
-            return self._sequence(held, path, "group" if within == "groups" else "")
+            return self._sequence(nodes, path, "group" if within == "groups" else "")
         if kind in WRAPPERS:
-            self._same_but_content(held, path)
-            below = [_At(one.tree, children(one.node, path)[0][1]) for one in held]
+            self._same_but_content(nodes, path)
+            below = [_At(one.tree, children(one.node, path)[0][1]) for one in nodes]
             return first | {"v": self.merge(below, path, "optimizer" if kind == "optimizer" else "")}
-        self._same(held, [one.node for one in held], path)
+        self._same(nodes, [one.node for one in nodes], path)
         return first
 
-    # -- containers ----------------------------------------------------------------------------------------
-
-    def _mapping(self, held: Sequence[_At], path: str, within: str) -> Json:
-        """Every entry that any of them has, in the order of the first one, then of the others."""
-        self._same_but_content(held, path)
-        kind = kind_of(held[0].node)
+    def _mapping(self, nodes: Sequence[_At], path: str, within: str) -> Json:
+        """Merges every entry that any node has, in the order of the first node, then of the others."""
+        self._same_but_content(nodes, path)
+        kind = kind_of(nodes[0].node)
         entries: dict[Hashable, tuple[Json, list[_At]]] = {}
-        for one in held:
+        for one in nodes:
             for key, child in items(one.node):
                 mark: Hashable = key if type(key) is str else canonical_json.dumps(key)
                 entries.setdefault(mark, (key, []))[1].append(_At(one.tree, child))
@@ -143,127 +144,123 @@ class _Merger:
         pairs: list[Json] = []
         for mark, (key, some) in entries.items():
             where = join(path, name_of(key) if kind == "bypath" else segment(key))
-            if len(some) != len(held) and not free:
-                # A plain value comes back as a whole: entries that only some ranks have would come to the others too.
-                free = not all(is_plain(one.node) for one in held)
+            if len(some) != len(nodes) and not free:
+                # A plain value is restored as a unit: entries of some ranks would reach the others too.
+                free = not all(is_plain(one.node) for one in nodes)
                 if not free:
-                    raise self._lacking(held, some, where)
+                    raise self._lacking(nodes, some, where)
             if within == "group" and mark == "params":
-                pairs.append([key, _every(some)])
+                pairs.append([key, _union_of_params(some)])
             else:
                 part = "groups" if within == "optimizer" and mark == "param_groups" else ""
                 pairs.append([key, self.merge(some, where, part)])
-        made: dict[str, Json] = held[0].node | {"i": pairs}
+        made: dict[str, Json] = nodes[0].node | {"i": pairs}
         if "meta" in made:
-            made["meta"] = self._metadata(held, path)
+            made["meta"] = self._metadata(nodes, path)
         return made
 
-    def _metadata(self, held: Sequence[_At], path: str) -> list[Json]:
-        """What modules say of their parts, by the parts' names."""
+    def _metadata(self, nodes: Sequence[_At], path: str) -> list[Json]:
+        """Merges the metadata of modules by the names of their parts."""
         found: dict[str, _At] = {}
-        for one in held:
-            for name, said in items(one.node, "meta"):
-                known = found.setdefault(name_of(name), _At(one.tree, said))
-                self._same([known, one], [known.node, said], f"{path or ROOT} (metadata of {name!r})")
+        for one in nodes:
+            for name, content in items(one.node, "meta"):
+                known = found.setdefault(name_of(name), _At(one.tree, content))
+                self._same([known, one], [known.node, content], f"{path or ROOT} (metadata of {name!r})")
         return [[name, one.node] for name, one in found.items()]
 
-    def _named(self, held: Sequence[_At], path: str) -> Json:
-        self._same_but_content(held, path)
-        lines = [items(one.node) for one in held]
-        for one, line in zip(held, lines, strict=True):
+    def _named(self, nodes: Sequence[_At], path: str) -> Json:
+        self._same_but_content(nodes, path)
+        lines = [items(one.node) for one in nodes]
+        for one, line in zip(nodes, lines, strict=True):
             if [name for name, _ in line] != [name for name, _ in lines[0]]:
-                raise self._differ(held[0], one, path)
+                raise self._differ(nodes[0], one, path)
         pairs: list[Json] = []
         for some in zip(*lines, strict=True):
             name = name_of(some[0][0])
-            below = [_At(one.tree, child) for one, (_, child) in zip(held, some, strict=True)]
+            below = [_At(one.tree, child) for one, (_, child) in zip(nodes, some, strict=True)]
             pairs.append([name, self.merge(below, join(path, segment(name)))])
-        made: Json = held[0].node | {"i": pairs}
+        made: Json = nodes[0].node | {"i": pairs}
         return made
 
-    def _sequence(self, held: Sequence[_At], path: str, within: str) -> Json:
-        first = held[0].node
+    def _sequence(self, nodes: Sequence[_At], path: str, within: str) -> Json:
+        first = nodes[0].node
         if type(first) is dict:
-            self._same_but_content(held, path)
-        lines = [sequence(one.node) for one in held]
-        for one, line in zip(held, lines, strict=True):
+            self._same_but_content(nodes, path)
+        lines = [sequence(one.node) for one in nodes]
+        for one, line in zip(nodes, lines, strict=True):
             if len(line) != len(lines[0]):
-                raise self._differ(held[0], one, path)
+                raise self._differ(nodes[0], one, path)
         made = [
             self.merge(
-                [_At(one.tree, child) for one, child in zip(held, some, strict=True)], join(path, str(at)), within
+                [_At(one.tree, child) for one, child in zip(nodes, some, strict=True)], join(path, str(at)), within
             )
             for at, some in enumerate(zip(*lines, strict=True))
         ]
         return first | {"i": made} if type(first) is dict else made
 
-    # -- leaves --------------------------------------------------------------------------------------------
-
-    def _leaf(self, held: Sequence[_At], path: str) -> Json:
-        """A leaf, numbered as the walk meets it; an alias gets its leaf's number when all of them have theirs."""
-        self._same(held, [{**one.node, "n": 0} for one in held], path)
-        made: dict[str, Json] = {**held[0].node, "n": len(self._leaves)}
+    def _leaf(self, nodes: Sequence[_At], path: str) -> Json:
+        """Numbers a leaf in walk order; an alias gets its leaf's number once all leaves are numbered."""
+        self._same(nodes, [{**one.node, "n": 0} for one in nodes], path)
+        made: dict[str, Json] = {**nodes[0].node, "n": len(self._leaves)}
         if made["!"] == "alias":
-            self._aliases.append((path, made, held))
+            self._aliases.append((path, made, nodes))
         else:
-            self._leaves.append([(one.tree, one.node.get("n")) for one in held])
+            self._leaves.append([(one.tree, one.node.get("n")) for one in nodes])
         return made
 
     def numbers(self) -> list[Column]:
-        """For each tree, its leaves' new numbers by their old ones; gives the aliases theirs."""
+        """Returns the new leaf numbers of each tree by old number, and sets those of the aliases."""
         known: list[dict[Any, int]] = [{} for _ in self._ranks]
         for number, some in enumerate(self._leaves):
             for tree, old in some:
                 known[tree][old] = number
         counts = Counter(tree for some in self._leaves for tree, _ in some)
         maps = [_as_column(one, counts[tree]) for tree, one in enumerate(known)]
-        for path, made, held in self._aliases:
-            meant = [known[one.tree].get(one.node.get("n"), -1) for one in held]
+        for path, made, nodes in self._aliases:
+            meant = [known[one.tree].get(one.node.get("n"), -1) for one in nodes]
             if min(meant) < 0:
                 raise CorruptionError(f"{path}: an alias of no leaf", subject=path)
             if len(set(meant)) > 1:
                 other = next(at for at, number in enumerate(meant) if number != meant[0])
-                raise self._differ(held[0], held[other], path)
+                raise self._differ(nodes[0], nodes[other], path)
             made["n"] = meant[0]
         return maps
 
-    # -- what differs --------------------------------------------------------------------------------------
+    def _same_but_content(self, nodes: Sequence[_At], path: str) -> None:
+        content = [{name: value for name, value in one.node.items() if name not in _CONTENT} for one in nodes]
+        self._same(nodes, content, path)
 
-    def _same_but_content(self, held: Sequence[_At], path: str) -> None:
-        said = [{name: value for name, value in one.node.items() if name not in _CONTENT} for one in held]
-        self._same(held, said, path)
-
-    def _same(self, held: Sequence[_At], said: Sequence[Json], path: str) -> None:
-        """Equal as they are spelled: 1, 1.0 and True are three values."""
-        if len(held) == 1:
+    def _same(self, nodes: Sequence[_At], content: Sequence[Json], path: str) -> None:
+        """Compares spellings, so that 1, 1.0 and True differ."""
+        if len(nodes) == 1:
             return
-        first = canonical_json.dumps(said[0])
-        for one, other in zip(held[1:], said[1:], strict=True):
-            if other is not said[0] and canonical_json.dumps(other) != first:
-                raise self._differ(held[0], one, path)
+        first = canonical_json.dumps(content[0])
+        for one, other in zip(nodes[1:], content[1:], strict=True):
+            if other is not content[0] and canonical_json.dumps(other) != first:
+                raise self._differ(nodes[0], one, path)
 
     def _differ(self, one: _At, other: _At, path: str) -> ShardMismatch:
         where = path or ROOT
         kinds = {kind_of(one.node), kind_of(other.node)}
         here, there = rank_names(self._ranks[one.tree]), rank_names(self._ranks[other.tree])
         if kinds & LEAVES:
-            said = f"{where}: {here} {_held(one.node)}, {there} {_held(other.node)}"
-            return ShardMismatch(said, subject=where, hint="build the same model and optimizer on every rank")
-        said = f"{where} differs between ranks: {_shown(one.node)} on {here}, {_shown(other.node)} on {there}"
-        return ShardMismatch(said, subject=where, hint=PER_RANK)
+            message = f"{where}: {here} {_describe_leaf(one.node)}, {there} {_describe_leaf(other.node)}"
+            return ShardMismatch(message, subject=where, hint="build the same model and optimizer on every rank")
+        message = f"{where} differs between ranks: {_shown(one.node)} on {here}, {_shown(other.node)} on {there}"
+        return ShardMismatch(message, subject=where, hint=PER_RANK)
 
-    def _lacking(self, held: Sequence[_At], some: Sequence[_At], where: str) -> ShardMismatch:
+    def _lacking(self, nodes: Sequence[_At], some: Sequence[_At], where: str) -> ShardMismatch:
         trees = {one.tree for one in some}
         here, there = (
-            rank_names(rank for one in held if (one.tree in trees) is having for rank in self._ranks[one.tree])
+            rank_names(rank for one in nodes if (one.tree in trees) is having for rank in self._ranks[one.tree])
             for having in (True, False)
         )
         return ShardMismatch(f"{where} is on {here}, and not on {there}", subject=where, hint=PER_RANK)
 
 
-def _every(held: Sequence[_At]) -> list[Json]:
-    """The parameters of a group, over all ranks."""
-    return list(dict.fromkeys(name_of(name) for one in held for name in sequence(one.node)))
+def _union_of_params(nodes: Sequence[_At]) -> list[Json]:
+    """Returns the parameters of a group over all ranks."""
+    return list(dict.fromkeys(name_of(name) for one in nodes for name in sequence(one.node)))
 
 
 def _as_column(known: dict[Any, int], count: int) -> Column:
@@ -272,7 +269,7 @@ def _as_column(known: dict[Any, int], count: int) -> Column:
     return np.array([known[number] for number in range(count)], np.int64)
 
 
-def _held(node: Json) -> str:
+def _describe_leaf(node: Json) -> str:
     kind = kind_of(node)
     if kind == "leaf" and is_part(node):
         return f"holds a part of a {node.get('dtype')} tensor of shape {node.get('shape')}"

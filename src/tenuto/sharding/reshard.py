@@ -1,4 +1,10 @@
-"""From one layout to another: for every box that a rank wants, the parts of saved boxes that make it up."""
+"""Plans the change of layout: for every box a rank wants, the parts of saved boxes that form it.
+
+Boxes of two layouts are intersected axis by axis, without comparing each pair. Saved boxes of a leaf with the same
+interval along the first axis form one slab; a wanted box meets few slabs, and few intervals of the next axis within
+each. So a grid of ranks costs the sum of its intersections along each axis, not their product. Intervals are looked up
+by their start among those of similar length, so that one long interval does not make all later ones candidates.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +35,14 @@ from tenuto.sharding.holdings import (
 )
 from tenuto.sharding.slices import Region, box_region
 
-# --------------------------------------------------------------------------------------------------
-# Which boxes of one layout meet which of another, without comparing each with each.
-#
-# Axis by axis: the saved boxes of a leaf that take the same interval of the first axis are one slab, whatever they do
-# along the others; a wanted box meets few slabs, and within each of them few intervals of the next axis. So a grid of
-# ranks costs what is met along each axis, and not the product. Intervals are looked up by where they begin, among those
-# of about the same length, so that one long interval does not make all that begin behind it candidates.
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxColumns:
-    """`offsets` and `shape` int64 [n, d], all with items; `group` [n], numbers without gaps: only boxes of one group
-    can meet."""
+    """Boxes with at least one item; only boxes of one group can meet.
+
+    group: int64 [n], numbered without gaps.
+    offsets, shape: int64 [n, d].
+    """
 
     group: Column
     offsets: Matrix
@@ -49,9 +50,9 @@ class BoxColumns:
 
 
 def intersect(saved: BoxColumns, wanted: BoxColumns, extent: Matrix) -> tuple[Column, Column]:
-    """Every pair of a wanted and a saved box with an item in common: (wanted, saved), in that order.
+    """Returns every pair of a wanted and a saved box with an item in common, as columns (wanted, saved), sorted.
 
-    `extent` [groups, d]: where the boxes of each group end at most.
+    extent: int64 [groups, d], an upper bound for the ends of each group's boxes.
     """
     node, root = saved.group, np.arange(len(extent))
     who, at = np.arange(len(wanted.group)), wanted.group
@@ -60,11 +61,11 @@ def intersect(saved: BoxColumns, wanted: BoxColumns, extent: Matrix) -> tuple[Co
         low, long = wanted.offsets[:, axis], wanted.shape[:, axis]
         ends = extent[:, axis]
         if np.array_equal(length, ends[saved.group]):
-            continue  # every saved box is all along this axis, so it is met
+            continue  # every saved box spans this axis, so it is met
         slabs = _Slabs(node, begin, length, ends[root])
         who, at = slabs.met(who, at, low, long)
         node, root = slabs.node, root[slabs.parent]
-    # What is left are distinct boxes; should several saved ones be the same box, each is met.
+    # Only distinct boxes are left; if several saved boxes are equal, each is met.
     order = np.argsort(node, kind="stable")
     first = np.searchsorted(node[order], np.arange(len(root) + 1))
     pair, within = cut(np.diff(first)[at], 1)
@@ -77,7 +78,7 @@ class _Slabs:
     """The distinct intervals of one axis below each node."""
 
     def __init__(self, node: Column, begin: Column, length: Column, extent: Column) -> None:
-        """`extent[v]`: where the boxes of node v end at most."""
+        """Builds the slabs. `extent[v]`: an upper bound for the ends of node v's boxes."""
         kind = np.frexp(length.astype(np.float64))[1].astype(np.int64)
         kinds, kind = np.unique(kind, return_inverse=True)
         nodes, classes = len(extent), len(kinds)
@@ -90,7 +91,7 @@ class _Slabs:
             raise ShardMismatch("the leaves are too large to be looked up in")
         self._base = begins(extent[owner])
         self._first = np.searchsorted(owner, np.arange(nodes + 1))
-        """The groups of each node: one for each class of lengths."""
+        """The first group of each node; a node has one group for each class of lengths."""
         self._longest = np.zeros(groups, np.int64)
         np.maximum.at(self._longest, group, length)
         key = self._base[group] + begin
@@ -104,7 +105,8 @@ class _Slabs:
         self.parent = owner[group[order]][fresh]
 
     def met(self, who: Column, at: Column, low: Column, long: Column) -> tuple[Column, Column]:
-        """The slabs that boxes `who` at nodes `at` meet, whose intervals are `low[who]` and `long[who]` long."""
+        """Returns the pairs of boxes `who`, at nodes `at`, and slabs that meet; `low` and `long` give the boxes'
+        intervals."""
         pair, within = cut(np.diff(self._first)[at], 1)
         group = self._first[at[pair]] + within
         who = who[pair]
@@ -117,20 +119,20 @@ class _Slabs:
         return who[pair[kept]], slab[kept]
 
 
-# --------------------------------------------------------------------------------------------------
-# What a region of a whole leaf takes from one part of it: which items there, and where they go.
+# The overlap of a region of a leaf with one part of that leaf.
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """`region` of the part fills `where` of the result, whose axes are the leaf's (a number leaves one of length 1)."""
+    """The items `region` of a part, which fill `where` of the result. Its axes are the leaf's; an integer index leaves
+    one of length 1."""
 
     region: Region
     where: tuple[slice, ...]
 
 
 def overlap(found: Region, whole: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]) -> Overlap | None:
-    """The items of a region of a leaf of shape `whole` that lie in its part of `shape` at `offsets`; None for none."""
+    """Returns the overlap of a region of a leaf of shape `whole` with its part at `offsets`; None if empty."""
     if not found.size or not prod(shape):
         return None
     place, first = found.first, 0
@@ -139,7 +141,7 @@ def overlap(found: Region, whole: tuple[int, ...], offsets: tuple[int, ...], sha
     for axis, (length, extent) in enumerate(zip(whole, shape, strict=True)):
         pace, part_pace = pace // length, part_pace // extent
         low, place = divmod(place, pace)
-        # A single item has no step to speak of.
+        # A single item has no step.
         step = max(found.strides[axis] // pace, 1) if found.counts[axis] > 1 else 1
         begin = max(-(-(offsets[axis] - low) // step), 0)
         end = min(-(-(offsets[axis] + extent - low) // step), found.counts[axis])
@@ -155,7 +157,7 @@ def overlap(found: Region, whole: tuple[int, ...], offsets: tuple[int, ...], sha
 
 
 def bands(one: Overlap, items: int) -> Iterator[Overlap]:
-    """The same in bands of about `items` items along the first axis of more than one, and at least one line each."""
+    """Splits an overlap into bands of about `items` items, at least a line each, along the first axis over 1."""
     region = one.region
     axis = next((axis for axis, count in enumerate(region.counts) if count > 1), None)
     if axis is None or region.size <= items:
@@ -175,10 +177,10 @@ def bands(one: Overlap, items: int) -> Iterator[Overlap]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reshard:
-    """Line i: the items that line `wanted[i]` of the wanted Holdings takes from line `saved[i]` of the saved ones, a
-    box of `shape[i]` that begins at `saved_offsets[i]` of the saved box and at `wanted_offsets[i]` of the wanted one.
+    """The parts of saved boxes that form the wanted ones, ordered by `wanted`, then `saved`.
 
-    In order of `wanted`, then `saved`. Every item of every wanted box is in exactly one line.
+    Line i is a box of `shape[i]` that begins at `saved_offsets[i]` of line `saved[i]` of the saved Holdings and at
+    `wanted_offsets[i]` of line `wanted[i]` of the wanted ones. Every item of every wanted box is in exactly one line.
     """
 
     wanted: Column
@@ -192,10 +194,10 @@ class Reshard:
 
 
 def reshard(saved: Holdings, wanted: Holdings) -> Reshard:
-    """What every wanted box takes from which saved one; leaves are numbered alike in both.
+    """Plans what every wanted box takes from which saved one; both sides number leaves alike.
 
-    Wanted boxes may overlap, and may be only one rank's. ShardMismatch, naming the leaf, where it has another whole
-    shape or bytes an item in the checkpoint, and where an item is missing there or is there twice.
+    Wanted boxes may overlap, and may be those of one rank only. Raises ShardMismatch, naming the leaf, if its global
+    shape or item size differs from the checkpoint's, or an item is missing or repeated there.
     """
     check(saved)
     check(wanted)
@@ -219,7 +221,7 @@ def reshard(saved: Holdings, wanted: Holdings) -> Reshard:
 
 
 def _of_same_leaves(saved: Holdings, wanted: Holdings) -> tuple[Column, Column, Column]:
-    """The lines with items of both sides whose leaves are wanted; and by leaf its number among these, or -1."""
+    """Returns the non-empty lines of both sides whose leaves are wanted, and each leaf's number among these, or -1."""
     others = np.flatnonzero(every(wanted.shape > 0))
     asked = np.zeros(wanted.leaves, bool)
     asked[wanted.leaf] = True
@@ -233,7 +235,7 @@ def _of_same_leaves(saved: Holdings, wanted: Holdings) -> tuple[Column, Column, 
 
 
 def _check_leaves(saved: Holdings, wanted: Holdings, asked: Flags) -> None:
-    """That what is wanted of the checkpoint is in it, and the same there."""
+    """Raises ShardMismatch unless the checkpoint has every wanted leaf with the same shape and item size."""
     leaves = np.flatnonzero(asked)
     missing = leaves[leaves >= saved.leaves]
     if len(missing):
@@ -261,29 +263,32 @@ def _check_leaves(saved: Holdings, wanted: Holdings, asked: Flags) -> None:
 
 
 def _wide(lines: Matrix, axes: int, fill: int) -> Matrix:
-    """With as many columns of padding as the other side has."""
+    """Pads to as many columns as the other side has."""
     return np.pad(lines, ((0, 0), (0, axes - lines.shape[1])), constant_values=fill)
 
 
 def _error(wanted: Holdings, at: int, fault: Fault) -> ShardMismatch:
     path, box = wanted.path(at), wanted.box(at)
     place = [one + offset for one, offset in zip(fault.place, box.offsets, strict=False)]
-    said = "is not in the checkpoint" if not fault.times else f"is {fault.times} times in the checkpoint"
+    problem = "is not in the checkpoint" if not fault.times else f"is {fault.times} times in the checkpoint"
     return ShardMismatch(
-        f"{path}: {item_name(place)} {said}; rank {wanted.rank[at]} wants {box}",
+        f"{path}: {item_name(place)} {problem}; rank {wanted.rank[at]} wants {box}",
         subject=path,
         hint="`tenuto verify WHERE` names all that is damaged",
     )
 
 
-# --------------------------------------------------------------------------------------------------
-# A part of a saved box as bytes: which runs of the saved row go where in the wanted one, in which chunks.
+# The parts as bytes: which runs of a saved row go where in the wanted box, and in which chunks they lie.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Run i: `length[i]` bytes from `source[i]` of the saved row on go to `target[i]` of the wanted box's bytes, both
-    row-major. `line[i]` is the line of the Reshard, and the runs are in that order; no two of a line can be one."""
+    """Contiguous runs of bytes: `length[i]` bytes from `source[i]` of the saved row go to `target[i]` of the wanted
+    box.
+
+    Both sides are row-major. The runs are ordered by `line[i]`, the line of the Reshard; no two of a line can be
+    merged.
+    """
 
     line: Column
     source: Column
@@ -295,7 +300,7 @@ class Pieces:
 
 
 def runs(plan: Reshard, saved: Holdings, wanted: Holdings) -> tuple[Column, Column]:
-    """For each line of `plan`, how many runs it has and the bytes of each. One where all lies in one run."""
+    """Returns the number of runs of each line of `plan`, and the bytes of each run."""
     axis = _inner(plan, _shapes(plan, saved, wanted))
     behind = paces(plan.shape)[np.arange(len(plan)), axis]
     items = plan.shape[np.arange(len(plan)), axis] * behind
@@ -303,7 +308,7 @@ def runs(plan: Reshard, saved: Holdings, wanted: Holdings) -> tuple[Column, Colu
 
 
 def pieces(plan: Reshard, saved: Holdings, wanted: Holdings) -> Pieces:
-    """The runs of every line. For parts of many short runs `regions` is cheaper to read by, and says the same."""
+    """Returns the runs of every line. For many short runs `regions` is equivalent and cheaper to read by."""
     theirs, mine = _shapes(plan, saved, wanted)
     count, length = runs(plan, saved, wanted)
     axis = _inner(plan, (theirs, mine))
@@ -325,17 +330,21 @@ def pieces(plan: Reshard, saved: Holdings, wanted: Holdings) -> Pieces:
 
 
 def regions(plan: Reshard, saved: Holdings, lines: slice | Column = slice(None)) -> list[Region]:
-    """For each line, what it asks of its saved row, as a lazy reader takes it. The items then go to
-    `wanted_offsets` and `shape` of the wanted box's array, which may be a view with any strides."""
+    """Returns the region of the saved row that each line takes, for a lazy reader.
+
+    The items go to `wanted_offsets` and `shape` of the wanted box's array, which may be a view with any strides.
+    """
     columns = (saved.shape[plan.saved[lines]], plan.saved_offsets[lines], plan.shape[lines])
     return [box_region(*map(tuple, line)) for line in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def chunk_ranges(found: Pieces, row: Column, length: Column, *, chunk_bytes: int) -> tuple[Column, Column, Column]:
-    """The bytes of saved rows to read, in whole chunks, each chunk once: (row, low, high), by row and place.
+    """Returns the bytes of saved rows to read, each chunk once: columns (row, low, high), ordered by row and position.
 
-    `row[i]` is the row that run i is of (any number that tells rows apart), `length[i]` the bytes of that row. A range
-    is as long as wanted chunks lie side by side. With the rows' offsets in their packs these are what `coalesce` takes.
+    row: int64 [runs], any number that identifies the row of each run.
+    length: int64 [runs], bytes of that row.
+
+    Adjacent wanted chunks form one range. With the rows' offsets in their packs, `coalesce` accepts the result.
     """
     order = np.lexsort((found.source, row))
     row, length = row[order], length[order]
@@ -344,7 +353,7 @@ def chunk_ranges(found: Pieces, row: Column, length: Column, *, chunk_bytes: int
     if not len(order):
         return row, low, high
     first = np.concatenate([np.ones(1, bool), row[1:] != row[:-1]])
-    # The furthest end so far within each row: the rows are put far apart first.
+    # The furthest end so far within each row; an offset separates the rows.
     apart = (np.cumsum(first) - 1) * (int(high.max()) + 1)
     reach = np.maximum.accumulate(high + apart) - apart
     first[1:] |= low[1:] > reach[:-1]
@@ -363,7 +372,7 @@ def _shapes(plan: Reshard, saved: Holdings, wanted: Holdings) -> tuple[Matrix, M
 
 
 def _inner(plan: Reshard, shapes: tuple[Matrix, Matrix]) -> Column:
-    """The axis at which runs begin: along all behind it the part is all of both boxes."""
+    """Returns the axis at which runs begin: the part spans both boxes along all later axes."""
     partly = np.zeros(plan.shape.shape, bool)
     for one in shapes:
         partly |= plan.shape != one

@@ -1,4 +1,4 @@
-"""Basic slices of a leaf: which bytes of it an index asks for, and in which pieces to read them."""
+"""Basic slices of a leaf: the bytes that an index selects, and the blocks in which to read them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from tenuto.errors import BadIndex
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The items that an index asks for, by axis of the leaf: `counts[i]` of them, `strides[i]` items apart, from item
-    `first` on; where `flipped[i]`, the last one comes first. `shape` is that of the result: axes given by a number are
-    no part of it."""
+    """The items that an index selects.
+
+    first: number of the first item.
+    counts: number of items along each axis of the leaf.
+    strides: distance between neighbours along each axis, in items.
+    flipped: whether the order along each axis is reversed.
+    shape: shape of the result, without axes indexed by an integer.
+    """
 
     first: int
     counts: tuple[int, ...]
@@ -29,7 +34,7 @@ class Region:
 
     @property
     def is_run(self) -> bool:
-        """Whether the items lie one after the other, in order."""
+        """Returns whether the items are contiguous and in order."""
         step = 1
         for count, stride in zip(reversed(self.counts), reversed(self.strides), strict=True):
             if count != 1 and stride != step:
@@ -40,8 +45,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes `start..stop-1` of a leaf, read at once. Its items go to `where` of the region: the counts that are left of
-    each axis, and how far apart they are in bytes."""
+    """Bytes `start..stop-1` of a leaf, read at once.
+
+    where: position of the items in the region.
+    counts: number of items along each axis.
+    """
 
     start: int
     stop: int
@@ -50,7 +58,7 @@ class Block:
 
 
 def region(shape: tuple[int, ...], key: Any, path: str) -> Region:
-    """What `key` (ints, slices, an Ellipsis; or a tuple of them) means for a leaf of this shape; BadIndex otherwise."""
+    """Returns the region that `key` (ints, slices, Ellipsis, or a tuple of them) selects; raises BadIndex otherwise."""
     keys = _expanded(shape, key if isinstance(key, tuple) else (key,), path)
     first, pace = 0, prod(shape)
     counts, strides, flipped, result = [], [], [], []
@@ -75,7 +83,7 @@ def region(shape: tuple[int, ...], key: Any, path: str) -> Region:
 
 
 def box_region(shape: tuple[int, ...], offsets: tuple[int, ...], counts: tuple[int, ...]) -> Region:
-    """The box of `counts` items at `offsets`, which must lie in a leaf of this shape."""
+    """Returns the region of the box of `counts` items at `offsets`, which must lie in a leaf of this shape."""
     pace, first, strides = 1, 0, []
     for length, offset in zip(reversed(shape), reversed(offsets), strict=True):
         strides.append(pace)
@@ -85,9 +93,9 @@ def box_region(shape: tuple[int, ...], offsets: tuple[int, ...], counts: tuple[i
 
 
 def _expanded(shape: tuple[int, ...], keys: tuple[Any, ...], path: str) -> tuple[Any, ...]:
-    """One key for each axis."""
+    """Returns one key for each axis."""
     for one in keys:
-        if not isinstance(one, slice) and one is not Ellipsis and (isinstance(one, bool) or not _is_whole(one)):
+        if not isinstance(one, slice) and one is not Ellipsis and (isinstance(one, bool) or not _is_integer(one)):
             raise BadIndex(
                 f"{path}: {type(one).__name__} is no index of a leaf that has not been read",
                 subject=path,
@@ -101,7 +109,7 @@ def _expanded(shape: tuple[int, ...], keys: tuple[Any, ...], path: str) -> tuple
     return (*keys[:at], *[slice(None)] * (len(shape) - given), *keys[at + 1 :])
 
 
-def _is_whole(one: Any) -> bool:
+def _is_integer(one: Any) -> bool:
     try:
         operator.index(one)
     except TypeError:
@@ -117,8 +125,11 @@ def _place(one: Any, length: int, axis: int, path: str) -> int:
 
 
 def blocks(found: Region, itemsize: int, *, block_bytes: int, gap_bytes: int) -> Iterator[Block]:
-    """The pieces in which to read a region: at most `block_bytes` each unless one row is longer, and never across
-    a gap of unwanted bytes of `gap_bytes` or more. Nothing for a region without items."""
+    """Yields the blocks in which to read a region.
+
+    A block has at most `block_bytes` bytes, unless one row is longer, and spans no unwanted gap of `gap_bytes` or more.
+    An empty region has no blocks.
+    """
     if found.size and itemsize:
         yield from _Cutter(found, itemsize, block_bytes, gap_bytes).cut(0, found.first * itemsize, ())
 
@@ -130,9 +141,9 @@ class _Cutter:
         self.block_bytes = block_bytes
         axes = len(self.counts)
         self.spans = [itemsize] * (axes + 1)
-        """From the first byte to the last of what axis i and those after it ask for."""
+        """Bytes from the first to the last that axis i and later axes select."""
         self.dense = [True] * (axes + 1)
-        """Whether there is no wide gap between two items of axis i or those after it."""
+        """Whether items of axis i and later axes have no wide gap between them."""
         for axis in range(axes - 1, -1, -1):
             inner, pace, count = self.spans[axis + 1], self.paces[axis], self.counts[axis]
             self.spans[axis] = inner + (count - 1) * pace

@@ -1,4 +1,9 @@
-"""Which rank writes which box: each distinct box once, and what several ranks hold shared out among them."""
+"""Plans which rank writes which box: each distinct box once, with the work on replicas balanced over their holders.
+
+Balancing is water-filling: bytes that several ranks hold go to those that write least. Sets of ranks that hold the same
+boxes are usually nested (a mesh's axes), so filling small sets first and large ones on top is as even as possible.
+Where sets cross, the filling is repeated until it is stable. Sets of one size are filled at once, as one matrix.
+"""
 
 from __future__ import annotations
 
@@ -15,63 +20,60 @@ from tenuto.sharding.coalesce import cut
 from tenuto.sharding.distinct_boxes import DistinctBoxes, distinct_boxes, replica_sets
 from tenuto.sharding.holdings import Column, Flags, Holdings, Matrix, Ranks, begins, check, lines_of, rising
 
-# --------------------------------------------------------------------------------------------------
-# How much each rank writes: bytes that several ranks hold are poured to where least is written.
-#
-# The sets of ranks that hold the same boxes usually lie inside each other (a mesh's axes), so pouring the small sets'
-# bytes first and the large ones' on top is as even as can be. Where sets cross, the pouring is repeated until it stays.
-# Sets of one size are poured together, as one matrix.
-
 SWEEPS: Final = 8
 ROUNDS: Final = 64
-"""Sets of one size that cross each other are poured one after the other, in at most this many rounds."""
+"""Maximum number of rounds for sets of one size that share ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PourRound:
-    """Sets of k ranks each, poured at once: `ranks` [sets, k], `sets` their numbers."""
+    """Sets of k ranks each, filled at once: `ranks` [sets, k]; `sets`: their numbers."""
 
     sets: Column
     ranks: Matrix
 
 
 def rounds(members: Column, start: Column) -> list[PourRound]:
-    """The order in which sets are poured: the smaller first. Set s is the ranks `members[start[s]..start[s + 1] - 1]`,
-    ascending."""
+    """Returns the order in which sets are filled, smaller sets first.
+
+    Set s is the ranks `members[start[s]..start[s + 1] - 1]`, ascending.
+    """
     found: list[PourRound] = []
     size = np.diff(start)
     for one in np.unique(size).tolist():
         sets = np.flatnonzero(size == one)
         ranks = members[start[sets][:, None] + np.arange(one)]
-        turn = _turns(ranks)
-        found += [PourRound(sets[turn == now], ranks[turn == now]) for now in np.unique(turn).tolist()]
+        round_of = _round_numbers(ranks)
+        found += [PourRound(sets[round_of == now], ranks[round_of == now]) for now in np.unique(round_of).tolist()]
     return found
 
 
-def _turns(ranks: Matrix) -> Column:
-    """For each set a turn; sets of one turn have no rank in common, but for those of the last where turns run out."""
-    turn = np.full(len(ranks), ROUNDS)
+def _round_numbers(ranks: Matrix) -> Column:
+    """Returns a round for each set. Sets of one round share no rank, except in the last round if rounds run out."""
+    round_of = np.full(len(ranks), ROUNDS)
     waiting = np.arange(len(ranks))
     for now in range(ROUNDS):
         first = np.full(int(ranks.max()) + 1, len(ranks))
         np.minimum.at(first, ranks[waiting], waiting[:, None])
         ready = (first[ranks[waiting]] == waiting[:, None]).all(axis=1)
-        turn[waiting[ready]] = now
+        round_of[waiting[ready]] = now
         waiting = waiting[~ready]
         if not len(waiting):
             break
-    return turn
+    return round_of
 
 
 def poured(loads: Matrix, amount: Column) -> Matrix:
-    """How much of `amount[s]` each rank of set s gets, so that the least loaded are level. int64 [sets, k]; each line's
-    sum is its amount, to the byte."""
+    """Distributes `amount[s]` over the ranks of set s so that the least loaded become level.
+
+    Returns int64 [sets, k]; each line sums exactly to its amount.
+    """
     order = np.argsort(loads, axis=1, kind="stable")
     rising = np.take_along_axis(loads, order, axis=1)
     rising -= rising[:, :1]
     before = np.cumsum(rising, axis=1) - rising
     numbers = np.arange(loads.shape[1], dtype=np.int64)
-    # What it takes to raise all below rank j to its load.
+    # The amount that raises all lower ranks to rank j's load.
     takes = rising * numbers - before
     raised = (takes <= amount[:, None]).sum(axis=1)
     total = before[np.arange(len(loads)), raised - 1] + rising[np.arange(len(loads)), raised - 1]
@@ -84,7 +86,7 @@ def poured(loads: Matrix, amount: Column) -> Matrix:
 
 
 def settle(plan: Sequence[PourRound], amount: Column, loads: Column) -> list[Matrix]:
-    """Shares of every round as they would be if bytes were water; adds them to `loads`."""
+    """Returns the shares of every round, for bytes that can be divided freely, and adds them to `loads`."""
     shares: list[Matrix] = []
     for one in plan:
         shares.append(poured(loads[one.ranks], amount[one.sets]))
@@ -112,14 +114,17 @@ class PouredBytes:
 
 
 def along(group: Column, nbytes: Column, step: Column, shares: Matrix) -> PouredBytes:
-    """Items laid end to end, group by group, and the line cut where the shares end: each group's ranks get runs of
-    neighbours. An item is cut at multiples of its `step` of bytes only (not at all where `step` is its length); its cut
-    goes to the nearest. `group` rises; `shares[g]` sums to the bytes of group g's items.
+    """Lays each group's items end to end and cuts the line where the ranks' shares end.
+
+    group: int64 [items], ascending.
+    nbytes: bytes of each item.
+    step: an item is cut only at multiples of its step, nearest to the share's end; not at all if it equals the length.
+    shares: [groups, k], bytes for each rank; line g sums to the bytes of group g's items.
     """
     ends = begins(shares.reshape(-1))
     place = begins(nbytes)
     width = shares.shape[1]
-    # Ranks whose part of the line an item meets; one of no bytes lies with the rank it begins at.
+    # The ranks whose shares an item meets; an empty item belongs to the rank it begins at.
     first = np.clip(np.searchsorted(ends, place[:-1], side="right") - 1, group * width, group * width + width - 1)
     last = np.clip(np.searchsorted(ends, place[1:], side="left") - 1, first, group * width + width - 1)
     item, within = cut(last - first + 1, 1)
@@ -136,18 +141,17 @@ def along(group: Column, nbytes: Column, step: Column, shares: Matrix) -> Poured
     return PouredBytes(item[kept], (slot - group[item] * width)[kept], low[kept], high[kept])
 
 
-# --------------------------------------------------------------------------------------------------
-# Which rank of its set writes each item: large ones that cannot be cut one by one, the others along a line.
+# Choosing the rank for each item: large ones that cannot be cut one by one, the others along a line.
 
 FINE: Final = 64
-"""An item that cannot be cut is large when it is more than this part of a rank's share."""
+"""An uncuttable item is large if it exceeds 1/FINE of a rank's share."""
 
 
 def deal(item_set: Column, nbytes: Column, step: Column, sets: tuple[Column, Column], loads: Column) -> PouredBytes:
-    """Every item to ranks of its set, which adds to `loads` (bytes by rank), so that the largest load is small.
+    """Assigns every item to ranks of its set, keeping the largest load small; adds the bytes to `loads`, by rank.
 
-    Item i is `nbytes[i]` long and may be cut at multiples of `step[i]`. `sets`: members and starts, as of `rounds`.
-    The same input gives the same parts everywhere.
+    Item i has `nbytes[i]` bytes and may be cut at multiples of `step[i]`. `sets`: members and starts, as in `rounds`.
+    The result is deterministic on every machine.
     """
     plan = rounds(*sets)
     amount = np.zeros(len(sets[1]) - 1, np.int64)
@@ -169,7 +173,7 @@ def deal(item_set: Column, nbytes: Column, step: Column, sets: tuple[Column, Col
 def _deal_round(
     one: PourRound, items: Column, group: Column, lengths: tuple[Column, Column], loads: Column
 ) -> PouredBytes:
-    """One round's items, group by group; `loads` are those of all others, and then of these as well."""
+    """Assigns one round's items, group by group, and adds their bytes to `loads`."""
     nbytes, step = lengths
     total = np.zeros(len(one.sets), np.int64)
     np.add.at(total, group, nbytes)
@@ -178,8 +182,8 @@ def _deal_round(
     rest = np.flatnonzero(~large)
     remaining = np.zeros(len(one.sets), np.int64)
     np.add.at(remaining, group[rest], nbytes[rest])
-    poured_out = poured(loads[one.ranks], remaining)
-    parts = along(group[rest], nbytes[rest], step[rest], poured_out)
+    filled = poured(loads[one.ranks], remaining)
+    parts = along(group[rest], nbytes[rest], step[rest], filled)
     np.add.at(loads, one.ranks[group[rest][parts.item], parts.member], parts.high - parts.low)
     whole = np.flatnonzero(large)
     return PouredBytes(
@@ -191,7 +195,7 @@ def _deal_round(
 
 
 def _one_by_one(one: PourRound, group: Column, nbytes: Column, large: Flags, loads: Column) -> Column:
-    """The largest first, each to the rank that writes least by then: the member's number, for `large` items."""
+    """Returns the member for each of the `large` items: the largest first, each to the least loaded rank."""
     member = np.zeros(len(group), np.int64)
     which = np.flatnonzero(large)
     which = which[np.lexsort((-nbytes[which], group[which]))]
@@ -220,17 +224,19 @@ def _joined(parts: list[Column]) -> Column:
 Strategy = Literal["balanced", "layer", "tensor", "size", "one"]
 CHUNK_BYTES: Final = 256 << 10
 SMALL_CHUNKS: Final = 4
-"""Boxes of fewer chunks are not cut: another row costs more than it evens out."""
+"""Boxes of fewer chunks are not cut: an additional row costs more than it balances."""
 ALIGNED_CHUNKS: Final = 16
-"""Parts end where rows and chunks end together, if that is not further apart than this, or than"""
+"""Parts end at common multiples of rows and chunks, if those are at most this many chunks apart"""
 EVEN: Final = 32
-"""this part of what a rank writes."""
+"""and at most 1/EVEN of the bytes that a rank writes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """What each rank writes, ordered by rank, then leaf, then place: rank `rank[i]` writes the box at `offsets[i]` of
-    `shape[i]` of the leaf, out of line `holding[i]` of the Holdings, which is one of its own."""
+    """The boxes that each rank writes, ordered by rank, leaf and position.
+
+    Rank `rank[i]` writes the box at `offsets[i]` of `shape[i]` of its own line `holding[i]` of the Holdings.
+    """
 
     holding: Column
     offsets: Matrix
@@ -241,13 +247,13 @@ class Assignment:
         return len(self.holding)
 
     def of(self, rank: int) -> slice:
-        """The lines of one rank."""
+        """Returns the lines of one rank."""
         return lines_of(self.rank, rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _How:
-    """What `assign` was asked for."""
+class _Options:
+    """The arguments of `assign`."""
 
     world_size: int
     strategy: str
@@ -255,23 +261,25 @@ class _How:
     size: int | None
     chunk_bytes: int
 
-    def check(self, held: Holdings) -> None:
-        """Raises UsageError for arguments that do not go together."""
+    def check(self, holdings: Holdings) -> None:
+        """Raises UsageError for inconsistent arguments."""
         strategy, layer, size = self.strategy, self.layer, self.size
         if strategy not in get_args(Strategy):
             raise UsageError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}", subject=strategy)
-        if (strategy == "layer") != (layer is not None) or (layer is not None and len(layer) != held.leaves):
+        if (strategy == "layer") != (layer is not None) or (layer is not None and len(layer) != holdings.leaves):
             raise UsageError('strategy "layer", and no other, needs layer=, a number for each leaf')
         if (strategy == "size") != (size is not None) or (size is not None and size < 1):
             raise UsageError('strategy "size", and no other, needs size=, bytes from 1 on')
         if self.chunk_bytes < 1:
             raise UsageError(f"chunks of {self.chunk_bytes} bytes")
-        if len(held) and (int(held.rank[0]) < 0 or int(held.rank[-1]) >= self.world_size):
-            raise UsageError(f"holdings of ranks {held.rank[0]} to {held.rank[-1]} in a world of {self.world_size}")
+        if len(holdings) and (int(holdings.rank[0]) < 0 or int(holdings.rank[-1]) >= self.world_size):
+            raise UsageError(
+                f"holdings of ranks {holdings.rank[0]} to {holdings.rank[-1]} in a world of {self.world_size}"
+            )
 
 
 def assign(
-    held: Holdings,
+    holdings: Holdings,
     *,
     world_size: int,
     strategy: Strategy = "balanced",
@@ -280,74 +288,77 @@ def assign(
     chunk_bytes: int = CHUNK_BYTES,
     found: DistinctBoxes | None = None,
 ) -> Assignment:
-    """Who writes what. The same holdings give the same assignment on every machine.
+    """Assigns each box to the ranks that write it. The same holdings give the same assignment on every machine.
 
-    A box that one rank holds is written by it. Equal boxes of several ranks are replicas, written once:
-    "balanced" cuts large ones along their first axis (at multiples of a row, and of `chunk_bytes` where both meet) so
-    that all ranks write about as much; "tensor" cuts none; "layer" gives all boxes of one layer with the same holders
-    to one of them (`layer[leaf]`: a number for each leaf, see `layers`); "size" cuts every box into parts of at most
-    `size` bytes, or of one row; "one" gives all to the lowest rank that holds it.
+    holdings: the boxes of all ranks. A box on one rank is written by it; equal boxes are replicas, written once.
+    strategy: "balanced" cuts large replicas along their first axis (at rows, and at chunks where both coincide) so that
+        ranks write about the same; "tensor" cuts none; "layer" gives all boxes of a layer with the same holders to one
+        of these; "size" cuts every box into parts of at most `size` bytes, or one row; "one" gives a box to its lowest
+        rank.
+    layer: a number for each leaf, see `layers`.
+    found: `distinct_boxes(holdings)`, if at hand, of holdings that `check` has accepted.
 
-    Boxes that overlap without being equal are no replicas: their bytes could not be compared, and one of two contents
-    would be taken unasked. They are kept here, and `check_coverage` of what is `written` refuses them; so it does where
-    something is missing. ShardMismatch where a box is none (`check`) or a rank has one twice. `found`: `cells(held)`,
-    of what `check` has passed, where they are at hand.
+    Overlapping boxes that are not equal are no replicas: choosing between their contents would be silent. They are kept
+    here, and `check_coverage` of what is `written` rejects them, as it rejects missing items. Raises ShardMismatch for
+    an invalid box (`check`) or one that a rank holds twice.
     """
-    how = _How(world_size, strategy, layer, size, chunk_bytes)
-    how.check(held)
+    options = _Options(world_size, strategy, layer, size, chunk_bytes)
+    options.check(holdings)
     if found is None:
-        check(held)
-        found = distinct_boxes(held)
-    nbytes = held.nbytes()[found.first]
-    return _assignment(held, found, _parts(held, found, nbytes, how), nbytes)
+        check(holdings)
+        found = distinct_boxes(holdings)
+    nbytes = holdings.nbytes()[found.first]
+    return _assignment(holdings, found, _parts(holdings, found, nbytes, options), nbytes)
 
 
-def _parts(held: Holdings, found: DistinctBoxes, nbytes: Column, how: _How) -> PouredBytes:
-    """Which bytes of each cell go to which of its holders."""
-    row = _rows(held, found, nbytes) if how.strategy in ("balanced", "size") else nbytes
-    if how.size is not None:
-        whole = _pieces(nbytes, np.maximum(how.size // np.maximum(row, 1), 1) * row)
+def _parts(holdings: Holdings, found: DistinctBoxes, nbytes: Column, options: _Options) -> PouredBytes:
+    """Returns which bytes of each cell go to which holder."""
+    row = _rows(holdings, found, nbytes) if options.strategy in ("balanced", "size") else nbytes
+    if options.size is not None:
+        whole = _pieces(nbytes, np.maximum(options.size // np.maximum(row, 1), 1) * row)
     else:
         whole = _pieces(nbytes, nbytes)
     several = found.counts[whole.item] > 1
-    if how.strategy == "one" or not several.any():
+    if options.strategy == "one" or not several.any():
         return whole
     length = whole.high - whole.low
-    loads = np.zeros(how.world_size, np.int64)
-    alone, shared = np.flatnonzero(~several), np.flatnonzero(several)
-    np.add.at(loads, held.rank[found.first[whole.item[alone]]], length[alone])
+    loads = np.zeros(options.world_size, np.int64)
+    single, shared = np.flatnonzero(~several), np.flatnonzero(several)
+    np.add.at(loads, holdings.rank[found.first[whole.item[single]]], length[single])
     step = length
-    if how.strategy == "balanced":
-        far = min(ALIGNED_CHUNKS * how.chunk_bytes, int(nbytes.sum()) // (how.world_size * EVEN))
-        step = _steps(nbytes, row, how.chunk_bytes, max(far, how.chunk_bytes))
-    parts = _shared(held, found, (whole.item[shared], length[shared], step[shared]), loads, how.layer)
+    if options.strategy == "balanced":
+        far = min(ALIGNED_CHUNKS * options.chunk_bytes, int(nbytes.sum()) // (options.world_size * EVEN))
+        step = _steps(nbytes, row, options.chunk_bytes, max(far, options.chunk_bytes))
+    parts = _shared(holdings, found, (whole.item[shared], length[shared], step[shared]), loads, options.layer)
     item = shared[parts.item]
     return PouredBytes(
-        np.concatenate([whole.item[alone], whole.item[item]]),
-        np.concatenate([whole.member[alone], parts.member]),
-        np.concatenate([whole.low[alone], whole.low[item] + parts.low]),
-        np.concatenate([whole.high[alone], whole.low[item] + parts.high]),
+        np.concatenate([whole.item[single], whole.item[item]]),
+        np.concatenate([whole.member[single], parts.member]),
+        np.concatenate([whole.low[single], whole.low[item] + parts.low]),
+        np.concatenate([whole.high[single], whole.low[item] + parts.high]),
     )
 
 
 def _shared(
-    held: Holdings, found: DistinctBoxes, items: tuple[Column, Column, Column], loads: Column, layer: Column | None
+    holdings: Holdings, found: DistinctBoxes, items: tuple[Column, Column, Column], loads: Column, layer: Column | None
 ) -> PouredBytes:
-    """Who of their holders takes which part of items: their cells, bytes, and the steps at which they may be cut."""
+    """Divides items among their holders; `items`: their cells, bytes, and the steps at which they may be cut."""
     cell, length, step = items
-    sets = replica_sets(held, found)
+    sets = replica_sets(holdings, found)
     several = sets.size > 1
     group = (np.cumsum(several) - 1)[sets.of[cell]]
-    members = _members(held, found, sets.example[several])
+    members = _members(holdings, found, sets.example[several])
     if layer is None:
         return deal(group, length, step, members, loads)
-    bundle = np.unique(layer, return_inverse=True)[1][held.leaf[found.first[cell]]] * len(several) + group
-    member = _together(bundle, group, length, members, loads)
+    bundle = np.unique(layer, return_inverse=True)[1][holdings.leaf[found.first[cell]]] * len(several) + group
+    member = _assign_bundles(bundle, group, length, members, loads)
     return PouredBytes(np.arange(len(cell)), member, np.zeros_like(cell), length)
 
 
-def _together(bundle: Column, group: Column, nbytes: Column, sets: tuple[Column, Column], loads: Column) -> Column:
-    """Which member of its set takes each item, where items of one bundle, which are of one set, go to one."""
+def _assign_bundles(
+    bundle: Column, group: Column, nbytes: Column, sets: tuple[Column, Column], loads: Column
+) -> Column:
+    """Returns the member that takes each item, with all items of a bundle, which share a set, on one member."""
     _, first, bundle = np.unique(bundle, return_index=True, return_inverse=True)
     total = np.zeros(len(first), np.int64)
     np.add.at(total, bundle, nbytes)
@@ -357,30 +368,29 @@ def _together(bundle: Column, group: Column, nbytes: Column, sets: tuple[Column,
     return member[bundle]
 
 
-def _members(held: Holdings, found: DistinctBoxes, example: Column) -> tuple[Column, Column]:
-    """The ranks of each set, one set after the other, and where each begins."""
+def _members(holdings: Holdings, found: DistinctBoxes, example: Column) -> tuple[Column, Column]:
+    """Returns the ranks of each set, concatenated, and where each set begins."""
     counts = found.counts[example]
     of, within = cut(counts, 1)
-    return held.rank[found.holders[found.start[example][of] + within]].astype(np.int64), begins(counts)
+    return holdings.rank[found.holders[found.start[example][of] + within]].astype(np.int64), begins(counts)
 
 
 def _axis(shape: Matrix) -> Column:
-    """The first axis along which each box is longer than 1: what lies between two places along it is one run of
-    bytes."""
+    """Returns the first axis along which each box is longer than 1: an interval along it is contiguous in memory."""
     found = np.zeros(len(shape), np.int64)
     for axis in range(shape.shape[1] - 1, -1, -1):
         found[shape[:, axis] > 1] = axis
     return found
 
 
-def _rows(held: Holdings, found: DistinctBoxes, nbytes: Column) -> Column:
-    """Bytes of one line of each cell, along the axis that it may be cut along."""
-    shape = held.shape[found.first]
+def _rows(holdings: Holdings, found: DistinctBoxes, nbytes: Column) -> Column:
+    """Returns the bytes of one line of each cell along the axis that may be cut."""
+    shape = holdings.shape[found.first]
     return nbytes // np.maximum(shape[np.arange(len(shape)), _axis(shape)], 1)
 
 
 def _steps(nbytes: Column, row: Column, chunk_bytes: int, far: int) -> Column:
-    """How many bytes apart the places lie at which a box may be cut: multiples of chunks, if not over `far` apart."""
+    """Returns the distance in bytes of permitted cuts: multiples of chunks, if at most `far` apart."""
     row = np.maximum(row, 1)
     aligned = np.lcm(np.minimum(row, far), chunk_bytes)
     step = np.where((aligned <= far) & (row <= far), aligned, -(-chunk_bytes // row) * row)
@@ -388,47 +398,47 @@ def _steps(nbytes: Column, row: Column, chunk_bytes: int, far: int) -> Column:
 
 
 def _pieces(nbytes: Column, step: Column) -> PouredBytes:
-    """Each cell in parts of `step` bytes; one of no bytes is a part of none."""
+    """Cuts each cell into parts of `step` bytes; an empty cell has one empty part."""
     counts = np.maximum(-(-nbytes // np.maximum(step, 1)), 1)
     item, within = cut(counts, 1)
     low = within * step[item]
     return PouredBytes(item, np.zeros_like(item), low, np.minimum(low + step[item], nbytes[item]))
 
 
-def _assignment(held: Holdings, found: DistinctBoxes, parts: PouredBytes, nbytes: Column) -> Assignment:
-    """Bytes of cells as boxes of lines."""
+def _assignment(holdings: Holdings, found: DistinctBoxes, parts: PouredBytes, nbytes: Column) -> Assignment:
+    """Converts bytes of cells into boxes of lines."""
     holding = found.holders[found.start[parts.item] + parts.member]
-    offsets, shape = held.offsets[holding], held.shape[holding]
+    offsets, shape = holdings.offsets[holding], holdings.shape[holding]
     part = np.flatnonzero((parts.high - parts.low) < nbytes[parts.item])
     axis = _axis(shape[part])
     row = nbytes[parts.item[part]] // shape[part, axis]
     offsets[part, axis] += parts.low[part] // row
     shape[part, axis] = (parts.high - parts.low)[part] // row
-    rank = held.rank[holding]
-    # Cells are in order of leaf and place, parts in order within them.
+    rank = holdings.rank[holding]
+    # Cells are ordered by leaf and position, parts by position within them.
     code = rank.astype(np.int64) * len(found) + parts.item
     order = np.lexsort((parts.low, code)) if len(part) else rising(code)
     return Assignment(holding[order], offsets[order], shape[order], rank[order])
 
 
-def written(held: Holdings, made: Assignment) -> Holdings:
-    """The boxes as they will lie in the ranks' objects: row `row` of a rank is its `row`-th line of the assignment."""
+def written(holdings: Holdings, made: Assignment) -> Holdings:
+    """Returns the boxes as the ranks' objects will hold them: row `row` of a rank is its `row`-th line of the
+    assignment."""
     ranks, first = np.unique(made.rank, return_index=True)
     began = first[np.searchsorted(ranks, made.rank)] if len(made) else made.holding
     return replace(
-        held,
-        leaf=held.leaf[made.holding],
+        holdings,
+        leaf=holdings.leaf[made.holding],
         rank=made.rank,
         row=np.arange(len(made)) - began,
         offsets=made.offsets,
         shape=made.shape,
-        itemsize=held.itemsize[made.holding],
+        itemsize=holdings.itemsize[made.holding],
     )
 
 
 def layers(paths: Sequence[str]) -> Column:
-    """The layer of each leaf, numbered: a path up to and with its first segment that is a number (also between dots,
-    as modules name their parts), or all of it but the last segment where there is none."""
+    """Returns each leaf's layer number: the path up to its first numeric segment (also between dots), or its parent."""
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(_layer(path), len(numbers)) for path in paths], np.int64)
 

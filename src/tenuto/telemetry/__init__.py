@@ -1,4 +1,4 @@
-"""Sinks that show events to people and machines: a progress bar, JSON lines, the log of the standard library."""
+"""Sinks that show events to people and machines: a progress bar, JSON lines, the standard library's log."""
 
 from tenuto.telemetry.jsonlines import JsonLines
 from tenuto.telemetry.log import LogSink

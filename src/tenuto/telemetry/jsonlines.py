@@ -1,4 +1,4 @@
-"""A sink that writes one JSON object for each event, one a line, for machines."""
+"""A sink that writes each event as one line of JSON."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SCHEMA = "tenuto.event/1"
 class JsonLines:
     """Appends events to `target`, a path or a text stream; a path is opened at the first event.
 
-    Each line: `schema`, `event` (the class's name), `time` (seconds since 1970 by this machine's clock, for the eye),
-    then the event's own fields. A checkpoint is {"run", "attempt", "step"}, a timing an object of its fields, and so
-    are those of several ranks; a number that JSON lacks is a string ("nan"). Lines of several threads, and of several
+    Each line has `schema`, `event` (the class's name), `time` (seconds since 1970 by this machine's clock, for display)
+    and the event's own fields. A checkpoint is {"run", "attempt", "step"}; a timing is an object of its fields, as are
+    the timings of several ranks; a number that JSON lacks is a string ("nan"). Lines of several threads, and of several
     processes that append to one file, do not mix.
     """
 
@@ -57,7 +57,7 @@ class JsonLines:
     def _open(self) -> IO[str]:
         if self._stream is None:
             assert self._path is not None
-            # A buffer as large as any line: each flush is one write at the end of the file.
+            # A buffer larger than any line makes each flush one append to the file.
             binary = open(self._path, "ab", buffering=1 << 20)  # noqa: SIM115 - it stays open for later events
             self._stream = io.TextIOWrapper(binary, encoding="utf-8")
         return self._stream
@@ -75,7 +75,7 @@ class JsonLines:
 
 
 def plain(value: object) -> Any:
-    """`value` of an event's field as JSON can hold it."""
+    """Returns an event field's value in a form that JSON can hold."""
     if isinstance(value, CheckpointId):
         return {"run": value.run, "attempt": value.attempt, "step": value.step}
     if isinstance(value, (Timing, RankTimings, RankSpread)):

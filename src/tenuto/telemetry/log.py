@@ -1,4 +1,4 @@
-"""A sink that tells the story in the log of the standard library, under the logger `tenuto`."""
+"""A sink that writes events to the standard library's logger `tenuto`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEVELS: dict[type[events.Event], int] = {
 
 
 class LogSink:
-    """One short line for each event that a person would want to know of; failures at ERROR, the rest at INFO."""
+    """Logs one short line for each event that matters to a person: failures at ERROR, most others at INFO."""
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger("tenuto")

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for saves, restores and verifications; nothing at all where stderr is no terminal."""
+"""A progress bar on stderr for saves, restores and verifications; silent if stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 INTERVAL_S = 0.1
-"""Between two movements of one bar."""
+"""Seconds between two updates of one bar."""
 
 VERBS = {"save": "saving", "restore": "restoring", "verify": "verifying", "copy": "copying"}
 
 
 class ProgressBar:
-    """One bar for each piece of work under way; each goes away when its work has ended.
+    """Shows one bar for each operation in progress and removes it when the operation ends.
 
-    `stream`: where to draw (default: stderr at the time of the first event). `min_bytes`: smaller work shows no bar, as
-    it is over before one could be read.
+    stream: where to draw; by default stderr at the time of the first event.
+    min_bytes: smaller operations show no bar, since they end before one could be read.
     """
 
     def __init__(self, stream: IO[str] | None = None, *, min_bytes: int = 64 << 20) -> None:
@@ -52,7 +52,7 @@ class ProgressBar:
                 pass
 
     def close(self) -> None:
-        """Takes all bars off the terminal."""
+        """Removes all bars from the terminal."""
         with self._lock:
             self._tasks.clear()
             self._stop()
@@ -77,7 +77,7 @@ class ProgressBar:
                 self._bars.update(task, completed=done, total=total)
 
     def _wait_for(self, run: str, phase: str, who: str) -> None:
-        """A bar without an end: which ranks are behind."""
+        """Shows an open-ended bar that names the late ranks."""
         stream = self._stream or sys.stderr
         if stream is None or not stream.isatty():
             return
@@ -106,7 +106,7 @@ class ProgressBar:
             from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
             from rich.progress import Progress as Bars
 
-            # What training prints goes where it always went: rich's redirection would swap sys.stdout under its feet.
+            # Leaves training's own output alone: rich's redirection would replace sys.stdout.
             self._bars = Bars(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),

@@ -1,4 +1,4 @@
-"""Events as one sentence each, for logs and terminals."""
+"""Formats events as one sentence each, for logs and terminals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tenuto.units import count, seconds, size
 
 
 def sentence(event: events.Event) -> str | None:
-    """What happened, in one line; None for events that only a meter wants (progress, single packs)."""
+    """Returns one line for the event; None for events that only meters want (progress, single packs)."""
     match event:
         case events.AttemptClaimed(run, attempt, parent):
             return f"{run}: attempt {attempt} begins" + (f", from {parent}" if parent else ", from nothing")
@@ -46,7 +46,7 @@ def sentence(event: events.Event) -> str | None:
 
 
 def _slowest(ranks: RankTimings | None) -> str:
-    """The rank that took longest, where there are several."""
+    """Names the slowest rank, if there are several."""
     took = None if ranks is None or ranks.ranks < 2 else ranks.parts.get("seconds")
     if took is None:
         return ""

@@ -1,1 +1,1 @@
-"""What tests of Tenuto and of its extensions share: shipped suites, recorded and simulated file systems, faults."""
+"""Shared test support for Tenuto and its extensions: shipped suites, recorded and simulated file systems, faults."""

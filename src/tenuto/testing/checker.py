@@ -1,12 +1,14 @@
-"""Judges the disk that a crash left: what must be there is there and whole, nothing torn passes, and work can go on.
+"""Checks a disk after a crash: required objects exist and are intact, torn ones are rejected, and work can continue.
 
-Rules, each named as in the design's list of invariants:
-- I1: a checkpoint that exists names packs and indexes that exist, whole.
-- I3: what was reported as committed, and that nobody began to remove, exists.
-- I4: `latest` is what the walk gives, and is no older than the last checkpoint that was reported.
+Rules, named as in the design's list of invariants:
+
+- I1: a checkpoint that exists names packs and indexes that exist and are intact.
+- I2: what was reported as removed does not return.
+- I3: what was reported as committed, and is not being removed, exists.
+- I4: `latest` is the result of the walk, and no older than the last reported checkpoint.
 - I5: every byte read is the byte that was saved.
-- I2: what was reported as removed does not come back.
-The expected bytes come from the scenario, not from digests that Tenuto computed itself.
+
+The expected bytes come from the scenario, not from digests computed by Tenuto.
 """
 
 from __future__ import annotations
@@ -38,21 +40,20 @@ from tenuto.testing.expectations import Expected, Presence, Saved
 from tenuto.testing.simulated_disk import SimulatedDisk
 
 PLACE: Final = "/data/team/checkpoints"
-"""Where scenarios keep their repository: two directories above it have to be made and flushed as well."""
+"""Where scenarios keep their repository: two directories above it must be created and flushed as well."""
 
 
 class Checker:
-    """Judges many disks of one recording. What was found out about a checkpoint whose objects are the same, byte for
-    byte, is not found out again."""
+    """Checks many disks of one recording; reuses results for checkpoints with byte-identical objects."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], list[str]] = {}
 
     def __call__(self, disk: SimulatedDisk, expected: Expected) -> list[str]:
-        return check(disk, expected, partial(self.whole, disk))
+        return check(disk, expected, partial(self.check_checkpoint, disk))
 
-    def whole(self, disk: SimulatedDisk, repo: Repo, id: CheckpointId, saved: Saved) -> list[str]:
-        """As `check_checkpoint`."""
+    def check_checkpoint(self, disk: SimulatedDisk, repo: Repo, id: CheckpointId, saved: Saved) -> list[str]:
+        """Checks a checkpoint like `check_checkpoint`."""
         places = [repo.store.home, *repo.store.others] if isinstance(repo.store, ReplicatedStore) else [repo.store]
         key = (id, *((place.url, *_files(disk, f"{place.url}/{id.directory}")) for place in places))
         if key not in self._known:
@@ -67,8 +68,8 @@ def _files(disk: SimulatedDisk, directory: str) -> Iterator[tuple[str, object]]:
         return
 
 
-def found_from(disk: FileSystem, place: str = PLACE, *, without: Container[str] = ()) -> Repo:
-    """The repository as an operator has it who reaches every place but those. Raises what `Repo.open` does."""
+def open_without(disk: FileSystem, place: str = PLACE, *, without: Container[str] = ()) -> Repo:
+    """Opens the repository with access to every place except those in `without`. Raises what `Repo.open` does."""
 
     def reached(where: str) -> Store:
         if where in without:
@@ -81,22 +82,24 @@ def found_from(disk: FileSystem, place: str = PLACE, *, without: Container[str] 
     return repo
 
 
-Whole = Callable[[Repo, CheckpointId, Saved], Iterable[str]]
+CheckCheckpoint = Callable[[Repo, CheckpointId, Saved], Iterable[str]]
 
 
-def check(disk: FileSystem, expected: Expected, whole: Whole | None = None) -> list[str]:
-    """What is wrong with this disk; empty if nothing is. Reads only."""
+def check(disk: FileSystem, expected: Expected, check_one: CheckCheckpoint | None = None) -> list[str]:
+    """Returns the problems of this disk; reads only."""
     try:
-        repo = found_from(disk)
+        repo = open_without(disk)
     except NotARepository as error:
         return [f"I3: the repository is gone: {error.message}"] if expected.opened else []
     except TenutoError as error:
         return [f"I3: the repository does not open: {error!r}"]
-    return [problem for run in expected.runs for problem in check_run(repo, run, expected, whole or check_checkpoint)]
+    return [
+        problem for run in expected.runs for problem in check_run(repo, run, expected, check_one or check_checkpoint)
+    ]
 
 
-def check_run(repo: Repo, run: str, expected: Expected, whole: Whole) -> Iterator[str]:
-    """Judges one run of an opened repository."""
+def check_run(repo: Repo, run: str, expected: Expected, check_one: CheckCheckpoint) -> Iterator[str]:
+    """Checks one run of an opened repository."""
     try:
         attempts = repo.attempts(run)
         steps = {number: repo.committed(run, number) for number in attempts}
@@ -107,7 +110,7 @@ def check_run(repo: Repo, run: str, expected: Expected, whole: Whole) -> Iterato
         return
     if max(claimed, default=0) < expected.attempts.get(run, 0):
         yield f"I4: attempt {expected.attempts[run]} of {run} was claimed and is gone; there are {claimed}"
-    there = {CheckpointId(run, number, step) for number, held in steps.items() for step in held}
+    there = {CheckpointId(run, number, step) for number, committed_steps in steps.items() for step in committed_steps}
     there |= set(_named(repo.store, run))
     for id, presence in expected.presence.items():
         if id.run == run:
@@ -116,7 +119,7 @@ def check_run(repo: Repo, run: str, expected: Expected, whole: Whole) -> Iterato
         if id not in expected.saved:
             yield f"I1: {id} exists and was never saved"
         else:
-            yield from whole(repo, id, expected.saved[id])
+            yield from check_one(repo, id, expected.saved[id])
     walked = _walk(repo, run, claimed, steps)
     if newest != walked:
         yield f"I4: latest is {newest}, the walk gives {walked}"
@@ -145,7 +148,7 @@ def _in_trash(repo: Repo, id: CheckpointId) -> bool:
 
 
 def _named(store: Store, run: str) -> Iterator[CheckpointId]:
-    """Checkpoints found by looking for manifests, without `Repo`; those that hold an aborted mark are none."""
+    """Yields checkpoints found by their manifests, without `Repo`; aborted marks are no checkpoints."""
     for entry in store.walk(f"runs/{run}"):
         parts = entry.name.split("/")
         if len(parts) != 5 or parts[4] != "manifest.json":
@@ -155,13 +158,13 @@ def _named(store: Store, run: str) -> Iterator[CheckpointId]:
 
 
 def _walk(repo: Repo, run: str, attempts: list[int], steps: dict[int, list[int]]) -> CheckpointId | None:
-    """The walk of I4, written a second time from the design's words. Runs without forks only."""
+    """Performs the walk of I4, implemented a second time from the design. For runs without forks only."""
     bound: int | None = None
     number = max(attempts, default=0)
     while number > 0:
-        held = [step for step in steps.get(number, []) if bound is None or step <= bound]
-        if held:
-            return CheckpointId(run, number, max(held))
+        committed_steps = [step for step in steps.get(number, []) if bound is None or step <= bound]
+        if committed_steps:
+            return CheckpointId(run, number, max(committed_steps))
         parent = repo.attempt(run, number).parent if number in attempts else None
         if parent is not None:
             number, bound = parent.attempt, parent.step
@@ -171,7 +174,7 @@ def _walk(repo: Repo, run: str, attempts: list[int], steps: dict[int, list[int]]
 
 
 def check_checkpoint(repo: Repo, id: CheckpointId, saved: Saved) -> Iterator[str]:
-    """Whether an existing checkpoint is whole, bit for bit."""
+    """Checks that an existing checkpoint is intact, bit for bit."""
     try:
         manifest = repo.manifest(id)
         if manifest.tree != saved.tree:
@@ -201,10 +204,12 @@ class _Differs(Exception):
 
 
 def _joined(repo: Repo, manifest: Manifest, indexes: list[Index], listed: int) -> dict[str, bytes]:
-    """The leaves of several ranks as wholes by path, put together from their rows alone; what belongs to one rank is
-    called `<path>@<rank>`. `listed`: how many rows the table of parts has."""
+    """Returns the full leaves of several ranks by path, assembled from their rows alone.
+
+    A private leaf is called `<path>@<rank>`. `listed`: the number of rows in the table of parts.
+    """
     found: dict[str, bytes] = {}
-    wholes: dict[str, np.ndarray[Any, Any]] = {}
+    full: dict[str, np.ndarray[Any, Any]] = {}
     times: dict[str, np.ndarray[Any, Any]] = {}
     rows = 0
     for index in indexes:
@@ -213,18 +218,18 @@ def _joined(repo: Repo, manifest: Manifest, indexes: list[Index], listed: int) -
                 found[f"{spec.path}@{index.rank}"] = data
                 continue
             rows += 1
-            whole = wholes.setdefault(spec.path, np.zeros((*spec.leaf_shape, spec.itemsize), np.uint8))
+            array = full.setdefault(spec.path, np.zeros((*spec.leaf_shape, spec.itemsize), np.uint8))
             seen = times.setdefault(spec.path, np.zeros(spec.leaf_shape, np.int64))
             begins = spec.offsets or (0,) * len(spec.shape)
             place = tuple(slice(at, at + count) for at, count in zip(begins, spec.shape, strict=True))
-            whole[place] = np.frombuffer(data, np.uint8).reshape(*spec.shape, spec.itemsize)
+            array[place] = np.frombuffer(data, np.uint8).reshape(*spec.shape, spec.itemsize)
             seen[place] += 1
     for path, seen in times.items():
         if (seen != 1).any():
             raise _Differs(f"{path}: an item is in no part, or in several")
     if rows != listed:
         raise _Differs(f"the table of parts lists {listed} parts, the indexes {rows}")
-    return found | {path: whole.tobytes() for path, whole in wholes.items()}
+    return found | {path: array.tobytes() for path, array in full.items()}
 
 
 def _leaves(repo: Repo, manifest: Manifest, index: Index) -> Iterator[tuple[LeafSpec, bytes]]:

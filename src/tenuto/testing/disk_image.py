@@ -1,4 +1,4 @@
-"""What a disk holds at one instant: a frozen tree of directories and file contents in blocks of 4096 bytes."""
+"""A disk at one instant: a frozen tree of directories and file contents in blocks of 4096 bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import xxhash
 BLOCK: Final = 4096
 ZEROES: Final = bytes(BLOCK)
 ROOT: Final = 0
-"""The inode of `/`, which is always there."""
+"""The inode of `/`, which always exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +23,23 @@ class Contents:
     size: int = 0
 
     def data(self) -> bytes:
-        whole = b"".join(self.blocks)
-        return whole[: self.size] + bytes(max(0, self.size - len(whole)))
+        content = b"".join(self.blocks)
+        return content[: self.size] + bytes(max(0, self.size - len(content)))
 
 
 @dataclass(frozen=True, slots=True)
 class DiskImage:
-    """Directories by inode (name -> inode) and files by inode. Only what is reachable from ROOT counts."""
+    """Directories (name -> inode) and files, by inode. Only what is reachable from ROOT counts."""
 
     directories: Mapping[int, Mapping[str, int]]
     files: Mapping[int, Contents]
 
     def tree(self) -> dict[str, Contents | None]:
-        """Every reachable path with its contents, None for a directory; sorted by path."""
+        """Returns every reachable path with its contents, None for a directory; sorted by path."""
         return {path: self.files.get(inode) for path, inode in self.inodes().items()}
 
     def inodes(self) -> dict[str, int]:
-        """Every reachable path with its inode, sorted by path."""
+        """Returns every reachable path with its inode, sorted by path."""
         found: dict[str, int] = {}
         pending = [("", ROOT)]
         while pending:
@@ -52,12 +52,12 @@ class DiskImage:
         return dict(sorted(found.items()))
 
     def fingerprint(self) -> bytes:
-        """16 bytes, equal for disks that hold the same names with the same bytes, whatever the inode numbers."""
-        whole = xxhash.xxh3_128()
+        """Returns 16 bytes that are equal for disks with the same names and bytes, whatever the inode numbers."""
+        content = xxhash.xxh3_128()
         for path, inode in self.inodes().items():
             contents = self.files.get(inode)
-            whole.update(f"{path}\0".encode() + (b"directory" if contents is None else _digest(contents)))
-        return whole.digest()
+            content.update(f"{path}\0".encode() + (b"directory" if contents is None else _digest(contents)))
+        return content.digest()
 
 
 @lru_cache(maxsize=65536)

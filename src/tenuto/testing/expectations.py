@@ -1,4 +1,4 @@
-"""What must be found after a crash, told by the marks that the recorded program left between its calls."""
+"""What must be found after a crash, derived from the marks that the recorded program left between its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tenuto.testing.recorder import Mark
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint holds if it exists: its tree, and the bytes of each leaf by path."""
+    """A checkpoint's content if it exists: its tree, and the bytes of each leaf by path."""
 
     tree: Json
     leaves: Mapping[str, bytes]
@@ -41,7 +41,7 @@ PRESENCE: Final[Mapping[str, Presence]] = {
     "gc begun": Presence.GONE,
     "closed": Presence.GONE,
 }
-"""What a mark about a checkpoint says of it from then on."""
+"""The presence of a checkpoint after each mark about it."""
 
 OPENED: Final = "repository opened"
 CLAIMED: Final = "claimed"
@@ -52,8 +52,10 @@ CLAIMING: Final = "claim begun"
 
 @dataclass
 class Expected:
-    """Folded marks. `line` holds each run's reported checkpoints, oldest first, without those that a later claim left
-    behind by going on from an older one."""
+    """Folded marks.
+
+    line: each run's reported checkpoints, oldest first, without those abandoned by a later claim of an older one.
+    """
 
     opened: bool = False
     presence: dict[CheckpointId, Presence] = field(default_factory=dict)
@@ -61,9 +63,9 @@ class Expected:
     begun: list[CheckpointId] = field(default_factory=list)
     line: dict[str, list[CheckpointId]] = field(default_factory=dict)
     claiming: dict[str, CheckpointId | None] = field(default_factory=dict)
-    """The parent of a claim that is under way."""
+    """The parent of a claim in progress."""
     attempts: dict[str, int] = field(default_factory=dict)
-    """The highest attempt of each run whose claim was reported."""
+    """The highest reported attempt of each run."""
 
     @classmethod
     def after(cls, marks: Iterable[Mark]) -> Expected:
@@ -104,11 +106,11 @@ class Expected:
         return sorted({id.run for id in self.presence} | set(self.attempts))
 
     def newest(self, run: str) -> CheckpointId | None:
-        """The last reported checkpoint of `run` that nobody has begun to remove."""
-        held = [id for id in self.line.get(run, []) if self.presence[id] is Presence.MUST]
-        return held[-1] if held else None
+        """Returns the last reported checkpoint of `run` that is not being removed."""
+        committed = [id for id in self.line.get(run, []) if self.presence[id] is Presence.MUST]
+        return committed[-1] if committed else None
 
     def may_be_latest(self, run: str, reported: CheckpointId) -> list[CheckpointId | None]:
-        """`reported`, what began to be saved after it, and what a claim that is under way goes on from."""
+        """Returns `reported`, the saves begun after it, and the parent of a claim in progress."""
         newer = [other for other in self.begun[self.begun.index(reported) :] if other.run == run]
         return [*newer, *([self.claiming[run]] if run in self.claiming else [])]

@@ -1,4 +1,4 @@
-"""File systems laid over another one: one to derive from, one that makes chosen calls fail, and one that ends."""
+"""File systems layered over another: a base class, one that makes chosen calls fail, and one that dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class Layer:
-    """Passes every call on to `inner`, each through `around`; a subclass overrides `around`, or a method."""
+    """Forwards every call to `inner` through `around`; a subclass overrides `around` or a method."""
 
     def __init__(self, inner: FileSystem) -> None:
         self.inner = inner
@@ -36,13 +36,13 @@ class Layer:
         return descriptor
 
     def reopen(self, path: str) -> int:
-        """As the simulated disk's; for layers that seed bugs."""
+        """Forwards to the simulated disk; for layers that seed bugs."""
         descriptor: int = self.inner.reopen(path)  # type: ignore[attr-defined]
         self._paths[descriptor] = path
         return descriptor
 
     def rename(self, source: str, target: str) -> None:
-        """As the simulated disk's; for layers that seed bugs."""
+        """Forwards to the simulated disk; for layers that seed bugs."""
         self.inner.rename(source, target)  # type: ignore[attr-defined]
 
     def close(self, descriptor: int) -> None:
@@ -103,8 +103,11 @@ class Layer:
 
 @dataclass
 class Fault:
-    """The `nth` call (from 1) of `call` whose path contains `path` raises OSError(`number`), and with `times` > 1 those
-    after it. `when`: "instead" of the call, or "after" it (the work is done, the reply is lost)."""
+    """Makes the `nth` call (from 1) of `call` whose path contains `path` raise OSError(`number`).
+
+    times: how many calls from then on fail.
+    when: "instead" of the call, or "after" it (the work is done, the reply is lost).
+    """
 
     call: str
     number: int
@@ -122,7 +125,7 @@ class Fault:
 
 
 class Faulty(Layer):
-    """A layer in which `faults` strike. `calls`: the calls that came, with their paths, in order."""
+    """A layer in which `faults` strike. `calls`: all calls with their paths, in order."""
 
     def __init__(self, inner: FileSystem, *faults: Fault) -> None:
         super().__init__(inner)
@@ -131,22 +134,22 @@ class Faulty(Layer):
 
     def around(self, call: str, path: str, act: Callable[[], R]) -> R:
         self.calls.append((call, path))
-        struck = [held for held in self.faults if held.strikes(call, path)]
-        for held in struck:
-            if held.when == "instead":
-                raise fault(held.number, path)
+        struck = [planned for planned in self.faults if planned.strikes(call, path)]
+        for planned in struck:
+            if planned.when == "instead":
+                raise fault(planned.number, path)
         result = act()
-        for held in struck:
-            raise fault(held.number, path)
+        for planned in struck:
+            raise fault(planned.number, path)
         return result
 
 
 class Killed(BaseException):
-    """The process is gone; nothing it would still do reaches the disk."""
+    """The process is dead; nothing it would still do reaches the disk."""
 
 
 class Mortal(Layer):
-    """Lets `calls` changing calls through; the next one and everything after it kills the process."""
+    """Lets `calls` changing calls through; the next call kills the process."""
 
     CHANGING = frozenset(
         {"create", "pwrite", "reserve", "truncate", "fsync", "fsync_directory", "link", "rename_noreplace", "unlink"}

@@ -1,7 +1,7 @@
 """Records every call through the local store's seam that changes what a disk holds.
 
-`Recorder` wraps any file system, real or simulated, and keeps its own table of names, so that a call is recorded with
-the inode it meant: which file a name stood for is what decides after a crash, not the name.
+`Recorder` wraps any file system, real or simulated, and keeps its own table of names, so that each call is recorded
+with its inode: after a crash it matters which file a name stood for, not the name.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Call:
     """The directory whose entry `name` changed."""
     name: str = ""
     source: tuple[int, str] | None = None
-    """rename: the entry that went."""
+    """rename: the old entry."""
     offset: int = 0
     data: bytes = b""
     length: int = 0
     failed: bool = False
-    """A flush that raised: what it was to flush may be on the disk or not, and no later flush tells."""
+    """A flush that raised: its data may or may not be on disk, and no later flush shows which."""
     node: int = 0
-    """Which machine made it, where several share the disk."""
+    """The machine that made the call, if several share the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the program above the store knew at this point: `label` and the thing it is about."""
+    """What the program above the store knew at this point: `label` and its subject."""
 
     label: str
     subject: object = None
@@ -54,8 +54,10 @@ Step = Call | Mark
 
 @dataclass
 class Recorder:
-    """A FileSystem that keeps `log`. `root`: paths below it are recorded, as if it were `/`; it exists already and is
-    empty, or holds just what `base` says."""
+    """A FileSystem that keeps `log`.
+
+    root: paths below it are recorded as if it were `/`; it exists, and is empty or matches `base`.
+    """
 
     inner: FileSystem
     root: str = ""
@@ -79,15 +81,15 @@ class Recorder:
         with self._lock:
             self.log.append(Mark(label, subject, detail))
 
-    # -- calls that are recorded -----------------------------------------------------------------------------------
+    # Recorded calls.
 
     def create(self, path: str, *, direct: bool = False) -> int:
         with self._lock:
             descriptor = self.inner.create(path, direct=direct)
             directory, name = self._place(path)
-            inode = self._born(directory, name)
+            inode = self._add_inode(directory, name)
             self._descriptors[descriptor] = (inode, self._below(path))
-            self._made(Call("create", self._below(path), inode, directory, name))
+            self._log_call(Call("create", self._below(path), inode, directory, name))
             return descriptor
 
     def open(self, path: str, *, direct: bool = False) -> int:
@@ -97,12 +99,12 @@ class Recorder:
             return descriptor
 
     def reopen(self, path: str) -> int:
-        """Empties an existing file and opens it for writing; no part of the seam, only for seeded bugs."""
+        """Truncates an existing file and opens it for writing; not part of the seam, only for seeded bugs."""
         with self._lock:
             descriptor: int = self.inner.reopen(path)  # type: ignore[attr-defined]
             inode = self._lookup(path)
             self._descriptors[descriptor] = (inode, self._below(path))
-            self._made(Call("truncate", self._below(path), inode))
+            self._log_call(Call("truncate", self._below(path), inode))
             return descriptor
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -110,20 +112,20 @@ class Recorder:
             done = self.inner.pwrite(descriptor, buffers, offset)
             inode, path = self._descriptors[descriptor]
             data = b"".join(bytes(buffer) for buffer in buffers)[:done]
-            self._made(Call("pwrite", path, inode, offset=offset, data=data, length=done))
+            self._log_call(Call("pwrite", path, inode, offset=offset, data=data, length=done))
             return done
 
     def truncate(self, descriptor: int, length: int) -> None:
         with self._lock:
             self.inner.truncate(descriptor, length)
             inode, path = self._descriptors[descriptor]
-            self._made(Call("truncate", path, inode, length=length))
+            self._log_call(Call("truncate", path, inode, length=length))
 
     def reserve(self, descriptor: int, length: int) -> None:
         with self._lock:
             self.inner.reserve(descriptor, length)
             inode, path = self._descriptors[descriptor]
-            self._made(Call("reserve", path, inode, length=length))
+            self._log_call(Call("reserve", path, inode, length=length))
 
     def fsync(self, descriptor: int) -> None:
         with self._lock:
@@ -132,10 +134,10 @@ class Recorder:
 
     def fsync_directory(self, path: str) -> None:
         with self._lock:
-            if not self._covers(path):  # the directory above the root, which is durable before the recording starts
+            if not self._covers(path):  # the directory above the root is durable before the recording starts
                 self.inner.fsync_directory(path)
                 return
-            self.inner.status(path)  # one that is gone is the disk's to refuse
+            self.inner.status(path)  # the disk rejects a directory that does not exist
             call = Call("fsync_directory", self._below(path), self._lookup(path))
             self._flush(call, lambda: self.inner.fsync_directory(path))
 
@@ -143,11 +145,11 @@ class Recorder:
         try:
             flush()
         except OSError:
-            self._made(replace(call, failed=True))
+            self._log_call(replace(call, failed=True))
             raise
-        self._made(call)
+        self._log_call(call)
 
-    def _made(self, call: Call) -> None:
+    def _log_call(self, call: Call) -> None:
         self.log.append(replace(call, node=self.node) if self.node else call)
 
     def link(self, source: str, target: str) -> None:
@@ -155,7 +157,7 @@ class Recorder:
             self.inner.link(source, target)
             directory, name = self._place(target)
             inode = self._names[directory, name] = self._lookup(source)
-            self._made(Call("link", self._below(target), inode, directory, name))
+            self._log_call(Call("link", self._below(target), inode, directory, name))
 
     def rename_noreplace(self, source: str, target: str) -> None:
         with self._lock:
@@ -163,7 +165,7 @@ class Recorder:
             self._renamed(source, target)
 
     def rename(self, source: str, target: str) -> None:
-        """Replaces `target`; no part of the seam, only for a simulated disk and seeded bugs."""
+        """Replaces `target`; not part of the seam, only for a simulated disk and seeded bugs."""
         with self._lock:
             self.inner.rename(source, target)  # type: ignore[attr-defined]
             self._renamed(source, target)
@@ -172,29 +174,29 @@ class Recorder:
         old = self._place(source)
         directory, name = self._place(target)
         inode = self._names[directory, name] = self._names.pop(old)
-        self._made(Call("rename", self._below(target), inode, directory, name, source=old))
+        self._log_call(Call("rename", self._below(target), inode, directory, name, source=old))
 
     def unlink(self, path: str) -> None:
         with self._lock:
             self.inner.unlink(path)
-            self._gone("unlink", path)
+            self._remove_entry("unlink", path)
 
     def mkdir(self, path: str) -> None:
         with self._lock:
             self.inner.mkdir(path)
             directory, name = self._place(path)
-            self._made(Call("mkdir", self._below(path), self._born(directory, name), directory, name))
+            self._log_call(Call("mkdir", self._below(path), self._add_inode(directory, name), directory, name))
 
     def rmdir(self, path: str) -> None:
         with self._lock:
             self.inner.rmdir(path)
-            self._gone("rmdir", path)
+            self._remove_entry("rmdir", path)
 
-    def _gone(self, kind: Literal["unlink", "rmdir"], path: str) -> None:
+    def _remove_entry(self, kind: Literal["unlink", "rmdir"], path: str) -> None:
         directory, name = self._place(path)
-        self._made(Call(kind, self._below(path), self._names.pop((directory, name)), directory, name))
+        self._log_call(Call(kind, self._below(path), self._names.pop((directory, name)), directory, name))
 
-    # -- calls that change nothing -----------------------------------------------------------------------------------
+    # Calls that change nothing.
 
     def close(self, descriptor: int) -> None:
         with self._lock:
@@ -222,7 +224,7 @@ class Recorder:
     def free_bytes(self, path: str) -> int:
         return self.inner.free_bytes(path)
 
-    # -- names -------------------------------------------------------------------------------------------------------
+    # Names.
 
     def _covers(self, path: str) -> bool:
         return path.rstrip("/") == self.root or path.startswith(self.root + "/")
@@ -242,7 +244,7 @@ class Recorder:
         head, _, name = path.rstrip("/").rpartition("/")
         return self._lookup(head or self.root or "/"), name
 
-    def _born(self, directory: int, name: str) -> int:
+    def _add_inode(self, directory: int, name: str) -> int:
         inode = self._names[directory, name] = self._next
         self._next += 1
         return inode

@@ -1,7 +1,7 @@
-"""A file system in memory behind the local store's seam: hard links, direct I/O, reservation, a limit on space.
+"""An in-memory file system behind the local store's seam: hard links, direct I/O, reservation, a space limit.
 
 It is as strict as Linux where the protocol could go wrong (exclusive create, no replacing link, alignment of direct
-I/O, ENOSPC), and it can be made from a `DiskImage` in microseconds: contents are shared until they are written.
+I/O, ENOSPC), and is created from a `DiskImage` in microseconds: contents are shared until they are written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tenuto.store.local.syscalls import Kind, Status
 from tenuto.testing.disk_image import BLOCK, ROOT, ZEROES, Contents, DiskImage
 
 _FIRST_DESCRIPTOR: Final = 1_000_000
-"""Far above real descriptors, so that one handed to `os` by mistake is an error and closes nothing."""
+"""Far above real descriptors, so that passing one to `os` by mistake is an error and closes nothing."""
 
 
 def fault(number: int, path: str) -> OSError:
@@ -32,7 +32,7 @@ class _File:
     size: int
     modified: int
     reserved: int = 0
-    """Blocks promised by `reserve`; written or not, they count as used."""
+    """Blocks promised by `reserve`; they count as used before they are written."""
     links: int = 0
 
     @property
@@ -55,7 +55,8 @@ class _Open:
 
 @dataclass
 class SimulatedDisk:
-    """`capacity`: bytes that files may take, None for no limit. `direct_io`: whether O_DIRECT is accepted."""
+    """A simulated disk. `capacity`: bytes that files may take, None for no limit. `direct_io`: whether O_DIRECT is
+    accepted."""
 
     capacity: int | None = None
     direct_io: bool = True
@@ -69,37 +70,37 @@ class SimulatedDisk:
 
     @classmethod
     def holding(cls, image: DiskImage, *, direct_io: bool = False) -> SimulatedDisk:
-        """A disk that a machine would find after the crash that left `image`."""
+        """Creates the disk that a machine would find after the crash that left `image`."""
         disk = cls(direct_io=direct_io)
         disk._directories = {inode: _Directory(dict(entries)) for inode, entries in image.directories.items()}
-        disk._files = {inode: _File(list(held.blocks), held.size, 1) for inode, held in image.files.items()}
-        for held in disk._directories.values():
-            for inode in held.entries.values():
+        disk._files = {inode: _File(list(entry.blocks), entry.size, 1) for inode, entry in image.files.items()}
+        for entry in disk._directories.values():
+            for inode in entry.entries.values():
                 if inode in disk._files:
                     disk._files[inode].links += 1
         disk._next = max((*disk._directories, *disk._files)) + 1
         return disk
 
     def image(self) -> DiskImage:
-        """What a clean shutdown now would leave."""
+        """Returns what a clean shutdown would leave now."""
         with self._lock:
             return DiskImage(
-                {inode: dict(held.entries) for inode, held in self._directories.items()},
-                {inode: Contents(tuple(held.blocks), held.size) for inode, held in self._files.items()},
+                {inode: dict(entry.entries) for inode, entry in self._directories.items()},
+                {inode: Contents(tuple(entry.blocks), entry.size) for inode, entry in self._files.items()},
             )
 
     def files(self, directory: str) -> dict[str, tuple[int, tuple[bytes, ...]]]:
-        """Size and blocks of each file directly in `directory`, by name."""
+        """Returns size and blocks of each file directly in `directory`, by name."""
         with self._lock:
             entries = self._directories[self._lookup(directory)].entries
-            held = {name: self._files[inode] for name, inode in entries.items() if inode in self._files}
-            return {name: (file.size, tuple(file.blocks)) for name, file in held.items()}
+            entry = {name: self._files[inode] for name, inode in entries.items() if inode in self._files}
+            return {name: (file.size, tuple(file.blocks)) for name, file in entry.items()}
 
     @property
     def open_descriptors(self) -> int:
         return len(self._open)
 
-    # -- descriptors -----------------------------------------------------------------------------------------------
+    # Descriptors.
 
     def create(self, path: str, *, direct: bool = False) -> int:
         with self._lock:
@@ -121,7 +122,7 @@ class SimulatedDisk:
             return self._descriptor(_Open(path, inode, direct, writable=False))
 
     def reopen(self, path: str) -> int:
-        """An existing file for writing, emptied (O_TRUNC). No part of the seam: the seeded bugs use it."""
+        """Opens an existing file for writing and truncates it (O_TRUNC). Not part of the seam: seeded bugs use it."""
         with self._lock:
             file = self._files[self._lookup(path)]
             file.blocks, file.size = [], 0
@@ -133,9 +134,9 @@ class SimulatedDisk:
                 raise fault(errno.EBADF, str(descriptor))
 
     def set_direct(self, descriptor: int, direct: bool) -> None:
-        held = self._held(descriptor)
-        self._check_direct(direct, held.path)
-        held.direct = direct
+        entry = self._open_file(descriptor)
+        self._check_direct(direct, entry.path)
+        entry.direct = direct
 
     def reserve(self, descriptor: int, length: int) -> None:
         with self._lock:
@@ -147,11 +148,11 @@ class SimulatedDisk:
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         with self._lock:
-            file, held = self._writable(descriptor), self._open[descriptor]
-            if held.direct:
-                self._check_alignment(buffers, offset, held.path)
+            file, entry = self._writable(descriptor), self._open[descriptor]
+            if entry.direct:
+                self._check_alignment(buffers, offset, entry.path)
             data = b"".join(bytes(buffer) for buffer in buffers)
-            self._admit(file, -(-(offset + len(data)) // BLOCK), held.path)
+            self._admit(file, -(-(offset + len(data)) // BLOCK), entry.path)
             overwrite(file.blocks, offset, data)
             file.size = max(file.size, offset + len(data))
             file.modified = self._tick()
@@ -159,10 +160,10 @@ class SimulatedDisk:
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, *, nowait: bool = False) -> int:
         with self._lock:
-            held = self._held(descriptor)
-            if held.direct:
-                self._check_alignment(buffers, offset, held.path)
-            file = self._files[held.inode]
+            entry = self._open_file(descriptor)
+            if entry.direct:
+                self._check_alignment(buffers, offset, entry.path)
+            file = self._files[entry.inode]
             wanted = sum(buffer.nbytes for buffer in buffers)
             data = read(file.blocks, offset, max(0, min(offset + wanted, file.size) - offset))
             done = 0
@@ -181,13 +182,13 @@ class SimulatedDisk:
             file.modified = self._tick()
 
     def fsync(self, descriptor: int) -> None:
-        self._held(descriptor)
+        self._open_file(descriptor)
 
     def fstatus(self, descriptor: int) -> Status:
         with self._lock:
-            return self._status_of(self._held(descriptor).inode)
+            return self._status_of(self._open_file(descriptor).inode)
 
-    # -- names -----------------------------------------------------------------------------------------------------
+    # Names.
 
     def link(self, source: str, target: str) -> None:
         with self._lock:
@@ -207,7 +208,7 @@ class SimulatedDisk:
             self.rename(source, target)
 
     def rename(self, source: str, target: str) -> None:
-        """Replaces `target` silently, as rename(2) does. No part of the seam: the seeded bugs use it."""
+        """Replaces `target` silently, like rename(2). Not part of the seam: seeded bugs use it."""
         with self._lock:
             inode = self._lookup(source)
             old, old_name = self._parent(source)
@@ -271,8 +272,6 @@ class SimulatedDisk:
             self._lookup(path)
             return 1 << 40 if self.capacity is None else max(0, self.capacity - self._used())
 
-    # -- inside ----------------------------------------------------------------------------------------------------
-
     def _lookup(self, path: str) -> int:
         inode = ROOT
         for name in path.split("/"):
@@ -305,22 +304,22 @@ class SimulatedDisk:
             return Status("directory", 0, 1)
         return Status("file", file.size, file.modified, file.links)
 
-    def _descriptor(self, held: _Open) -> int:
+    def _descriptor(self, entry: _Open) -> int:
         self._next_descriptor += 1
-        self._open[self._next_descriptor] = held
+        self._open[self._next_descriptor] = entry
         return self._next_descriptor
 
-    def _held(self, descriptor: int) -> _Open:
+    def _open_file(self, descriptor: int) -> _Open:
         try:
             return self._open[descriptor]
         except KeyError:
             raise fault(errno.EBADF, str(descriptor)) from None
 
     def _writable(self, descriptor: int) -> _File:
-        held = self._held(descriptor)
-        if not held.writable:
-            raise fault(errno.EBADF, held.path)
-        return self._files[held.inode]
+        entry = self._open_file(descriptor)
+        if not entry.writable:
+            raise fault(errno.EBADF, entry.path)
+        return self._files[entry.inode]
 
     def _new_inode(self) -> int:
         self._next += 1
@@ -331,7 +330,7 @@ class SimulatedDisk:
         return self._clock
 
     def _used(self) -> int:
-        opened = {held.inode for held in self._open.values()}
+        opened = {entry.inode for entry in self._open.values()}
         return BLOCK * sum(file.allocated for inode, file in self._files.items() if file.links or inode in opened)
 
     def _admit(self, file: _File, blocks: int, path: str) -> None:
@@ -349,7 +348,7 @@ class SimulatedDisk:
 
 
 def read(blocks: list[bytes], offset: int, length: int) -> bytes:
-    """`length` bytes from `offset`; what was never written is zeroes."""
+    """Returns `length` bytes from `offset`; unwritten bytes are zeroes."""
     if length <= 0:
         return b""
     first, skip = divmod(offset, BLOCK)
@@ -358,7 +357,7 @@ def read(blocks: list[bytes], offset: int, length: int) -> bytes:
 
 
 def overwrite(blocks: list[bytes], offset: int, data: bytes) -> range:
-    """Writes into a file's blocks, growing it with zeroes; the numbers of the blocks that changed."""
+    """Writes into a file's blocks, growing it with zeroes; returns the numbers of the changed blocks."""
     if not data:
         return range(0)
     first, skip = divmod(offset, BLOCK)
@@ -371,7 +370,7 @@ def overwrite(blocks: list[bytes], offset: int, data: bytes) -> range:
 
 
 def cut(blocks: list[bytes], length: int) -> None:
-    """Drops what lies beyond `length`, so that growing again finds zeroes."""
+    """Drops everything beyond `length`, so that growing again reads zeroes."""
     full, rest = divmod(length, BLOCK)
     tail = blocks[full][:rest] if rest and full < len(blocks) else b""
     del blocks[full:]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from tenuto.concurrency.background_priority import lower_priority
-from tenuto.engine.group.rank_group import RankGroup
+from tenuto.engine.save.rank_group import RankGroup
 from tenuto.errors import TenutoError
 from tenuto.events import Emitter
 from tenuto.maintenance.replica_tidy import tidy_replicas

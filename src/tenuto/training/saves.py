@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from tenuto.concurrency.deadlines import within
-from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.cadence import MemoryCadence
 from tenuto.engine.read.results import Restored
 from tenuto.engine.save import handle as handles
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.rank_group import RankGroup
 from tenuto.engine.save.saver import Saver
 from tenuto.errors import (
     DeadlineExceeded,
@@ -30,7 +30,7 @@ from tenuto.events import Emitter, SaveDelayed, SaveFailedEvent, SaveSkipped, Wa
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
-from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy, divided
+from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy, split_by_agreement
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.replicated.access import report_to
 from tenuto.repo.repository import Repo
@@ -180,7 +180,7 @@ class RunSaver:
         self.policy = policy
         self.group = group
         self._coordinates = group.coordinates
-        self._divided_policy = divided(policy)
+        self._divided_policy = split_by_agreement(policy)
         self.retention = RetentionWorker(repo, keep, emitter=emitter, warn=self.warn, group=group)
         self._on_error = on_error
         self._emitter = emitter

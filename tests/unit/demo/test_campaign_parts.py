@@ -27,7 +27,7 @@ def died(trace: Trace, body: Callable[[], None], death: Death | None = None) -> 
     pid = os.fork()
     if not pid:
         try:
-            with trace.followed(death):
+            with trace.traced(death):
                 body()
         finally:
             os._exit(3)

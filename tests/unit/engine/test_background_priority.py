@@ -73,8 +73,8 @@ def test_the_thread_that_asks_stands_back_from_the_disk_too() -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread is there that has stood back in a test before."""
     parked = WorkerThreads()
-    monkeypatch.setattr(memory_saver, "behind", parked)
-    monkeypatch.setattr(in_flight, "behind", parked)
+    monkeypatch.setattr(memory_saver, "background_threads", parked)
+    monkeypatch.setattr(in_flight, "background_threads", parked)
 
 
 class Priorities:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tenuto.crashpoints import armed
+from tenuto.engine.save.rank_group import SoloGroup
 from tenuto.errors import CheckpointNotFound, StoreDenied
 from tenuto.events import Emitter
 from tenuto.maintenance.retention import execute, plan_retention
@@ -105,7 +106,7 @@ def train(world: Any) -> Iterator[Any]:
 def test_a_steady_run_lists_and_reads_nothing(world: Any) -> None:
     store = Counting(world.store)
     world.repo = Repo.open(store)
-    worker = RetentionWorker(world.repo, keep.latest(30), emitter=Emitter(), warn=pytest.fail)
+    worker = RetentionWorker(world.repo, keep.latest(30), emitter=Emitter(), warn=pytest.fail, group=SoloGroup())
     attempt = world.claim()
     for step in range(1, 45):
         world.save(attempt, step)

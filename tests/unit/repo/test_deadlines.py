@@ -33,7 +33,7 @@ def test_where_no_thread_can_be_started_the_work_is_done_here(monkeypatch: pytes
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(deadlines, "beside", WorkerThreads())  # no thread is kept from before
+    monkeypatch.setattr(deadlines, "foreground_threads", WorkerThreads())  # no thread is kept from before
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert within(0, "counting", threading.current_thread, subject="s") is threading.current_thread()
 

@@ -276,7 +276,7 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], what: str) -> N
 def test_sets_whose_marks_collide_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(0, 1), (2, 3), (0, 2), (0, 1), (1, 2, 3)]
     held = world(4, [((64,), [(Box((0,), (64,)), some)]) for some in pairs])
-    monkeypatch.setattr(cells_module, "_mixed", lambda value: np.zeros_like(value))
+    monkeypatch.setattr(cells_module, "_hashed", lambda value: np.zeros_like(value))
     found = lines(held, assign(held, world_size=4))
     assert all(rank in pairs[leaf] for rank, leaf, _ in found) and len(found) == 5
 

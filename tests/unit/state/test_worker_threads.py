@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 
-from tenuto.concurrency.worker_threads import KEPT, BackgroundWork, WorkerThreads
+from tenuto.concurrency.worker_threads import MAX_IDLE, BackgroundWork, WorkerThreads
 
 
 def ended(work: BackgroundWork) -> bool:
@@ -44,14 +44,14 @@ def test_a_thread_is_used_again() -> None:
 
 
 def test_work_does_not_wait_for_other_work_and_no_more_threads_are_kept_than_a_few() -> None:
-    parked, all_here = WorkerThreads(), threading.Barrier(KEPT + 3)
-    works = [parked.submit(lambda: all_here.wait(60) and None, "work") for _ in range(KEPT + 2)]
+    parked, all_here = WorkerThreads(), threading.Barrier(MAX_IDLE + 3)
+    works = [parked.submit(lambda: all_here.wait(60) and None, "work") for _ in range(MAX_IDLE + 2)]
     all_here.wait(60)
     assert all(ended(work) for work in works)
     until = threading.Event()
-    while len(parked._idle) < KEPT:
+    while len(parked._idle) < MAX_IDLE:
         until.wait(0.001)
-    assert len(parked._idle) == KEPT
+    assert len(parked._idle) == MAX_IDLE
 
 
 def test_a_forked_child_begins_with_threads_of_its_own() -> None:

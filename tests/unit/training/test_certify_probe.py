@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tenuto
-from tenuto.certify.probe import VARIABLE, AtStep, EnoughSteps, order_of, standing
+from tenuto.certify.probe import VARIABLE, AtStep, EnoughSteps, current_order, order_of
 from tenuto.certify.runner import Certification
 from tenuto.certify.verdict import ExactnessVerdict
 from tenuto.cli.commands.certify import _show
@@ -112,7 +112,7 @@ def test_a_variable_that_says_nothing_is_told(monkeypatch, tmp_path):
         with pytest.raises(UsageError, match=VARIABLE):
             tenuto.Checkpointer(tmp_path, {})
     monkeypatch.setenv(VARIABLE, "")
-    assert standing() is None
+    assert current_order() is None
 
 
 def test_the_step_is_saved_once_also_when_steps_are_counted_in_leaps():
@@ -130,7 +130,7 @@ def test_certify_says_what_the_policies_go_by_and_nothing_logged(capsys):
         last=20,
         ranks=1,
         leaves=3,
-        lives=(),
+        runs=(),
         certificate={},
         uncovered=(),
         unlogged={"val_loss": "keep.best(1, 'val_loss', mode='min')"},

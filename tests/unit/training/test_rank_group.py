@@ -17,7 +17,7 @@ from tenuto.errors import DeadlineExceeded, ObjectNotFound, RanksDisagree, Usage
 from tenuto.events import Emitter
 from tenuto.model import canonical_json
 from tenuto.policy import every, on
-from tenuto.policy.save import Moment, SaveHistory, divided
+from tenuto.policy.save import Moment, SaveHistory, split_by_agreement
 from tenuto.ranks.kv.in_process import ThreadRanks
 from tenuto.ranks.proposals import Proposal
 from tenuto.store.contract import Reader
@@ -52,7 +52,7 @@ def test_a_save_that_is_agreed_on_is_not_wished_for_again_at_its_own_step() -> N
         now_s = 601.0 + step
         history = SaveHistory(started_s=0.0, first_step=0, last_saved_step=None, last_saved_s=last_s)
         moment = Moment(step=step, now_s=now_s)
-        if group.decide(divided(on.end() | every(minutes=10)), moment, history, None).save:
+        if group.decide(split_by_agreement(on.end() | every(minutes=10)), moment, history, None).save:
             saved.append(step)
             last_s = now_s
     assert saved == [3]
@@ -68,7 +68,9 @@ def test_a_save_that_is_still_to_come_is_what_is_wished_for() -> None:
     for step in range(1, 7):
         agreement.agreed_save = next((one for at, one in agreement._proposals.items() if step <= at), None)
         left.append(group.completed(step, "SIGTERM" if step > 1 else None, ending=False))
-        group.decide(divided(on.end() | every(minutes=10)), Moment(step=step, now_s=601.0 + step), history, None)
+        group.decide(
+            split_by_agreement(on.end() | every(minutes=10)), Moment(step=step, now_s=601.0 + step), history, None
+        )
         if step == 1:
             assert agreement.wishes == [], "the clock's"
     assert agreement.wishes == ["SIGTERM came"], "at step 2"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.engine.group.rank_group import SoloGroup
+from tenuto.engine.save.rank_group import SoloGroup
 from tenuto.errors import StoreUnavailable
 from tenuto.events import Emitter
 from tenuto.policy import keep

@@ -1,1 +1,1 @@
-"""One module for each command, which has a function of the same name."""
+"""One module for each command, with a function of the same name."""

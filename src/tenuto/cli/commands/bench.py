@@ -1,4 +1,4 @@
-"""`tenuto bench`: what a place gives raw, what a save and a restore take there, and how often one can save."""
+"""`tenuto bench`: measures a place's raw speed, saves and restores there, and how often one can save."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLES = examples(
 )
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT](?:i?B)?|B)?\s*", re.IGNORECASE | re.ASCII)
 LARGE = 4 << 30
-"""From this size on three rounds are taken rather than five."""
+"""From this size on, three rounds are measured instead of five."""
 
 
 def bench(
@@ -78,7 +78,7 @@ def bench(
     path = check_place(where, sum(sizes))
     with _ended_by_signals():
         sample = _sample(sizes)
-        found = measure(path, sample, rounds=rounds or (3 if sample.nbytes >= LARGE else 5), tell=_tell)
+        found = measure(path, sample, rounds=rounds or (3 if sample.nbytes >= LARGE else 5), on_activity=_show_progress)
     if json:
         output.document("bench", expect.document(found))
     else:
@@ -86,7 +86,7 @@ def bench(
 
 
 def _sizes(size: str | None, leaves: int | None, like: str | None, run: str | None, step: str) -> Sequence[int]:
-    """The lengths of the state's leaves in bytes."""
+    """Returns the bytes of each of the state's leaves."""
     from tenuto.bench.sample import even_sizes
 
     if like is None:
@@ -105,7 +105,8 @@ def _sizes(size: str | None, leaves: int | None, like: str | None, run: str | No
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "4GiB" or "4G" (of 1024), "4GB" (of 1000), "1048576". UsageError for what is none of these, or zero."""
+    """Parses "4GiB" or "4G" (of 1024), "4GB" (of 1000) or "1048576" bytes. Raises UsageError for anything else, or
+    zero."""
     found = _SIZE.fullmatch(text)
     if found is None or not float(found[1]):
         raise UsageError(f"{text!r} is no size", subject="--size", hint="write it as 4GiB or 500MiB")
@@ -115,7 +116,7 @@ def parse_size(text: str) -> int:
 
 
 def _sample(sizes: Sequence[int]) -> Sample:
-    """Tensors of torch's where it is installed: what a training there would save."""
+    """Builds a state of torch tensors where torch is installed, as a training there would save."""
     output.story("making a state")
     if find_spec("torch") is not None:
         from tenuto.integrations.torch.bench_sample import torch_sample
@@ -126,8 +127,8 @@ def _sample(sizes: Sequence[int]) -> Sample:
     return numpy_sample(sizes)
 
 
-def _tell(text: str) -> None:
-    """Over itself on a terminal, else line by line."""
+def _show_progress(text: str) -> None:
+    """Overwrites the progress line on a terminal; prints one line each time elsewhere."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{output.clean(text)}")
         sys.stderr.flush()
@@ -162,13 +163,13 @@ def _print(found: Figures) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as an exception would, so that what was written is removed."""
+    """Ends the block with an exception on SIGTERM and SIGHUP, so that written files are removed."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def exit_on_signal(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     caught = [signal.SIGTERM, signal.SIGHUP]
-    before = [signal.signal(one, leave) for one in caught]
+    before = [signal.signal(one, exit_on_signal) for one in caught]
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ EXAMPLES = exitcodes.examples(
 )
 STATUS = {"exact": 0, "inexact": 20, "unrepeatable": 21}
 SHOWN = 8
-"""Entries that differ in the first step; all are in --json."""
+"""Differing entries to print; --json has all of them."""
 BEGIN = "tenuto-certify-"
 
 
@@ -66,9 +66,9 @@ def certify(  # noqa: PLR0917 - options; nobody passes them by position
     """
     from tenuto.certify.runner import Certifier
 
-    with _leaving_on_signals(), _place(where, scratch, keep) as place:
-        with _progress() as tell:
-            found = Certifier(_absolute(where), command, place, steps, more, patience, tell).run()
+    with _exit_on_signals(), _place(where, scratch, keep) as place:
+        with _progress() as show:
+            found = Certifier(_absolute(where), command, place, steps, more, patience, show).run()
         if json:
             output.document("certify", {**_document(found), "kept": str(place) if keep else None})
         else:
@@ -134,7 +134,7 @@ def _difference(difference: Difference, rank: int | None) -> Iterator[tuple[str,
 
 
 def _value(text: str | None) -> str:
-    """Of a digest its beginning: two that differ, differ there."""
+    """Shortens digests to their first digits: two that differ, differ there."""
     return "nothing" if text is None else re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24}\b", r"\1", text)
 
 
@@ -178,23 +178,23 @@ def _document(found: Certification) -> dict[str, Any]:
                 "killed": life.killed,
                 "seconds": life.seconds,
             }
-            for life in found.lives
+            for life in found.runs
         ],
         "seconds": found.seconds,
     }
 
 
 def _absolute(where: str) -> str:
-    """A relative path means the same in a script that changes its directory."""
+    """Returns an absolute path, which stays valid in a script that changes its directory."""
     return where if "://" in where else os.path.abspath(os.path.expanduser(where))
 
 
 @contextlib.contextmanager
 def _place(where: str, scratch: Path | None, keep: bool) -> Iterator[Path]:
-    """An empty directory to work in, removed at the end unless it is to be kept."""
+    """Yields an empty working directory, and removes it at the end unless it is to be kept."""
     try:
-        made = tempfile.mkdtemp(prefix=BEGIN, dir=scratch if scratch is not None else _beside(where))
-        place = Path(_absolute(made))  # before Python 3.12 it is relative where DIR is
+        made = tempfile.mkdtemp(prefix=BEGIN, dir=scratch if scratch is not None else _nearest_directory(where))
+        place = Path(_absolute(made))  # before Python 3.12 it is relative if DIR is
     except OSError as error:
         raise UsageError(
             f"there is no place to work in: {error.strerror}",
@@ -212,9 +212,11 @@ def _place(where: str, scratch: Path | None, keep: bool) -> Iterator[Path]:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _beside(where: str) -> Path | None:
-    """The nearest directory above WHERE that is there: a disk that is large enough for its checkpoints. None for what
-    is no directory of this machine, or cannot be written to: then it is the system's own for temporary files."""
+def _nearest_directory(where: str) -> Path | None:
+    """Returns the nearest existing directory above WHERE, on a disk large enough for its checkpoints.
+
+    Returns None, for the system's temporary directory, if WHERE is no local directory or that one is not writable.
+    """
     if "://" in where:
         return None
     above = Path(_absolute(where)).parent
@@ -224,13 +226,13 @@ def _beside(where: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def _leaving_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave like Ctrl-C: what was started is killed, what was written is removed."""
+def _exit_on_signals() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP exit like Ctrl-C: what was started is killed, what was written is removed."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def exit_on_signal(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    earlier = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    earlier = {number: signal.signal(number, exit_on_signal) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
@@ -240,21 +242,21 @@ def _leaving_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[ReportProgress]:
-    """One line on stderr that tells how far it is; without a terminal, a line for each run."""
+    """Shows progress in one line on stderr; without a terminal, in one line for each run."""
     on_terminal = sys.stderr.isatty()
-    told = ""
+    last_shown = ""
 
-    def tell(what: str, done: int, total: int) -> None:
-        nonlocal told
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal last_shown
         if on_terminal:
             sys.stderr.write(f"\r\x1b[K{what}: {done} of {total} steps")
             sys.stderr.flush()
-        elif what != told:
+        elif what != last_shown:
             output.story(f"running, {what}: {total} steps")
-        told = what
+        last_shown = what
 
     try:
-        yield tell
+        yield show
     finally:
         if on_terminal:
             sys.stderr.write("\r\x1b[K")

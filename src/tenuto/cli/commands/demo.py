@@ -1,4 +1,4 @@
-"""`tenuto demo`: kills a real training job again and again, and compares it with one that nobody touched."""
+"""`tenuto demo`: kills a real training job repeatedly and compares it with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tenuto.cli.console import exitcodes, options, output
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
-    from tenuto.demo.runner import Tell
+    from tenuto.demo.runner import ReportProgress
 
 
 EXAMPLES = exitcodes.examples(
@@ -25,7 +25,7 @@ EXAMPLES = exitcodes.examples(
     "tenuto demo --keep /tmp/demo --json",
 )
 DIFFERENT = 12
-"""The exit status where the two final states differ: something is not what was saved."""
+"""The exit status if the two final states differ."""
 
 
 def demo(  # noqa: PLR0917 - options; nobody passes them by position
@@ -59,8 +59,8 @@ def demo(  # noqa: PLR0917 - options; nobody passes them by position
     with _place(keep) as place, own_shared_memory():
         runner.load_framework()
         plan = draw_plan(kills=kills, steps=steps, save_every=save_every, seed=seed, memory=True)
-        with _progress() as tell:
-            running = runner.Runner(place, tell)
+        with _progress() as show:
+            running = runner.Runner(place, show)
             account = running.killed(plan, running.untouched(replace(plan, memory=False)))
         if json:
             output.document("demo", {**accounts.document(account), "kept": str(keep) if keep else None})
@@ -87,8 +87,8 @@ def _place(keep: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Tell]:
-    """One line on stderr that tells how far it is; without a terminal, a line for each thing that is done."""
+def _progress() -> Iterator[ReportProgress]:
+    """Shows progress in one line on stderr; without a terminal, in one line for each activity."""
     if not sys.stderr.isatty():
         yield _lines()
         return
@@ -101,28 +101,28 @@ def _progress() -> Iterator[Tell]:
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
     )
-    # Without rich's own refreshing thread: children are forked from this process, which must have one thread only.
+    # rich's own refresh thread is off: children are forked from this process, which must have a single thread.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as progress:
         task = progress.add_task("starting", total=None)
         shown: tuple[str, int] = ("", -1)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def show(what: str, done: int, total: int) -> None:
             nonlocal shown
             if (what, done) != shown:
                 shown = (what, done)
                 progress.update(task, description=what, completed=done, total=total)
                 progress.refresh()
 
-        yield tell
+        yield show
 
 
-def _lines() -> Tell:
-    told = ""
+def _lines() -> ReportProgress:
+    last_shown = ""
 
-    def tell(what: str, done: int, total: int) -> None:
-        nonlocal told
-        if what != told:
-            told = what
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal last_shown
+        if what != last_shown:
+            last_shown = what
             output.story(what)
 
-    return tell
+    return show

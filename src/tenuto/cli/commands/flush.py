@@ -1,4 +1,4 @@
-"""`tenuto flush`: writes what dead processes left in this node's memory to the store."""
+"""`tenuto flush`: writes the images that dead processes left in this node's memory to the store."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def flush(
 
     Run it as the user that the training ran as: another user's images are not written, by root either.
     """
-    from tenuto.cli.views.memory_images import judged, table, tell
+    from tenuto.cli.views.memory_images import judged, report_hidden_users, table
     from tenuto.engine.memory_tier.listing import images_of_others
     from tenuto.maintenance.flush import execute, plan_flush
     from tenuto.model.ids import run_key
     from tenuto.units import size
 
     repo = repository(where)
-    plan, beside = plan_flush(repo, run_key(run_of(repo, run))), images_of_others()
-    theirs = judged(repo, plan.run, beside.users)
+    plan, other_users = plan_flush(repo, run_key(run_of(repo, run))), images_of_others()
+    theirs = judged(repo, plan.run, other_users.users)
     rows = [*((one.found, one.verdict) for one in plan.images), *theirs]
     if not json:
         table(rows)
@@ -54,7 +54,7 @@ def flush(
         _refuse_others(repo, plan.run, theirs)
         if not json:
             output.line(f"run {plan.run}: nothing in memory is to be written")
-            tell(beside)
+            report_hidden_users(other_users)
     written = None if dry_run else execute(repo, plan, report=output.story)
     if json:
         found = _json(plan, rows)
@@ -64,10 +64,10 @@ def flush(
 
 
 def _refuse_others(repo: Repo, run: str, theirs: Rows) -> None:
-    """StoreDenied where dead processes of other users have left whole images of the run.
+    """Raises StoreDenied if dead processes of other users have left complete images of the run.
 
-    Whoever may read a repository can lay an image of it in memory: what root wrote of it would be in the run as if its
-    owner had trained it, and in files that the owner could not remove.
+    Anybody who can read a repository can place an image of it in memory. If root wrote that image, it would enter the
+    run as if its owner had trained it, in files that the owner could not remove.
     """
     from tenuto.cli.views.memory_images import user_name
 

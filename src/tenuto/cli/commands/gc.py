@@ -1,4 +1,4 @@
-"""`tenuto gc`: frees what nothing reaches any more."""
+"""`tenuto gc`: frees what nothing references any more."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gc(
     if not json:
         _print(plan)
     report: GcReport | None = None
-    if not dry_run and _something(plan) and (not _deletes(plan) or agreed("Go on?", yes=yes)):
+    if not dry_run and _has_work(plan) and (not _deletes(plan) or agreed("Go on?", yes=yes)):
         report = execute(repo, plan)
         if not json:
             output.line(_done(report))
@@ -58,8 +58,8 @@ def gc(
         output.document("gc", {"where": repo.url, "dry_run": dry_run, **_plan_json(plan), "done": _report_json(report)})
 
 
-def _something(plan: GcPlan) -> bool:
-    """Whether there is anything to do now: what only waits needs no visit."""
+def _has_work(plan: GcPlan) -> bool:
+    """Returns whether there is anything to do now; waiting garbage needs no visit."""
     return bool(plan.odds or plan.void or plan.forgotten) or any(
         found.due or not found.marked for found in plan.garbage
     )

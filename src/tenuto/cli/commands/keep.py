@@ -1,4 +1,4 @@
-"""`tenuto keep`: applies a keep policy to a run that nobody trains now."""
+"""`tenuto keep`: applies a keep policy to a run that no process is training."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def keep(
     if name not in repo.runs():
         from tenuto.repo.lineage import resolve
 
-        resolve(repo, name)  # raises, naming what there is
+        resolve(repo, name)  # raises, listing the existing runs
     plan = preview(repo, name, policy)
     removed: tuple[CheckpointId, ...] = ()
     if not json:

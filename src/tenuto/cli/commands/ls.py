@@ -1,4 +1,4 @@
-"""`tenuto ls`: the runs and checkpoints of a repository."""
+"""`tenuto ls`: lists the runs and checkpoints of a repository."""
 
 from __future__ import annotations
 
@@ -75,21 +75,21 @@ def ls(
 
 
 def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:
-    from tenuto.cli.views.memory_images import document, judged, table, tell
+    from tenuto.cli.views.memory_images import document, judged, report_hidden_users, table
     from tenuto.engine.memory_tier.listing import images_of_others
 
     repo = repository(where) if where is not None else None
-    beside = images_of_others()
-    rows = judged(repo, run, (None, *beside.users))
+    other_users = images_of_others()
+    rows = judged(repo, run, (None, *other_users.users))
     if as_json:
         images = [document(found, verdict, rows) for found, verdict in rows]
         body = {"where": repo.url if repo is not None else None, "images": images}
-        output.document("memory", {**body, "closed_users": beside.closed, "passed_over": beside.refused})
+        output.document("memory", {**body, "closed_users": other_users.closed, "passed_over": other_users.refused})
         return
     table(rows)
     if not rows:
         output.story("no images in this node's memory")
-    tell(beside)
+    report_hidden_users(other_users)
 
 
 def _json(found: RunRows) -> dict[str, object]:
@@ -129,7 +129,7 @@ def _print(found: RunRows) -> None:
 
 
 def metrics(found: Mapping[str, float]) -> str:
-    """The first few, in the order of their names; `show` has all."""
+    """Formats the first few metrics in the order of their names; `show` has all."""
     shown = [f"{name}={value:.4g}" for name, value in sorted(found.items())[:SHOWN_METRICS]]
     more = len(found) - len(shown)
     return " ".join([*shown, *([f"+{more}"] if more > 0 else [])])

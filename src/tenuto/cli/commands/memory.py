@@ -1,4 +1,4 @@
-"""`tenuto memory clear`: gives back the memory that dead processes' images take."""
+"""`tenuto memory clear`: frees the memory of dead processes' images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = examples(
 
 
 class Action(StrEnum):
-    """What can be done with them."""
+    """The actions on images."""
 
     clear = "clear"
 

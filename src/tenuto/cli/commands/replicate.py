@@ -1,4 +1,4 @@
-"""`tenuto replicate`: packs come to every place that is to hold them."""
+"""`tenuto replicate`: copies packs to every place that should hold them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def replicate(
     from tenuto.units import size
 
     repo = repository(where)
-    plan = plan_replicate(repo, _meant(repo, run, checkpoints or []))
+    plan = plan_replicate(repo, _selected(repo, run, checkpoints or []))
     if not json:
         output.line(_words(plan))
     report: ReplicateReport | None = None
@@ -91,7 +91,7 @@ def _json(plan: ReplicatePlan, failed: list[TenutoError]) -> dict[str, Any]:
     }
 
 
-def _meant(repo: Repo, run: str | None, names: list[str]) -> list[CheckpointId]:
+def _selected(repo: Repo, run: str | None, names: list[str]) -> list[CheckpointId]:
     from tenuto.model.ids import CheckpointId
 
     if names:

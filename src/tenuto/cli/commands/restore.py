@@ -1,4 +1,4 @@
-"""`tenuto restore`: takes a checkpoint, or part of it, out into one file."""
+"""`tenuto restore`: writes a checkpoint, or part of it, to one file."""
 
 from __future__ import annotations
 
@@ -108,24 +108,24 @@ def _export(out: Path, strip: str, include: Patterns | None, exclude: Patterns |
 
 
 def _restore(repo: Repo, run: str | None, step: str, export: Export) -> RestoreResult:
-    """The checkpoint into the export; for `latest`, damaged ones are passed over, and it says so."""
+    """Restores the checkpoint into the export; for `latest`, skips damaged ones and reports that."""
     from tenuto.engine.read.choose import restore_checkpoint, restore_latest
     from tenuto.events import CandidateSkipped, Emitter, Event
     from tenuto.telemetry.progress import ProgressBar
     from tenuto.telemetry.sentences import sentence
 
-    class Aloud:
+    class SkipReporter:
         def emit(self, event: Event) -> None:
             if isinstance(event, CandidateSkipped):
                 output.story(f"warning: {sentence(event)}")
 
     bar = ProgressBar()
-    emitter = Emitter.of([bar, Aloud()])
+    emitter = Emitter.of([bar, SkipReporter()])
     try:
         if step != "latest":
             return restore_checkpoint(repo, checkpoint(repo, run, step), export.prepare, emitter=emitter)
         found = restore_latest(repo, run_of(repo, run), export.prepare, emitter=emitter)
-        # None: there is no checkpoint; resolving says what there is instead.
+        # None: there is no checkpoint; resolving raises an error that lists what exists.
         return found or restore_checkpoint(repo, checkpoint(repo, run, step), export.prepare, emitter=emitter)
     finally:
         bar.close()

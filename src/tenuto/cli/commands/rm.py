@@ -1,4 +1,4 @@
-"""`tenuto rm`: takes checkpoints away, for good only when gc comes."""
+"""`tenuto rm`: moves checkpoints to the trash; `gc` deletes them for good."""
 
 from __future__ import annotations
 

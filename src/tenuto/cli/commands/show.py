@@ -1,5 +1,4 @@
-"""`tenuto show`: one checkpoint: what it holds, where it came from, what a resume from it covers; or one path of
-it."""
+"""`tenuto show`: shows a checkpoint's content, origin and certificate, or one path of it."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ EXAMPLES = examples(
 )
 CERTIFICATE = ("exact", "reasons", "caveats", "at_other_ranks", "covers", "leaves_out", "code", "versions", "settings")
 SHOWN_RANKS = 4
-"""Ranks whose own values are shown."""
+"""Ranks whose private values are printed."""
 ITEM_BY_ITEM = ("reasons", "caveats", "at_other_ranks", "covers", "leaves_out")
 
 
@@ -91,56 +90,55 @@ def show(
         show_path(repo, id, path, json=json, depth=depth, rank=rank)
         return
     manifest = repo.manifest(id)
-    held = contents(repo, manifest)
+    loaded = contents(repo, manifest)
     notes = notes_of(repo, id)
     is_latest = latest(repo, id.run) == id
     if json:
-        output.document("show", _json(repo, manifest, held, notes, is_latest))
+        output.document("show", _json(repo, manifest, loaded, notes, is_latest))
         return
     output.line(f"{id}{'  (latest)' if is_latest else ''}")
-    output.line(output.rows(list(_about(repo, manifest, held, notes))))
+    output.line(output.rows(list(_about(repo, manifest, loaded, notes))))
     if manifest.certificate:
         output.line("\ncertificate")
         output.line(output.rows(_certificate(manifest)))
     if manifest.boxes is not None:
-        print_ranks(held)
+        print_ranks(loaded)
     output.line("\nstate")
-    for text in columns(lines(manifest.tree, held.shared, depth=depth), spread(held.parts)):
+    for text in columns(lines(manifest.tree, loaded.shared, depth=depth), spread(loaded.parts)):
         output.line(text)
-    own = [index for index in held.indexes if index.private is not None]
+    own = [index for index in loaded.indexes if index.private is not None]
     for index in own[:SHOWN_RANKS]:
         output.line(f"\nof rank {index.rank}")
-        for text in columns(lines(index.private, held.private(index), depth=depth)):
+        for text in columns(lines(index.private, loaded.private(index), depth=depth)):
             output.line(text)
     if len(own) > SHOWN_RANKS:
         output.line(f"\nof {len(own) - SHOWN_RANKS} more ranks: {typed('tenuto', 'show', where, '#private')} --rank N")
 
 
-def _kept(repo: Repo, manifest: Manifest, held: Contents) -> dict[str, int] | None:
-    """By place how many of the packs lie there; under an empty name those that are not found. None where the repository
-    is one place."""
+def _packs_by_place(repo: Repo, manifest: Manifest, loaded: Contents) -> dict[str, int] | None:
+    """Returns the number of packs in each place, with packs not found under an empty name; None for a single place."""
     from tenuto.repo.replicated.access import copies_of
     from tenuto.repo.replicated.replicated_store import ReplicatedStore
 
     if not isinstance(repo.store, ReplicatedStore):
         return None
     found: Counter[str] = Counter()
-    for pack in (pack for index in held.indexes for pack in index.packs):
+    for pack in (pack for index in loaded.indexes for pack in index.packs):
         urls = [store.url for store in copies_of(repo.store, f"{manifest.id.directory}/{pack.name}")]
         found.update(urls or [""])
     return dict(found)
 
 
-def _about(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:
+def _about(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:
     from tenuto.maintenance.facts import with_notes
     from tenuto.units import count, size
 
-    packs = count(sum(len(index.packs) for index in held.indexes), "pack")
-    if len(held.indexes) > 1:
-        packs += f" of {len(held.indexes)} ranks"
+    packs = count(sum(len(index.packs) for index in loaded.indexes), "pack")
+    if len(loaded.indexes) > 1:
+        packs += f" of {len(loaded.indexes)} ranks"
     yield "lies in", f"{repo.url.rstrip('/')}/{manifest.id.directory}"
-    of = sum(len(index.packs) for index in held.indexes)
-    for url, many in (_kept(repo, manifest, held) or {}).items():
+    of = sum(len(index.packs) for index in loaded.indexes)
+    for url, many in (_packs_by_place(repo, manifest, loaded) or {}).items():
         yield "packs in", f"{url or 'no place that is found from here'}: {many} of {of}"
     yield "holds", f"{size(manifest.bytes)}, {count(manifest.leaves, 'leaf')} in {packs}"
     yield "saved", f"{manifest.created or 'at an unknown time'}, save id {manifest.save_id}"
@@ -171,7 +169,7 @@ def _counts(progress: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _unlogged(manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, str]:
-    """The metrics that the training's policies go by and that this checkpoint has not, and which policies do."""
+    """Returns the metrics that the training's policies read and this checkpoint lacks, with those policies."""
     watches = manifest.certificate.get("watches")
     if not isinstance(watches, Mapping):
         return {}
@@ -179,7 +177,7 @@ def _unlogged(manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, str
 
 
 def _certificate(manifest: Manifest) -> list[tuple[str, str]]:
-    """What matters most first; what is a list of phrases has a line for each."""
+    """Returns the certificate's rows, the most important first; a list of phrases takes one row each."""
     found = manifest.certificate
     others = [name for name in found if name not in CERTIFICATE and name != "watches"]
     names = [name for name in CERTIFICATE if name in found] + others
@@ -204,7 +202,7 @@ def _short(value: Any) -> str:
     return value if isinstance(value, str) else "none" if value is None else str(output.jsonable(value))
 
 
-def _json(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ...], is_latest: bool) -> dict[str, Any]:
+def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...], is_latest: bool) -> dict[str, Any]:
     from tenuto.cli.views.shards import parts_json
     from tenuto.cli.views.state_tree import lines, values
     from tenuto.maintenance.facts import with_notes
@@ -226,26 +224,26 @@ def _json(repo: Repo, manifest: Manifest, held: Contents, notes: tuple[Note, ...
         "notes": [{"kind": note.kind, **note.body} for note in notes],
         "environment": manifest.environment,
         "certificate": manifest.certificate,
-        "packs_in": _kept(repo, manifest, held),
-        "ranks": len(held.indexes),
+        "packs_in": _packs_by_place(repo, manifest, loaded),
+        "ranks": len(loaded.indexes),
         "packs": [
             {"name": pack.name, "bytes": pack.length, "rank": index.rank}
-            for index in held.indexes
+            for index in loaded.indexes
             for pack in index.packs
         ],
         "leaves": [
             *(
-                _leaf_json(spec) | ({"parts": parts_json(held.parts.get(spec.path, []))} if several else {})
-                for spec in held.shared
+                _leaf_json(spec) | ({"parts": parts_json(loaded.parts.get(spec.path, []))} if several else {})
+                for spec in loaded.shared
             ),
             *(
                 _leaf_json(spec) | ({"rank": index.rank} if several else {})
-                for index in held.indexes
-                for spec in held.private(index)
+                for index in loaded.indexes
+                for spec in loaded.private(index)
             ),
         ],
-        "values": values(lines(manifest.tree, held.shared)),
-        **({"private_values": [_private_values(held, index) for index in held.indexes]} if several else {}),
+        "values": values(lines(manifest.tree, loaded.shared)),
+        **({"private_values": [_private_values(loaded, index) for index in loaded.indexes]} if several else {}),
     }
 
 
@@ -259,8 +257,8 @@ def _leaf_json(spec: LeafSpec) -> dict[str, Any]:
     }
 
 
-def _private_values(held: Contents, index: Index) -> Mapping[str, Any]:
-    """The plain values of one rank by path."""
+def _private_values(loaded: Contents, index: Index) -> Mapping[str, Any]:
+    """Returns the plain values of one rank by path."""
     from tenuto.cli.views.state_tree import lines, values
 
-    return {} if index.private is None else values(lines(index.private, held.private(index)))
+    return {} if index.private is None else values(lines(index.private, loaded.private(index)))

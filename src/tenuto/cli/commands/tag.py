@@ -1,4 +1,4 @@
-"""`tenuto tag`: gives a checkpoint a name for people, which also keeps it."""
+"""`tenuto tag`: gives a checkpoint a name, which also keeps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tenuto undelete`: brings removed checkpoints back."""
+"""`tenuto undelete`: restores removed checkpoints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def undelete(
 
 
 def _removed(repo: Repo, run: str | None, name: str) -> CheckpointId:
-    """The checkpoint in the trash that is meant: of several with one step the one of the highest attempt."""
+    """Returns the checkpoint in the trash that `name` means; of several with one step, that of the highest attempt."""
     from tenuto.cli.views.run_listing import listing
     from tenuto.model.ids import attempt_key
 

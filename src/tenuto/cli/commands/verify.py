@@ -79,11 +79,11 @@ def verify(
         _hint(repo, report)
         raise typer.Exit(DAMAGED)
     if unnoted is not None:
-        raise typer.Exit(unnoted.exit_code)  # the document is out, and there is to be one
+        raise typer.Exit(unnoted.exit_code)  # the JSON document is already printed, and there must be only one
 
 
 def _ids(repo: Repo, run: str | None, step: str | None) -> list[CheckpointId] | None:
-    """What to verify; None is everything."""
+    """Returns the checkpoints to verify; None for everything."""
     from tenuto.cli.views.run_listing import listing
 
     if step is not None:
@@ -91,7 +91,7 @@ def _ids(repo: Repo, run: str | None, step: str | None) -> list[CheckpointId] | 
     if run is None:
         return None
     (found,) = listing(repo, run)
-    # What is damaged may be a save that was never finished: there is nothing to verify without a manifest.
+    # A damaged entry may be an unfinished save: without a manifest there is nothing to verify.
     return sorted(
         row.id for row in found.rows if row.state == "committed" or (row.state == "damaged" and repo.exists(row.id))
     )
@@ -126,7 +126,7 @@ def _print(report: VerifyReport) -> None:
 
 
 def _words(finding: Finding) -> str:
-    """One finding: what is wrong, then where."""
+    """Formats a finding: the problem, then its location."""
     harm = finding.severity == "error"
     head = output.styled("DAMAGED", "damaged", sys.stdout) if harm else "note   "
     subject = " ".join(part for part in (str(finding.id) if finding.id else "", finding.leaf or "") if part)

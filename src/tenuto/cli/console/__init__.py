@@ -1,1 +1,1 @@
-"""What all commands share: options, exit statuses, tables, errors, and questions to the user."""
+"""Shared parts of all commands: options, exit statuses, tables, errors and prompts."""

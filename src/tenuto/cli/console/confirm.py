@@ -1,4 +1,4 @@
-"""Asking before something is removed."""
+"""Asks for confirmation before something is removed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from tenuto.errors import UsageError
 
 
 def agreed(question: str, *, yes: bool) -> bool:
-    """Whether to go on: with --yes without asking, on a terminal as the person there says. UsageError where there is
-    neither: nothing waits for an answer that cannot come, and nothing is removed without one."""
+    """Returns whether to continue: True with --yes, the person's answer on a terminal.
+
+    Raises UsageError without either: nothing waits for an answer that cannot come, and nothing is removed without one.
+    """
     if yes:
         return True
     if not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""What a person sees of an error: the message, then the hint, last; a traceback only with --debug."""
+"""Prints an error for people: the message, then the hint; a traceback only with --debug."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tenuto.errors import CorruptionError, TenutoError, UsageError
 
 
 def report(error: BaseException, *, debug: bool, as_json: bool) -> int:
-    """Says what went wrong, and returns the exit status."""
+    """Prints the error and returns the exit status."""
     sys.stdout.flush()
     refused = _refused(error)
     if isinstance(refused, str):
@@ -30,9 +30,9 @@ def report(error: BaseException, *, debug: bool, as_json: bool) -> int:
 
 
 def _refused(error: BaseException) -> UsageError | str | None:
-    """A command line that cannot be parsed, as an error of ours; as text the help that answers a bare `tenuto`.
+    """Converts a command line that cannot be parsed into a UsageError; returns the help text for a bare `tenuto`.
 
-    Told by what it has, not by its class: that lies in other modules from version to version of typer.
+    Checks attributes, not the class, whose module changes between versions of typer.
     """
     if not hasattr(error, "format_message") or isinstance(error, TenutoError):
         return None

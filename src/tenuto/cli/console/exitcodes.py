@@ -29,11 +29,11 @@ EXIT_CODES: Final[dict[int, str]] = {
 
 
 def table() -> str:
-    """The statuses as an epilog; the mark keeps click from joining the lines."""
+    r"""Formats the statuses as an epilog; the \b mark keeps click from joining the lines."""
     lines = [f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()]
     return "\b\nExit status:\n" + "\n".join(lines)
 
 
 def examples(*lines: str) -> str:
-    """Examples as an epilog."""
+    """Formats examples as an epilog."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)

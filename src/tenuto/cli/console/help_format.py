@@ -1,4 +1,4 @@
-"""The help of one command, written here so that it reads the same whatever version of typer is installed."""
+"""Formats the help of one command, the same with every version of typer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typer.core import TyperCommand
 
 
 class PlainCommand(TyperCommand):
-    """Arguments and options by the names that the usage line has, defaults in words, no types."""
+    """Shows arguments and options by their names in the usage line, defaults in words, no types."""
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
         places = [_place(param) for param in self.get_params(ctx) if _is_argument(param)]
-        # Options come first where the last argument takes all that follows it.
+        # Options come first if the last argument takes everything after it.
         words = ["[OPTIONS]", *places] if any("--" in place for place in places) else [*places, "[OPTIONS]"]
         formatter.write_usage(ctx.command_path, " ".join(words))
 
@@ -35,7 +35,7 @@ def _place(param: Any) -> str:
 
 
 def _spelling(param: Any) -> str:
-    """`-y, --yes`, `--grace HOURS`."""
+    """Returns `-y, --yes` or `--grace HOURS`."""
     names = ", ".join(sorted(param.opts, key=len))
     return names if param.is_flag else f"{names} {param.metavar or 'VALUE'}"
 

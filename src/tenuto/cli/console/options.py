@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, spelled and explained once."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Needed where
 
 
 def grace_seconds(hours: float) -> float:
-    """--grace in seconds. UsageError for what is no finite number, which no comparison with a minimum refuses."""
+    """Returns --grace in seconds. Raises UsageError for infinities and NaN, which the minimum does not reject."""
     seconds = hours * 3600.0
     if not math.isfinite(seconds):
         raise UsageError(f"--grace {hours:g} is no duration that can pass", subject="--grace", hint="--grace 24")

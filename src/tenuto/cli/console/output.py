@@ -1,7 +1,7 @@
-"""Where a command writes: data on stdout, as text or as one JSON document; the story on stderr.
+"""Writes data to stdout, as text or one JSON document, and messages to stderr.
 
-What comes out of a store (names, messages, metrics) may hold anything, also what would move a terminal's cursor:
-control characters are shown escaped.
+Names, messages and metrics from a store may contain anything, including sequences that move a terminal's cursor, so
+control characters are escaped.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _STYLES: Final[Mapping[str, str]] = {"damaged": "\x1b[31m", "gone": "\x1b[2m"}
 
 UNLIMITED = 100_000
 PAGE = 100
-"""Columns of running text, which nobody reads in longer lines."""
+"""Maximum columns of running text."""
 
 
 def clean(text: str) -> str:
-    """`text` without what a terminal would obey, or a reader could not see: such characters are escaped."""
+    """Escapes characters in `text` that a terminal would obey or a reader could not see."""
     if text.isprintable():
         return text
     return "".join(char if _is_shown(char) else _escaped(char) for char in text)
 
 
 def clean_lines(text: str) -> str:
-    """`clean`, but line ends of ours stay."""
+    """Escapes like `clean`, but keeps line ends."""
     return "\n".join(map(clean, text.split("\n")))
 
 
 def cells(text: str) -> int:
-    """Columns that `text` takes on a terminal: letters of East Asia take two, marks that combine none."""
+    """Returns the terminal columns of `text`: two for East Asian wide letters, none for combining marks."""
     if text.isascii():
         return len(text)
     return sum(
@@ -57,30 +57,32 @@ def padded(text: str, width: int) -> str:
 
 
 def line(text: str = "", *, cleaned: bool = False) -> None:
-    """One or more lines of data. `cleaned`: it has been through `clean`, and holds colours of ours."""
+    """Writes one or more lines of data. `cleaned`: the text has passed `clean` and contains our own colours."""
     _write(sys.stdout, text if cleaned else clean_lines(text))
 
 
 def story(text: str, *, cleaned: bool = False) -> None:
-    """One or more lines for the person who waits."""
+    """Writes one or more lines for the person who waits."""
     _write(sys.stderr, text if cleaned else clean_lines(text))
 
 
 def styled(text: str, style: Style, stream: IO[str]) -> str:
-    """`text` in colour where `stream` is a terminal and nobody objects (NO_COLOR, TERM=dumb): red for what is damaged,
-    dim for what is gone. Both are legible on light and on dark."""
+    """Returns `text` in colour if `stream` is a terminal and neither NO_COLOR nor TERM=dumb is set.
+
+    Damaged entries are red, gone ones dim; both are legible on light and dark backgrounds.
+    """
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
     return text if plain or not style else f"{_STYLES[style]}{text}\x1b[0m"
 
 
 def document(name: str, body: Mapping[str, Any]) -> None:
-    """The command's whole result as one JSON object with its schema, `tenuto.<name>/1`."""
+    """Writes the command's result as one JSON object with its schema, `tenuto.<name>/1`."""
     record = {"schema": f"tenuto.{name}/1", **body}
     sys.stdout.write(json.dumps(jsonable(record), indent=2, allow_nan=False) + "\n")
 
 
 def rendered(what: RenderableType) -> None:
-    """Something of rich's, as wide as stdout. Without a terminal there is no colour."""
+    """Prints a rich renderable as wide as stdout, without colour if that is no terminal."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=min(width(), PAGE), highlight=False, markup=False, emoji=False)
@@ -93,14 +95,15 @@ def rendered(what: RenderableType) -> None:
 
 
 def width() -> int:
-    """Columns of stdout: COLUMNS if it is set, what the terminal has, else no limit: lines of a file stay lines."""
+    """Returns the columns of stdout: COLUMNS if set, else the terminal's, else no limit, so that lines of a file stay
+    lines."""
     if not os.environ.get("COLUMNS", "").isdigit() and not sys.stdout.isatty():
         return UNLIMITED
     return shutil.get_terminal_size().columns
 
 
 def jsonable(value: Any) -> Any:
-    """`value` as JSON can hold it: a checkpoint as an object, a number that JSON lacks as a string ("nan")."""
+    """Returns `value` as JSON can hold it: a checkpoint as an object, a number that JSON lacks as a string ("nan")."""
     if isinstance(value, CheckpointId):
         return {"run": value.run, "attempt": value.attempt, "step": value.step}
     if isinstance(value, Mapping):
@@ -115,7 +118,7 @@ def jsonable(value: Any) -> Any:
 
 
 def rows(pairs: Sequence[tuple[str, str]], indent: str = "  ") -> str:
-    """Names and values in two columns; a value that is too long goes on below itself, between its words."""
+    """Formats names and values in two columns; a long value wraps between words within its own column."""
     pairs = [(clean(name), clean(value)) for name, value in pairs]
     wide = max((cells(name) for name, _ in pairs), default=0)
     limit = width()

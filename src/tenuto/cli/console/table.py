@@ -1,4 +1,4 @@
-"""Rows in aligned columns, one line each; where the terminal is too narrow, whole columns give way, never letters."""
+"""Prints rows in aligned columns; on a narrow terminal, drops complete columns, never letters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ GAP = "  "
 
 @dataclass(slots=True)
 class Columns:
-    """`titles`: one for each column, the last column takes what is left. `right`: those aligned to the right.
+    """A table.
 
-    `dispensable`: titles of columns that are left out, in this order, while a row is wider than the terminal.
+    titles: one for each column; the last column takes the remaining width.
+    right: titles of right-aligned columns.
+    dispensable: titles of columns to drop, in this order, while a row is wider than the terminal.
     """
 
     titles: tuple[str, ...]
@@ -29,7 +31,7 @@ class Columns:
         self.rows.append((tuple(output.clean(cell) for cell in cells), style))
 
     def print(self, indent: str = GAP) -> None:
-        """Writes to stdout; in colour where that is a terminal and nobody objects."""
+        """Writes to stdout, in colour if that is a terminal that permits it."""
         shown = self._fitting(output.width() - len(indent))
         wide = [self._width(place) for place in shown]
         for cells, style in [(self.titles, ""), *self.rows]:
@@ -43,7 +45,7 @@ class Columns:
             output.line(indent + output.styled(text, style, sys.stdout), cleaned=True)
 
     def _fitting(self, width: int) -> list[int]:
-        """The places of the columns that are shown: those with something in them, as far as there is room."""
+        """Returns the positions of the columns to show: non-empty ones that fit."""
         shown = [place for place in range(len(self.titles)) if any(cells[place] for cells, _ in self.rows)]
         for title in self.dispensable:
             if self._total(shown) <= width:

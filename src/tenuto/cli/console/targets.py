@@ -1,4 +1,4 @@
-"""From what was typed to a repository, a run and a checkpoint."""
+"""Resolves arguments to a repository, a run and a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAIN = "main"
 
 
 def repository(where: str) -> Repo:
-    """Opens for reading; nothing is created. NotARepository names the nearest one."""
+    """Opens a repository for reading; creates nothing. NotARepository names the nearest one."""
     from tenuto.repo.replicated.access import report_to
     from tenuto.repo.repository import Repo
     from tenuto.store.registry import open_store
@@ -27,7 +27,8 @@ def repository(where: str) -> Repo:
 
 
 def run_of(repo: Repo, run: str | None) -> str:
-    """The run that is meant: the one named, else `main`, else the only one. UsageError if that does not tell."""
+    """Returns the run that is meant: the given one, else `main`, else the only one. Raises UsageError if that is
+    ambiguous."""
     if run is not None:
         return run
     runs = repo.runs()
@@ -40,8 +41,10 @@ def run_of(repo: Repo, run: str | None) -> str:
 
 
 def checkpoint(repo: Repo, run: str | None, step: str) -> CheckpointId:
-    """The checkpoint that is meant; a tag is the repository's, and needs no run. RunNotFound and CheckpointNotFound
-    name what there is instead."""
+    """Returns the checkpoint that is meant; a tag belongs to the repository and needs no run.
+
+    RunNotFound and CheckpointNotFound list what exists instead.
+    """
     from tenuto.repo.lineage import may_be_tag, resolve
 
     if step.count("/") > 1 and run is None:

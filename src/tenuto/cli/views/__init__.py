@@ -1,1 +1,1 @@
-"""What commands show: tables, trees and files made from what is in a repository."""
+"""Tables, trees and files that commands make from a repository."""

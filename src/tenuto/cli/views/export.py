@@ -1,4 +1,4 @@
-"""Writing a checkpoint into one file of somebody else's format: whole or not at all, and only what was verified."""
+"""Exports a checkpoint to one file in another format: completely or not at all, and only verified bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN = 5
 
 
 class Export(ABC):
-    """A file that is being written beside its final place. `remarks`: what it could not say as the checkpoint does."""
+    """A file written next to its final path. `remarks`: what the format could not represent."""
 
     def __init__(self, out: Path, include: Patterns, exclude: Patterns) -> None:
         self.out = out
@@ -39,10 +39,10 @@ class Export(ABC):
 
     @abstractmethod
     def prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
-        """Where each wanted leaf goes. Called anew for each checkpoint that is tried."""
+        """Returns the target of each wanted leaf. Called again for each checkpoint that is tried."""
 
     def publish(self, *, force: bool) -> None:
-        """Makes the file durable and gives it its name; UsageError if the name was taken meanwhile."""
+        """Makes the file durable and gives it its name. Raises UsageError if the name was taken meanwhile."""
         descriptor = os.open(self._part, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -57,7 +57,7 @@ class Export(ABC):
             raise UsageError(
                 f"{self.out} is there already", subject=str(self.out), hint="--force replaces it"
             ) from None
-        except OSError:  # no hard links here: then only the look before keeps it from replacing
+        except OSError:  # no hard links here: then only the earlier check keeps it from replacing a file
             os.replace(self._part, self.out)
 
     def __enter__(self) -> Export:
@@ -99,7 +99,7 @@ class _Slice:
 
 
 class SafetensorsExport(Export):
-    """The leaves under their paths; read from the store straight into the file's pages."""
+    """Writes the leaves under their paths, read from the store straight into the file's pages."""
 
     def __init__(self, out: Path, include: Patterns, exclude: Patterns, strip: str) -> None:
         super().__init__(out, include, exclude)
@@ -136,11 +136,11 @@ class SafetensorsExport(Export):
         return entries
 
     def _metadata(self, manifest: Manifest) -> dict[str, str]:
-        # "format" is what the loaders of Hugging Face ask for.
+        # Hugging Face loaders require "format".
         return {"format": "pt", "tenuto.checkpoint": str(manifest.id), "tenuto.content": manifest.content}
 
     def _map(self, header: bytes, nbytes: int) -> Buffer:
-        """The file, as long as it will be, mapped. Its space is taken first: a full disk would otherwise be SIGBUS."""
+        """Maps the file at its final length, with space reserved first: a full disk would otherwise raise SIGBUS."""
         total = len(header) + nbytes
         descriptor = self._open()
         try:
@@ -171,7 +171,7 @@ class SafetensorsExport(Export):
 
 
 class TorchExport(Export):
-    """The whole state as nested dicts, lists, tensors and plain values."""
+    """Writes the complete state as nested dicts, lists, tensors and plain values."""
 
     def __init__(self, out: Path, include: Patterns, exclude: Patterns) -> None:
         super().__init__(out, include, exclude)

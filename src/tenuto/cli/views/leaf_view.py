@@ -1,4 +1,4 @@
-"""What `tenuto show WHERE PATH` says of one path: a leaf with its values, a plain value, or what lies below."""
+"""Shows one path for `tenuto show WHERE PATH`: a leaf with its values, a plain value, or the entries below it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 FIRST = 8
-"""Values that are shown."""
+"""Number of values printed."""
 BLOCK_BYTES = 64 << 20
-"""Of a leaf that is read for its statistics at once, unless one row has more."""
+"""Bytes of a leaf read at once for its statistics, unless one row has more."""
 
 
 def show_path(repo: Repo, id: CheckpointId, path: str, *, json: bool, depth: int | None, rank: int | None) -> None:
-    """Prints what lies at `path`. LeafNotFound if nothing does."""
+    """Prints the entry at `path`. Raises LeafNotFound if there is none."""
     from tenuto.api.open import open
 
     with open(repo.store, run=id.run, step=id, rank=rank) as opened:
@@ -39,8 +39,8 @@ def _below(opened: Opened, path: str, depth: int | None, json: bool) -> None:
 
     found = entries_below(opened.node(path), path, opened.specs(path), depth=depth)
     if json:
-        said = {"below": {line.path: line.what for line in found}} if found else {"value": opened.plain(path)}
-        output.document("show", {"where": opened.where, "checkpoint": opened.id, "path": path, **said})
+        content = {"below": {line.path: line.what for line in found}} if found else {"value": opened.plain(path)}
+        output.document("show", {"where": opened.where, "checkpoint": opened.id, "path": path, **content})
         return
     output.line(str(opened.id))
     if found:
@@ -85,7 +85,7 @@ def _leaf(opened: Opened, leaf: Leaf, json: bool) -> None:
 
 
 def first_values(leaf: Leaf) -> list[Any]:
-    """The first values in row-major order; none where only torch knows the element type and it is not installed."""
+    """Returns the first values in row-major order; none if the element type needs torch, which is not installed."""
     if 0 in leaf.shape:
         return []
     key = (*[0] * max(leaf.ndim - 1, 0), *([slice(0, FIRST)] if leaf.ndim else []))
@@ -94,28 +94,28 @@ def first_values(leaf: Leaf) -> list[Any]:
 
 
 def statistics(leaf: Leaf) -> dict[str, Any]:
-    """How many values there are, their extremes and mean, and how many are nought, nan or infinite.
+    """Returns the number of values, their extremes and mean, and how many are zero, NaN or infinite.
 
-    Reads and verifies the whole leaf, a part at a time. Empty for values without an order, and where only torch knows
-    the element type and it is not installed.
+    Reads and verifies the full leaf, a block at a time. Empty for values without an order, and for element types that
+    need torch, which is not installed.
     """
-    gathered = _Gathered()
+    gathered = _Statistics()
     for key in _blocks(leaf):
         values = _array(leaf, key)
         if values is None or values.dtype.kind not in "fiub":
             return {}
         gathered.add(values.reshape(-1))
-    return gathered.told()
+    return gathered.summary()
 
 
-class _Gathered:
+class _Statistics:
     def __init__(self) -> None:
-        self.count = self.finite = self.noughts = self.nans = self.infinite = 0
+        self.count = self.finite = self.zeros = self.nans = self.infinite = 0
         self.low, self.high, self.sum = np.inf, -np.inf, 0.0
 
     def add(self, values: np.ndarray[Any, Any]) -> None:
         self.count += values.size
-        self.noughts += int(np.count_nonzero(values == 0))
+        self.zeros += int(np.count_nonzero(values == 0))
         if values.dtype.kind == "f":
             self.nans += int(np.isnan(values).sum())
             self.infinite += int(np.isinf(values).sum())
@@ -125,11 +125,11 @@ class _Gathered:
             self.low, self.high = min(self.low, values.min().item()), max(self.high, values.max().item())
             self.sum += float(values.sum(dtype=np.float64))
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = {"count": self.count}
         if self.finite:
             found |= {"min": self.low, "max": self.high, "mean": self.sum / self.finite}
-        counts = {"zeros": self.noughts, "nan": self.nans, "infinite": self.infinite}
+        counts = {"zeros": self.zeros, "nan": self.nans, "infinite": self.infinite}
         return found | {name: count for name, count in counts.items() if count}
 
 
@@ -143,7 +143,7 @@ def _blocks(leaf: Leaf) -> list[Any]:
 
 
 def _array(leaf: Leaf, key: Any) -> np.ndarray[Any, Any] | None:
-    """Values as numpy has them; types that only torch has as float32."""
+    """Returns values as numpy has them; types that only torch has become float32."""
     try:
         values = leaf[key]
     except TenutoError as error:
@@ -155,11 +155,11 @@ def _array(leaf: Leaf, key: Any) -> np.ndarray[Any, Any] | None:
     try:
         return np.asarray(values.numpy())
     except TypeError:
-        pass  # a type of torch alone
+        pass  # a type that only torch has
     try:
         return np.asarray(values.float().numpy())
     except (RuntimeError, NotImplementedError):
-        return None  # bits without a meaning as numbers
+        return None  # bits without a numeric meaning
 
 
 def _text(value: Any) -> str:

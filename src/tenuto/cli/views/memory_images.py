@@ -1,4 +1,4 @@
-"""The images in this node's memory, as they are listed."""
+"""Lists the images in this node's memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 def judged(
     repo: Repo | None, run: str | None, users: Iterable[int | None] = (None,)
 ) -> list[tuple[FoundImage, Verdict]]:
-    """This user's images, or those of `users` (None: this one): of one repository, or of all. Each is judged by the
-    repository that it is of, where that can be reached; what another user's seal says of its place is not followed."""
+    """Returns the images of `users` (None: this user) with verdicts, of one repository or all.
+
+    Each image is judged by its own repository, if that can be reached; another user's claim of where that lies is not
+    followed.
+    """
     from tenuto.engine.memory_tier.listing import images
     from tenuto.model.ids import run_key
 
@@ -56,7 +59,7 @@ def _judge(found: FoundImage, repo: Repo | str | None) -> Verdict:
 
 
 def _reached(where: str, repository: str) -> Repo | str:
-    """The repository that is said to lie there, or why it cannot be asked."""
+    """Returns the repository found at `where`, or why it cannot be used."""
     from tenuto.repo.repository import Repo
     from tenuto.store.registry import open_store
 
@@ -70,7 +73,7 @@ def _reached(where: str, repository: str) -> Repo | str:
 
 
 def words(found: FoundImage, verdict: Verdict, rows: Rows) -> str:
-    """`rows`: all that are listed, which the images of other ranks of the same state are among."""
+    """Describes an image. `rows`: everything listed, which includes the images of other ranks of the same state."""
     from tenuto.maintenance.flush import lacking
 
     if isinstance(verdict, str):
@@ -86,27 +89,27 @@ def words(found: FoundImage, verdict: Verdict, rows: Rows) -> str:
 
 @functools.cache
 def user_name(user: int) -> str:
-    """As this machine knows the user; the number where it does not."""
+    """Returns the user's name, or the number if this machine does not know it."""
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:
         return str(user)
 
 
-def tell(beside: OtherUsers) -> None:
-    """Says what of other users' memory is not shown."""
+def report_hidden_users(hidden: OtherUsers) -> None:
+    """Prints which memory of other users is not shown."""
     from tenuto.units import count
 
-    for why in beside.refused:
+    for why in hidden.refused:
         output.story(why)
-    if beside.closed:
+    if hidden.closed:
         output.story(
-            f"not looked into: what {count(beside.closed, 'other user')} may have in memory; ask as that user, or root"
+            f"not looked into: what {count(hidden.closed, 'other user')} may have in memory; ask as that user, or root"
         )
 
 
 def table(rows: Rows) -> None:
-    """Prints them, if there are any."""
+    """Prints the images, if there are any."""
     from tenuto.units import seconds, size
 
     if not rows:

@@ -1,4 +1,4 @@
-"""What a repository holds, one row for each thing that a person may look for; nothing is hidden for being broken."""
+"""Lists a repository's content, one row for each save; broken saves are listed too."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ STATES: Final[Mapping[str, str]] = {
     "removed": "removed",
     "copied": "a copy",
 }
-"""States of `upkeep.census` in words; what is foreign is no checkpoint and not shown."""
+"""States of `maintenance.census` in words; foreign directories are no checkpoints and not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One step's directory. `message` says what is wrong with it, in words of the reader that refused it."""
+    """One step's directory. `message`: the problem, in words of the reader that rejected it."""
 
     id: CheckpointId
     state: str
@@ -45,7 +45,7 @@ class RunRow:
     message: str = ""
 
     def marks(self) -> list[str]:
-        """What is to be said of it, in a few words."""
+        """Returns its marks, a few words each."""
         marks = ["latest"] if self.latest else []
         if STATES[self.state]:
             marks.append(STATES[self.state])
@@ -77,7 +77,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class RunRows:
-    """One run: its rows, newest first (a higher attempt is newer), and its attempts, also those that saved nothing."""
+    """One run: its rows, newest first (a higher attempt is newer), and all attempts, even those that saved nothing."""
 
     run: str
     attempts: tuple[int, ...]
@@ -89,7 +89,7 @@ class RunRows:
 
 
 def listing(repo: Repo, only: str | None = None) -> list[RunRows]:
-    """Every run, or `only` one. Raises RunNotFound, naming what there is."""
+    """Returns every run, or `only` one. Raises RunNotFound, listing the runs that exist."""
     from tenuto.maintenance.census import take_census
 
     census = take_census(repo)
@@ -142,7 +142,7 @@ def _rows(repo: Repo, run: str, saves: list[SaveDirectory], committed: Container
 
 
 def tags_of(repo: Repo) -> dict[CheckpointId, tuple[str, ...]]:
-    """The tags of each checkpoint that has some; none where they cannot be read, which `verify` reports."""
+    """Returns the tags of each tagged checkpoint; empty if they cannot be read, which `verify` reports."""
     from tenuto.repo.refs import list_tags
 
     found: dict[CheckpointId, tuple[str, ...]] = {}
@@ -153,7 +153,7 @@ def tags_of(repo: Repo) -> dict[CheckpointId, tuple[str, ...]]:
 
 
 def notes_of(repo: Repo, id: CheckpointId) -> tuple[Note, ...]:
-    """The checkpoint's notes; none where they cannot be read, which `verify` reports."""
+    """Returns the checkpoint's notes; none if they cannot be read, which `verify` reports."""
     from tenuto.repo.notes import notes
 
     try:

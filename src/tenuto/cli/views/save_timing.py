@@ -1,4 +1,4 @@
-"""`tenuto show --timing`: where the time of a run's saves went, as their manifests say it."""
+"""`tenuto show --timing`: where the time of a run's saves went, according to their manifests."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 KEY = "timing"
-"""In the manifest's environment."""
+"""The key in the manifest's environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimingRow:
-    """One checkpoint; `timing` is None where its manifest says nothing of the kind, or cannot be read (`message`)."""
+    """One checkpoint. `timing`: None if its manifest has none, or cannot be read (`message`)."""
 
     id: CheckpointId
     bytes: int | None = None
     timing: Timing | None = None
     message: str = ""
     ranks: RankTimings | None = None
-    """Of each rank, where several have saved it."""
+    """Timings over ranks, if several saved it."""
 
     def json(self) -> dict[str, Any]:
         timing = self.timing
@@ -46,7 +46,7 @@ class TimingRow:
 
 
 def show_timing(repo: Repo, run: str, only: CheckpointId | None, *, json: bool) -> None:
-    """The checkpoints of `run`, oldest first, or `only` one."""
+    """Prints the checkpoints of `run`, oldest first, or `only` one."""
     ids = [only] if only is not None else list(_committed(repo, run))
     rows = [row for id in ids if (row := _row(repo, id)) is not None]
     if json:
@@ -78,13 +78,13 @@ def _row(repo: Repo, id: CheckpointId) -> TimingRow | None:
         return None  # removed since it was listed
     except CorruptionError as error:
         return TimingRow(id, message=error.message)
-    told = manifest.environment.get(KEY)
-    ranks = RankTimings.read(told.get("ranks")) if isinstance(told, Mapping) else None
-    return TimingRow(id, manifest.bytes, Timing.read(told, manifest.bytes), ranks=ranks)
+    stored = manifest.environment.get(KEY)
+    ranks = RankTimings.read(stored.get("ranks")) if isinstance(stored, Mapping) else None
+    return TimingRow(id, manifest.bytes, Timing.read(stored, manifest.bytes), ranks=ranks)
 
 
 def _ranks_json(ranks: RankTimings) -> dict[str, Any]:
-    """Each part in seconds; of very many ranks the slowest, and quantiles."""
+    """Returns each part in seconds; for very many ranks, the slowest and quantiles."""
     return {
         "ranks": ranks.ranks,
         "parts": {

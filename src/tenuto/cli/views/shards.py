@@ -1,4 +1,4 @@
-"""How a checkpoint's leaves are spread over the ranks that have saved it."""
+"""Shows how a checkpoint's leaves are distributed over the ranks that saved it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ if TYPE_CHECKING:
 
 
 SHOWN = 16
-"""Ranks, or parts of one leaf, that are shown one by one."""
+"""Ranks, or parts of one leaf, that are listed one by one."""
 LeafPart = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Rank, where the part begins in its leaf, and its shape."""
+"""The rank, where the part begins in its leaf, and its shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """`shared`: the leaves of the manifest's tree by number, each as a whole. `parts`: of several ranks, by path."""
+    """A checkpoint's leaves. `shared`: the manifest tree's leaves by number, with full shapes. `parts`: by path, with
+    several ranks."""
 
     indexes: Sequence[Index]
     shared: Sequence[LeafSpec]
     parts: Mapping[str, Sequence[LeafPart]]
 
     def private(self, index: Index) -> list[LeafSpec]:
-        """What belongs to one rank alone."""
+        """Returns the private leaves of one rank."""
         return [spec for spec in index.specs if spec.private]
 
 
 def contents(repo: Repo, manifest: Manifest) -> Contents:
-    """Reads every index, and of several ranks the table of parts; CorruptionError where one is damaged."""
+    """Reads every index and, with several ranks, the table of parts. Raises CorruptionError if one is damaged."""
     from tenuto.state.tree import leaf_paths
 
     indexes = [repo.index(manifest, rank) for rank in range(len(manifest.indexes))]
@@ -56,7 +57,7 @@ def contents(repo: Repo, manifest: Manifest) -> Contents:
 
 
 def spread(parts: Mapping[str, Sequence[LeafPart]]) -> dict[str, str]:
-    """In a few words, for each leaf that is cut: how many parts it has, and on which ranks."""
+    """Describes each sharded leaf: its number of parts, and their ranks."""
     return {
         path: f"{len(found)} parts on {rank_names([rank for rank, _, _ in found])}"
         for path, found in parts.items()
@@ -65,10 +66,10 @@ def spread(parts: Mapping[str, Sequence[LeafPart]]) -> dict[str, str]:
 
 
 def parts_rows(parts: Sequence[LeafPart]) -> list[tuple[str, str]]:
-    """One line for each part of a leaf: the rank that has saved it, and which items it has."""
-    said = [(f"rank {rank}", _items(offsets, shape)) for rank, offsets, shape in parts[:SHOWN]]
+    """Returns one row for each part of a leaf: the rank that saved it, and its items."""
+    shown = [(f"rank {rank}", _items(offsets, shape)) for rank, offsets, shape in parts[:SHOWN]]
     more = len(parts) - SHOWN
-    return [*said, *([("", f"and {more} more parts")] if more > 0 else [])]
+    return [*shown, *([("", f"and {more} more parts")] if more > 0 else [])]
 
 
 def _items(offsets: tuple[int, ...], shape: tuple[int, ...]) -> str:
@@ -81,16 +82,16 @@ def parts_json(parts: Sequence[LeafPart]) -> list[dict[str, Any]]:
     return [{"rank": rank, "offsets": list(offsets), "shape": list(shape)} for rank, offsets, shape in parts]
 
 
-def print_ranks(held: Contents) -> None:
-    """What each rank has saved."""
+def print_ranks(checkpoint: Contents) -> None:
+    """Prints what each rank has saved."""
     output.line("\nranks")
     titles = ("RANK", "SIZE", "PACKS", "PARTS", "PRIVATE")
     table = Columns(titles, right=frozenset(titles))
-    for index in held.indexes[:SHOWN]:
-        own = len(held.private(index))
+    for index in checkpoint.indexes[:SHOWN]:
+        own = len(checkpoint.private(index))
         nbytes = sum(pack.length for pack in index.packs)
         shared = len(index.specs) - own
         table.add(str(index.rank), size(nbytes), str(len(index.packs)), f"{shared:,}", f"{own:,}" if own else "")
     table.print()
-    if len(held.indexes) > SHOWN:
-        output.line(f"  and {len(held.indexes) - SHOWN} more ranks")
+    if len(checkpoint.indexes) > SHOWN:
+        output.line(f"  and {len(checkpoint.indexes) - SHOWN} more ranks")

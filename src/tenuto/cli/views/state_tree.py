@@ -1,4 +1,4 @@
-"""A checkpoint's state as lines: leaves with dtype, shape and bytes, plain values in short."""
+"""Formats a checkpoint's state as lines: leaves with dtype, shape and bytes, shortened plain values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tenuto.state.tree import KEYED, LEAVES, NAMED, OWN, children, is_plain, ite
 from tenuto.units import count, size
 
 SHOWN_TEXT = 56
-"""Characters of a plain value."""
+"""Maximum characters of a plain value."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLine:
-    """One entry: a leaf (`what` is its dtype and shape), a plain value (`what` is its text), or what holds some."""
+    """One entry: a leaf (`what`: dtype and shape), a plain value (`what`: its text), or a group."""
 
     path: str
     name: str
@@ -29,21 +29,21 @@ class TreeLine:
 
 
 def lines(tree: Json, specs: Sequence[LeafSpec], *, depth: int | None = None) -> list[TreeLine]:
-    """The entries of `tree`, whose leaf n is `specs[n]`; deeper than `depth` they are summed up."""
-    teller = _TreePrinter(specs)
+    """Returns the entries of `tree`, whose leaf n is `specs[n]`; deeper than `depth` they are summarised."""
+    printer = _TreePrinter(specs)
     if _is_single(tree, ""):
-        teller.tell("", "", tree, 0)
+        printer.add("", "", tree, 0)
     else:
-        teller.fill("", tree, 0)
-    return [line for line in teller.found if depth is None or line.depth < depth]
+        printer.fill("", tree, 0)
+    return [line for line in printer.found if depth is None or line.depth < depth]
 
 
 def entries_below(node: Json, path: str, specs: Sequence[LeafSpec], *, depth: int | None = None) -> list[TreeLine]:
-    """The entries below one node of a tree; none where it is a plain value."""
-    teller = _TreePrinter(specs)
+    """Returns the entries below one node of a tree; none for a plain value."""
+    printer = _TreePrinter(specs)
     if not _is_single(node, path):
-        teller.fill(path, node, 0)
-    return [line for line in teller.found if depth is None or line.depth < depth]
+        printer.fill(path, node, 0)
+    return [line for line in printer.found if depth is None or line.depth < depth]
 
 
 @dataclass(slots=True)
@@ -52,11 +52,11 @@ class _TreePrinter:
     found: list[TreeLine] = field(default_factory=list)
 
     def fill(self, path: str, node: Json, level: int) -> None:
-        """Everything below `node`, each group with the sum of its leaves."""
+        """Appends everything below `node`, each group with the sum of its leaves."""
         for where, child in _entries(node, path):
             name = where[len(path) + 1 :] if path else where
             if _is_single(child, where):
-                self.tell(where, name, child, level)
+                self.add(where, name, child, level)
                 continue
             place = len(self.found)
             self.found.append(TreeLine(where, name, level, group=True))
@@ -65,7 +65,7 @@ class _TreePrinter:
             leaves = [line.bytes for line in below if line.bytes is not None and not line.group]
             self.found[place] = TreeLine(where, name, level, count(len(leaves), "leaf"), sum(leaves), group=True)
 
-    def tell(self, path: str, name: str, node: Json, level: int) -> None:
+    def add(self, path: str, name: str, node: Json, level: int) -> None:
         kind = kind_of(node)
         if kind == "leaf":
             spec = self.specs[int(node["n"])]
@@ -77,12 +77,12 @@ class _TreePrinter:
 
 
 def _is_single(node: Json, path: str) -> bool:
-    """Whether the node is told on one line: a leaf, or a plain value however large."""
+    """Returns whether the node takes one line: a leaf, or a plain value of any size."""
     return kind_of(node) in LEAVES or not _entries(node, path) or is_plain(node)
 
 
 def _entries(node: Json, path: str) -> list[tuple[str, Json]]:
-    """What lies below, through wrappers that add nothing to the path."""
+    """Returns the children, skipping wrappers that add nothing to the path."""
     found = children(node, path)
     while len(found) == 1 and found[0][0] == path:
         found = children(found[0][1], path)
@@ -96,7 +96,7 @@ def array_text(spec: LeafSpec, node: Json) -> str:
 
 
 def plain_text(node: Json, limit: int = SHOWN_TEXT) -> str:
-    """A plain value, shortened."""
+    """Returns a plain value, shortened."""
     text = _text(node)
     return text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
 
@@ -130,7 +130,7 @@ def _key(key: Json) -> str:
 
 
 def columns(found: Sequence[TreeLine], spread: Mapping[str, str] | None = None) -> list[str]:
-    """The lines, aligned: name, what it is, bytes at the right of both; then what `spread` says of a path."""
+    """Returns aligned lines: name, description, bytes; then the entry of `spread` for the path."""
     names = ["  " * line.depth + (clean(line.name) or "(the whole state)") for line in found]
     wide = min(max(map(cells, names), default=0), 48)
     what = min(max((cells(clean(line.what)) for line in found if line.bytes is not None), default=0), 30)
@@ -146,5 +146,5 @@ def columns(found: Sequence[TreeLine], spread: Mapping[str, str] | None = None) 
 
 
 def values(found: Sequence[TreeLine]) -> Mapping[str, Any]:
-    """The plain values by path, shortened."""
+    """Returns the plain values by path, shortened."""
     return {line.path: line.what for line in found if line.bytes is None}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
-from tenuto.concurrency.worker_threads import BackgroundWork, beside
+from tenuto.concurrency.worker_threads import BackgroundWork, foreground_threads
 from tenuto.engine.staging.capture import Capturer
 from tenuto.state.contract import Bound, Flattened
 from tenuto.state.update_barrier import (
@@ -207,7 +207,9 @@ class Fence:
             self._end(None)
         if self._choice.late or (self._choice.watched and self._late is None):
             began = time.perf_counter()
-            self._work = beside.submit((lambda: self._run(began)) if self._choice.late else self._rehearse, self._name)
+            self._work = foreground_threads.submit(
+                (lambda: self._run(began)) if self._choice.late else self._rehearse, self._name
+            )
 
     # -- the thread that copies ----------------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from typing import Final, Literal
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group_restore import GroupRestore
 from tenuto.engine.group.group_save import GroupCommit
-from tenuto.engine.group.rank_group import RankGroup, SoloGroup
 from tenuto.engine.group.visibility import SHARE_ONE_PLACE, awaited, sees_claim
 from tenuto.engine.read.choose import Prepare
 from tenuto.engine.save.handle import Save
+from tenuto.engine.save.rank_group import RankGroup, SoloGroup
 from tenuto.errors import NotARepository, RanksDisagree, RanksError, RanksMissing, TenutoError, UsageError, in_words
 from tenuto.events import Emitter, RanksBehind, Warned
 from tenuto.model.ids import run_key

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.node_peers import NodePeers
 from tenuto.engine.group.pack_handover import dealt, hand_over, is_there, lacking
-from tenuto.engine.group.rank_group import RESTORE_TIMES
 from tenuto.engine.group.visibility import awaited
 from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, as_damage, choose, chosen, exactly, match
 from tenuto.engine.read.node_share import NodeSharedReads, WindowTimeouts
+from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent
 from tenuto.model import canonical_json

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group import JobGroup
-from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.group.group_restore import CommonImages
 from tenuto.engine.memory_tier.image_store import check_image
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import Prepare, RestoreResult, restore_checkpoint
+from tenuto.engine.save.rank_group import RankGroup
 from tenuto.errors import CorruptionError
 from tenuto.events import CandidateSkipped, Emitter, RestoredFromMemory, Warned
 from tenuto.repo.repository import Repo

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.memory_saver import MemorySaver
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.rank_group import RankGroup
 from tenuto.errors import DeadlineExceeded
 from tenuto.events import Emitter, SaveSkipped, Warned
 from tenuto.model.ids import CheckpointId

@@ -11,8 +11,8 @@ import uuid
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tenuto.engine.group.group import JobGroup
-from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.seal import Seal
+from tenuto.engine.save.rank_group import RankGroup
 from tenuto.model.ids import CheckpointId
 from tenuto.ranks.common_step import NONE, CommonStep
 

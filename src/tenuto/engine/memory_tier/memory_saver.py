@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tenuto.concurrency.background_priority import lower_priority
-from tenuto.concurrency.worker_threads import BackgroundWork, behind
+from tenuto.concurrency.worker_threads import BackgroundWork, background_threads
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.save.fenced_capture import FencedCapture
@@ -103,7 +103,7 @@ class MemorySaver:
             self._capture(taken, eager=eager)
             save.stall_s = time.perf_counter() - began
             name = f"tenuto-memory-{id.step}"
-            self._work = behind.submit(lambda: self._background(taken), name)
+            self._work = background_threads.submit(lambda: self._background(taken), name)
         except BaseException:
             if fencing is not None:
                 fencing.give_up()

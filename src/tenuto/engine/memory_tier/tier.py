@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 from tenuto.codec.chunk_map import chunk_count
 from tenuto.codec.digest import DIGEST_BYTES, digest
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.rank_group import RankGroup
 from tenuto.engine.memory_tier.common_states import common_states
 from tenuto.engine.memory_tier.eligibility import Candidate, eligible_images
 from tenuto.engine.memory_tier.image_store import Image, open_image
@@ -27,6 +26,7 @@ from tenuto.engine.memory_tier.seal import Seal, SealedObject, SealHolder, encod
 from tenuto.engine.memory_tier.shortage import free_room, shortage
 from tenuto.engine.memory_tier.slot_file import LastingSlot, take_slots
 from tenuto.engine.save.manifest_builder import spelled
+from tenuto.engine.save.rank_group import RankGroup
 from tenuto.engine.staging.arena import Arena
 from tenuto.engine.staging.plan import Planner, SavePlan
 from tenuto.errors import CorruptionError, DeadlineExceeded

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tenuto.concurrency.gc_pause import collector_paused
+from tenuto.concurrency.gc_pause import gc_paused
 from tenuto.errors import CorruptionError, ObjectNotFound
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
@@ -50,7 +50,7 @@ class Outline:
                 return number_of(node, self.table.shared, path), node
         return self.leaves().get(path)
 
-    @collector_paused
+    @gc_paused
     def leaves(self) -> dict[str, tuple[int, Json]]:
         """Row and node of every leaf and alias by path, in the order of the state; private ones last."""
         with self._lock:
@@ -84,7 +84,7 @@ class Outline:
         """The manifest's tree, read strictly."""
         return self._whole().tree
 
-    @collector_paused
+    @gc_paused
     def index(self) -> Index:
         """The index with its paths."""
         with self._lock:
@@ -97,7 +97,7 @@ class Outline:
         self.index()
         return [self.tree, *([] if self.table.private is None else [self.table.private])]
 
-    @collector_paused
+    @gc_paused
     def _whole(self) -> Manifest:
         with self._lock:
             if self._text is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from tenuto.concurrency.worker_threads import BackgroundWork, behind, beside
+from tenuto.concurrency.worker_threads import BackgroundWork, background_threads, foreground_threads
 from tenuto.engine.save.handle import Save
 from tenuto.engine.staging.budget import BudgetedArena, ImageTooLarge
 from tenuto.engine.staging.plan import Planner, SavePlan
@@ -239,7 +239,7 @@ class WriteQueue:
         writes; None where its turn has come."""
         before = self._work
         turn = before.join if before is not None and before.is_alive() else None
-        pool = behind if stands_back else beside
+        pool = background_threads if stands_back else foreground_threads
         self._work = pool.submit(lambda: work(turn), f"tenuto-save-{save.step}")
 
     def give_back(self, save: Save) -> None:

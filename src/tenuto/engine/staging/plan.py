@@ -10,7 +10,7 @@ import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap, chunk_starts
 from tenuto.codec.digest import DIGEST_BYTES, digest
-from tenuto.concurrency.gc_pause import collector_paused
+from tenuto.concurrency.gc_pause import gc_paused
 from tenuto.engine.staging.arena import Arena
 from tenuto.engine.staging.budget import STEPS_IN_WINDOW
 from tenuto.engine.staging.buffer_layout import BufferLayout, plan_layout
@@ -114,7 +114,7 @@ class Planner:
         """Whether there is a plan for this state already."""
         return self._plan is not None and self._plan.fingerprint == flattened.fingerprint
 
-    @collector_paused
+    @gc_paused
     def plan(self, flattened: Flattened) -> SavePlan:
         """The plan for this state. SaveFailed where there is no memory for it (I9), and as `acquire`."""
         if self._plan is not None and self.fits(flattened):

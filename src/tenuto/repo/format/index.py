@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.chunk_map import chunk_counts
-from tenuto.concurrency.gc_pause import collector_paused
+from tenuto.concurrency.gc_pause import gc_paused
 from tenuto.errors import CorruptionError, StateError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec, dtype
@@ -290,7 +290,7 @@ class Table:
         )
 
 
-@collector_paused
+@gc_paused
 def decode_index(data: bytes, *, id: CheckpointId, rank: int, tree: Json) -> Index:
     """Decodes the index in `data`, whose digest is checked. `tree`: the manifest's, which names the shared leaves."""
     return decode_table(data, id=id, rank=rank).index(tree)

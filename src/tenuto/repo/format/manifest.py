@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from tenuto.concurrency.gc_pause import collector_paused
+from tenuto.concurrency.gc_pause import gc_paused
 from tenuto.errors import CorruptionError
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled, tag_number, untag_number
@@ -75,7 +75,7 @@ def encode_aborted(mark: Aborted) -> bytes:
     return data
 
 
-@collector_paused
+@gc_paused
 def decode_manifest(data: bytes, id: CheckpointId) -> Manifest | Aborted:
     """Decodes the object under the manifest's name of `id`. Raises CorruptionError if it is damaged, a copy, or
     inconsistent."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final
 
-from tenuto.concurrency.gc_pause import collector_paused
+from tenuto.concurrency.gc_pause import gc_paused
 from tenuto.errors import DuplicatePath, StateError
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.paths import join
@@ -85,7 +85,7 @@ class Flattener:
             about.shared,
         )
 
-    @collector_paused
+    @gc_paused
     def _full_walk(self) -> Flattened:
         self.full_walks += 1
         writer = StateWalker(self._state, self._private)

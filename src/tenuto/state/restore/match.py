@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tenuto.concurrency.gc_pause import collector_paused
+from tenuto.concurrency.gc_pause import gc_paused
 from tenuto.errors import CorruptionError, StateError, StateMismatch
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.paths import join, lineage
@@ -25,7 +25,7 @@ SHOWN = 10
 """The number of mismatches an error lists."""
 
 
-@collector_paused
+@gc_paused
 def match_state(
     tree: Json,
     private_tree: Json,

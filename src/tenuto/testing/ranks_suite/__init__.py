@@ -1,10 +1,10 @@
-"""What every board of ranks has to keep, as tests: subclass, give two ranks' boards, and run pytest.
+"""The contract of every key-value store of ranks, as tests: subclass, give two ranks' stores, and run pytest.
 
     class TestMine(RanksSuite):
         @pytest.fixture
         def boards(self): ...        # two objects, as two ranks would hold them, that reach the same empty place
 
-The agreement of several ranks is then tried on these boards too.
+The agreement of several ranks is tested on these stores too.
 """
 
 from __future__ import annotations
@@ -14,4 +14,4 @@ from tenuto.testing.ranks_suite.keys import Keys
 
 
 class RanksSuite(Keys, Agreeing):
-    """The place that the fixture's boards reach is empty, and is not shared with another test."""
+    """The place reached by the fixture's stores is empty, and not shared with another test."""

@@ -1,4 +1,4 @@
-"""The agreement of two ranks, on the boards under test."""
+"""Tests the agreement of two ranks on the key-value stores under test."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Agreeing(Base):
 
 
 def both(boards: Boards, take_part: Callable[[Agreement], Result]) -> tuple[Result, Result]:
-    """What `take_part` returns on each of two ranks, which are threads."""
+    """Returns the results of `take_part` on each of two ranks, which are threads."""
 
     def run(rank: int) -> Result:
         with Agreement.open(ThreadRanks(rank, 2, boards[rank]), {"run": "main"}, ANSWER_S, SETTINGS) as ranks:

@@ -1,4 +1,4 @@
-"""What every part of the suite is given: the boards of two ranks."""
+"""The fixture of the suite: the key-value stores of two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values: whole or not at all, and never waited for."""
+"""Tests keys and values: complete or absent, and never waited for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUES = [b"\x00", b"plain", bytes(range(256)), b"\xff" * 4096, b"line\nline\x00
 
 
 class Keys(Base):
-    def test_it_is_a_board(self, boards: Boards) -> None:
+    def test_it_is_a_key_value_store(self, boards: Boards) -> None:
         for kv_store in boards:
             assert isinstance(kv_store, KVStore)
             assert kv_store.name and 0 < kv_store.longest_pause_s <= 5

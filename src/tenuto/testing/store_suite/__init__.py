@@ -1,13 +1,14 @@
-"""What every store has to keep, as tests: subclass, give a `store` and three methods that bypass it, and run pytest.
+"""The contract of every store, as tests: subclass, give a `store` and three methods that bypass it, and run pytest.
 
     class TestMine(StoreSuite):
         @pytest.fixture
         def store(self): ...
+
         def raw_put(self, store, name, data): ...
         def raw_get(self, store, name): ...
         def raw_delete(self, store, name): ...
 
-A wrapper passes the same suite as the store that it wraps.
+A wrapper must pass the same suite as the store it wraps.
 """
 
 from __future__ import annotations
@@ -19,4 +20,4 @@ from tenuto.testing.store_suite.reading import Reading
 
 
 class StoreSuite(Putting, Reading, ListingAndRemoving, Naming):
-    """The store given by the fixture is empty, and is not shared with another test."""
+    """The fixture's store is empty, and not shared with another test."""

@@ -1,4 +1,4 @@
-"""What every part of the suite is given: the store under test, a way past it, and content to put."""
+"""The base of the suite: the store under test, ways around it, and content to put."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Pieces:
-    """Content in given pieces; `announced` is its length, if another than they sum to."""
+    """Content in given pieces. `announced`: its length, if that is not their sum."""
 
     parts: tuple[bytes | memoryview, ...]
     announced: int | None = None
@@ -33,8 +33,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Refilled:
-    """Content whose pieces all lie in the same memory, which is filled anew for each: as of an image that is larger
-    than the memory it passes through."""
+    """Content whose pieces share one buffer, refilled for each, like an image larger than its buffer."""
 
     data: bytes
     piece_bytes: int = BLOCK
@@ -52,12 +51,12 @@ class Refilled:
 
 
 class Interrupted(Exception):
-    """What the content of an abandoned put raises."""
+    """Raised by the content of an abandoned put."""
 
 
 @dataclass(frozen=True)
 class Failing:
-    """Content that ends in an error after `given`."""
+    """Content that raises an error after `given`."""
 
     given: bytes
     length: int
@@ -68,12 +67,12 @@ class Failing:
 
 
 def patterned(length: int, seed: int = 1) -> bytes:
-    """Bytes that differ from one block to the next."""
+    """Returns bytes that differ from one block to the next."""
     return np.random.default_rng(seed).bytes(length)
 
 
 def aligned(data: bytes) -> memoryview:
-    """The same bytes at a page-aligned address, readable up to the next multiple of 4096."""
+    """Returns the same bytes at a page-aligned address, readable up to the next multiple of 4096."""
     room = mmap.mmap(-1, max(BLOCK, -(-len(data) // BLOCK) * BLOCK))
     room[: len(data)] = data
     return memoryview(room)[: len(data)]
@@ -83,7 +82,7 @@ LARGE = 3 * 2**20
 
 
 class Suite:
-    """The store given by the fixture is empty, and is not shared with another test."""
+    """The fixture's store is empty, and not shared with another test."""
 
     @pytest.fixture
     def store(self) -> Store:
@@ -93,7 +92,7 @@ class Suite:
         raise NotImplementedError
 
     def raw_get(self, store: Store, name: str) -> bytes | None:
-        """None if there is no such object."""
+        """Returns the object's bytes; None if there is no such object."""
         raise NotImplementedError
 
     def raw_delete(self, store: Store, name: str) -> None:

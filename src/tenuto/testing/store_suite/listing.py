@@ -1,4 +1,4 @@
-"""What a store has to keep when it is listed, and when objects are removed."""
+"""The store's contract for listing and removing objects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tenuto.testing.store_suite.base import Suite
 
 
 class ListingAndRemoving(Suite):
-    # -- listing -----------------------------------------------------------------------------------------------------
+    # Listing.
 
     def tree(self, store: Store) -> list[str]:
         names = ["b", "a/b/c", "a/b.d", "a/b/d", "a-", "a/b-", "a/b/c2/x"]
@@ -58,7 +58,7 @@ class ListingAndRemoving(Suite):
             self.raw_delete(store, "b")
         assert seen[:2] == ["a-", "a/b-"]
 
-    # -- delete and settle -------------------------------------------------------------------------------------------
+    # Delete and settle.
 
     def test_delete(self, store: Store) -> None:
         for name in ("runs/a/x", "runs/a/y", "runs/b/z"):

@@ -1,4 +1,4 @@
-"""What a store has to keep with names, and what it says of itself."""
+"""The store's contract for names, and for what it declares about itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOSTILE = (
 
 
 class Naming(Suite):
-    # -- names -------------------------------------------------------------------------------------------------------
+    # Names.
 
     @pytest.mark.parametrize("name", HOSTILE)
     def test_no_name_leads_out_of_the_store(self, store: Store, name: str) -> None:
@@ -51,7 +51,7 @@ class Naming(Suite):
         assert [entry.name for entry in store.walk("")] == [name]
         assert store.get(name, limit=1) == b"1"
 
-    # -- the store itself --------------------------------------------------------------------------------------------
+    # The store itself.
 
     def test_probe_finds_what_is_declared_and_leaves_nothing(self, store: Store) -> None:
         found = store.probe()

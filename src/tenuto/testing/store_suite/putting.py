@@ -1,4 +1,4 @@
-"""What a store has to keep when objects are put: whole or not at all, and never over another."""
+"""The store's contract for putting objects: complete or absent, and never over another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tenuto.testing.store_suite.base import (
 
 
 class Putting(Suite):
-    # -- put ---------------------------------------------------------------------------------------------------------
+    # Put.
 
     def test_what_is_put_is_there(self, store: Store) -> None:
         receipt = self.put(store, "runs/a/one.json", b"hello")
@@ -76,7 +76,7 @@ class Putting(Suite):
         assert store.stat("a/pack").length == 2**20 + 100
         assert self.raw_get(store, "a/pack") == b"\xff" * (2**20 + 100)
 
-    # -- if absent ---------------------------------------------------------------------------------------------------
+    # If absent.
 
     @pytest.mark.parametrize("length", [4, LARGE])
     def test_a_taken_name_is_refused_and_unchanged(self, store: Store, length: int) -> None:
@@ -128,7 +128,7 @@ class Putting(Suite):
         self.put(store, "runs/a/x", b"two")
         assert self.raw_get(store, "runs/a/x") == b"two"
 
-    # -- abandoned puts ----------------------------------------------------------------------------------------------
+    # Abandoned puts.
 
     @pytest.mark.parametrize("given", [0, 10, 2**20])
     def test_an_abandoned_put_leaves_nothing(self, store: Store, given: int) -> None:

@@ -1,4 +1,4 @@
-"""What a store has to keep when objects are read: what was asked for, or an error that names it."""
+"""The store's contract for reading objects: the requested bytes, or an error that names the object."""
 
 from __future__ import annotations
 

@@ -87,9 +87,9 @@ def test_cold_and_hot_are_what_they_say(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * (1 << 20))
     cache.warm(tmp_path)
-    assert cache.held(tmp_path) == {str(path): 1.0}
+    assert cache.still_cached(tmp_path) == {str(path): 1.0}
     cache.drop(tmp_path)
-    assert cache.held(path) == {}
+    assert cache.still_cached(path) == {}
 
 
 def test_samples_have_the_sizes_asked_for_and_copy_all():

@@ -13,7 +13,6 @@ import numpy as np
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group import JobGroup
-from tenuto.engine.group.rank_group import RESTORE_TIMES
 from tenuto.engine.group.rank_layout import box_of
 from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, foreign, went_on
 from tenuto.engine.memory_tier.image_store import Image, check_image
@@ -22,6 +21,7 @@ from tenuto.engine.memory_tier.seal import Seal, SealHolder
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import Prepare, RestoreResult
 from tenuto.engine.read.leaf_reader import Staged, read_leaves
+from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.errors import (
     CorruptionError,
     NothingRestorable,
