@@ -12,7 +12,7 @@ from tenuto.errors import TenutoError
 from tenuto.maintenance import gc
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.repo.format.object_names import begin_name, is_pack, run_directory, trash_directory
-from tenuto.repo.replicated.replica import holds
+from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry
@@ -125,5 +125,5 @@ def nobodys_in(repo: Repo, run: str) -> Iterator[str]:
                 continue
             _, _, attempt, step, file = entry.name.split("/")
             id = CheckpointId(run, parse_attempt(attempt) or 0, parse_step(step) or 0)
-            if not holds(repo.store.home, begin_name(id)) and not repo.exists(id):
+            if not exists(repo.store.home, begin_name(id)) and not repo.exists(id):
                 yield f"{file} of {id} in {place.url}, of which the home knows nothing, was not freed"

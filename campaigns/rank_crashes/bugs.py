@@ -25,7 +25,7 @@ from tenuto.ranks.session import Session
 from tenuto.repo import commit, unfinished
 from tenuto.repo.format import object_names
 from tenuto.repo.replicated import members
-from tenuto.repo.replicated.replica import holds
+from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes, Content, Store
@@ -194,7 +194,7 @@ def _tidied_of_all_uncommitted(repo: Repo, newest: CheckpointId) -> int:
     freed, store = 0, repo.store
     for place in store.members if isinstance(store, ReplicatedStore) else []:
         for entry in list(place.walk(f"runs/{newest.run}")):
-            if object_names.is_pack(entry.name) and not holds(
+            if object_names.is_pack(entry.name) and not exists(
                 repo.store, f"{entry.name.rpartition('/')[0]}/manifest.json"
             ):
                 place.delete([entry.name])

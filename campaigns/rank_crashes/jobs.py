@@ -140,7 +140,7 @@ class RankProgram(Program):
         if kept.per_node:
             self._nodes[seat.actor] = self.recorder.node = 1 + node
         store = kept.store(at, node)
-        store.tell = lambda message: None
+        store.report = lambda message: None
         return store
 
     def _found(self, where: str) -> Store:

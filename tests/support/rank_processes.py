@@ -71,16 +71,16 @@ class Doing:
 
     def want(self) -> None:
         self.agreement.at(0, DEADLINE_S)
-        self.agreement.want("a signal")
+        self.agreement.request_save("a signal")
 
     def promise(self) -> int:
         end = time.monotonic() + SLACK_S
-        while self.agreement.promised is None and time.monotonic() < end:
+        while self.agreement.agreed_save is None and time.monotonic() < end:
             time.sleep(0.01)
-        return self.agreement.promised.step
+        return self.agreement.agreed_save.step
 
     def arrive(self, seconds: float = DEADLINE_S) -> tuple[int, str] | None:
-        proposal = self.agreement.at(self.agreement.promised.step, seconds)
+        proposal = self.agreement.at(self.agreement.agreed_save.step, seconds)
         return proposal and (proposal.step, proposal.reason)
 
     def leave(self) -> None:

@@ -21,7 +21,7 @@ from tenuto.ranks.contract import TIMEOUT_S, Ranks
 from tenuto.ranks.detection import Solo, find_ranks
 from tenuto.ranks.kv.torch_store import initialised
 from tenuto.repo.lineage import latest
-from tenuto.repo.replicated.access import listen
+from tenuto.repo.replicated.access import report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened, Prepared
 from tenuto.state.restore.match import match_state
@@ -118,7 +118,7 @@ def _saved(
             subject=run,
             hint="call its save(), close it, or save to another run",
         )
-    listen(repo.store, partial(emitter.warn, subject=run))
+    report_to(repo.store, partial(emitter.warn, subject=run))
     attempt, number = group.agree_on_attempt(repo, lambda: _attempt(repo, run, key, step))
     saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=group.protocol(repo))
     saver.attempt = attempt
@@ -224,11 +224,11 @@ def load(
 
         facts = {"step": str(step)}
         with joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (group, repo):
-            listen(repo.store, partial(emitter.warn, subject=run))
+            report_to(repo.store, partial(emitter.warn, subject=run))
             found = _found(repo, run, group.restorer(repo, run, match, emitter).restore(step))
     else:
         repo = Repo.open(open_store(where))
-        listen(repo.store, partial(emitter.warn, subject=run))
+        report_to(repo.store, partial(emitter.warn, subject=run))
         if step == "latest":
             found = _found(repo, run, restore_latest(repo, run, match, emitter=emitter))
         else:

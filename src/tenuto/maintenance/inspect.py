@@ -41,7 +41,7 @@ from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_begin, decode_lease
 from tenuto.repo.notes import notes
 from tenuto.repo.refs import numbers
-from tenuto.repo.replicated.access import away, copies_of, elsewhere
+from tenuto.repo.replicated.access import copies_of, describe_missing_pack, unreachable
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coverage import check_coverage
@@ -434,7 +434,7 @@ def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         found.packs.append({number: _pack_copies(repo, found, index, number) for number in range(len(index.packs))})
     if found.unseen:
         unseen, first = len(found.unseen), found.unseen[0]
-        message = f"{count(unseen, 'pack')} not looked at; the first {elsewhere(repo.store)}"
+        message = f"{count(unseen, 'pack')} not looked at; the first {describe_missing_pack(repo.store)}"
         found.findings.append(Finding(found.id, "info", message, object=first, harms_restore=False, unseen=unseen))
     if len(found.indexes) == len(manifest.indexes):
         _check_totals(found, manifest, boxes)
@@ -510,7 +510,7 @@ def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> li
     should be."""
     name = f"{found.id.directory}/{index.packs[number].name}"
     stores = copies_of(repo.store, name)
-    if not stores and away(repo.store):
+    if not stores and unreachable(repo.store):
         found.unseen.append(name)
         return []
     found.lacking.update(store.url for store in found.mirrors if store not in stores)

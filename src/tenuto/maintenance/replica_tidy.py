@@ -124,7 +124,7 @@ def _follow(places: ReplicatedStore, place: Store, id: CheckpointId) -> None:
     except ObjectNotFound:
         place.delete([id.manifest] if here else [])
     else:
-        places.follower(place).bring(id.manifest)
+        places.replica(place).copy_from_home(id.manifest)
 
 
 def _free(place: Store, id: CheckpointId) -> bool:
@@ -166,7 +166,7 @@ def _is_aborted(home: Store, id: CheckpointId) -> bool:
 def _is_ahead(places: ReplicatedStore, place: Store, id: CheckpointId) -> bool:
     """Whether nothing of it is freed although the home does not know it: it was saved under a claim that the home does
     not have, or is a checkpoint beyond all that the home knows to have been saved under it."""
-    if not places.follower(place).is_of_home(id.manifest):
+    if not places.replica(place).is_of_home(id.manifest):
         return True
     if _is_aborted(places.home, id):
         return False

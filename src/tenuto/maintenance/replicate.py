@@ -17,8 +17,8 @@ from tenuto.maintenance.replica_tidy import targets
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.repo.format import object_names
-from tenuto.repo.replicated.access import away, copies_of
-from tenuto.repo.replicated.replica import UnreachableReplica, holds
+from tenuto.repo.replicated.access import copies_of, unreachable
+from tenuto.repo.replicated.replica import UnreachableReplica, exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
@@ -75,10 +75,10 @@ def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
         except (CorruptionError, StoreError) as error:
             failed.append(error)
     for target in found[1:]:
-        refs = tuple(entry.name for entry in repo.store.walk("refs") if not holds(target, entry.name))
+        refs = tuple(entry.name for entry in repo.store.walk("refs") if not exists(target, entry.name))
         if refs:
             copies.append(Copying(None, target.url, (), refs, 0))
-    return ReplicatePlan(repo.url, tuple(copies), tuple(unfound), tuple(away(repo.store)), tuple(failed))
+    return ReplicatePlan(repo.url, tuple(copies), tuple(unfound), tuple(unreachable(repo.store)), tuple(failed))
 
 
 def _lacking(repo: Repo, manifest: Manifest, found: Sequence[Store], unfound: list[str]) -> list[Copying]:
@@ -94,7 +94,7 @@ def _lacking(repo: Repo, manifest: Manifest, found: Sequence[Store], unfound: li
     copies = []
     for number, target in enumerate(found):
         wanted = packs[target.url]
-        small = [name for name in _small(repo, manifest) if number and not holds(target, name)]
+        small = [name for name in _small(repo, manifest) if number and not exists(target, name)]
         if wanted or small:
             names, nbytes = tuple(name for name, _ in wanted), sum(nbytes for _, nbytes in wanted)
             copies.append(Copying(manifest.id, target.url, names, tuple(small), nbytes))
@@ -139,4 +139,4 @@ def _bring(repo: Repo, target: Store, names: Sequence[str]) -> None:
     places = repo.store
     if isinstance(places, ReplicatedStore) and target is not places.home:
         for name in names:
-            places.follower(target).bring(name)
+            places.replica(target).copy_from_home(name)

@@ -33,7 +33,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.notes import add_note
 from tenuto.repo.refs import KINDS, read_ref
-from tenuto.repo.replicated.access import away, listening
+from tenuto.repo.replicated.access import reporting_to, unreachable
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry
 
@@ -227,11 +227,11 @@ def execute(
     Damage is reported, not raised; FormatTooNew, and a store that cannot be listed, are raised.
     """
     told: list[str] = []
-    with listening(repo.store, told.append):
+    with reporting_to(repo.store, told.append):
         report = _executed(repo, plan, emitter or Emitter(), threads or _threads(), note)
     # What was read from another place since it was damaged in the first, and which mirrors were not looked at at all.
     said = [Finding(None, "error", message, harms_restore=False) for message in dict.fromkeys(told)]
-    mirrors = [place for place in away(repo.store) if not place.node]
+    mirrors = [place for place in unreachable(repo.store) if not place.node]
     said += [Finding(None, "info", f"{place} is not found from here: not looked at") for place in mirrors]
     return replace(report, findings=(*report.findings, *said))
 

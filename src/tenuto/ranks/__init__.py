@@ -1,1 +1,1 @@
-"""How the processes of a job agree: sessions, rounds, votes and heartbeats over a key-value store."""
+"""Agreement between the processes of a job: sessions, rounds, votes and heartbeats over a key-value store."""

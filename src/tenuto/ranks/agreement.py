@@ -112,7 +112,7 @@ class Agreement:
         it."""
         self.session.phase = phase
 
-    def want(self, reason: str) -> None:
+    def request_save(self, reason: str) -> None:
         """Requests a save at a step that all ranks can still agree on. Returns at once; see `at`.
 
         Raises RankStoreLost on a rank that is not the coordinator.
@@ -145,7 +145,7 @@ class Agreement:
             round.end()
 
     @property
-    def promised(self) -> Proposal | None:
+    def agreed_save(self) -> Proposal | None:
         """The save this rank agreed to and has not reached yet; the newest if there are several."""
         return self._proposals.armed
 

@@ -25,9 +25,9 @@ NONE: Final = -1
 """No step."""
 _FIRST_PAUSE_S: Final = 0.001
 IDLE_S: Final = 60.0
-"""How long the thread sleeps at a time while there is nothing to report."""
+"""The sleep of the thread between wake-ups while there is nothing to report."""
 JOIN_S: Final = 1.0
-"""How long `close` waits for the thread: nobody needs what it still has to report."""
+"""The limit for joining the thread in `close`: nobody needs its last reports."""
 
 
 @dataclass(frozen=True, slots=True)

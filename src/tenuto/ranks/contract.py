@@ -52,7 +52,7 @@ class KVStore(Protocol):
         ...
 
     @property
-    def holder(self) -> int | None:
+    def host_rank(self) -> int | None:
         """The rank whose process serves the store, if one does: the store dies with it."""
         ...
 

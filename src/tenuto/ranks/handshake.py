@@ -1,4 +1,4 @@
-"""How the ranks find each other: a session that only live processes can join.
+"""The handshake in which the ranks find each other: a session that only live processes can join.
 
 The key-value store may hold what earlier incarnations wrote, and late processes may still use it. So each rank puts a
 hello with a fresh nonce. The coordinator answers with an offer of the nonces it read and a fresh session id. A rank

@@ -34,7 +34,7 @@ class _Seen:
 
 
 class RankWatch:
-    """What one rank observed of the others' heartbeats. Safe to use from several threads."""
+    """The others' heartbeats as one rank observed them. Safe to use from several threads."""
 
     def __init__(self, kv_store: KVStore, key: Callable[[int], str], settings: Settings) -> None:
         self._kv_store = kv_store

@@ -31,7 +31,7 @@ class Proposal:
 
 
 class Proposals:
-    """What one rank knows of proposals and of its own step. `latency_s`: about how long an answer takes."""
+    """The proposals and the own step of one rank. `latency_s`: the approximate time of an answer."""
 
     def __init__(self, rank: int, world_size: int, latency_s: float) -> None:
         self._rank = rank

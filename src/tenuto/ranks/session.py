@@ -44,7 +44,7 @@ class Session:
         self.watch = RankWatch(kv_store, self.beat_key, settings)
         self.stall_guard = StallGuard(kv_store, self.key, self.watch, settings)
         self.phase = ""
-        """What this rank does, as it last reported."""
+        """The activity of this rank, as last reported."""
         self.behind: Callable[[str, Sequence[int], float], None] | None = None
         """Called on the coordinator by the thread that waits, with the phase, the ranks it waits for, and the seconds
         so far."""
@@ -63,7 +63,7 @@ class Session:
 
     @property
     def status(self) -> str:
-        """What this rank does and waits for."""
+        """The activity of this rank, and what it waits for."""
         with self._lock:
             waiting = f"waiting for {self._waiting[-1]}" if self._waiting else ""
         return ", ".join(part for part in (self.phase, waiting) if part)
@@ -165,15 +165,15 @@ class Session:
         """Returns `error` with the phase and the ranks concerned, for the waiting caller."""
         if error.phase:
             return error
-        holder = self.kv_store.holder
+        host_rank = self.kv_store.host_rank
         others = [rank for rank in missing if rank != self.rank]
-        served = "" if holder is None else f"; rank {holder} serves it"
+        served = "" if host_rank is None else f"; rank {host_rank} serves it"
         waited = f"; waited for {self.watch.describe(others)}" if others else ""
         described = RankStoreLost(
             f"{phase}: {error.message}{served}{waited}",
             subject=error.subject,
             hint=error.hint,
-            ranks=tuple(others) if holder is None else (holder,),
+            ranks=tuple(others) if host_rank is None else (host_rank,),
             phase=phase,
         )
         described.lasting = error.lasting

@@ -36,7 +36,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How often ranks send heartbeats, and when others give them up. Seconds."""
+    """The intervals and limits of heartbeats, requests and the handshake. Seconds."""
 
     beat_s: float = 1.0
     dead_after_s: float = 60.0
@@ -45,7 +45,7 @@ class Settings:
     answer_s: float = 10.0
     """The limit for one request to the key-value store."""
     probe_s: float = 2.0
-    """How often ranks that are present check their facts while others are still to come."""
+    """The interval at which present ranks check their facts while others are still to come."""
     clock: Clock = field(default_factory=Clock)
 
     def deadline(self, seconds: float) -> Deadline:

@@ -30,7 +30,7 @@ from tenuto.repo.format.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Ab
 from tenuto.repo.format.object_names import REPOSITORY
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
 from tenuto.repo.format.small_records import decode_attempt
-from tenuto.repo.replicated.access import turn_away
+from tenuto.repo.replicated.access import mark_damaged
 from tenuto.repo.replicated.members import join, known, one_of_many
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.state.tree import leaf_paths
@@ -360,7 +360,7 @@ class Repo:
                 wrong = f"{name} is damaged: its digest is not the one in the manifest"
             else:
                 return data
-            if not turn_away(self.store, name):
+            if not mark_damaged(self.store, name):
                 raise CorruptionError(wrong, subject=name)
 
 

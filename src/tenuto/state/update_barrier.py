@@ -1,4 +1,4 @@
-"""Who may write a leaf, and when: the basis of a fenced capture.
+"""Makes updates wait for fenced captures, and tracks which leaves only an optimizer's step writes.
 
 Only an optimizer's step writes the leaves it owns, so such a leaf may be copied after the save as long as the step
 waits for the copy. Nothing outside can prove that only the step writes it. So each leaf starts in probation: it is
@@ -92,7 +92,7 @@ class LateBound(Bound, Protocol):
         """Returns the same memory, which survives when the state replaces its memory."""
         ...
 
-    def version(self, held: Any) -> int:
+    def version(self, source: Any) -> int:
         """Returns a count that grows with every in-place change the framework notices."""
         ...
 
@@ -148,7 +148,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class CaptureChoice:
-    """How the leaves of one save are captured; a leaf in none of these is copied at once.
+    """The capture of the leaves of one save; a leaf in none of these is copied at once.
 
     - `late`: copied after the save has returned.
     - `watched`: copied at once, and compared with training's memory when the late ones are copied and again before the
@@ -162,7 +162,7 @@ class CaptureChoice:
 
 
 class LeafHistory:
-    """What one Checkpointer has learned about its leaves."""
+    """The knowledge of one Checkpointer about its leaves."""
 
     def __init__(self) -> None:
         self._fingerprint = ""

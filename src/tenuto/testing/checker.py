@@ -30,7 +30,7 @@ from tenuto.repo.format.manifest import decode_manifest
 from tenuto.repo.format.object_names import trash_directory
 from tenuto.repo.lineage import latest
 from tenuto.repo.replicated import members
-from tenuto.repo.replicated.access import listen
+from tenuto.repo.replicated.access import report_to
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
@@ -78,7 +78,7 @@ def open_without(disk: FileSystem, place: str = PLACE, *, without: Container[str
 
     with mock.patch.object(members, "open_store", reached):
         repo = Repo.open(LocalStore(place, filesystem=disk, create=False))
-    listen(repo.store, lambda message: None)
+    report_to(repo.store, lambda message: None)
     return repo
 
 

@@ -321,7 +321,7 @@ def test_a_store_that_cannot_be_asked_frees_nothing_and_says_so(make_world: type
     else:
         places.packs_in = (places.home, Denied(spread.place))
     told: list[str] = []
-    places.tell = told.append
+    places.report = told.append
     assert tidy_replicas(spread.repo, newest) == 0
     assert told and all("not yours" in one for one in told)
     assert FILE in spread.in_place(old)
@@ -338,7 +338,7 @@ def test_what_goes_wrong_with_one_save_keeps_no_other_from_being_freed(spread: S
     told: list[str] = []
     repo = Repo.open(Mirror(spread.home, spread.place))  # which has not yet seen that the claims are equal
     assert isinstance(repo.store, ReplicatedStore)
-    repo.store.tell = told.append
+    repo.store.report = told.append
     assert tidy_replicas(repo, newest) == 1
     assert FILE not in spread.in_place(old)
     assert len(told) == 1 and "damaged" in told[0]
@@ -356,7 +356,7 @@ class Copies:
     def __init__(self) -> None:
         self.home, self.place = fresh(), fresh()
         self.where = Mirror(self.home, self.place)
-        self.where.tell = [].append
+        self.where.report = [].append
         self.id = tenuto.save(STATE, self.where).id
         (self.pack,) = (name for name in below(self.home, self.id.directory) if name.endswith(".safetensors"))
 
@@ -366,7 +366,7 @@ class Copies:
 
     def mirror(self) -> Mirror:
         again = Mirror(self.home, self.place)
-        again.tell = [].append
+        again.report = [].append
         return again
 
     def findings(self, *, every_byte: bool = True) -> tuple[Finding, ...]:

@@ -48,7 +48,7 @@ def test_alone_everything_is_agreed_at_once_and_nothing_is_left() -> None:
             with agreement.round("vote") as round:
                 assert not round.vote(False, "no", 0.0) and round.check() is None
         assert kv_store.keys() == []
-        agreement.want("a signal")
+        agreement.request_save("a signal")
         proposal = agreement.at(7, 0.0)
         assert proposal is not None and (proposal.step, proposal.reason) == (7, "a signal")
         assert agreement.at(8, 0.0) is None

@@ -64,7 +64,7 @@ def test_a_call_that_the_board_does_not_answer_is_made_again(fault: str) -> None
     def run(rank: int) -> list[Proposal | None]:
         with Agreement.open(ThreadRanks(rank, 2, kv_store), {"run": "main"}, PATIENT_S, QUICK) as agreement:
             if rank == 0:
-                agreement.want("the clock")
+                agreement.request_save("the clock")
             found: list[Proposal | None] = []
             for step in range(1, 100_000):
                 together.wait(PATIENT_S)  # as training's own collectives
@@ -102,11 +102,11 @@ def test_of_two_saves_at_one_step_both_are_heard_and_the_newest_counts() -> None
         with Agreement.open(ThreadRanks(rank, 2, kv_store), {"run": "main"}, PATIENT_S, QUICK) as agreement:
             asked = False
             if rank == 0:
-                agreement.want("the clock")
+                agreement.request_save("the clock")
             for _ in range(100_000):
-                coming = agreement.promised
+                coming = agreement.agreed_save
                 if rank == 0 and not asked and coming is not None and agreement._proposals.open() is None:
-                    agreement.want("a signal")
+                    agreement.request_save("a signal")
                     asked = True
                 second[rank] = coming is not None and coming.number == 2
                 together.wait(PATIENT_S)

@@ -16,7 +16,7 @@ from campaigns.broken_stores import StoreLayer
 from tenuto.errors import CorruptionError, RepositoryError, StoreDenied, StoreError
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.format import object_names, objects
-from tenuto.repo.replicated.access import away
+from tenuto.repo.replicated.access import unreachable
 from tenuto.repo.replicated.config import Mirror, PerNode
 from tenuto.repo.replicated.members import Member, join, member_in
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
@@ -56,7 +56,7 @@ def flip(store: MemoryStore, name: str) -> None:
 def beside(store: Store) -> list[str]:
     """The further places that whoever opens the repository there finds."""
     found = Repo.open(store).store
-    return sorted(one.url for one in found.beside) if isinstance(found, ReplicatedStore) else []
+    return sorted(one.url for one in found.found_members) if isinstance(found, ReplicatedStore) else []
 
 
 class Unreachable(StoreLayer):
@@ -392,7 +392,7 @@ def test_a_place_too_many_may_be_out_of_reach_and_is_told(home: MemoryStore, err
     good, bad = fresh(), fresh()
     mirror = Mirror(home, Unreachable(bad, error), good, copies=2)
     told: list[str] = []
-    mirror.tell = told.append
+    mirror.report = told.append
     repo = Repo.create_or_open(mirror)
     members = join(repo.store, repo.id)
     member = member_in(good)
@@ -443,5 +443,5 @@ def test_the_list_of_places_is_read_once_however_many_packs_are_missed() -> None
 
     store = Repo.open(Counting(home)).store
     opened, Counting.read = Counting.read, 0
-    assert {len(away(store)) for _ in range(50)} == {5}
+    assert {len(unreachable(store)) for _ in range(50)} == {5}
     assert Counting.read <= 5 and opened <= 5

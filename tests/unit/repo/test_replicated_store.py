@@ -24,9 +24,9 @@ from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.notes import add_note, notes
 from tenuto.repo.refs import put_ref, read_ref
-from tenuto.repo.replicated.access import copies_of, elsewhere, turn_away
+from tenuto.repo.replicated.access import copies_of, describe_missing_pack, mark_damaged
 from tenuto.repo.replicated.config import Mirror, PerNode
-from tenuto.repo.replicated.replica import holds
+from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes, Content, Entry, Listing, Reader, Stat, Store
@@ -139,9 +139,9 @@ class Some:
         self.home = self.all[0]
         self.told: list[str] = []
         self.places = ReplicatedStore(
-            self.home, self.all[1:count] if apart else self.all[:count], copies, beside=self.all[count:]
+            self.home, self.all[1:count] if apart else self.all[:count], copies, found_members=self.all[count:]
         )
-        self.places.tell = self.told.append
+        self.places.report = self.told.append
 
     def put(self, name: str, data: bytes = b"data") -> Any:
         return self.places.put_if_absent(name, Bytes(data), token="t0")
@@ -382,7 +382,7 @@ def test_a_place_that_could_not_be_given_it_is_told_and_given_it_with_the_next_o
 def test_bringing_names_no_place_that_has_the_copy() -> None:
     some = Some(3, copies=3)
     some.put_by_itself(ID.manifest, b"data", 0, 1)
-    some.places.bring(ID.manifest)
+    some.places.copy_from_home(ID.manifest)
     assert some.holding(ID.manifest) == [True, True, True]
     assert some.all[1].asked("put") == []
 
@@ -390,7 +390,7 @@ def test_bringing_names_no_place_that_has_the_copy() -> None:
 def test_bringing_what_the_home_has_not_brings_nothing() -> None:
     some = Some(3, copies=3)
     some.put_by_itself(ID.manifest, b"data", 1)
-    some.places.bring(ID.manifest)
+    some.places.copy_from_home(ID.manifest)
     assert some.holding(ID.manifest) == [False, True, False]
 
 
@@ -398,7 +398,7 @@ def test_bringing_tells_of_the_place_that_fails_and_goes_on() -> None:
     some = Some(3, copies=3)
     some.put_by_itself(ID.manifest, b"data", 0)
     some.all[1].fail(StoreDenied("not yours"), "put", only="manifest.json")
-    some.places.bring(ID.manifest)
+    some.places.copy_from_home(ID.manifest)
     assert some.holding(ID.manifest) == [True, False, True]
     assert len(some.told) == 1 and some.all[1].url in some.told[0]
 
@@ -490,10 +490,10 @@ def test_copies_that_are_turned_away_come_last_until_none_is_left() -> None:
     for number in range(3):
         some.put_by_itself(PACK, b"%d" % number, number)
     found = [read(some.places, PACK)]
-    while some.places.turn_away(PACK):
+    while some.places.mark_damaged(PACK):
         found.append(read(some.places, PACK))
     assert found == [b"1", b"2", b"0"]
-    assert not some.places.turn_away(PACK)
+    assert not some.places.mark_damaged(PACK)
     assert len(some.told) == 2 and some.all[1].url in some.told[0] and some.all[2].url in some.told[0]
 
 
@@ -501,10 +501,10 @@ def test_a_copy_that_was_turned_away_is_still_read_where_there_is_no_other() -> 
     some = Some(2)
     some.put_by_itself(PACK, b"0", 0)
     some.put_by_itself(PACK, b"1", 1)
-    assert read(some.places, PACK) == b"1" and some.places.turn_away(PACK)
+    assert read(some.places, PACK) == b"1" and some.places.mark_damaged(PACK)
     some.home.lose(PACK)
     assert read(some.places, PACK) == b"1"
-    assert not some.places.turn_away(PACK)
+    assert not some.places.mark_damaged(PACK)
 
 
 def test_there_is_no_other_copy_in_a_place_that_cannot_be_asked() -> None:
@@ -513,7 +513,7 @@ def test_there_is_no_other_copy_in_a_place_that_cannot_be_asked() -> None:
     some.put_by_itself(PACK, b"1", 1)
     read(some.places, PACK)
     some.home.fail(unreadable(), "stat")
-    assert not some.places.turn_away(PACK)
+    assert not some.places.mark_damaged(PACK)
     assert not some.told
 
 
@@ -523,17 +523,17 @@ def test_a_damaged_copy_that_is_read_again_because_the_other_is_not_given_ends_t
     some.put_by_itself(PACK, b"1", 1)
     read(some.places, PACK)
     some.home.fail(unreadable(), "open")
-    assert some.places.turn_away(PACK)
+    assert some.places.mark_damaged(PACK)
     assert read(some.places, PACK) == b"1"
-    assert not some.places.turn_away(PACK)
+    assert not some.places.mark_damaged(PACK)
 
 
 def test_what_was_never_read_and_a_store_that_is_one_place_have_nothing_to_turn_away() -> None:
     some = Some(2)
     some.put_by_itself(PACK, b"data", 0, 1)
-    assert not some.places.turn_away(PACK)
-    assert not turn_away(some.places, None)
-    assert not turn_away(some.home, PACK)
+    assert not some.places.mark_damaged(PACK)
+    assert not mark_damaged(some.places, None)
+    assert not mark_damaged(some.home, PACK)
 
 
 def test_another_object_is_read_from_where_it_always_was() -> None:
@@ -542,7 +542,7 @@ def test_another_object_is_read_from_where_it_always_was() -> None:
         some.put_by_itself(name, b"0", 0)
         some.put_by_itself(name, b"1", 1)
     read(some.places, PACK)
-    assert some.places.turn_away(PACK)
+    assert some.places.mark_damaged(PACK)
     assert (read(some.places, PACK), read(some.places, other)) == (b"0", b"1")
 
 
@@ -551,12 +551,12 @@ def test_what_is_deleted_is_no_longer_turned_away() -> None:
     some.put_by_itself(PACK, b"0", 0)
     some.put_by_itself(PACK, b"1", 1)
     read(some.places, PACK)
-    assert some.places.turn_away(PACK)
+    assert some.places.mark_damaged(PACK)
     some.places.delete([PACK])
     some.put_by_itself(PACK, b"0", 0)
     some.put_by_itself(PACK, b"1", 1)
     assert read(some.places, PACK) == b"1"
-    assert some.places.turn_away(PACK)
+    assert some.places.mark_damaged(PACK)
 
 
 # -- records that the home has, and not whole ------------------------------------------------------------------------
@@ -893,8 +893,8 @@ def test_copies_of_an_object_are_the_places_that_have_it() -> None:
     assert copies_of(some.all[1], PACK) == []
     assert some.places.has(PACK) and not some.places.has(INDEX)
     some.home.fail(unreadable(), "stat")
-    assert not holds(some.home, PACK)
-    assert elsewhere(some.places) and not elsewhere(some.home)
+    assert not exists(some.home, PACK)
+    assert describe_missing_pack(some.places) and not describe_missing_pack(some.home)
 
 
 # -- what a user declares --------------------------------------------------------------------------------------------

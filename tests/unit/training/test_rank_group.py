@@ -33,12 +33,12 @@ class Agreed:
     def __init__(self, *proposals: Proposal) -> None:
         self._proposals = {one.step: one for one in proposals}
         self.wishes: list[str] = []
-        self.promised: Proposal | None = None
+        self.agreed_save: Proposal | None = None
 
     def at(self, step: int, deadline: float) -> Proposal | None:
         return self._proposals.get(step)
 
-    def want(self, reason: str) -> None:
+    def request_save(self, reason: str) -> None:
         self.wishes.append(reason)
 
 
@@ -66,7 +66,7 @@ def test_a_save_that_is_still_to_come_is_what_is_wished_for() -> None:
     history = SaveHistory(started_s=0.0, first_step=0, last_saved_step=None, last_saved_s=0.0)
     left = []
     for step in range(1, 7):
-        agreement.promised = next((one for at, one in agreement._proposals.items() if step <= at), None)
+        agreement.agreed_save = next((one for at, one in agreement._proposals.items() if step <= at), None)
         left.append(group.completed(step, "SIGTERM" if step > 1 else None, ending=False))
         group.decide(
             split_by_agreement(on.end() | every(minutes=10)), Moment(step=step, now_s=601.0 + step), history, None

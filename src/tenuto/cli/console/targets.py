@@ -17,12 +17,12 @@ MAIN = "main"
 
 def repository(where: str) -> Repo:
     """Opens a repository for reading; creates nothing. NotARepository names the nearest one."""
-    from tenuto.repo.replicated.access import listen
+    from tenuto.repo.replicated.access import report_to
     from tenuto.repo.repository import Repo
     from tenuto.store.registry import open_store
 
     repo = Repo.open(open_store(where))
-    listen(repo.store, lambda message: output.story(f"note: {message}"))
+    report_to(repo.store, lambda message: output.story(f"note: {message}"))
     return repo
 
 

@@ -290,13 +290,13 @@ class JobGroup:
     def _propose(self, reason: str) -> None:
         """Once until it comes. A save that is still to come is what is wished for, but for a signal, which all act upon
         only where it is what they save for."""
-        coming = self.agreement.promised
+        coming = self.agreement.agreed_save
         if coming is not None and (coming.reason.endswith(_CAME) or not reason.endswith(_CAME)):
             return
         if not self._wished:
             self._wished = True
             try:
-                self.agreement.want(reason)
+                self.agreement.request_save(reason)
             except RanksError as error:
                 self._wished = False
                 self._emitter.emit(Warned(f"the other ranks could not be asked to save: {error.message}", self._run))

@@ -13,7 +13,7 @@ from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.ranks.round import Round
-from tenuto.repo.replicated.replica import holds
+from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 
@@ -38,7 +38,7 @@ def lacking(round: Round, places: ReplicatedStore, needs: Callable[[], Sequence[
 def dealt(round: Round, places: ReplicatedStore, names: Sequence[str], rank: int, deadline_s: float) -> list[str]:
     """Which of `names` this rank is to put into the home. CorruptionError, on all ranks, where none has one of them."""
     phase = "telling who has the packs that are not found"
-    held = [number for number, name in enumerate(names) if any(holds(store, name) for store in places.others)]
+    held = [number for number, name in enumerate(names) if any(exists(store, name) for store in places.others)]
     with round:
         round.send(canonical_json.dumps(held))
         if round.coordinates:
@@ -73,4 +73,4 @@ def hand_over(repo: Repo, manifest: Manifest, names: Sequence[str]) -> None:
 def is_there(places: ReplicatedStore, id: CheckpointId, names: Sequence[str]) -> bool:
     """Whether the home shows them. Listed first: that makes a network file system look anew."""
     there = places.home.children(id.directory).objects
-    return all(name.rpartition("/")[2] in there and holds(places.home, name) for name in names)
+    return all(name.rpartition("/")[2] in there and exists(places.home, name) for name in names)

@@ -19,7 +19,7 @@ from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
 from tenuto.repo.lineage import latest, resolve, walk
-from tenuto.repo.replicated.access import away
+from tenuto.repo.replicated.access import unreachable
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import LoadReport, Prepared
 from tenuto.store.contract import is_unreadable
@@ -144,7 +144,7 @@ def choose(
             f"run {run!r} has checkpoints, and none of them is whole:{reasons}",
             subject=run,
             hint=f"on the nodes that have them: {typed('tenuto', 'replicate', repo.url)}"
-            if away(repo.store)
+            if unreachable(repo.store)
             else typed("tenuto", "verify", repo.url, "--run", run),
         )
     if stranded is not None:

@@ -12,7 +12,7 @@ from tenuto.codec.digest import digest
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError, typed
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import PackEntry
-from tenuto.repo.replicated.access import elsewhere, turn_away
+from tenuto.repo.replicated.access import describe_missing_pack, mark_damaged
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Buffer
 from tenuto.store.contract import Reader, is_unreadable
@@ -68,7 +68,7 @@ def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -
 
 def missing(repo: Repo, name: str) -> CorruptionError:
     """What a pack that is not there is told by. Where its checkpoint was removed too, whoever restores finds out."""
-    why = elsewhere(repo.store) or "is missing: damaged, or the checkpoint was removed meanwhile"
+    why = describe_missing_pack(repo.store) or "is missing: damaged, or the checkpoint was removed meanwhile"
     return _refused(repo, name, f"{name} {why}", name)
 
 
@@ -93,7 +93,7 @@ def copy_to_turn_from(repo: Repo, error: CorruptionError | StoreError) -> str | 
     """The pack of which `error` tells that a copy is damaged, if there is another copy, which is read from now on."""
     name = error.object or error.subject if isinstance(error, CorruptionError) else error.subject
     damage = isinstance(error, CorruptionError) or is_unreadable(error)
-    return name if name is not None and damage and turn_away(repo.store, name) else None
+    return name if name is not None and damage and mark_damaged(repo.store, name) else None
 
 
 def _refused(repo: Repo, subject: str, message: str, name: str) -> CorruptionError:

@@ -20,7 +20,7 @@ from tenuto.model.records import Index, Manifest, Receipt
 from tenuto.repo.commit import put_index
 from tenuto.repo.format.object_names import begin_name, index_file
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.replicated.access import room
+from tenuto.repo.replicated.access import free_space
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
 
@@ -202,7 +202,7 @@ class SaveWriter:
             self._memory.seal(job.plan, job.save.id, self._index(job), job.flattened, job.about, created=job.created)
 
     def _check_space(self, job: Job) -> None:
-        where, free_bytes = room(self._repo.store)
+        where, free_bytes = free_space(self._repo.store)
         needed = job.save.bytes + SMALL_OBJECTS_BYTES
         if free_bytes is not None and free_bytes < needed:
             free_mib, needed_mib = free_bytes / 2**20, needed / 2**20

@@ -84,8 +84,8 @@ class TorchAdapter:
             return None
         if not all(type(one) in PLAIN and one.layout is torch.strided for one in entries.values()):
             return None
-        told = TensorDict(entries, path, writer)
-        return told.pairs, told.again
+        recorded = TensorDict(entries, path, writer)
+        return recorded.pairs, recorded.again
 
     def restore(self, value: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
         if isinstance(value, torch.Tensor):

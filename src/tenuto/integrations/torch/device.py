@@ -29,7 +29,7 @@ _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _compare.restype = ctypes.c_int
 
 
-_wholes: Final[MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]]] = WeakIdKeyDictionary()
+_dtensors: Final[MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]]] = WeakIdKeyDictionary()
 """A local tensor -> the DTensor whose memory it is, weakly."""
 
 
@@ -40,22 +40,22 @@ class _Parts(Protocol):
 def count_with(local: torch.Tensor, whole: torch.Tensor) -> None:
     """Counts in-place changes of a DTensor as changes of its local tensor: torch counts them at the DTensor alone, and
     writes the local tensor below the counter."""
-    _wholes[local] = weakref.ref(whole)
+    _dtensors[local] = weakref.ref(whole)
 
 
 def hold(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the same memory and change count, which survive when `.data` gives the tensor other
     memory."""
-    held = tensor.detach()
-    if _wholes and (whole := _wholes.get(tensor)) is not None:
-        held._tenuto_whole = whole()  # type: ignore[attr-defined]
-    return held
+    retained = tensor.detach()
+    if _dtensors and (whole := _dtensors.get(tensor)) is not None:
+        retained._tenuto_whole = whole()  # type: ignore[attr-defined]
+    return retained
 
 
-def version(held: torch.Tensor) -> int:
+def version(retained: torch.Tensor) -> int:
     """Returns how often the memory was changed in place, as far as torch counts it."""
-    whole = getattr(held, "_tenuto_whole", None)
-    return int(held._version + (whole._version if whole is not None else 0))
+    whole = getattr(retained, "_tenuto_whole", None)
+    return int(retained._version + (whole._version if whole is not None else 0))
 
 
 def can_wait(tensor: torch.Tensor) -> bool:
@@ -93,8 +93,8 @@ class HostCopies:
 def compare_on_host(views: Sequence[Buffer], parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
     """Compares at once, bitwise (a NaN equals itself), without the interpreter lock."""
     found = [
-        _compare(held.data_ptr() + start, views[leaf].ctypes.data + start, stop - start) == 0
-        for held, leaf, start, stop in parts
+        _compare(retained.data_ptr() + start, views[leaf].ctypes.data + start, stop - start) == 0
+        for retained, leaf, start, stop in parts
     ]
     return lambda: found
 
@@ -116,10 +116,10 @@ class DeviceCopies:
             stream = _side_stream(device)
             stream.wait_event(before)
             with torch.cuda.stream(stream):
-                for held, leaf, start, stop in parts:
-                    held.record_stream(stream)  # keeps the memory from being reused while this stream reads it
+                for retained, leaf, start, stop in parts:
+                    retained.record_stream(stream)  # keeps the memory from being reused while this stream reads it
                     target = torch.from_numpy(views[leaf][start:stop])
-                    target.copy_(as_bytes(held)[start:stop], non_blocking=True)
+                    target.copy_(as_bytes(retained)[start:stop], non_blocking=True)
                     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     done.record(stream)
                     self._events.append(done)
@@ -142,9 +142,9 @@ def compare_on_device(
     """Moves the image's parts to the device and compares them there, in the order of the current stream."""
     with torch.no_grad(), torch.cuda.device(device):
         unequal = []
-        for held, leaf, start, stop in parts:
+        for retained, leaf, start, stop in parts:
             image = torch.from_numpy(views[leaf][start:stop]).to(device, non_blocking=True)
-            unequal.append((image != as_bytes(held)[start:stop]).any())
+            unequal.append((image != as_bytes(retained)[start:stop]).any())
         found = torch.stack(unequal)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(device))
@@ -254,8 +254,8 @@ class TorchBound:
     def hold(self, source: Any) -> Any:
         return hold(source)
 
-    def version(self, held: Any) -> int:
-        return version(held)
+    def version(self, retained: Any) -> int:
+        return version(retained)
 
     def late(self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = ()) -> LateCopies:
         return HostCopies(self, self._views, parts, watched)
@@ -316,11 +316,11 @@ call."""
 
 
 def _pin(owner: AcceleratorBound, views: Sequence[Buffer]) -> None:
-    held = [view for view in views if view.size]
-    if not held:
+    retained = [view for view in views if view.size]
+    if not retained:
         return
-    begin = min(view.ctypes.data for view in held) & ~4095
-    end = max(view.ctypes.data + view.size for view in held)
+    begin = min(view.ctypes.data for view in retained) & ~4095
+    end = max(view.ctypes.data + view.size for view in retained)
     if any(begin < other_end and other_begin < end for other_begin, other_end in _pinned.items()):
         return
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

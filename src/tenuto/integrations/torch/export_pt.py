@@ -13,28 +13,28 @@ import torch
 from tenuto.errors import StateError
 from tenuto.state.frameworks import Tagged
 
-_KEPT = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
+_UNCHANGED_TYPES = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 
 
 def write(state: Any, file: IO[bytes]) -> list[str]:
     """Writes `state`. Returns descriptions of what was converted. Raises StateError if torch refuses."""
-    plainly = _Plainly()
-    plain = plainly.convert(state)
+    converter = _Plain()
+    plain = converter.convert(state)
     try:
         torch.save(plain, file)
     except (TypeError, AttributeError) as error:
         raise StateError(f"torch cannot write the state: {error}") from error
-    return [f"{count} of type {kind} written as {form}" for (kind, form), count in plainly.changed.items()]
+    return [f"{count} of type {kind} written as {form}" for (kind, form), count in converter.changed.items()]
 
 
-class _Plainly:
+class _Plain:
     """Converts values to those that torch reads without running code, and counts the conversions."""
 
     def __init__(self) -> None:
         self.changed: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def convert(self, value: Any) -> Any:
-        if type(value) in _KEPT:
+        if type(value) in _UNCHANGED_TYPES:
             return value
         if isinstance(value, torch.Tensor):
             return value.detach()

@@ -27,7 +27,7 @@ from tenuto.integrations.torch.meshes import is_dtensor, local_of
 from tenuto.state.encode.atoms import ENCODERS
 from tenuto.state.update_barrier import PROBATION, let_updates_pass
 
-_MOST = 100_000
+_SEARCH_LIMIT = 100_000
 """The objects that a search for optimizers visits at most."""
 
 
@@ -70,8 +70,8 @@ class OptimizerSteps:
         self.tick += 1
         mark = id(optimizer)
         known = self._seen.get(mark)
-        held = known[0] if known is not None and known[0]() is optimizer else weakref.ref(optimizer)
-        self._seen[mark] = (held, self.tick)
+        reference = known[0] if known is not None and known[0]() is optimizer else weakref.ref(optimizer)
+        self._seen[mark] = (reference, self.tick)
 
     def seen_since(self, optimizer: Optimizer, tick: int) -> bool:
         known = self._seen.get(id(optimizer))
@@ -116,10 +116,10 @@ os.register_at_fork(after_in_child=steps.disarm)
 class TorchGate:
     """The optimizers in one state."""
 
-    def __init__(self, state: Any, tell: Callable[[str], None]) -> None:
+    def __init__(self, state: Any, report: Callable[[str], None]) -> None:
         self._state = state
-        self._tell = tell
-        self._told: set[str] = set()
+        self._report = report
+        self._reported: set[str] = set()
         self._known: _Known | None = None
         self._without = 0
         """The captures without an optimizer."""
@@ -138,7 +138,7 @@ class TorchGate:
         if not optimizers:
             self._without += 1
             if self._without == PROBATION:  # the first captures are eager anyway, and an optimizer may be made later
-                self._once(
+                self._report_once(
                     "no optimizer of torch is found in the state (one inside an object of your own is not seen): "
                     "everything is captured eagerly"
                 )
@@ -160,29 +160,29 @@ class TorchGate:
     def _waits(self, optimizer: Optimizer) -> bool:
         name = type(optimizer).__name__
         if steps.compiled.ran:
-            self._once(
+            self._report_once(
                 "an optimizer's step was compiled by torch.compile, which leaves out the hook that a fenced capture "
                 "waits at: what optimizers own is captured eagerly"
             )
             return False
         if steps.graphed(optimizer):
-            self._once(
+            self._report_once(
                 f"the step of {name} was recorded into a CUDA graph, which replays without hooks: what it owns is "
                 "captured eagerly"
             )
             return False
         if not steps.seen_since(optimizer, self._before):
-            self._once(
+            self._report_once(
                 f"{name} was not seen to step since the save before, or its steps pass by torch's hooks: what it owns "
                 "is captured eagerly in such a save"
             )
             return False
         return True
 
-    def _once(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            self._tell(message)
+    def _report_once(self, message: str) -> None:
+        if message not in self._reported:
+            self._reported.add(message)
+            self._report(message)
 
 
 class _Known:
@@ -196,8 +196,8 @@ class _Known:
         self.found = list(found)
         self._owners = _owners(optimizers)
         self._count = len(sources)
-        self._held = [(at, weakref.ref(sources[at]), sources[at].is_contiguous()) for at in found]
-        self._wholes = [weakref.ref(tensor) for tensor in found.values() if is_dtensor(tensor)]
+        self._sources = [(at, weakref.ref(sources[at]), sources[at].is_contiguous()) for at in found]
+        self._dtensors = [weakref.ref(tensor) for tensor in found.values() if is_dtensor(tensor)]
         """DTensors, which count the changes of their parts."""
 
     def holds(self, optimizers: Sequence[Optimizer], sources: Sequence[Any]) -> bool:
@@ -205,9 +205,9 @@ class _Known:
             len(sources) == self._count
             and _owners(optimizers) == self._owners
             and all(
-                ref() is sources[at] and (not dense or sources[at].is_contiguous()) for at, ref, dense in self._held
+                ref() is sources[at] and (not dense or sources[at].is_contiguous()) for at, ref, dense in self._sources
             )
-            and all(whole() is not None for whole in self._wholes)
+            and all(whole() is not None for whole in self._dtensors)
         )
 
 
@@ -294,7 +294,7 @@ def found_in(state: Any) -> tuple[list[Optimizer], list[nn.Module]]:
     optimizers: list[Optimizer] = []
     modules: list[nn.Module] = []
     waiting, seen = [state], set[int]()
-    while waiting and len(seen) < _MOST:
+    while waiting and len(seen) < _SEARCH_LIMIT:
         value = waiting.pop()
         kind = type(value)
         if kind in ENCODERS or kind is torch.Tensor or id(value) in seen:

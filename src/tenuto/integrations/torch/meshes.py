@@ -32,10 +32,10 @@ def is_dtensor(value: Any) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this process's part of a tensor: a DTensor's local tensor, or the tensor itself."""
-    return held_by(tensor) if is_dtensor(tensor) else tensor
+    return local_part(tensor) if is_dtensor(tensor) else tensor
 
 
-def held_by(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
     """Returns a DTensor's local tensor after pending collectives."""
     local: torch.Tensor = tensor._local_tensor
     if type(local) is not torch.Tensor and type(local).__name__ == "AsyncCollectiveTensor":
@@ -139,7 +139,7 @@ def _ordered(spec: Any, dim: int, along: list[int]) -> list[int]:
     return along
 
 
-def _spans(length: int, held: int, cuts: Sequence[tuple[int, int, int]], where: str) -> list[Span]:
+def _spans(length: int, local_length: int, cuts: Sequence[tuple[int, int, int]], where: str) -> list[Span]:
     """Returns the spans of one dimension on this rank, `held` indices in all.
 
     `cuts`, in the order of cutting: number of ranks, position of this rank, and number of pieces that are cut
@@ -147,21 +147,21 @@ def _spans(length: int, held: int, cuts: Sequence[tuple[int, int, int]], where: 
     left to right this gives other cuts where lengths do not divide. So both readings are tried, and the local length
     decides.
     """
-    said = inner_first = [(0, length)]
+    left_to_right = inner_first = [(0, length)]
     for ranks, at, pieces in cuts:
-        said = _cut(said, ranks, at, pieces)
+        left_to_right = _cut(left_to_right, ranks, at, pieces)
     if all(pieces == 1 for _, _, pieces in cuts[:-1]):
-        return said
+        return left_to_right
     for ranks, at, _ in reversed(cuts):
         inner_first = _cut(inner_first, ranks, at, 1)
-    fitting = [one for one in (merge_spans(said), merge_spans(inner_first)) if _length(one) == held]
+    fitting = [one for one in (merge_spans(left_to_right), merge_spans(inner_first)) if _length(one) == local_length]
     if len(fitting) == 2 and fitting[0] != fitting[1]:
         raise StateError(
-            f"{where}: {held} of {length} indices of a strided DTensor could be either of two parts",
+            f"{where}: {local_length} of {length} indices of a strided DTensor could be either of two parts",
             subject=where,
             hint="shard lengths that divide evenly, or declare the local tensor: tenuto.shard(…)",
         )
-    return fitting[0] if fitting else said
+    return fitting[0] if fitting else left_to_right
 
 
 def _length(spans: Sequence[Span]) -> int:

@@ -18,7 +18,7 @@ _HINT = "build the model on the device that it trains on, or load before anythin
 
 def materialise(tensor: torch.Tensor, number: int, spec: LeafSpec, path: str, restorer: Restorer) -> Thunk:
     """Plans giving a meta tensor memory and the bytes of leaf `number`; `tensor` stays the same object."""
-    if not _taken(tensor, path, restorer):
+    if not _note_filled(tensor, path, restorer):
         return lambda: tensor
     base = restorer.new_base(number, spec, {"as": "torch"}, path)
     return _swapped(tensor, base, path, restorer)
@@ -28,7 +28,7 @@ def materialise_part(tensor: torch.Tensor, layout: ShardLayout, number: int, pat
     """`materialise` for a tensor with a layout, a DTensor or a declared one: gives it memory for this rank's part."""
     from tenuto.integrations.torch.sharded import around, sinks
 
-    if not _taken(tensor, path, restorer):
+    if not _note_filled(tensor, path, restorer):
         return lambda: tensor
     local = torch.empty_like(local_of(tensor), device=restorer.device if restorer.device is not None else "cpu")
     local = local.detach()
@@ -36,7 +36,7 @@ def materialise_part(tensor: torch.Tensor, layout: ShardLayout, number: int, pat
     return _swapped(tensor, around(local, tensor) if is_dtensor(tensor) else local, path, restorer)
 
 
-def _taken(tensor: torch.Tensor, path: str, restorer: Restorer) -> bool:
+def _note_filled(tensor: torch.Tensor, path: str, restorer: Restorer) -> bool:
     """Notes that a meta tensor is filled. Returns False if it already is."""
     plan = plans(restorer)
     restorer.restored.append(path)

@@ -107,15 +107,15 @@ def through_load_state_dict(
     paths = {keys.get(name, name): join(path, escape(name)) for name in (*keys, *theirs)}
 
     def load() -> None:
-        said = _load(module, state, metadata, path, restorer)
-        where = [[paths.get(key) or join(path, escape(key)) for key in getattr(said, name, ()) if key not in unfit]
+        about = _load(module, state, metadata, path, restorer)
+        where = [[paths.get(key) or join(path, escape(key)) for key in getattr(about, name, ()) if key not in unfit]
                  for name in ("missing_keys", "unexpected_keys")]  # fmt: skip
-        _take_over(where[0], where[1], restorer)
+        _apply_strictness(where[0], where[1], restorer)
 
     restorer.later(path, load, MODULES)
 
 
-def _take_over(missing: Sequence[str], unexpected: Sequence[str], restorer: Restorer) -> None:
+def _apply_strictness(missing: Sequence[str], unexpected: Sequence[str], restorer: Restorer) -> None:
     """Applies strictness and the report to the keys that a module reported on load."""
     asked_for = [where for where in missing if restorer.selection.takes(where)]
     if restorer.strict and not restorer.selection.everything:
@@ -176,7 +176,7 @@ def _takes_strict(module: nn.Module) -> bool:
 def _metadata_for(module: nn.Module, node: Json) -> OrderedDict[str, Any]:
     from tenuto.state.restore.rebuild import plain
 
-    saved = {name_of(prefix): plain(said) for prefix, said in items(node, "meta")} if "meta" in node else {}
+    saved = {name_of(prefix): plain(about) for prefix, about in items(node, "meta")} if "meta" in node else {}
     found: OrderedDict[str, Any] = OrderedDict()
     for place in places(module):
         found[place.raw.rstrip(".")] = saved.get(place.canonical.rstrip("."), {"version": 1})
@@ -232,22 +232,22 @@ def entries(module: nn.Module, path: str) -> tuple[list[ModuleEntry], Mapping[st
     if is_plain(module):
         metadata = {place.canonical.rstrip("."): {"version": place.module._version} for place in places(module)}
         return [
-            ModuleEntry(raw, name, tensor, True) for raw, name, tensor, kept in own_tensors(module) if kept
+            ModuleEntry(raw, name, tensor, True) for raw, name, tensor, persistent in own_tensors(module) if persistent
         ], metadata
-    return _asked(module, path)
+    return _from_state_dict(module, path)
 
 
 def is_plain(module: nn.Module) -> bool:
     return not any(_saves_its_own_way(place.module) for place in places(module) if not place.wrapper)
 
 
-def _asked(module: nn.Module, path: str) -> tuple[list[ModuleEntry], Mapping[str, Any]]:
+def _from_state_dict(module: nn.Module, path: str) -> tuple[list[ModuleEntry], Mapping[str, Any]]:
     state = module.state_dict()
     if not isinstance(state, Mapping):
         raise StateError(f"{path or ROOT}: state_dict() of {type_name(type(module))} is no mapping", subject=path)
     by_raw, by_name = {}, {}
-    for raw, name, tensor, kept in own_tensors(module):
-        if kept:
+    for raw, name, tensor, persistent in own_tensors(module):
+        if persistent:
             by_raw[raw], by_name[name] = (name, tensor), tensor
     prefixes = sorted(((place.raw, place.canonical) for place in places(module)), key=lambda pair: -len(pair[0]))
     found: list[ModuleEntry] = []
@@ -258,7 +258,7 @@ def _asked(module: nn.Module, path: str) -> tuple[list[ModuleEntry], Mapping[str
         found.append(ModuleEntry(key, name, own if same else value, same))
     canonical = {raw.rstrip("."): name.rstrip(".") for raw, name in prefixes}
     metadata = getattr(state, "_metadata", None) or {}
-    return found, {canonical.get(raw, raw): said for raw, said in metadata.items()}
+    return found, {canonical.get(raw, raw): about for raw, about in metadata.items()}
 
 
 def _canonical(key: Any, prefixes: list[tuple[str, str]]) -> str:
@@ -287,26 +287,26 @@ def encode(module: nn.Module, path: str, writer: StateWalker) -> tuple[Json, Ref
     put_back = settling(module)
     for put in put_back:
         put()
-    cells = _Cells(module, path)
+    cells = _Slots(module, path)
     found, metadata = entries(module, path)
-    said = {"!": "module", "type": type_name(type(module)), "meta": _metadata_node(metadata, writer, path)}
+    about = {"!": "module", "type": type_name(type(module)), "meta": _metadata_node(metadata, writer, path)}
     same = replicas([module])
     dense = not same.buffers and all(one.own and _is_ordinary(one.value) for one in found)
     plain = is_plain(module)
     if not (dense and plain):
         known = found if plain else None
-        return {**said, "i": _pairs(found, path, writer, same)}, _again(cells, said, same, put_back, known)
-    looks = WatchedTensors()
+        return {**about, "i": _pairs(found, path, writer, same)}, _again(cells, about, same, put_back, known)
+    watched = WatchedTensors()
     values = [one.value for one in found]
     pairs = []
     for one in found:
         with _placed(one.value, same, writer):
-            pairs.append([one.name, looks.first(one.value, join(path, escape(one.name)), writer)])
-    node = {**said, "i": pairs}
+            pairs.append([one.name, watched.first(one.value, join(path, escape(one.name)), writer)])
+    node = {**about, "i": pairs}
 
     def refresh(again: nn.Module, replay: StateWalker) -> Json:
         cells.check(again)
-        looks.again(replay, values)
+        watched.again(replay, values)
         return node
 
     return node, refresh
@@ -339,8 +339,8 @@ def _pairs(found: list[ModuleEntry], path: str, writer: StateWalker, same: DDPRe
 
 
 def _again(
-    cells: _Cells,
-    said: dict[str, Json],
+    cells: _Slots,
+    about: dict[str, Json],
     same: DDPReplicas,
     put_back: Sequence[Callable[[], Any]],
     known: list[ModuleEntry] | None,
@@ -353,20 +353,20 @@ def _again(
             put()
         cells.check(again)
         if known is not None:
-            return {**said, "i": _pairs(known, cells.path, replay, same)}
+            return {**about, "i": _pairs(known, cells.path, replay, same)}
         found, metadata = entries(again, cells.path)
         pairs = _pairs(found, cells.path, replay, same)
-        return {**said, "meta": _metadata_node(metadata, replay, cells.path), "i": pairs}
+        return {**about, "meta": _metadata_node(metadata, replay, cells.path), "i": pairs}
 
     return refresh
 
 
 def _metadata_node(metadata: Mapping[str, Any], writer: StateWalker, path: str) -> Json:
     """Returns the node of state_dict()'s metadata, without modules of version 1."""
-    return [[prefix, writer.closed(said, path)] for prefix, said in metadata.items() if said != {"version": 1}]
+    return [[prefix, writer.closed(about, path)] for prefix, about in metadata.items() if about != {"version": 1}]
 
 
-class _Cells:
+class _Slots:
     """The slots of a module tree: which tensors and modules they contain, by identity."""
 
     def __init__(self, module: nn.Module, path: str) -> None:
@@ -377,18 +377,18 @@ class _Cells:
         for place in places(module):
             one = place.module
             self._cells += [
-                (held, tuple(held.items())) for held in (one._parameters, one._buffers, one._modules) if held
+                (table, tuple(table.items())) for table in (one._parameters, one._buffers, one._modules) if table
             ]
-            empty = [held for held in (one._parameters, one._buffers, one._modules) if not held]
+            empty = [table for table in (one._parameters, one._buffers, one._modules) if not table]
             counted = [*empty, one._non_persistent_buffers_set, one._state_dict_hooks, one._state_dict_pre_hooks]
-            self._others += [(held, len(held)) for held in counted]
+            self._others += [(table, len(table)) for table in counted]
 
     def check(self, module: nn.Module) -> None:
         """Raises StructureChanged if a slot has changed."""
         if module is not self._module:
             raise StructureChanged
-        for held, size in self._others:
-            if len(held) != size:
+        for table, size in self._others:
+            if len(table) != size:
                 raise StructureChanged
         for cell, known in self._cells:
             if len(cell) != len(known):
@@ -433,10 +433,10 @@ def _in_place(
             tensors.restore(one.value, theirs.pop(one.name), where, restorer)
         else:
             _extra(module, one, theirs.pop(one.name), where, restorer)
-    _left_over(theirs, path, restorer)
+    _add_unexpected(theirs, path, restorer)
 
 
-def _left_over(theirs: dict[str, Json], path: str, restorer: Restorer) -> None:
+def _add_unexpected(theirs: dict[str, Json], path: str, restorer: Restorer) -> None:
     restorer.unexpected.extend(where for name in theirs if restorer.takes(where := join(path, escape(name))))
 
 

@@ -60,7 +60,7 @@ def _seeded(device: str, seed: int) -> torch.Tensor:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def preserved() -> Iterator[None]:
     """Restores torch's CPU generator after the block, which may draw from it."""
     before = torch.get_rng_state()
     try:

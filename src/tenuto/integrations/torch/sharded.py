@@ -13,8 +13,8 @@ import torch
 from tenuto.errors import StateError
 from tenuto.integrations.torch import tensors
 from tenuto.integrations.torch.device import TORCH_DTYPES
-from tenuto.integrations.torch.meshes import alone, held_by, is_dtensor, layout_of, local_of
-from tenuto.integrations.torch.tensors import Look, form_of, geometry, look
+from tenuto.integrations.torch.meshes import alone, is_dtensor, layout_of, local_of, local_part
+from tenuto.integrations.torch.tensors import Signature, form_of, geometry, signature_of
 from tenuto.model.box import Box
 from tenuto.model.paths import join
 from tenuto.model.records import Json
@@ -50,7 +50,7 @@ def encode_dtensor(tensor: Any, path: str, writer: StateWalker) -> tuple[Json, R
     def refresh(now: Any, replay: StateWalker) -> Json:
         if type(now) is not kind or not (now._spec is spec or now._spec == spec):
             raise StructureChanged
-        return again(now, held_by(now), replay)
+        return again(now, local_part(now), replay)
 
     return node, refresh
 
@@ -61,17 +61,17 @@ class ShardDict:
 
     def __init__(self, entries: Mapping[str, Any], path: str, writer: StateWalker) -> None:
         self.pairs: list[Json] = []
-        self._told: list[tuple[str, type, Refresh]] = []
+        self._entries: list[tuple[str, type, Refresh]] = []
         for key, value in entries.items():
             encode = encode_shard if type(value) is Shard else tensors.encode
             node, refresh = encode(value, join(path, segment(key)), writer)
             self.pairs.append([key, node])
-            self._told.append((key, type(value), refresh))
+            self._entries.append((key, type(value), refresh))
 
     def again(self, entries: Mapping[str, Any], replay: StateWalker) -> None:
-        if len(entries) != len(self._told):
+        if len(entries) != len(self._entries):
             raise StructureChanged
-        for (key, value), (name, kind, refresh) in zip(entries.items(), self._told, strict=True):
+        for (key, value), (name, kind, refresh) in zip(entries.items(), self._entries, strict=True):
             if type(value) is not kind or key != name:
                 raise StructureChanged
             refresh(value, replay)
@@ -107,12 +107,12 @@ def _encode(
         )
         layout = replicated_layout(local.shape)
     else:
-        told = _told(local, layout)
-        node = writer.rows(path, known.about, known.spec[0], layout, told, device=known.device, tensor=tensor)
-    kind, held = type(tensor), weakref.ref(tensor) if not layout.parts else None
+        row_list = _part_rows(local, layout)
+        node = writer.rows(path, known.about, known.spec[0], layout, row_list, device=known.device, tensor=tensor)
+    kind, reference = type(tensor), weakref.ref(tensor) if not layout.parts else None
 
     def refresh(now: torch.Tensor, local: torch.Tensor, replay: StateWalker) -> Json:
-        if type(now) is not kind or seen_as(now, local) != seen or (held is not None and held() is not now):
+        if type(now) is not kind or seen_as(now, local) != seen or (reference is not None and reference() is not now):
             raise StructureChanged
         for part in layout.parts:
             source = _source(local, part)
@@ -122,13 +122,13 @@ def _encode(
     return node, refresh
 
 
-def seen_as(tensor: torch.Tensor, local: torch.Tensor) -> Look:
-    """Returns the look of the local tensor, with the role of the tensor around it."""
-    found = look(local)
-    return found if tensor is local else (*found[:4], tensor.requires_grad, *found[5:7], look_role(tensor))
+def seen_as(tensor: torch.Tensor, local: torch.Tensor) -> Signature:
+    """Returns the signature of the local tensor, with the role of the tensor around it."""
+    found = signature_of(local)
+    return found if tensor is local else (*found[:4], tensor.requires_grad, *found[5:7], role_of(tensor))
 
 
-def look_role(tensor: torch.Tensor) -> str:
+def role_of(tensor: torch.Tensor) -> str:
     return "param" if isinstance(tensor, torch.nn.Parameter) else ""
 
 
@@ -139,7 +139,7 @@ def _source(local: torch.Tensor, part: Any) -> torch.Tensor:
     return piece
 
 
-def _told(local: torch.Tensor, layout: ShardLayout) -> list[SeenLeaf]:
+def _part_rows(local: torch.Tensor, layout: ShardLayout) -> list[SeenLeaf]:
     """Returns the rows of a local tensor. The first has the extent of the entire tensor: rows may lie in each other's
     gaps."""
     lies = geometry(local)
@@ -217,7 +217,7 @@ def made_like(parameter: Any, layout: ShardLayout, node: Json, path: str, restor
     return lambda: made
 
 
-def whole_like(parameter: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
+def replicated_like(parameter: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
     """Plans a new DTensor on the restorer's device, replicated on the mesh of its parameter, whose shape differs."""
     number, spec = restorer.spec(node, path)
     restorer.created.append(path)

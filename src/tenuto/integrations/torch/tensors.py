@@ -35,10 +35,10 @@ _NAMES: Final = {kind: name for name, kind in TORCH_DTYPES.items() if name in DT
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types without surprises; any other may compute its values, or have none yet."""
 
-Look = tuple[torch.dtype, torch.Size, Any, torch.device, bool, bool, bool, str]
+Signature = tuple[torch.dtype, torch.Size, Any, torch.device, bool, bool, bool, str]
 
 
-def look(tensor: torch.Tensor) -> Look:
+def signature_of(tensor: torch.Tensor) -> Signature:
     """Returns everything of a dense tensor that its leaf depends on, except type, address and values."""
     return (
         tensor.dtype,
@@ -62,21 +62,21 @@ def _role(tensor: torch.Tensor) -> str:
     return "buffer" if isinstance(tensor, torch.nn.Buffer) else ""
 
 
-def about(seen: Look) -> dict[str, Json]:
+def about(seen: Signature) -> dict[str, Json]:
     """Returns the properties in a tensor's node, without its numbers."""
-    said: dict[str, Json] = {"as": "torch"}
+    properties: dict[str, Json] = {"as": "torch"}
     if seen[7]:
-        said[seen[7]] = True
+        properties[seen[7]] = True
     if seen[4]:
-        said["grad"] = True
+        properties["grad"] = True
     if seen[3].type != "cpu":
-        said["device"] = seen[3].type
-    return said
+        properties["device"] = seen[3].type
+    return properties
 
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """The common part of the leaves of all tensors of one look: dtype name and shape, node properties, device,
+    """The common part of the leaves of all tensors of one signature: dtype name and shape, node properties, device,
     geometry."""
 
     spec: tuple[str, tuple[int, ...]]
@@ -86,8 +86,8 @@ class TensorForm:
 
 
 @lru_cache(maxsize=4096)
-def form_of(seen: Look) -> TensorForm | None:
-    """Returns the form of a look; None for an unnamed dtype. States have many tensors of few forms."""
+def form_of(seen: Signature) -> TensorForm | None:
+    """Returns the form of a signature; None for an unnamed dtype. States have many tensors of few forms."""
     kind, shape, strides, device, _, conjugate, negative, _ = seen
     name = _NAMES.get(kind)
     if name is None:
@@ -176,11 +176,11 @@ def encode(tensor: torch.Tensor, path: str, writer: StateWalker) -> tuple[Json, 
     check(tensor, path)
     if tensor.layout is not torch.strided:
         return _sparse_node(tensor, path, writer), _sparse_again(tensor.layout, path)
-    kind, known = type(tensor), look(tensor)
+    kind, known = type(tensor), signature_of(tensor)
     node = dense_leaf(tensor, known, path, writer)
 
     def refresh(again: torch.Tensor, replay: StateWalker) -> Json:
-        if type(again) is not kind or look(again) != known:
+        if type(again) is not kind or signature_of(again) != known:
             raise StructureChanged
         replay.again(again, address(again))
         return node
@@ -202,8 +202,8 @@ def _encode_declared(tensor: torch.Tensor, layout: ShardLayout, path: str, write
     return node, refresh
 
 
-def dense_leaf(tensor: torch.Tensor, seen: Look, path: str, writer: StateWalker) -> Json:
-    """Returns the node of a checked dense tensor with this look."""
+def dense_leaf(tensor: torch.Tensor, seen: Signature, path: str, writer: StateWalker) -> Json:
+    """Returns the node of a checked dense tensor with this signature."""
     known = form_of(seen)
     if known is None:
         raise unknown_type(tensor, path)
@@ -229,9 +229,9 @@ def _parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def _sparse_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json:
-    held = tensor.detach()
-    said = {key: value for key, value in about(look(tensor)).items() if key != "as"}
-    parts = [[name, writer.encode(part, join(path, name))] for name, part in _parts(held)]
+    detached = tensor.detach()
+    properties = {key: value for key, value in about(signature_of(tensor)).items() if key != "as"}
+    parts = [[name, writer.encode(part, join(path, name))] for name, part in _parts(detached)]
     coalesced = tensor.is_coalesced() if tensor.layout is torch.sparse_coo else None
     return {
         "!": "sparse",
@@ -239,7 +239,7 @@ def _sparse_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json:
         "shape": list(tensor.shape),
         "coalesced": coalesced,
         "i": parts,
-        **said,
+        **properties,
     }
 
 
@@ -255,7 +255,7 @@ def _sparse_again(layout: torch.layout, path: str) -> Refresh:
 def _subclass_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json:
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     try:
-        said = writer.closed(context, path)
+        properties = writer.closed(context, path)
     except Unserialisable as error:
         raise Unserialisable(
             f"{path or ROOT}: {type_name(type(tensor))} is described by what has no representation: {error.message}",
@@ -266,7 +266,7 @@ def _subclass_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json
     return {
         "!": "subclass",
         "type": type_name(type(tensor)),
-        "context": said,
+        "context": properties,
         "shape": shape,
         "stride": stride,
         "i": parts,
@@ -443,16 +443,16 @@ def fresh_sparse(node: Json, path: str, restorer: Restorer, *, device: Any = Non
     shape = node.get("shape")
 
     def build() -> Any:
-        held = [thunk() for thunk in thunks]
-        if not isinstance(held[0], torch.Tensor):
+        built = [thunk() for thunk in thunks]
+        if not isinstance(built[0], torch.Tensor):
             raise StateError(f"{path or ROOT}: a sparse tensor needs torch", subject=path)
         try:
             if layout is torch.sparse_coo:
                 coalesced = bool(node.get("coalesced"))
-                made = torch.sparse_coo_tensor(held[0], held[1], shape, is_coalesced=coalesced, check_invariants=True)
+                made = torch.sparse_coo_tensor(built[0], built[1], shape, is_coalesced=coalesced, check_invariants=True)
             else:
                 made = torch.sparse_compressed_tensor(
-                    held[0], held[1], held[2], size=shape, layout=layout, check_invariants=True
+                    built[0], built[1], built[2], size=shape, layout=layout, check_invariants=True
                 )
         except (RuntimeError, TypeError) as error:
             raise CorruptionError(f"{path or ROOT}: no sparse tensor: {error}", subject=path) from None
@@ -492,13 +492,13 @@ class WatchedTensors:
     freed."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[weakref.ref[torch.Tensor], int, type, Any, Look]] = []
+        self._known: list[tuple[weakref.ref[torch.Tensor], int, type, Any, Signature]] = []
 
     def first(self, tensor: torch.Tensor, path: str, writer: StateWalker) -> Json:
         """Records the next tensor in `writer` and returns its node. Raises Unserialisable for one without bytes to
         save."""
         check(tensor, path)
-        seen = look(tensor)
+        seen = signature_of(tensor)
         node = dense_leaf(tensor, seen, path, writer)
         self._known.append((weakref.ref(tensor), address(tensor), type(tensor), tensor.layout, seen))
         return node
@@ -519,7 +519,7 @@ class WatchedTensors:
                     or now.is_neg() is not seen[6]
                 ):
                     raise StructureChanged
-            elif type(now) is not kind or now.layout is not layout or look(now) != seen:
+            elif type(now) is not kind or now.layout is not layout or signature_of(now) != seen:
                 # Another object, or other memory behind the same one: everything may differ.
                 raise StructureChanged
             else:
@@ -531,16 +531,16 @@ class WatchedTensors:
 class TensorDict:
     """A dictionary of dense tensors under string keys. `pairs`: as in its node."""
 
-    def __init__(self, held: Mapping[str, torch.Tensor], path: str, writer: StateWalker) -> None:
-        self._keys = list(held)
-        self._looks = WatchedTensors()
+    def __init__(self, entries: Mapping[str, torch.Tensor], path: str, writer: StateWalker) -> None:
+        self._keys = list(entries)
+        self._watched = WatchedTensors()
         self.pairs: list[Json] = [
-            [key, self._looks.first(one, join(path, segment(key)), writer)] for key, one in held.items()
+            [key, self._watched.first(one, join(path, segment(key)), writer)] for key, one in entries.items()
         ]
 
-    def again(self, held: Mapping[Any, Any], replay: StateWalker) -> list[Json]:
+    def again(self, entries: Mapping[Any, Any], replay: StateWalker) -> list[Json]:
         """Records the leaves in `replay` and returns the pairs. Raises StructureChanged if keys or tensors differ."""
-        if list(held) != self._keys:
+        if list(entries) != self._keys:
             raise StructureChanged
-        self._looks.again(replay, held.values())
+        self._watched.again(replay, entries.values())
         return self.pairs

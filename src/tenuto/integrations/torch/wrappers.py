@@ -58,5 +58,5 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor, boo
                 yield place.raw + name, place.canonical + name, parameter, True
         for name, buffer in place.module._buffers.items():
             if buffer is not None:
-                kept = name not in place.module._non_persistent_buffers_set
-                yield place.raw + name, place.canonical + name, buffer, kept
+                persistent = name not in place.module._non_persistent_buffers_set
+                yield place.raw + name, place.canonical + name, buffer, persistent

@@ -13,7 +13,7 @@ from tenuto.ranks.contract import KVStore
 class InProcessKVStore:
     """A dictionary shared by all users of this object."""
 
-    holder: Final = None
+    host_rank: Final = None
     longest_pause_s: Final = 0.005
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ class SharedFiles:
 
 
 class SharedFilesKVStore:
-    holder: Final = None
+    host_rank: Final = None
     longest_pause_s: Final = 0.1
 
     def __init__(self, root: Path) -> None:

@@ -24,9 +24,9 @@ _PART_BYTES: Final = 1 << 20
 """The store's server closes a connection that sends much more than 8 MiB at once."""
 _WHOLE, _PARTS = b"\x00", b"\x01"
 _ABSENT_S: Final = 5.0
-"""How long the store itself waits for a key that was deleted between two requests."""
+"""The wait of the store itself for a key that was deleted between two requests."""
 _CONNECT_S: Final = 300
-"""How long a connection may take, as torch's own may: a caller gives up at its own timeout."""
+"""The limit of torch's own for a connection; a caller gives up at its own timeout."""
 
 Result = TypeVar("Result")
 
@@ -60,9 +60,9 @@ class TorchKVStore:
 
     longest_pause_s: Final = 0.05
 
-    def __init__(self, make: Callable[[], Any], name: str, holder: int | None = None) -> None:
+    def __init__(self, make: Callable[[], Any], name: str, host_rank: int | None = None) -> None:
         self.name = name
-        self.holder = holder
+        self.host_rank = host_rank
         self._make = make
         self._store: Any = None
         self._worker = DeadlineWorker(name, self._lost)

@@ -1,4 +1,4 @@
-"""Tables as safetensors files of one-dimensional columns: indexes, the table of parts, what ranks tell each other."""
+"""Tables as safetensors files of one-dimensional columns: indexes, tables of parts, messages between ranks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _WIDTHS: Final[Mapping[str, tuple[str, int]]] = {
     "U32": ("<u4", 4),
     "U64": ("<u8", 8),
 }
-"""Numbers from 0 on: numpy's name of each dtype, and its bytes."""
+"""Unsigned integers: numpy's name of each dtype, and its size in bytes."""
 _SHORT_HEADER: Final = 4096
-"""Headers up to so many bytes are remembered: thousands of ranks have tables of one form."""
+"""Headers up to this many bytes are cached: thousands of ranks have tables of one form."""
 
 
 def encode_columns(
     columns: Mapping[str, Array], kinds: Sequence[Kind], *, save_id: str = "", narrow: bool = False
 ) -> bytes:
-    """The bytes of a table. `kinds` with the widest first: then each column is aligned for its items. narrow:
-    `narrowest` of them."""
+    """Returns the bytes of a table. `kinds`: widest first, so that each column is aligned for its items. `narrow`:
+    applies `narrowest`."""
     if narrow:
         kinds = narrowest(columns, kinds)
     parts = [np.ascontiguousarray(columns[name], dtype=kind) for name, _, kind in kinds]
     entries = tuple((name, code, (part.size,)) for (name, code, _), part in zip(kinds, parts, strict=True))
-    return b"".join([_built(entries, save_id), *(part.tobytes() for part in parts)])
+    return b"".join([_header_bytes(entries, save_id), *(part.tobytes() for part in parts)])
 
 
 def narrowest(columns: Mapping[str, Array], kinds: Sequence[Kind]) -> list[Kind]:
-    """The kinds in which each column takes as few bytes as its largest number needs, the widest first."""
+    """Returns the kinds with the fewest bytes that fit each column's largest number, widest first."""
     found = [_narrowed(columns[kind[0]], kind) for kind in kinds]
     return sorted(found, key=lambda kind: -_WIDTHS[kind[1]][1])
 
@@ -55,15 +55,15 @@ def _narrowed(column: Array, kind: Kind) -> Kind:
 
 
 @lru_cache(256)
-def _built(entries: tuple[tuple[str, str, tuple[int]], ...], save_id: str) -> bytes:
+def _header_bytes(entries: tuple[tuple[str, str, tuple[int]], ...], save_id: str) -> bytes:
     return build_header(entries, {_SAVE_ID: save_id} if save_id else {}, align=_ALIGN)
 
 
 def decode_columns(
     data: bytes, kinds: Sequence[Kind], *, more: Sequence[Kind] = (), narrow: bool = False, name: str, what: str
 ) -> dict[str, Array]:
-    """The columns by name, views of `data`: exactly those of `kinds`, or these and those of `more`. narrow: a column
-    may be of fewer bytes an item than `kinds` say. CorruptionError that says it is no `what`."""
+    """Returns the columns by name, as views of `data`: exactly those of `kinds`, or these and `more`. `narrow`: a
+    column may have fewer bytes per item than in `kinds`. Raises CorruptionError that it is no `what`."""
     header = _header(data, name)
     wanted = [*more, *kinds] if more and more[0][0] in header else kinds
     if header.keys() != {column for column, _, _ in wanted}:
@@ -84,19 +84,19 @@ def _header(data: bytes, name: str) -> Header:
     if not 8 < length <= min(_SHORT_HEADER, len(data)):
         return parse_header(data, name=name)
     try:
-        return _parsed(bytes(data[:length]), len(data))
+        return _parse_cached(bytes(data[:length]), len(data))
     except CorruptionError:
-        return parse_header(data, name=name)  # which says whose header it is
+        return parse_header(data, name=name)  # whose error names the object
 
 
 @lru_cache(256)
-def _parsed(block: bytes, file_length: int) -> Header:
-    """Nobody changes what is found: equal blocks have one."""
+def _parse_cached(block: bytes, file_length: int) -> Header:
+    """Parses a header block. Callers share the result and do not change it."""
     return parse_header(block, name="", file_length=file_length)
 
 
 def encode_json(value: Json) -> Array:
-    """A value as a column of bytes."""
+    """Encodes a value as a column of bytes."""
     return np.frombuffer(canonical_json.dumps(value), np.uint8)
 
 

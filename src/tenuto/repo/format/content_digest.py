@@ -1,4 +1,4 @@
-"""The content digest: tells equal copies of a checkpoint from unequal ones, in every tier and encoding."""
+"""The content digest: separates equal copies of a checkpoint from unequal ones, in every tier and encoding."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ def content_digest(
     chunk_bytes: int,
     private: Sequence[Json] = (),
 ) -> str:
-    """SHA-256 (hex) of the canonical leaf table and every chunk digest.
+    """Returns the SHA-256 (hex) of the canonical leaf table and every chunk digest.
 
-    `leaves` (or their `leaf_table`) in the order of leaf numbers, `digests` uint8 [chunks, 16] in the same order, over
-    all ranks; `private` the private trees in the order of ranks. Where leaves lie, in which packs, and who saved them
-    has no part in it.
+    - `leaves`: in the order of leaf numbers, or their `leaf_table`.
+    - `digests`: uint8 [chunks, 16] in the same order, over all ranks.
+    - `private`: the private trees in the order of ranks.
+
+    Positions, packs and authors have no part in it.
     """
     if not isinstance(tree, Spelled):
         tree = canonical_json.spell(tree)
     table = leaves if isinstance(leaves, Spelled) else leaf_table(leaves)
-    # One canonical list, member by member: a tree is spelled once for this and for its manifest.
+    # One canonical list, member by member: the tree is spelled once for this and for its manifest.
     digest = hashlib.sha256(b'["tenuto content 1",%d,' % chunk_bytes)
     for part in (tree.text, b",", canonical_json.spell(list(private)).text, b",", table.text, b"]"):
         digest.update(part)
@@ -41,7 +43,7 @@ def content_digest(
 
 
 def rank_digest(index: Index) -> str:
-    """SHA-256 (hex) of what one of several ranks has written: its rows, its private values, its chunk digests."""
+    """Returns the SHA-256 (hex) of what one of several ranks wrote: its rows, its private values, its chunk digests."""
     digest = hashlib.sha256(b"tenuto rank 1")
     for part in (leaf_table(index.specs).text, canonical_json.dumps(index.private)):
         digest.update(part)
@@ -50,8 +52,8 @@ def rank_digest(index: Index) -> str:
 
 
 def joint_digest(tree: Spelled, boxes: BoxTable, ranks: Sequence[str]) -> str:
-    """SHA-256 (hex) of a checkpoint of several ranks: its tree, its table of parts, and the `rank_digest` of each rank.
-    Equal contents that are laid out otherwise have another."""
+    """Returns the SHA-256 (hex) of a checkpoint of several ranks: its tree, its table of parts, and the `rank_digest`
+    of each rank. Equal contents in another layout have another digest."""
     digest = hashlib.sha256(b"tenuto joint content 1")
     for part in (tree.text, *table_parts(boxes), *(rank.encode("ascii") for rank in ranks)):
         digest.update(b"%d " % len(part))
@@ -60,6 +62,6 @@ def joint_digest(tree: Spelled, boxes: BoxTable, ranks: Sequence[str]) -> str:
 
 
 def leaf_table(specs: Sequence[LeafSpec]) -> Spelled:
-    """What the content digest says of leaves: the same at every save of one structure."""
-    # Which leaf lies at which path is in the trees already, by number.
+    """Returns the part of the content digest about leaves: the same for every save of one structure."""
+    # The trees map paths to leaf numbers already.
     return canonical_json.spell([f"{spec.dtype} {','.join(map(str, spec.shape))}" for spec in specs])

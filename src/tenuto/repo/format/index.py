@@ -1,7 +1,7 @@
-"""An index's bytes: a safetensors file of one-dimensional columns, one row a leaf.
+"""The bytes of an index: a safetensors file of one-dimensional columns, one row per leaf.
 
-Reading trusts nothing: the manifest vouches for length and digest, and even so every count and offset is checked
-against what is there before it is used, for a digest keeps accidents out, not a hostile writer.
+Reading trusts nothing. The manifest has length and digest, but a digest detects accidents, not a hostile writer; so
+every count and offset is checked against the data before it is used.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from tenuto.repo.format.object_names import check_file, index_file
 from tenuto.repo.format.objects import FORMAT, Fields, check_format
 from tenuto.state.tree import leaf_paths
 
-# --------------------------------------------------------------------------------------------------
-# What tables say of the forms of leaves: dtypes, and lengths out of shapes; none of it believed unchecked.
+# -- forms of leaves: dtypes, and lengths from shapes
 
 Array = np.ndarray[Any, Any]
 
 MAX_DTYPES: Final = 4096
 MAX_DIMENSIONS: Final = 64
 _LIMIT: Final = 2**62
-"""Bytes that one checkpoint may have: sums of two such numbers still fit into 64 bits."""
+"""The limit for the bytes of one checkpoint: the sum of two such numbers fits into 64 bits."""
 _NUMPY_DTYPE: Final = re.compile(r"numpy:[<>|][a-zA-Z][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?", re.ASCII)
 
 
@@ -46,7 +45,7 @@ def bounded(column: Array, head: Fields, what: str) -> Array:
 
 
 def read_dtypes(head: Fields) -> tuple[list[str], Array]:
-    """The dtype names and the size in bytes of one item of each."""
+    """Returns the dtype names and their item sizes in bytes."""
     names = head.sequence("dtypes")
     if len(names) > MAX_DTYPES:
         raise head.refuse(f"lists {len(names)} dtypes")
@@ -62,7 +61,7 @@ def read_dtypes(head: Fields) -> tuple[list[str], Array]:
 
 
 def lengths(dims: Array, bounds: Array, itemsize: Array, head: Fields) -> Array:
-    """Bytes of each row: item size times the product of its dimensions, without overflow. int64 [n]."""
+    """Returns the bytes of each row, item size times dimensions, without overflow. int64 [n]."""
     ndim = np.diff(bounds)
     if ndim.size and int(ndim.max()) > MAX_DIMENSIONS:
         raise head.refuse(f"a leaf has more than {MAX_DIMENSIONS} dimensions")
@@ -79,19 +78,21 @@ def lengths(dims: Array, bounds: Array, itemsize: Array, head: Fields) -> Array:
     return out
 
 
-# --------------------------------------------------------------------------------------------------
-# What an index says of the leaves themselves, as columns: the same at every save of one structure.
+# -- rows of leaves, the same at every save of one structure
 
 Column = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapeRows:
-    """Row i has the dtype `dtypes[code[i]]` and the dimensions of `dims` that end at `ends[i]`; the first `shared` rows
-    are leaves of the manifest's tree, the others those of the private one.
+    """The dtypes and shapes of rows. Row i has the dtype `dtypes[code[i]]` and the dimensions of `dims` that end at
+    `ends[i]`; the first `shared` rows are leaves of the manifest's tree, the others of the private one.
 
-    code: uint16 [n]; ends: int64 [n]; dims: uint64, those of all rows. `origin` and `whole`, like `dims`: where each
-    row begins in its leaf, and the shape of the leaf; None where every row is a whole leaf.
+    - `code`: uint16 [n]
+    - `ends`: int64 [n]
+    - `dims`: uint64, of all rows
+    - `origin`, `whole`: ragged like `dims`, the origin of each row in its leaf and the shape of the leaf; None if every
+      row is a full leaf.
     """
 
     dtypes: list[str]
@@ -107,7 +108,7 @@ class ShapeRows:
 
     @classmethod
     def of(cls, specs: Sequence[LeafSpec]) -> ShapeRows:
-        """The rows of these leaves: shared ones, then private ones."""
+        """Returns the rows of these leaves, the shared ones first."""
         names = [spec.dtype for spec in specs]
         private = [spec.private for spec in specs]
         shared = private.index(True) if True in private else len(private)
@@ -148,12 +149,15 @@ COLUMNS: Final = (
 )
 """Name, safetensors dtype, numpy dtype; widest first, so that each column is aligned for its items."""
 PARTS: Final = (("origin", "U64", "<u8"), ("whole", "U64", "<u8"))
-"""Ragged like `shape`, and there only where a row may be less than its leaf: where it begins, and the leaf's shape."""
+"""Ragged like `shape`, present only where a row may be part of its leaf: its origin, and the leaf's shape."""
 
 
 def encode_index(index: Index, id: CheckpointId, rows: ShapeRows | None = None) -> bytes:
-    """The bytes of an index of checkpoint `id`. Shared leaves' paths are not in it: they are in the manifest's tree.
-    `rows`: those of `index.specs`, where they are at hand."""
+    """Returns the bytes of an index of checkpoint `id`, without the paths of shared leaves, which the manifest's tree
+    has.
+
+    `rows`: those of `index.specs`, if already made.
+    """
     if rows is None:
         rows = ShapeRows.of(index.specs)
     count = len(index.specs)
@@ -177,7 +181,7 @@ def encode_index(index: Index, id: CheckpointId, rows: ShapeRows | None = None) 
     if rows.origin is not None and rows.whole is not None:
         columns |= {"origin": rows.origin, "whole": rows.whole}
         kinds = (*PARTS, *COLUMNS)
-    # Of one process alone all columns are as wide as they may be: its files stay byte for byte what they were.
+    # A process alone writes all columns at full width: the bytes of its files never change.
     return encode_columns(columns, kinds, save_id=index.save_id, narrow=index.tree_leaves is not None)
 
 
@@ -201,7 +205,7 @@ def _head(index: Index, id: CheckpointId, rows: ShapeRows) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An index without the paths, which the trees have. Columns are those of `Index`.
+    """An index without paths, which the trees have. Columns are those of `Index`.
 
     Row i has the dtype `names[code[i]]` and the shape `dims[bounds[i]:bounds[i + 1]]`; the first `shared` rows are the
     leaves of the manifest's tree by number, the others those of `private`.
@@ -223,18 +227,18 @@ class Table:
     private: Json
     shared: int
     name: str
-    """The index's own, for errors."""
+    """The name of the index, for errors."""
     leaf: Array | None = None
     tree_leaves: int | None = None
     origin: Array | None = None
     whole: Array | None = None
-    """Like `dims`: where each row begins in its leaf, and the leaf's shape. None: every row is a whole leaf."""
+    """Ragged like `dims`: the origin of each row in its leaf, and the leaf's shape. None: every row is a full leaf."""
 
     def __len__(self) -> int:
         return len(self.code)
 
     def spec(self, row: int, path: str) -> LeafSpec:
-        """What this row of the leaf called `path` is."""
+        """Returns the spec of a row of the leaf at `path`."""
         cut = slice(int(self.bounds[row]), int(self.bounds[row + 1]))
         shape = tuple(self.dims[cut].tolist())
         offsets = whole = None
@@ -243,8 +247,10 @@ class Table:
         return LeafSpec(path, self.names[int(self.code[row])], shape, row >= self.shared, offsets, whole)
 
     def index(self, tree: Json, tree_paths: Sequence[str] | None = None) -> Index:
-        """The whole index; CorruptionError where `tree` (the manifest's) does not name its shared leaves. `tree_paths`:
-        those that it names, where they are known."""
+        """Returns the full index. Raises CorruptionError unless `tree` (the manifest's) names its shared leaves.
+
+        `tree_paths`: the paths in the tree, if known.
+        """
         head = Fields({}, self.name)
         paths = _paths(tree, "the manifest's tree", head) if tree_paths is None else list(tree_paths)
         named = self.shared if self.tree_leaves is None else self.tree_leaves
@@ -286,12 +292,12 @@ class Table:
 
 @gc_paused
 def decode_index(data: bytes, *, id: CheckpointId, rank: int, tree: Json) -> Index:
-    """The index in `data`, which has been digested already; `tree` is the manifest's, which names the shared leaves."""
+    """Decodes the index in `data`, whose digest is checked. `tree`: the manifest's, which names the shared leaves."""
     return decode_table(data, id=id, rank=rank).index(tree)
 
 
 def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
-    """The rows of the index in `data`, which has been digested already, every number in them checked."""
+    """Decodes the rows of the index in `data`, whose digest is checked. Checks every number."""
     name = f"{id.directory}/{index_file(rank)}"
     columns, head = _read(data, name, rank)
     packs = _packs(head)
@@ -337,14 +343,14 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
 
 
 def decode_packs(data: bytes, *, id: CheckpointId, rank: int) -> tuple[str, tuple[PackEntry, ...]]:
-    """The save id and the packs that the index in `data` names, without its rows."""
+    """Returns the save id and the packs of the index in `data`, without its rows."""
     name = f"{id.directory}/{index_file(rank)}"
     _, head = _read(data, name, rank)
     return head.hex("save_id", 32), _packs(head)
 
 
 def _read(data: bytes, name: str, rank: int) -> tuple[dict[str, Array], Fields]:
-    """The columns and the head."""
+    """Returns the columns and the head."""
     columns = decode_columns(data, COLUMNS, more=PARTS, narrow=True, name=name, what="an index")
     head = _read_head(columns, name, rank)
     if "leaves" not in head.values:
@@ -392,7 +398,7 @@ def _packs(head: Fields) -> tuple[PackEntry, ...]:
 
 
 def _ends(columns: dict[str, Array], name: str, total: int, head: Fields) -> Array:
-    """A column of ends as starts and ends: int64 [n + 1], never falling, from 0 to the number of values there are."""
+    """Returns a column of ends as int64 [n + 1], ascending from 0 to the number of values."""
     ends = bounded(columns[name], head, f"an end in {name!r}")
     bounds = np.concatenate([np.zeros(1, dtype=np.int64), ends])
     if (np.diff(bounds) < 0).any() or int(bounds[-1]) != total:
@@ -401,7 +407,7 @@ def _ends(columns: dict[str, Array], name: str, total: int, head: Fields) -> Arr
 
 
 def _rows(columns: dict[str, Array], head: Fields, sizes: Array) -> tuple[Array, Array, Array]:
-    """Every row's dimensions, where they begin and end, and its length in bytes, which dtype and shape give."""
+    """Returns every row's dimensions, their bounds, and its length in bytes from dtype and shape."""
     code = columns["dtype"]
     if code.size and int(code.max()) >= len(sizes):
         raise head.refuse("a row has a dtype that the index does not list")
@@ -416,7 +422,7 @@ def _rows(columns: dict[str, Array], head: Fields, sizes: Array) -> tuple[Array,
 
 
 def _leaves(column: Array, shared: int, head: Fields) -> tuple[Array | None, int | None]:
-    """The number of each row's leaf and how many leaves the manifest's tree has; None where row i is leaf i."""
+    """Returns each row's leaf number and the number of leaves in the manifest's tree; None where row i is leaf i."""
     if "leaves" not in head.values:
         if not np.array_equal(column, np.arange(column.size)):
             raise head.refuse("the leaves are not in the order of the state")
@@ -431,8 +437,8 @@ def _leaves(column: Array, shared: int, head: Fields) -> tuple[Array | None, int
 
 
 def _parts(columns: dict[str, Array], head: Fields, dims: Array, shared: int) -> tuple[Array | None, Array | None]:
-    """Where each row begins in its leaf, and the leaf's shape, like `dims`; the first `shared` of them are those of
-    rows that may be less than their leaf."""
+    """Returns each row's origin in its leaf and the leaf's shape, ragged like `dims`. Only rows before `shared` may be
+    parts."""
     if "origin" not in columns:
         return None, None
     origin, whole = bounded(columns["origin"], head, "an offset"), bounded(columns["whole"], head, "a dimension")
@@ -446,7 +452,7 @@ def _parts(columns: dict[str, Array], head: Fields, dims: Array, shared: int) ->
 
 
 def _check_rows(head: Fields, packs: tuple[PackEntry, ...], pack: Array, offset: Array, length: Array) -> None:
-    """Within each pack the rows follow the header and each other without hole or overlap, to the pack's last byte."""
+    """Checks that the rows of each pack follow its header and each other without gap or overlap, to its last byte."""
     if pack.size and int(pack.max()) >= len(packs):
         raise head.refuse("a row lies in a pack that the index does not list")
     order = np.lexsort((length, offset, pack))
@@ -461,7 +467,7 @@ def _check_rows(head: Fields, packs: tuple[PackEntry, ...], pack: Array, offset:
 
 
 def _chunks(columns: dict[str, Array], head: Fields, length: Array, chunk_bytes: int) -> tuple[Array, Array]:
-    """chunk_start and the digests, checked to be one digest for each chunk of each leaf."""
+    """Returns chunk_start and the digests, checked to be one per chunk of each leaf."""
     flat = columns["digests"]
     if flat.size % 16:
         raise head.refuse("the digests are no whole number of 16 bytes")

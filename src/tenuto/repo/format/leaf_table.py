@@ -1,4 +1,5 @@
-"""The leaves of an index, each made when it is asked for: a table of columns costs nothing to hold."""
+"""The leaves of an index and of a state as sequences of specs, each made on access: a table of columns is cheap to
+keep."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ Array = np.ndarray[Any, Any]
 
 
 class LeafSpecs(Sequence[LeafSpec]):
-    """Row i is the leaf `paths[i]`, of the dtype `names[code[i]]` and the shape `dims[bounds[i]:bounds[i + 1]]`; rows
-    from `shared` on are private. With `origin` and `whole`, which are cut like `dims`, a row is the part of its leaf
-    that begins there. Equal to any sequence of equal leaves."""
+    """The leaves of an index. Row i is the leaf `paths[i]` of dtype `names[code[i]]` and shape `dims[bounds[i]:bounds[i
+    + 1]]`; rows from `shared` on are private. With `origin` and `whole`, ragged like `dims`, a row is the part of its
+    leaf at that origin. Equal to any sequence of equal leaves."""
 
     __slots__ = ("_bounds", "_code", "_dims", "_made", "_names", "_parts", "paths", "shared", "trees")
 
@@ -37,7 +38,7 @@ class LeafSpecs(Sequence[LeafSpec]):
         origin: Array | None = None,
         whole: Array | None = None,
     ) -> None:
-        """`trees`: the shared and the private one, whose leaves the paths have been found to be."""
+        """`trees`: the shared and the private one, already checked against the paths."""
         self.paths = paths
         self.trees = trees
         self.shared = shared
@@ -83,11 +84,11 @@ class LeafSpecs(Sequence[LeafSpec]):
         return iter(self._made[row] for row in range(len(self)))
 
     def forms(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each."""
+        """Returns dtype and shape of each row."""
         shapes: Iterable[tuple[int, ...]]
         width = self._bounds[1] if len(self) else 0
         if width and self._bounds == list(range(0, width * len(self) + 1, width)):
-            shapes = zip(*[iter(self._dims)] * width, strict=True)  # all of as many dimensions: cut in one go
+            shapes = zip(*[iter(self._dims)] * width, strict=True)  # all have equally many dimensions: cut at once
         else:
             shapes = [tuple(self._dims[start:stop]) for start, stop in pairwise(self._bounds)]
         return list(zip(map(self._names.__getitem__, self._code), shapes, strict=True))
@@ -102,15 +103,11 @@ class LeafSpecs(Sequence[LeafSpec]):
         return f"Specs({len(self)} leaves)"
 
 
-# --------------------------------------------------------------------------------------------------
-# The leaves of a state, each as a whole: what matching needs to know of them, whoever holds which rows.
-
-
 class LeafTable(Sequence[LeafSpec]):
-    """The leaves of a shared tree, then those of a private one (None: there is none), by number.
+    """The full leaves of a shared tree, then those of a private one (None without one), by number.
 
-    `forms` are dtype and whole shape of each. Raises CorruptionError for trees that have another number of leaves, or
-    that `flatten` cannot have made.
+    `forms`: dtype and full shape of each. Raises CorruptionError for trees with another number of leaves, or that
+    `flatten` cannot have made.
     """
 
     def __init__(self, tree: Json, private: Json, forms: Sequence[Form]) -> None:
@@ -143,7 +140,8 @@ class LeafTable(Sequence[LeafSpec]):
 
 
 def leaf_forms(tree: Json) -> dict[int, Form]:
-    """Leaf number -> dtype and whole shape, of the leaves whose nodes say so: those that a rank may hold a part of."""
+    """Returns leaf number -> dtype and full shape, of leaves whose nodes have them: those that a rank may have a part
+    of."""
     found: dict[int, Form] = {}
     for path, node in leaf_nodes(tree):
         if node["!"] == "leaf" and "dtype" in node:
@@ -159,7 +157,7 @@ def _is_length(value: Any) -> bool:
 
 
 def forms_of(flattened: Flattened) -> list[Form]:
-    """Dtype and whole shape of every leaf that the trees of one rank name, by number."""
+    """Returns dtype and full shape of every leaf in the trees of one rank, by number."""
     numbers = range(len(flattened.specs)) if flattened.leaf is None else flattened.leaf
     found = leaf_forms(flattened.tree)
     found.update((number, (spec.dtype, spec.leaf_shape)) for number, spec in zip(numbers, flattened.specs, strict=True))

@@ -18,17 +18,17 @@ from tenuto.repo.format.small_records import check_parent
 
 MAX_MANIFEST: Final = 1 << 30
 MAX_ABORTED: Final = 4096
-"""An aborted mark is never longer: a longer object under a manifest's name is a manifest."""
+"""The limit of an aborted mark: a longer object under a manifest's name is a manifest."""
 MAX_CHUNK: Final = 1 << 30
 _MAX_RANKS: Final = 100_000
 _TREE: Final = b',"tree":'
 _TREES: Final = 16
-"""How many places are tried that look like the beginning of the tree."""
+"""The candidates tried for the beginning of the tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """This save will never be a checkpoint. `save_id`: the one that was closed, or empty where nobody knows it."""
+    """The mark of a save that never becomes a checkpoint. `save_id`: of the closed save, empty if unknown."""
 
     id: CheckpointId
     save_id: str
@@ -36,7 +36,8 @@ class Aborted:
 
 
 def encode_manifest(manifest: Manifest, tree: Spelled | None = None) -> bytes:
-    """The bytes of the manifest; equal manifests have equal bytes. `tree`: the manifest's, where it is spelled."""
+    """Returns the bytes of the manifest; equal manifests have equal bytes. `tree`: the manifest's, if already
+    spelled."""
     id = manifest.id
     assert tree is None or tree.value is manifest.tree, "another tree"
     return objects.encode(
@@ -76,7 +77,8 @@ def encode_aborted(mark: Aborted) -> bytes:
 
 @gc_paused
 def decode_manifest(data: bytes, id: CheckpointId) -> Manifest | Aborted:
-    """What lies under the manifest's name of `id`. CorruptionError if damaged, a copy, or contradicting itself."""
+    """Decodes the object under the manifest's name of `id`. Raises CorruptionError if it is damaged, a copy, or
+    inconsistent."""
     try:
         found = objects.decode("manifest", id.manifest, data)
     except CorruptionError:
@@ -88,10 +90,10 @@ def decode_manifest(data: bytes, id: CheckpointId) -> Manifest | Aborted:
 
 
 def decode_outline(data: bytes, id: CheckpointId) -> tuple[Manifest, int, int] | None:
-    """The manifest without its tree, and where in `data` the tree's own text begins and ends; None where that cannot be
-    told (an aborted mark, or a newer writer's further keys), so that `decode_manifest` has to be asked.
+    """Returns the manifest without its tree, and the bounds of the tree's text in `data`.
 
-    The digest covers the tree as well, and has been checked. CorruptionError like `decode_manifest`.
+    Returns None if these are unclear (an aborted mark, or further keys of a newer writer); then use `decode_manifest`.
+    The digest covers the tree as well, and is checked. Raises CorruptionError as `decode_manifest`.
     """
     canonical_json.check_seal(data, name=id.manifest)
     stop = len(data) - canonical_json.TAIL
@@ -104,7 +106,7 @@ def decode_outline(data: bytes, id: CheckpointId) -> tuple[Manifest, int, int] |
         try:
             values = canonical_json.loads(head)
         except CorruptionError:
-            continue  # a key of this name further in
+            continue  # a key of this name further inside
         found = objects.checked("manifest", id.manifest, values)
         return None if found is None else (_manifest(found, id, None), place + len(_TREE), stop)
     return None

@@ -1,4 +1,4 @@
-"""Where everything lies in a store, and which file names a checkpoint's own directory may hold."""
+"""The names of all objects in a store, and the file names allowed in a checkpoint's directory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tenuto.store.names import TEMPORARY
 
 REPOSITORY: Final = "tenuto.json"
 MEMBER: Final = "tenuto-member.json"
-"""In a place that is not the home: whose it is."""
+"""In a place that is not the home: identifies the repository it belongs to."""
 PLACES: Final = "places"
-"""In the home: which other places there are."""
+"""In the home: the list of the other places."""
 RUNS: Final = "runs"
 BEGIN: Final = "begin.json"
 MANIFEST: Final = "manifest.json"
@@ -62,7 +62,7 @@ def attempt_trash(run: str, attempt: int) -> str:
 
 
 def trash_directory(id: CheckpointId) -> str:
-    """Where `rm` keeps the manifest's copy, until gc takes the packs too."""
+    """Returns the directory for the manifest's copy after `rm`, until gc takes the packs too."""
     return f"{attempt_trash(id.run, id.attempt)}/{step_key(id.step)}"
 
 
@@ -75,28 +75,28 @@ def numbered(directory: str, number: int) -> str:
 
 
 def parse_numbered(file: str) -> int | None:
-    """The number in `<n>.json`, or None for any other spelling."""
+    """Returns the number in `<n>.json`, None for any other spelling."""
     found = _NUMBERED.fullmatch(file)
     return int(found[1]) if found else None
 
 
 def is_place(file: str) -> bool:
-    """Whether an object of the list of places is called so."""
+    """Returns whether an object in the list of places has such a name."""
     return _PLACE.fullmatch(file) is not None
 
 
 def is_file(name: object) -> bool:
-    """Whether `name` may name a pack or an index inside a checkpoint's own directory: nothing that leads out of it."""
+    """Returns whether `name` may be a pack or an index in a checkpoint's directory; never one that leads out of it."""
     return isinstance(name, str) and _FILE.fullmatch(name) is not None and name not in _RESERVED
 
 
 def is_part(file: str) -> bool:
-    """Whether a save of Tenuto's own calls a pack or an index so."""
+    """Returns whether Tenuto's saves use this name for a pack or an index."""
     return file == BOXES or _PART.fullmatch(file) is not None
 
 
 def check_file(name: object, *, subject: str) -> str:
-    """Returns `name` if `is_file`, else CorruptionError: `subject` is the object that holds it."""
+    """Returns `name` if `is_file`, else raises CorruptionError. `subject`: the object that contains it."""
     if not isinstance(name, str) or not is_file(name):
         raise CorruptionError(
             f"{subject} names {str(name)[:120]!r}, which no object of a checkpoint can be called", subject=subject
@@ -105,7 +105,7 @@ def check_file(name: object, *, subject: str) -> str:
 
 
 def step_in(attempt: str, name: str) -> tuple[int, str] | None:
-    """For an object below the attempt's directory: (step, rest of the name below the step), or None if in no step."""
+    """Returns (step, rest of the name below it) for an object below the attempt's directory, None outside any step."""
     if not name.startswith(attempt + "/"):
         return None
     key, slash, rest = name[len(attempt) + 1 :].partition("/")
@@ -114,7 +114,7 @@ def step_in(attempt: str, name: str) -> tuple[int, str] | None:
 
 
 def is_pack(name: str) -> bool:
-    """Whether `name` is a pack's: what lies in the places that are meant for packs, and need not be in the home."""
+    """Returns whether `name` is a pack's: packs are in the places declared for them, which may not include the home."""
     return name.endswith(_PACKS) and _in_step(name)
 
 
@@ -123,8 +123,8 @@ def is_index(name: str) -> bool:
 
 
 def is_copied(name: str) -> bool:
-    """Whether what lies under `name` in the home is copied to the places of packs: what says where leaves lie in them,
-    what is known of a checkpoint, and what it is called."""
+    """Returns whether an object of the home is copied to the places of packs: indexes, what is known of a checkpoint,
+    and refs."""
     parts = name.split("/")
     if parts[0] == "refs":
         return True
@@ -138,7 +138,7 @@ def _in_step(name: str) -> bool:
 
 
 def is_step(prefix: str) -> bool:
-    """Whether `prefix` is the directory of a save."""
+    """Returns whether `prefix` is the directory of a save."""
     parts = prefix.split("/")
     return (
         len(parts) == 4
@@ -148,19 +148,19 @@ def is_step(prefix: str) -> bool:
     )
 
 
-def is_spread(name: str) -> bool:
-    """Whether an object, or a temporary of it, may lie in other places than the home."""
+def may_be_replicated(name: str) -> bool:
+    """Returns whether an object, or a temporary of it, may be in places other than the home."""
     final = name.partition(TEMPORARY)[0]
     return is_pack(final) or is_copied(final) or (final.endswith(f"/{BEGIN}") and _in_step(final))
 
 
 def step_of(name: str) -> str | None:
-    """The directory of the save that an object belongs to; None for one that belongs to none."""
+    """Returns the directory of an object's save, None outside any save."""
     directory = "/".join(name.split("/")[:4])
     return directory if is_step(directory) and name != directory else None
 
 
 def attempt_of(name: str) -> str | None:
-    """The directory of the attempt that an object belongs to."""
+    """Returns the directory of an object's attempt, None outside any attempt."""
     parts = name.split("/")
     return "/".join(parts[:3]) if len(parts) > 3 and parts[0] == RUNS and parse_attempt(parts[2]) is not None else None

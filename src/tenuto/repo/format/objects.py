@@ -13,19 +13,20 @@ from tenuto.model.records import Json, Receipt
 from tenuto.store.contract import Bytes, Store
 
 FORMAT: Final = 1
-"""Raised when a reader of the format before it would go wrong; fields that a reader may pass over do not raise it."""
+"""Raised when readers of the previous format would fail; fields that a reader may ignore do not raise it."""
 SMALL: Final = 16 << 20
-"""Bytes that an object other than a manifest or an index may have."""
+"""The limit in bytes for objects other than manifests and indexes."""
 _HEX: Final = re.compile(r"[0-9a-f]+")
 
 
 def encode(kind: str, name: str, body: Mapping[str, Json | canonical_json.Spelled]) -> bytes:
-    """The bytes of an object of this kind that will lie under `name`."""
+    """Returns the bytes of an object of this kind for `name`."""
     return canonical_json.seal({**body, "format": FORMAT, "kind": kind, "path": name})
 
 
 def decode(kind: str, name: str, data: bytes) -> Fields:
-    """The fields of an object read from `name`. CorruptionError if it is damaged, a copy, or of another kind."""
+    """Returns the fields of an object read from `name`. Raises CorruptionError if it is damaged, a copy, or of another
+    kind."""
     found = Fields(canonical_json.open_seal(data, name=name), name)
     check_format(found)
     if found.values.get("path") != name:
@@ -36,7 +37,7 @@ def decode(kind: str, name: str, data: bytes) -> Fields:
 
 
 def checked(kind: str, name: str, values: Json) -> Fields | None:
-    """Fields that were cut out of a sealed object read from `name`: None where `decode` would refuse or say more."""
+    """Returns fields cut out of a sealed object read from `name`; None where `decode` would refuse."""
     if not isinstance(values, dict) or values.get("path") != name or values.get("kind") != kind:
         return None
     found = Fields(values, name)
@@ -45,7 +46,7 @@ def checked(kind: str, name: str, values: Json) -> Fields | None:
 
 
 def is_copy(name: str, data: bytes) -> bool:
-    """Whether `data`, read from `name`, is whole but was written under another name."""
+    """Returns whether `data`, read from `name`, is intact but was written under another name."""
     try:
         return bool(canonical_json.open_seal(data, name=name).get("path") != name)
     except CorruptionError:
@@ -63,9 +64,9 @@ def check_format(found: Fields) -> None:
 
 
 def put(store: Store, name: str, data: bytes, *, token: str) -> Receipt:
-    """Puts `data`, which only this writer can have written (it holds a random id of its own).
+    """Puts `data`, which only this writer can have written (it contains a fresh random id).
 
-    AlreadyExists if somebody else's object has the name; one that equals `data` is this writer's own, whose reply was
+    Raises AlreadyExists if the name has another writer's object. An equal object is this writer's own, whose reply was
     lost, and counts once it is settled.
     """
     try:
@@ -82,7 +83,7 @@ def put(store: Store, name: str, data: bytes, *, token: str) -> Receipt:
 
 
 class Fields:
-    """Typed access to an object's fields; what is absent or of another type is a CorruptionError that names both."""
+    """Typed access to an object's fields. A missing field or wrong type is a CorruptionError that names both."""
 
     __slots__ = ("name", "values")
 
@@ -129,13 +130,13 @@ class Fields:
         return found
 
     def inner(self, value: Json, what: str) -> Fields:
-        """The fields of an object inside this one."""
+        """Returns the fields of an object inside this one."""
         if not isinstance(value, dict):
             raise self.refuse(f"{what} is no object")
         return Fields(value, self.name)
 
     def checkpoint(self, key: str) -> CheckpointId | None:
-        """A checkpoint's identity, or None where the field is null."""
+        """Returns a checkpoint's identity, None if the field is null."""
         if self.values.get(key, 0) is None:
             return None
         inner = Fields(self.mapping(key), self.name)

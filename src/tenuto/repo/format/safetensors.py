@@ -1,8 +1,8 @@
 """The header of a safetensors file: a builder, and a parser that trusts nothing.
 
-A file is 8 bytes of little-endian header length, that many bytes of JSON padded with spaces, then the tensors' bytes,
-without holes, overlaps or trailing bytes. Every way in which a header can lie has its own message. Entries are parsed
-one at a time, so that a small file cannot ask for much memory.
+A file is 8 bytes of little-endian header length, that many bytes of JSON padded with spaces, then the tensors' bytes
+without gaps, overlaps or trailing bytes. Every possible fault of a header has its own message. Entries are parsed one
+at a time, so that a small file cannot demand much memory.
 
 Source: the safetensors format, https://huggingface.co/docs/safetensors.
 """
@@ -21,13 +21,13 @@ from tenuto.model.leaf import DTYPES
 from tenuto.model.paths import METADATA
 
 MAX_HEADER: Final = 100_000_000
-"""What safetensors itself accepts, in bytes."""
+"""The limit of safetensors itself, in bytes."""
 ALIGNMENT: Final = 4096
 _MAX_ENTRY: Final = 65_536
 _MAX_FILE: Final = 2**63 - 1
 
 SIZES: Final[Mapping[str, int]] = {row.code: row.size for row in DTYPES.values() if row.code is not None}
-"""Bytes per element of every dtype code that is read."""
+"""Bytes per element of every known dtype code."""
 
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _STRING: Final = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
@@ -37,7 +37,7 @@ _ENTRY: Final = re.compile(r"\{[^{}]*\}")
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """A tensor: dtype code, shape, and its bytes `start..stop-1`, counted from the file's first byte."""
+    """A tensor: dtype code, shape, and its bytes `start..stop-1`, from the file's first byte."""
 
     code: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class HeaderEntry:
 
 
 class Header(dict[str, HeaderEntry]):
-    """The tensors of a file by name, in the header's order. `length`: where their bytes begin. `metadata`: strings."""
+    """The tensors of a file by name, in header order. `length`: the offset of their bytes. `metadata`: strings."""
 
     def __init__(self, entries: Mapping[str, HeaderEntry], length: int, metadata: Mapping[str, str]) -> None:
         super().__init__(entries)
@@ -57,9 +57,9 @@ class Header(dict[str, HeaderEntry]):
 def build_header(
     entries: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str], *, align: int = ALIGNMENT
 ) -> bytes:
-    """The header block of tensors (name, dtype code, shape) that follow each other in this order.
+    """Returns the header block of tensors (name, dtype code, shape) stored in this order.
 
-    Its length is a multiple of `align`; the first tensor's bytes come right after it.
+    Its length is a multiple of `align`; the first tensor's bytes follow directly.
     """
     parts = [f'"{METADATA}":{json.dumps(dict(metadata), separators=(",", ":"))}'] if metadata else []
     at = 0
@@ -71,19 +71,19 @@ def build_header(
 
 
 def entry_text(name: str, code: str, shape: Sequence[int], start: int, stop: int) -> str:
-    """One member of the header's JSON; `start..stop-1` are counted from the end of the header."""
+    """Returns one member of the header's JSON; `start..stop-1` count from the end of the header."""
     sizes = ",".join(map(str, shape))
     return f'{encode_basestring_ascii(name)}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
 
 
 def pad_header(text: str, *, align: int = ALIGNMENT) -> bytes:
-    """The header block of this JSON (ASCII), padded with spaces to a multiple of `align`."""
+    """Returns the header block of this JSON (ASCII), padded with spaces to a multiple of `align`."""
     length = -(-(8 + len(text)) // align) * align
     return (length - 8).to_bytes(8, "little") + text.encode("ascii").ljust(length - 8)
 
 
 def header_length(block: bytes | memoryview, *, name: str, file_length: int, max_header: int = MAX_HEADER) -> int:
-    """How many bytes the header block of a file has, the 8 bytes of its length included; needs the first 8 bytes."""
+    """Returns the length of a file's header block, with its 8 length bytes. Needs only the first 8 bytes."""
     if file_length < 8 or len(block) < 8:
         _refuse(name, 0, f"the file has {min(file_length, len(block))} bytes, which is too short for a header")
     length = int.from_bytes(block[:8], "little")
@@ -99,10 +99,13 @@ def header_length(block: bytes | memoryview, *, name: str, file_length: int, max
 def parse_header(
     block: bytes | memoryview, *, name: str, file_length: int | None = None, max_header: int = MAX_HEADER
 ) -> Header:
-    """The tensors of the file that begins with `block`, checked to cover the rest of the file exactly.
+    """Returns the tensors of the file that begins with `block`, checked to cover the rest of the file exactly.
 
-    `block` holds at least the whole header; `file_length` is the file's length in bytes (default: `block` is the whole
-    file). `name` is what the error calls the file. Raises CorruptionError.
+    - `block`: at least the full header.
+    - `file_length`: in bytes (default: `block` is the full file).
+    - `name`: of the file in errors.
+
+    Raises CorruptionError.
     """
     total = len(block) if file_length is None else file_length
     length = header_length(block, name=name, file_length=total, max_header=max_header)
@@ -118,7 +121,7 @@ def parse_header(
 
 
 class _Parser:
-    """Walks the members of the header's one object."""
+    """Parses the members of the header's one object."""
 
     def __init__(self, text: str, name: str, length: int) -> None:
         self.text, self.name, self.length = text, name, length
@@ -236,7 +239,7 @@ class _Parser:
 
 
 def _check_cover(entries: Mapping[str, HeaderEntry], name: str, length: int, total: int) -> None:
-    """The tensors' bytes follow each other from the end of the header to the end of the file."""
+    """Checks that the tensors' bytes follow each other from the end of the header to the end of the file."""
     at = length
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.stop > total:
@@ -259,7 +262,7 @@ def _whole_numbers(value: Any) -> bool:
 
 
 def _product(shape: Sequence[int], cap: int = _MAX_FILE) -> int:
-    """The product, or something above `cap` without ever holding a much larger number."""
+    """Returns the product, or a value above `cap` without ever computing a much larger number."""
     if 0 in shape:
         return 0
     found = 1

@@ -1,8 +1,8 @@
-"""What the shared leaves of a checkpoint of several ranks are, and which rank has which part of which.
+"""The shared leaves of a checkpoint of several ranks, and which rank has which part of each.
 
-A safetensors file of one-dimensional columns: dtype and whole shape of each leaf, and one row for each row of each
-rank's index that belongs to a leaf of the manifest's tree. A reader whose layout is another one opens it, and then only
-the indexes that it needs.
+A safetensors file of one-dimensional columns: dtype and full shape of each leaf, and one row for each row of a rank's
+index that belongs to a leaf of the manifest's tree. A reader with another layout opens it first, and then only the
+indexes it needs.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _LIMIT: Final = 2**62
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxTable:
-    """Row i: rank `rank[i]` has, in row `row[i]` of its index, the part of leaf `leaf[i]` that begins at
-    `origin[bounds[i]:bounds[i + 1]]` and has the shape `shape[bounds[i]:bounds[i + 1]]`. Leaf k has the dtype
+    """The parts of all leaves. Row i: row `row[i]` of the index of rank `rank[i]` is the part of leaf `leaf[i]` with
+    the origin `origin[bounds[i]:bounds[i + 1]]` and the shape `shape[bounds[i]:bounds[i + 1]]`. Leaf k has the dtype
     `dtypes[code[k]]` and the shape `whole[ends[k]:ends[k + 1]]`.
 
-    int64 all; leaf, rank, row: [n], leaves never falling; bounds: [n + 1]; code: [leaves]; ends: [leaves + 1].
+    All int64. `leaf` (ascending), `rank`, `row`: [n]; `bounds`: [n + 1]; `code`: [leaves]; `ends`: [leaves + 1].
     """
 
     leaf: Array
@@ -72,18 +72,18 @@ class BoxTable:
         return len(self.code)
 
     def forms(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dtype and whole shape of each leaf."""
+        """Returns dtype and full shape of each leaf."""
         whole, ends = self.whole.tolist(), self.ends.tolist()
         shapes = (tuple(whole[begin:end]) for begin, end in pairwise(ends))
         return [(self.dtypes[code], shape) for code, shape in zip(self.code.tolist(), shapes, strict=True)]
 
     def of_ranks(self) -> list[int]:
-        """The ranks that have any part, ascending."""
+        """Returns the ranks that have any part, ascending."""
         found: list[int] = np.unique(self.rank).tolist()
         return found
 
     def of_rank(self, rank: int) -> Array:
-        """Which parts one rank has, by row of its index. Many ranks may be asked for: the order is made once."""
+        """Returns the parts of one rank, by row of its index. The order is computed once for all ranks."""
         if not self._by_rank:
             by_rank = np.lexsort((self.row, self.rank))
             self._by_rank[:] = [(by_rank, self.rank[by_rank])]
@@ -105,8 +105,8 @@ def encode_boxes(table: BoxTable, id: CheckpointId, save_id: str) -> bytes:
 
 
 def table_parts(table: BoxTable) -> list[bytes]:
-    """What the content digest says of a table, whichever checkpoint it belongs to: its dtypes, and the XXH3-128 of each
-    column in the order of COLUMNS, as little-endian unsigned numbers of 64 bits."""
+    """Returns what the content digest covers of a table, whichever checkpoint it belongs to: its dtypes, and the
+    XXH3-128 of each column in the order of COLUMNS, as little-endian unsigned 64-bit numbers."""
     numbers = _numbers(table)
     columns = [numbers[name] for name, _, _ in COLUMNS if name in numbers]
     return [
@@ -130,8 +130,8 @@ def _numbers(table: BoxTable) -> dict[str, Array]:
 
 
 def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, leaves: int) -> BoxTable:
-    """The table in `data`, which has been digested already, every number in it checked: it speaks of at most `ranks`
-    ranks and `leaves` leaves. CorruptionError otherwise."""
+    """Decodes the table in `data`, whose digest is checked, for at most `ranks` ranks and `leaves` leaves. Raises
+    CorruptionError for any other number in it."""
     name = f"{id.directory}/{BOXES}"
     columns = decode_columns(data, COLUMNS, narrow=True, name=name, what="a table of parts")
     values = decode_json(columns, "head", name)
@@ -173,7 +173,7 @@ def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, lea
 
 
 def _divided(found: dict[str, Array], column: str, head: Fields) -> Array:
-    """The ends of a ragged column as starts and ends, checked to divide it."""
+    """Returns the bounds of a ragged column, checked to divide it."""
     bounds = np.concatenate([np.zeros(1, np.int64), found[f"{column}.ends"]])
     dimensions = np.diff(bounds)
     if (dimensions < 0).any() or (dimensions > MAX_DIMENSIONS).any() or int(bounds[-1]) != len(found[column]):
@@ -182,7 +182,7 @@ def _divided(found: dict[str, Array], column: str, head: Fields) -> Array:
 
 
 def _check_inside(table: BoxTable, head: Fields) -> None:
-    """Each part lies in its leaf."""
+    """Checks that each part is inside its leaf."""
     if len(table.origin) != len(table.shape):
         raise head.refuse("has more or fewer offsets than dimensions")
     ndim, begins = np.diff(table.bounds), table.ends[:-1][table.leaf]
@@ -199,13 +199,12 @@ def _bounded(column: Array, head: Fields) -> Array:
     return column.astype(np.int64)
 
 
-# --------------------------------------------------------------------------------------------------
-# Tables of parts as Holdings: which rank has written which box of which leaf.
+# -- parts as Holdings
 
 
 def check_sizes(table: BoxTable, manifest: Manifest, paths: Sequence[str]) -> None:
-    """CorruptionError where the parts of a leaf are not as many items as the leaf, or are more bytes than all packs:
-    memory is taken by the sizes of leaves, before any of these are proved."""
+    """Raises CorruptionError if the parts of a leaf do not have as many items as the leaf, or exceed the bytes of all
+    packs: memory is allocated by the sizes of leaves before any part is verified."""
     name = f"{manifest.id.directory}/{BOXES}"
     items, whole = _volumes(table.shape, table.bounds), _volumes(table.whole, table.ends)
     size = sizes(table)
@@ -218,7 +217,7 @@ def check_sizes(table: BoxTable, manifest: Manifest, paths: Sequence[str]) -> No
 
 
 def _volumes(flat: Column, bounds: Column) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """How many items each row of a ragged column of lengths has; floats, which are exact up to 2^53."""
+    """Returns the number of items per row of a ragged column of lengths; floats, exact up to 2^53."""
     found: np.ndarray[Any, np.dtype[np.float64]] = spread(flat, bounds, int(np.diff(bounds).max(initial=1)), 1).astype(
         np.float64
     )
@@ -227,7 +226,7 @@ def _volumes(flat: Column, bounds: Column) -> np.ndarray[Any, np.dtype[np.float6
 
 
 def table_of(index: Table) -> BoxTable:
-    """What one rank has saved alone: every row is a whole leaf."""
+    """Returns the table of a single rank's save: every row is a full leaf."""
     stop = int(index.bounds[index.shared])
     count, dims, bounds = index.shared, index.dims[:stop], index.bounds[: index.shared + 1]
     return BoxTable(
@@ -245,7 +244,7 @@ def table_of(index: Table) -> BoxTable:
 
 
 def saved_boxes(table: BoxTable, paths: Sequence[str]) -> Holdings:
-    """The rows of all ranks, by rank and row."""
+    """Returns the rows of all ranks, by rank and row."""
     axes = axes_of(table)
     order = np.lexsort((table.row, table.rank))
     return Holdings(
@@ -262,12 +261,12 @@ def saved_boxes(table: BoxTable, paths: Sequence[str]) -> Holdings:
 
 
 def axes_of(table: BoxTable) -> int:
-    """The largest number of dimensions of a leaf; one that has none has one item along one axis."""
+    """Returns the largest number of dimensions of a leaf, at least 1: a scalar has one item along one axis."""
     return max(int(np.diff(table.ends).max(initial=1)), 1)
 
 
 def spread(flat: Column, bounds: Column, axes: int, fill: int) -> Any:
-    """A ragged column as a matrix, padded behind."""
+    """Returns a ragged column as a matrix, padded at the end."""
     count = np.diff(bounds)
     found = np.full((len(count), axes), fill, np.int64)
     found[np.arange(axes) < count[:, None]] = flat
@@ -275,7 +274,7 @@ def spread(flat: Column, bounds: Column, axes: int, fill: int) -> Any:
 
 
 def sizes(table: BoxTable) -> Column:
-    """Bytes of an item, by leaf."""
+    """Returns the bytes per item, by leaf."""
     sizes = np.array([dtype(name).size for name in table.dtypes], np.int64)
     return sizes[table.code] if len(table.code) else np.zeros(0, np.int64)
 
@@ -285,13 +284,12 @@ def padded(lines: Sequence[tuple[int, ...]], axes: int, fill: int) -> Any:
     return spread(flat, np.array([0, *accumulate(map(len, lines))], np.int64), axes, fill)
 
 
-# --------------------------------------------------------------------------------------------------
-# Whether the table of parts and a rank's index say the same of that rank's rows.
+# -- agreement of the table with a rank's index
 
 
 def check_rank(boxes: BoxTable, table: Table, name: str) -> None:
-    """CorruptionError, naming the first row that differs, unless the table of parts (called `name`) has each row of
-    the rank's index that belongs to a shared leaf, once, as the same box of the same leaf and dtype."""
+    """Raises CorruptionError, naming the first differing row, unless the table of parts (called `name`) has each shared
+    row of the rank's index once, as the same box of the same leaf and dtype."""
     there = boxes.of_rank(table.rank)
     if not np.array_equal(boxes.row[there], np.arange(table.shared)):
         message = f"{name} does not have each of the {table.shared} rows of {table.name} once"
@@ -300,8 +298,8 @@ def check_rank(boxes: BoxTable, table: Table, name: str) -> None:
     dims, bounds = table.dims, table.bounds[: table.shared + 1]
     origin = np.zeros_like(dims) if table.origin is None else table.origin
     whole = dims if table.whole is None else table.whole
-    held = boxes.leaf[there]
-    differs = held != leaf
+    row_leaf = boxes.leaf[there]
+    differs = row_leaf != leaf
     known = np.where(differs, 0, leaf) if boxes.leaves else leaf
     if boxes.leaves:
         codes = np.array([_place(boxes.dtypes, dtype) for dtype in table.names], np.int64)
@@ -319,7 +317,7 @@ def _place(names: Any, wanted: str) -> int:
 
 
 def _ragged_differs(one: Array, bounds: Array, other: Array, ends: Array, places: Array) -> Array:
-    """Which rows of a ragged column differ from the rows `places` of another."""
+    """Returns which rows of a ragged column differ from the rows `places` of another."""
     count = np.diff(bounds)
     differs: Array = count != np.diff(ends)[places]
     for axis in range(int(count.max(initial=0))):

@@ -1,4 +1,4 @@
-"""What a claim, a lease and a save say of themselves: `attempt.json`, `lease/<n>.json` and `begin.json`."""
+"""The records of a claim, a lease and a save: `attempt.json`, `lease/<n>.json` and `begin.json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tenuto.repo.format.objects import Fields, checkpoint_json
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """What a save will write: `names` are file names inside the checkpoint's directory. `parent` is its attempt's."""
+    """A save that begins. `names`: the files it will write in the checkpoint's directory. `parent`: of its attempt."""
 
     id: CheckpointId
     save_id: str
@@ -24,8 +24,11 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """One beat of an attempt's lease. `id`, `parent`: the attempt's own, said again so that no single damaged object
-    hides where it came from. `closed`: no unfinished save of an earlier attempt is left. `released`: the owner is done.
+    """One beat of an attempt's lease.
+
+    - `id`, `parent`: of the attempt, repeated so that no single damaged object hides its origin.
+    - `closed`: no unfinished save of an earlier attempt is left.
+    - `released`: the owner is done.
     """
 
     number: int
@@ -80,7 +83,7 @@ def _before(found: Fields) -> tuple[int, int] | None:
 
 
 def check_parent(parent: CheckpointId | None, run: str, number: int, found: Fields) -> None:
-    """A parent is a lower attempt of the run, or another run's: so the walk within a run always goes down."""
+    """Checks that a parent is a lower attempt of the run, or in another run: the walk within a run always descends."""
     if parent is not None and parent.run == run and parent.attempt >= number:
         raise found.refuse(f"has the parent {parent}, which is not lower than attempt {number} itself")
 

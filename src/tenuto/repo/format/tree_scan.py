@@ -1,6 +1,6 @@
-"""One leaf of a tree found in the tree's text, so that opening a checkpoint need not build ten thousand nodes.
+"""Finds one leaf in the text of a tree, so that opening a checkpoint need not build ten thousand nodes.
 
-A look-up either finds exactly what reading the whole tree would find at the path, or says that it cannot tell.
+A look-up returns exactly what reading the full tree would find at the path, or that it cannot tell.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Column = np.ndarray[Any, Any]
 
 
 class TreeText:
-    """The canonical JSON of a tree: where its brackets are, and how deep.
+    """The canonical JSON of a tree with the positions and depths of its brackets.
 
-    ValueError where the text is not one object or list from its first to its last byte.
+    Raises ValueError unless the text is one object or list from its first to its last byte.
     """
 
     def __init__(self, data: bytes, start: int = 0, stop: int | None = None) -> None:
@@ -59,9 +59,9 @@ class TreeText:
         return self._text[self._start : self._end]
 
     def find(self, path: str) -> Json | None:
-        """The node of the leaf or alias at `path`; None where there is none, or where only the whole tree tells."""
+        """Returns the node of the leaf or alias at `path`; None without one, or if only the full tree can tell."""
         if path.endswith("/"):
-            return None  # no leaf's path does; what is left of it below would be nothing, as at the leaf before it
+            return None  # no leaf's path ends so; the rest below it would be empty, as at the leaf before
         start, rest = self._start, path
         while True:
             bracket = int(np.searchsorted(self._at, start))
@@ -78,7 +78,7 @@ class TreeText:
             start, rest = below
 
     def _below(self, kind: str, bracket: int, stop: int, rest: str) -> tuple[int, str] | None:
-        """Where the next node begins, and what of the path is left."""
+        """Returns the start of the next node, and the rest of the path."""
         start, depth = int(self._at[bracket]), int(self._depth[bracket])
         if kind in _WRAPPERS:
             inner = self._first(b',"v":', start, stop, depth)
@@ -88,7 +88,7 @@ class TreeText:
         after = self._first(b',"i":[', start, stop, depth) if rest else None
         if after is None:
             return None
-        # The pairs' own list: what else the node says may hold lists that look like pairs.
+        # The pairs' own list: other fields of the node may contain lists that look like pairs.
         end = self._stop(int(np.searchsorted(self._at, after - 1)))
         if self._first(b',"i":', end, stop, depth) is not None:
             return None
@@ -101,7 +101,7 @@ class TreeText:
         return None if inner is None else (inner, left)
 
     def _by_path(self, start: int, stop: int, depth: int, rest: str) -> tuple[int, str] | None:
-        """Names here are whole paths: the one that `rest` begins with, if exactly one does."""
+        """Finds the name that `rest` starts with, if exactly one does: names here are full paths."""
         parts = rest.split("/")
         found = []
         for count in range(1, len(parts) + 1):
@@ -111,12 +111,12 @@ class TreeText:
         return found[0] if len(found) == 1 else None
 
     def _stop(self, bracket: int) -> int:
-        """The end of what the bracket opens."""
+        """Returns the end of what the bracket opens."""
         depth = int(self._depth[bracket])
         return int(self._at[bracket + int(np.argmax(self._depth[bracket:] == depth - 1))]) + 1
 
     def _first(self, token: bytes, start: int, stop: int, depth: int) -> int | None:
-        """The end of the first place where `token` lies directly inside `depth` brackets, between start and stop."""
+        """Returns the end of the first `token` directly inside `depth` brackets, between start and stop."""
         place = self._text.find(token, start, stop)
         while place >= 0:
             if int(self._depth[int(np.searchsorted(self._at, place)) - 1]) == depth:
@@ -125,7 +125,7 @@ class TreeText:
         return None
 
     def _pair(self, token: bytes, start: int, stop: int, depth: int) -> int | None:
-        """The end of the one pair's beginning `token` whose own bracket is the `depth`-th."""
+        """Returns the end of `token`, the beginning of a pair, if exactly one has the `depth`-th bracket."""
         found = None
         for place in self._places(token, start, stop, depth):
             if found is not None:
@@ -134,8 +134,8 @@ class TreeText:
         return found
 
     def _places(self, token: bytes, start: int, stop: int, depth: int) -> Iterator[int]:
-        """Every place where `token` begins with the `depth`-th bracket. Few brackets are looked at one by one; of many
-        the text is searched, which is quicker than to pick them out."""
+        """Yields every place where `token` begins with the `depth`-th bracket. Tests few brackets one by one; for many
+        a search in the text is faster."""
         first, last = np.searchsorted(self._at, (start, stop)).tolist()
         same = self._depth[first:last] == depth
         if np.count_nonzero(same) <= _FEW:
@@ -151,20 +151,21 @@ class TreeText:
 
 
 def _brackets(data: bytes, start: int, stop: int) -> tuple[Column, Column]:
-    """Where the brackets outside strings are, and which. Block by block: what fits into the cache costs no memory."""
+    """Returns the positions of the brackets outside strings, and the brackets. Works in blocks that fit into the
+    cache."""
     places, brackets = [], []
     open_quote = False
     while start < stop:
         end = min(start + _BLOCK, stop)
         while data[end - 1] == ord("\\") and end < stop:
-            end += 1  # an escape is not cut in two
+            end += 1  # does not cut an escape in two
         block = data[start:end]
         plain = _ESCAPE.sub(b"__", block) if b"\\" in block else block
         shape = np.frombuffer(plain.translate(None, _NOT_SHAPE), np.uint8)
         quotes = shape == ord('"')
         inside = np.logical_xor.accumulate(quotes) ^ open_quote
         outside = ~(inside | quotes)
-        if np.array_equal(outside, ~quotes):  # no string of this block holds a bracket
+        if np.array_equal(outside, ~quotes):  # no string of this block contains a bracket
             places.append(np.flatnonzero(np.frombuffer(plain.translate(_IS_BRACKET), bool)) + start)
         else:
             places.append(np.flatnonzero(np.frombuffer(plain.translate(_IS_SHAPE), bool))[outside] + start)
@@ -176,7 +177,7 @@ def _brackets(data: bytes, start: int, stop: int) -> tuple[Column, Column]:
 
 
 def _key(segment: str) -> bytes | None:
-    """How a pair with this key begins; None for keys that are looked up in the whole tree."""
+    """Returns the beginning of a pair with this key; None for keys that need the full tree."""
     if not segment.startswith("#"):
         key = unescape(segment)
         return _pair_of(key) if key and escape(key) == segment else None

@@ -1,11 +1,11 @@
-"""What is asked of a store by those who do not care whether it is one place or several."""
+"""Queries of a store by callers that need not know whether it is replicated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from tenuto.repo.replicated.replica import UnreachableReplica, holds
+from tenuto.repo.replicated.replica import UnreachableReplica, exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.store.contract import Store
 
@@ -16,47 +16,47 @@ def home_of(store: Store) -> Store:
 
 
 def copies_of(store: Store, name: str) -> list[Store]:
-    """The places that have a copy of an object."""
+    """Returns the places that have a copy of an object."""
     order = store.order(name) if isinstance(store, ReplicatedStore) else [store]
-    return [one for one in order if holds(one, name)]
+    return [one for one in order if exists(one, name)]
 
 
-def away(store: Store) -> Sequence[UnreachableReplica]:
-    """The places of the repository that are not found from here."""
-    return store.away() if isinstance(store, ReplicatedStore) else ()
+def unreachable(store: Store) -> Sequence[UnreachableReplica]:
+    """Returns the repository's places that are out of reach from here."""
+    return store.unreachable() if isinstance(store, ReplicatedStore) else ()
 
 
-def elsewhere(store: Store) -> str:
-    """What is said of a pack that is in no place of several: it may be in one that is not found."""
-    places = away(store)
+def describe_missing_pack(store: Store) -> str:
+    """Describes a pack that no place has: it may be in a place out of reach."""
+    places = unreachable(store)
     if places:
         shown = ", ".join(map(str, places[:3]))
         return f"is not found from here: it may be on {shown}{', …' if len(places) > 3 else ''}"
     return "is missing: it is in none of the repository's places" if isinstance(store, ReplicatedStore) else ""
 
 
-def room(store: Store) -> tuple[str, int | None]:
-    """Where packs have to fit, and how many bytes are free there."""
+def free_space(store: Store) -> tuple[str, int | None]:
+    """Returns the place that limits packs, and its free bytes."""
     return store.tightest() if isinstance(store, ReplicatedStore) else (store.url, store.free_bytes())
 
 
-def turn_away(store: Store, name: str) -> bool:
-    """As `Places.turn_away`; a store that is one place has one copy."""
-    return isinstance(store, ReplicatedStore) and store.turn_away(name)
+def mark_damaged(store: Store, name: str) -> bool:
+    """As `ReplicatedStore.mark_damaged`; a plain store has one copy."""
+    return isinstance(store, ReplicatedStore) and store.mark_damaged(name)
 
 
-def listen(store: Store, tell: Callable[[str], None]) -> None:
-    """`tell` is called with what goes wrong in one of several places, and would be a warning otherwise."""
+def report_to(store: Store, report: Callable[[str], None]) -> None:
+    """Sends problems of single places to `report` instead of warnings."""
     if isinstance(store, ReplicatedStore):
-        store.tell = tell
+        store.report = report
 
 
 @contextmanager
-def listening(store: Store, tell: Callable[[str], None]) -> Iterator[None]:
+def reporting_to(store: Store, report: Callable[[str], None]) -> Iterator[None]:
     """As `listen`, within the block."""
-    before = store.tell if isinstance(store, ReplicatedStore) else tell
-    listen(store, tell)
+    before = store.report if isinstance(store, ReplicatedStore) else report
+    report_to(store, report)
     try:
         yield
     finally:
-        listen(store, before)
+        report_to(store, before)

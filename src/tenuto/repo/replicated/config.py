@@ -1,4 +1,4 @@
-"""What a user declares where a repository lies in several places."""
+"""The declarations of a replicated repository: `PerNode` and `Mirror`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tenuto.store.registry import open_store
 
 
 class PerNode(ReplicatedStore):
-    """Packs in a directory that each node has for itself (`directory`, a disk of its own), everything else in `home`,
-    which all nodes share. With `copies=2` each pack is in the home too, so that the loss of a node loses nothing.
+    """Packs in a `directory` of each node's own (such as its disk), everything else in `home`, which all nodes share.
+    With `copies=2` each pack is in the home too, so that losing a node loses nothing.
 
-    What one node lacks when it restores, as after a change in the number of ranks, the node that has it puts into the
-    home. Without a copy there a checkpoint that a lost node has part of is passed over, loudly. `node`: what the node
-    is called, where its host name does not tell it from others.
+    When a node lacks something at a restore, as after a change in the number of ranks, the node that has it puts it
+    into the home. Without a copy there, a checkpoint that is partly on a lost node is skipped with a warning. `node`:
+    the name of the node, if host names are not unique.
     """
 
     def __init__(self, directory: Where, *, home: Where, copies: int = 1, node: str = "") -> None:
@@ -35,11 +35,12 @@ class PerNode(ReplicatedStore):
 
 
 class Mirror(ReplicatedStore):
-    """Every pack in each of several places, the first of which is the home, where the run is claimed and checkpoints
-    come into being. A save commits when `copies` of the places (default: all) have each of its packs; a place that
-    fails is told of, and read from no more than it can be.
+    """Every pack in each of several places. The first is the home, where the run is claimed and checkpoints are
+    committed.
 
-    Each place is a repository of its own for whoever reads; what removes or changes something is given the home.
+    A save commits when `copies` of the places (default: all) have each of its packs. A place that fails causes a
+    warning and is read only where possible. Each place is a complete repository for readers; commands that remove or
+    change something need the home.
     """
 
     def __init__(self, *places: Where, copies: int | None = None) -> None:

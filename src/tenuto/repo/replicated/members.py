@@ -1,8 +1,8 @@
-"""Which places a repository lies in: its home has a list of them, and each says whose it is.
+"""The places of a repository: its home lists them, and each identifies its repository.
 
-`places/<place>-<member>.json` in the home names a place and the member that was there; `tenuto-member.json` in the
-place says which member it is. A place belongs to the repository for whoever finds that member in it: a directory of one
-name on each node is one place, and another member on each.
+`places/<place>-<member>.json` in the home names a place and its member; `tenuto-member.json` in the place identifies
+the member. A place belongs to the repository where that member is found in it: a directory of one name on each node is
+one place with another member on each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tenuto.errors import (
 from tenuto.model.records import Json
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.objects import Fields
-from tenuto.repo.replicated.replica import UnreachableReplica, holds
+from tenuto.repo.replicated.replica import UnreachableReplica, exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.store.contract import Store
 from tenuto.store.registry import open_store
@@ -39,7 +39,7 @@ _KEY: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A place of a repository, as it says of itself. `node`: which one's it is; empty where it is no node's own."""
+    """A place of a repository, as recorded in it. `node`: its node; empty if it is no node's own."""
 
     id: str
     repository: str
@@ -48,9 +48,9 @@ class Member:
 
 
 def known(store: Store, repository: str) -> Store:
-    """The store of a repository that has been opened in `store`, with the other places of it that are found here.
+    """Returns the store of a repository opened in `store`, with its other places that are found here.
 
-    Raises RepositoryError where `store` is given as the home of others, and is a place of another one itself.
+    Raises RepositoryError if `store` is declared as a home but is itself a place of another one.
     """
     declared = isinstance(store, ReplicatedStore)
     home = store.home if isinstance(store, ReplicatedStore) else store
@@ -65,20 +65,19 @@ def known(store: Store, repository: str) -> Store:
             return store
         store = ReplicatedStore(home, [home], 1)
     given = {member.url for member in store.members}
-    store.beside = tuple(_found(home, names, repository, given, store.node))
-    store.mirrors = tuple(place for place in store.beside if not node_of(place))
-    store.away = cache(partial(_away, store))  # a list of thousands is read once
+    store.found_members = tuple(_found(home, names, repository, given, store.node))
+    store.mirrors = tuple(place for place in store.found_members if not node_of(place))
+    store.unreachable = cache(partial(_unreachable, store))  # a list of thousands is read once
     return store
 
 
-def _away(places: ReplicatedStore) -> list[UnreachableReplica]:
-    """The places on the list that are not found from here. Of one whose disk was replaced the old one is no longer
-    looked for."""
-    said = {place.url: member for place in places.others if (member := _describe(place)) is not None}
-    listed = {_name(url, member.id) for url, member in said.items()}
-    here = {UnreachableReplica(url, member.node) for url, member in said.items()}
-    told = (_told(places.home, name) for name in _names(places.home) if name not in listed)
-    found = {UnreachableReplica(one.text("url"), one.text("node")) for one in told if one is not None}
+def _unreachable(places: ReplicatedStore) -> list[UnreachableReplica]:
+    """Returns the listed places that are out of reach from here. The old place of a replaced disk is ignored."""
+    described = {place.url: member for place in places.others if (member := _describe(place)) is not None}
+    listed = {_name(url, member.id) for url, member in described.items()}
+    here = {UnreachableReplica(url, member.node) for url, member in described.items()}
+    entry = (_read_entry(places.home, name) for name in _names(places.home) if name not in listed)
+    found = {UnreachableReplica(one.text("url"), one.text("node")) for one in entry if one is not None}
     return sorted(found - here, key=str)
 
 
@@ -90,7 +89,7 @@ def _describe(place: Store) -> Member | None:
 
 
 def one_of_many(url: str, home: str) -> RepositoryError:
-    """What is said to whoever wants to train in a place that is not the home."""
+    """Returns the error for training in a place that is not the home."""
     return RepositoryError(
         f"{url} is one of the places of the repository whose home is {home}",
         subject=url,
@@ -100,17 +99,17 @@ def one_of_many(url: str, home: str) -> RepositoryError:
 
 
 def _found(home: Store, names: Sequence[str], repository: str, given: set[str], node: str) -> Iterator[Store]:
-    """The places on the list that are there, and have a member that is on it."""
+    """Yields the listed places that exist and have a listed member."""
     listed = set(names)
     for _, some in groupby(sorted(names), key=lambda name: name[:_KEY]):
-        url = next((told.text("url") for name in some if (told := _told(home, name)) is not None), None)
+        url = next((entry.text("url") for name in some if (entry := _read_entry(home, name)) is not None), None)
         if url is None or url in given:
             continue
         try:
             store = open_store(url)
             member = member_in(store)
         except TenutoError:
-            continue  # nothing of this repository is found there; what is missed is told where it is wanted
+            continue  # no place of this repository; what is missed is reported where it is needed
         if member is None or member.repository != repository or _name(url, member.id) not in listed:
             continue
         if not (node and member.node and member.node != node):
@@ -118,7 +117,7 @@ def _found(home: Store, names: Sequence[str], repository: str, given: set[str], 
 
 
 def _names(home: Store) -> list[str]:
-    """What is on the list; what else lies there is somebody else's, as is a directory that may not be listed."""
+    """Returns the names on the list; ignores foreign objects, and a directory that may not be listed."""
     try:
         return [name for name in home.children(object_names.PLACES).objects if object_names.is_place(name)]
     except StoreDenied:
@@ -129,23 +128,23 @@ def _name(url: str, member: str) -> str:
     return f"{hashlib.sha256(url.encode()).hexdigest()[:_KEY]}-{member}.json"
 
 
-def _told(home: Store, name: str) -> Fields | None:
-    """What the list says of a place; None where the object is damaged, or gone."""
-    whole = f"{object_names.PLACES}/{name}"
+def _read_entry(home: Store, name: str) -> Fields | None:
+    """Reads an entry of the list; None if it is damaged or gone."""
+    path = f"{object_names.PLACES}/{name}"
     try:
-        return objects.decode("place", whole, home.get(whole, limit=objects.SMALL))
+        return objects.decode("place", path, home.get(path, limit=objects.SMALL))
     except (CorruptionError, StoreError):
         return None
 
 
 def node_of(place: Store) -> str:
-    """Which node's the place is; empty where it is no node's own, or does not say."""
+    """Returns the node of the place; empty if it is no node's own, or unknown."""
     member = _describe(place)
     return member.node if member is not None else ""
 
 
 def member_in(store: Store) -> Member | None:
-    """What a place says of itself; None where it says nothing. CorruptionError where that is damaged."""
+    """Returns the member recorded in a place, None without a record. Raises CorruptionError if it is damaged."""
     try:
         data = store.get(object_names.MEMBER, limit=objects.SMALL)
     except ObjectNotFound:
@@ -155,10 +154,10 @@ def member_in(store: Store) -> Member | None:
 
 
 def join(store: Store, repository: str) -> tuple[str, ...]:
-    """Makes each place that packs are put into known to the home, and the home to it. The members, by place; empty for
-    one that cannot be reached, which is told where there are enough without it.
+    """Registers each place for packs with the home, and the home with it. Returns the members by place; empty for a
+    place out of reach, with a warning, if enough others remain.
 
-    Raises RepositoryError where another repository lies in one of them; StoreError.
+    Raises RepositoryError if a place has another repository, and StoreError.
     """
     if not isinstance(store, ReplicatedStore):
         return ()
@@ -166,17 +165,17 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
     for place in store.packs_in:
         if place is store.home:
             continue
-        follower = store.follower(place)
+        replica = store.replica(place)
         try:
             members.append(_join(store, place, repository))
-            follower.mark = place.get(object_names.MEMBER, limit=objects.SMALL)
+            replica.mark = place.get(object_names.MEMBER, limit=objects.SMALL)
         except (StoreError, CorruptionError) as error:
             spare -= 1
             if spare < 0:
                 raise
             store.warn(f"{place.url} is left out: {error.message}")
             members.append("")
-            follower.mark = b""
+            replica.mark = b""
     return tuple(members)
 
 
@@ -196,7 +195,7 @@ def _join(places: ReplicatedStore, place: Store, repository: str) -> str:
 
 
 def _check_empty(places: ReplicatedStore, place: Store) -> None:
-    """Raises RepositoryError where something of a repository lies there that is none of its places yet."""
+    """Raises RepositoryError if the place contains parts of a repository without being one of its places."""
     whose = places.home.get(object_names.REPOSITORY, limit=objects.SMALL)
     try:
         if place.get(object_names.REPOSITORY, limit=objects.SMALL) != whose:
@@ -212,7 +211,7 @@ def _check_empty(places: ReplicatedStore, place: Store) -> None:
 
 
 def _list(places: ReplicatedStore, place: Store, member: Member) -> None:
-    """Puts the place on the list, unless it is on it."""
+    """Puts the place on the list, unless it is there."""
     name = f"{object_names.PLACES}/{_name(place.url, member.id)}"
     body: dict[str, Json] = {
         "member": member.id,
@@ -227,21 +226,21 @@ def _list(places: ReplicatedStore, place: Store, member: Member) -> None:
 
 
 def _mark(places: ReplicatedStore, place: Store, repository: str) -> Member:
-    """Makes it a member: on the list first, which is not to be found in the place itself."""
+    """Makes the place a member: on the list first, which must not appear in the place itself."""
     node = (places.node or socket.gethostname()) if places.declared.per_node else ""
     made = Member(secrets.token_hex(16), repository, places.home.url, node)
     _list(places, place, made)
     name = f"{object_names.PLACES}/{_name(place.url, made.id)}"
     body: dict[str, Json] = {"home": made.home, "id": made.id, "node": node, "repository": repository}
     try:
-        if holds(place, name):
+        if exists(place, name):
             raise UsageError(
                 f"{place.url} and {places.home.url} are one directory by two names",
                 subject=place.url,
                 hint="give another directory",
             )
         _check_empty(places, place)
-        places.follower(place).bring(object_names.REPOSITORY)
+        places.replica(place).copy_from_home(object_names.REPOSITORY)
         objects.put(place, object_names.MEMBER, objects.encode("member", object_names.MEMBER, body), token=made.id)
     except TenutoError as error:
         places.home.delete([name])

@@ -1,4 +1,4 @@
-"""Which of several copies of an object is read: the first that has it, and no longer one that was damaged."""
+"""Chooses among copies of an object: the first available one, and damaged ones last; and a small LRU cache."""
 
 from __future__ import annotations
 
@@ -8,57 +8,54 @@ from typing import Final
 
 from tenuto.store.contract import Store
 
-_READ: Final = 1 << 16
-"""Of so many objects it is remembered where they were read last."""
+_REMEMBERED: Final = 1 << 16
+"""The number of objects whose last source is remembered."""
 
 
 class ReplicaChoice:
-    """May be used by several threads."""
+    """Remembers where objects were read and which copies were damaged. Thread-safe."""
 
     def __init__(self) -> None:
-        self._used: dict[str, Store] = {}  # the one read last at the end
-        self._turned: dict[str, list[Store]] = {}
+        self._last_read: dict[str, Store] = {}  # the last one read at the end
+        self._damaged: dict[str, list[Store]] = {}
         self._lock = threading.Lock()
 
     def order(self, name: str, stores: Sequence[Store]) -> list[Store]:
-        """Those whose copy was damaged come last."""
-        turned = self._turned.get(name, ())
-        return sorted(stores, key=lambda store: store in turned)
+        """Returns the stores, damaged copies last."""
+        damaged = self._damaged.get(name, ())
+        return sorted(stores, key=lambda store: store in damaged)
 
     def read(self, name: str, store: Store) -> None:
-        """It was read there."""
+        """Notes that the object was read from `store`."""
         with self._lock:
-            self._used.pop(name, None)
-            self._used[name] = store
-            if len(self._used) > _READ:
-                del self._used[next(iter(self._used))]
+            self._last_read.pop(name, None)
+            self._last_read[name] = store
+            if len(self._last_read) > _REMEMBERED:
+                del self._last_read[next(iter(self._last_read))]
 
-    def turn_away(self, name: str) -> tuple[Store | None, list[Store]]:
-        """Where it was read last, which is not what was saved, and all places of which that is known; None where nobody
-        knows, or it was turned away before."""
+    def mark_damaged(self, name: str) -> tuple[Store | None, list[Store]]:
+        """Marks the copy read last as damaged. Returns its place, and all places with damaged copies; None if unknown,
+        or marked before."""
         with self._lock:
-            used, turned = self._used.get(name), self._turned.setdefault(name, [])
-            if used is None or used in turned:
-                return None, turned
-            turned.append(used)
-            return used, list(turned)
+            used, damaged = self._last_read.get(name), self._damaged.setdefault(name, [])
+            if used is None or used in damaged:
+                return None, damaged
+            damaged.append(used)
+            return used, list(damaged)
 
     def forget(self, names: Iterable[str]) -> None:
-        """They are gone."""
+        """Forgets deleted objects."""
         with self._lock:
             for name in names:
-                self._used.pop(name, None)
-                self._turned.pop(name, None)
+                self._last_read.pop(name, None)
+                self._damaged.pop(name, None)
 
 
-# --------------------------------------------------------------------------------------------------
-# What was met last, remembered in as much room as a few saves need.
-
-_KEPT: Final = 256
+_CAPACITY: Final = 256
 
 
 class LruCache:
-    """What came last. May be used by several threads."""
+    """The most recent values. Thread-safe."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, None] = {}
@@ -68,10 +65,10 @@ class LruCache:
         return one in self._known
 
     def add(self, one: Hashable) -> bool:
-        """Whether it is new."""
+        """Adds a value. Returns whether it is new."""
         with self._lock:
             new = one not in self._known
             self._known[one] = None
-            if len(self._known) > _KEPT:
+            if len(self._known) > _CAPACITY:
                 del self._known[next(iter(self._known))]
             return new

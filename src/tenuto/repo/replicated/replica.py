@@ -1,4 +1,4 @@
-"""The other places of a repository, which follow its home: what one has beside packs is a copy of what lies there."""
+"""The other places of a repository, which follow its home: everything in them except packs is a copy from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tenuto.store.contract import Bytes, Store
 
 @dataclass(frozen=True, slots=True)
 class UnreachableReplica:
-    """A place of the repository that is not found from here. `node`: whose own it is; empty where it is no node's."""
+    """A place of the repository that is out of reach from here. `node`: its node; empty if it is no node's own."""
 
     url: str
     node: str
@@ -25,39 +25,40 @@ class UnreachableReplica:
 
 
 class Replica:
-    """`mark`: what said whose place it is when it joined; None where nobody has looked, empty where it could not."""
+    """A place that follows the home. `mark`: its member record when it joined; None if not read, empty if it failed."""
 
     def __init__(self, store: Store, home: Store) -> None:
         self.store = store
         self.mark: bytes | None = None
         self._home = home
-        self._escorted = LruCache()
+        self._prepared = LruCache()
         self._claims = LruCache()
 
     @property
     def url(self) -> str:
         return self.store.url
 
-    def escort(self, name: str) -> None:
-        """Before the first object of a save, what it lies under: who the repository is, the claim, the save's begin.
-        Under one claim a step is saved once, so that nothing else can lie there where the claim is the home's.
+    def prepare(self, name: str) -> None:
+        """Prepares the place for the first object of a save: copies the repository record, the claim and the save's
+        begin.
 
-        StoreError where this is not the place that has joined (a disk that is not mounted), or where something else
-        lies there: another line of training has had the same numbers.
+        Under one claim a step is saved once, so the place has nothing else there if its claim is the home's. Raises
+        StoreError if this is not the place that joined (a disk that is not mounted), or if another line of training has
+        used the same numbers.
         """
         step = object_names.step_of(name)
-        if step is None or step in self._escorted:
+        if step is None or step in self._prepared:
             return
         self._check_mark()
         attempt = step.rpartition("/")[0]
         if attempt not in self._claims:
-            self._bring_the_same(object_names.REPOSITORY)
-            if self._bring_the_same(f"{attempt}/{object_names.ATTEMPT}"):
+            self._copy_identical(object_names.REPOSITORY)
+            if self._copy_identical(f"{attempt}/{object_names.ATTEMPT}"):
                 self._claims.add(attempt)
-        self._bring(
+        self._copy(
             f"{step}/{object_names.BEGIN}"
         )  # it names what thousands of ranks may write: not read by each of them
-        self._escorted.add(step)
+        self._prepared.add(step)
 
     def _check_mark(self) -> None:
         if self.mark is None:
@@ -75,8 +76,9 @@ class Replica:
                 hint="is its disk mounted? A place that has come back is used again from the next start on",
             )
 
-    def _bring_the_same(self, name: str) -> bool:
-        """Whether the home has it. StoreError where the place has another one."""
+    def _copy_identical(self, name: str) -> bool:
+        """Copies an object that must be equal in both. Returns whether the home has it. Raises StoreError if the place
+        differs."""
         try:
             data = self._home.get(name, limit=MAX_MANIFEST)
         except ObjectNotFound:
@@ -96,20 +98,20 @@ class Replica:
         return True
 
     def _put(self, name: str, data: bytes) -> bytes:
-        """What lies there afterwards."""
+        """Returns the data that is there afterwards."""
         try:
-            # Several ranks of a node may bring it at the same time: each by a temporary of its own.
+            # Several ranks of a node may copy it at once: each with its own temporary.
             self.store.put_if_absent(name, Bytes(data), token=secrets.token_hex(16))
         except AlreadyExists:
             return self.store.get(name, limit=MAX_MANIFEST)
         return data
 
-    def bring(self, name: str) -> None:
-        """Has the place hold a copy of what the home holds under `name`, if it does, and what that lies under."""
-        self.escort(name)
-        self._bring(name)
+    def copy_from_home(self, name: str) -> None:
+        """Copies what the home has under `name`, if anything, with the records it depends on."""
+        self.prepare(name)
+        self._copy(name)
 
-    def _bring(self, name: str) -> None:
+    def _copy(self, name: str) -> None:
         try:
             self.store.stat(name)
             return
@@ -122,13 +124,13 @@ class Replica:
         self._put(name, data)
 
     def has_begun(self, name: str) -> bool:
-        """Whether the save that `name` belongs to was put here; True for what belongs to none."""
+        """Returns whether the save of `name` was put here; True outside any save."""
         step = object_names.step_of(name)
-        return step is None or holds(self.store, f"{step}/{object_names.BEGIN}")
+        return step is None or exists(self.store, f"{step}/{object_names.BEGIN}")
 
     def is_of_home(self, name: str) -> bool:
-        """Whether what lies here under `name` is what the home calls so. Under another claim of the same number it is
-        not: nothing of that is removed. Raises StoreError."""
+        """Returns whether the object here is the home's of that name. Under another claim of the same number it is not,
+        and must not be removed. Raises StoreError."""
         attempt = object_names.attempt_of(name)
         if attempt is None or attempt in self._claims:
             return True
@@ -146,8 +148,8 @@ class Replica:
         return True
 
 
-def holds(store: Store, name: str) -> bool:
-    """Whether there is an object of that name; False also where nobody can tell."""
+def exists(store: Store, name: str) -> bool:
+    """Returns whether the object exists; False also if unknown."""
     try:
         store.stat(name)
     except StoreError:

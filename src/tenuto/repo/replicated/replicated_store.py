@@ -1,10 +1,9 @@
-"""A repository in several places: its home decides, and packs lie where they are meant to.
+"""A repository in several places: its home decides, and packs are in the places declared for them.
 
-The home is a store like that of any repository: attempts, refs and manifests lie there, and every create-if-absent that
-decides something is decided there. Packs lie in `packs_in`, which may be the home, a directory of this node's own, or
-several stores, of which at least `copies` have to hold each pack before its save may commit. What one needs to read
-them (`is_copied`) is copied to each of these places too, after the home has it: all places of a repository, copied into
-one directory, are that repository.
+The home is an ordinary store: it has attempts, refs and manifests, and every deciding create-if-absent happens there.
+Packs are in `packs_in`, which may be the home, a directory of this node's own, or several stores, of which at least
+`copies` must have each pack before its save may commit. What reading them requires (`is_copied`) is copied to each of
+these places after the home has it: all places of a repository, copied into one directory, are that repository.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tenuto.model import canonical_json
 from tenuto.model.records import Receipt
 from tenuto.repo.format import object_names
 from tenuto.repo.replicated.read_memory import LruCache, ReplicaChoice
-from tenuto.repo.replicated.replica import Replica, UnreachableReplica, holds
+from tenuto.repo.replicated.replica import Replica, UnreachableReplica, exists
 from tenuto.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
 from tenuto.store.names import is_leftover
 from tenuto.store.wrappers.fan_out import put_into_all
@@ -30,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ReplicationConfig:
-    """How packs are kept, which is the same for all ranks of a job. `per_node`: in a directory of each node's own."""
+    """The replication of packs, equal for all ranks of a job. `per_node`: in a directory of each node's own."""
 
     per_node: bool
     copies: int
@@ -42,11 +41,11 @@ def _warn(message: str) -> None:
 
 
 class ReplicatedStore:
-    """A Store over `home` and `packs_in`. `beside`: further places of the same repository that are found here, which
-    are read and freed, and put nothing into.
+    """A Store over `home` and `packs_in`.
 
-    `tell` is called with what went wrong in a place without failing what was asked for. `node`: what this node calls
-    itself; empty: nothing.
+    - `found_members`: further places of the repository that are found here; read and cleaned up, never written.
+    - `tell`: called with problems of single places that did not fail the operation.
+    - `node`: the name of this node, or empty.
     """
 
     def __init__(
@@ -55,12 +54,12 @@ class ReplicatedStore:
         packs_in: Sequence[Store],
         copies: int,
         *,
-        beside: Sequence[Store] = (),
+        found_members: Sequence[Store] = (),
         per_node: bool = False,
         node: str = "",
         of: str = "",
     ) -> None:
-        """`of`: the home that this one place belongs to, where it is none itself: then it is only read."""
+        """`of`: the home this single place belongs to, if it is none itself: then it is read-only."""
         if not 1 <= copies <= len(packs_in):
             raise UsageError(
                 f"copies={copies} cannot be kept in {len(packs_in)} places",
@@ -70,30 +69,30 @@ class ReplicatedStore:
         self.home = home
         self.packs_in = tuple(packs_in)
         self.copies = copies
-        self.beside = tuple(beside)
+        self.found_members = tuple(found_members)
         self.node = node
         self.of = of
         self.declared = ReplicationConfig(per_node, copies, len(self.packs_in))
-        self.tell: Callable[[str], None] = _warn
-        self.away: Callable[[], Sequence[UnreachableReplica]] = tuple
+        self.report: Callable[[str], None] = _warn
+        self.unreachable: Callable[[], Sequence[UnreachableReplica]] = tuple
         self.mirrors: Sequence[Store] = ()
-        """Those of `beside` that are no node's own."""
-        self._followers: dict[int, Replica] = {}
-        self._told = LruCache()
-        self._chosen = ReplicaChoice()
+        """Those of `found_members` that are no node's own."""
+        self._replicas: dict[int, Replica] = {}
+        self._warned = LruCache()
+        self._choice = ReplicaChoice()
 
     @property
     def members(self) -> list[Store]:
-        """The places that hold packs beside the home, but for what was out of reach when training began."""
+        """The places for packs other than the home, except those out of reach when training began."""
         return [store for store in self.packs_in if store is not self.home and not self._is_left_out(store)]
 
     def _is_left_out(self, store: Store) -> bool:
-        return self.follower(store).mark == b""
+        return self.replica(store).mark == b""
 
     @property
     def others(self) -> list[Store]:
         """All places but the home."""
-        return [*self.members, *self.beside]
+        return [*self.members, *self.found_members]
 
     @property
     def url(self) -> str:
@@ -109,8 +108,8 @@ class ReplicatedStore:
     # -- putting -------------------------------------------------------------------------------------------------------
 
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
-        """As every store. A pack is put into all of its places, and counts once `copies` of them have it; where fewer
-        can, it is in none, and StoreError says why. What is copied counts once the home has it."""
+        """Puts an object. A pack goes into all of its places and counts once `copies` of them have it; if fewer can, it
+        is in none and StoreError says why. A copied object counts once the home has it."""
         self._only_home(name)
         if object_names.is_pack(name):
             return self._put_pack(name, content, token)
@@ -130,31 +129,31 @@ class ReplicatedStore:
             )
 
     def _put_pack(self, name: str, content: Content, token: str) -> Receipt:
-        failed, ready = self._escorted(name)
+        failed, ready = self._prepared(name)
         found = list(zip(ready, put_into_all(ready, name, content, token=token), strict=True)) if ready else []
         failed += [(store, one) for store, one in found if isinstance(one, BaseException)]
         if len(self.packs_in) - len(failed) < self.copies:
-            self._take_back(name, [store for store, one in found if isinstance(one, Receipt)])
+            self._remove_pack(name, [store for store, one in found if isinstance(one, Receipt)])
             raise self._too_few(name, failed, len(self.packs_in))
         for store, error in failed:
-            self._lacks(store, name, error)
+            self._warn_missing(store, name, error)
         return Receipt(name, content.length, self.url)
 
-    def _escorted(self, name: str) -> tuple[list[tuple[Store, BaseException]], list[Store]]:
-        """The places that cannot take a pack, and those that can."""
+    def _prepared(self, name: str) -> tuple[list[tuple[Store, BaseException]], list[Store]]:
+        """Returns the places that cannot take a pack with their errors, and those that can."""
         failed: list[tuple[Store, BaseException]] = []
         ready: list[Store] = []
         for store in self.packs_in:
             try:
                 if store is not self.home:
-                    self.follower(store).escort(name)
+                    self.replica(store).prepare(name)
                 ready.append(store)
             except StoreError as error:
                 failed.append((store, error))
         return failed, ready
 
     def _too_few(self, name: str, failed: Sequence[tuple[Store, BaseException]], places: int) -> BaseException:
-        """What the first place had against it; of several it says how many copies there have to be."""
+        """Returns the error of the first place; with several places it adds how many copies are required."""
         store, error = failed[0]
         if places == 1 or not isinstance(error, StoreError):
             return error
@@ -164,8 +163,8 @@ class ReplicatedStore:
         )
         return error
 
-    def _take_back(self, name: str, stores: Sequence[Store]) -> None:
-        """So that the save may put it once more."""
+    def _remove_pack(self, name: str, stores: Sequence[Store]) -> None:
+        """Removes a pack from `stores`, so that the save can put it again."""
         for store in stores:
             try:
                 store.delete([name])
@@ -173,69 +172,69 @@ class ReplicatedStore:
                 self.warn(f"{name} could not be taken back from {store.url}: {error.message}")
 
     def _copy(self, name: str, data: bytes, token: str) -> int:
-        """Copies what the home has to the places that keep it; how many of those that packs are put into have it."""
+        """Copies an object of the home to the places that keep it. Returns how many places for packs have it."""
         have = 0
-        for follower in self._keeping(name):
+        for replica in self._replicas_with(name):
             try:
-                follower.escort(name)
-                follower.store.put_if_absent(name, Bytes(data), token=token)
+                replica.prepare(name)
+                replica.store.put_if_absent(name, Bytes(data), token=token)
             except AlreadyExists:
                 pass
             except StoreError as error:
-                self._lacks(follower.store, name, error)
+                self._warn_missing(replica.store, name, error)
                 continue
-            have += follower.store in self.packs_in
+            have += replica.store in self.packs_in
         return have
 
-    def _keeping(self, name: str) -> list[Replica]:
-        """The places that get a copy: where packs are put, and mirrors that have had some of that save."""
-        members = [self.follower(store) for store in self.members]
-        mirrors = [self.follower(store) for store in self.mirrors]
+    def _replicas_with(self, name: str) -> list[Replica]:
+        """Returns the places that get a copy: those for packs, and mirrors that have some of that save."""
+        members = [self.replica(store) for store in self.members]
+        mirrors = [self.replica(store) for store in self.mirrors]
         return members + [one for one in mirrors if one.has_begun(name)]
 
-    def _lacks(self, place: Store, name: str, error: BaseException) -> None:
-        """Tells of a place that is behind: once for each save."""
+    def _warn_missing(self, place: Store, name: str, error: BaseException) -> None:
+        """Warns of a place that is behind, once per save."""
         self.warn_once(place, name.rpartition("/")[0], f"{place.url} has no copy of {name}: {in_words(error)}")
 
     def warn(self, message: str) -> None:
-        """Where warnings are errors nothing fails by one: what was asked for has been done."""
+        """Reports a problem. Where warnings are errors nothing fails by it: the operation has succeeded."""
         with suppress(Warning):
-            self.tell(message)
+            self.report(message)
 
     def warn_once(self, place: Store, about: str, message: str) -> None:
-        if self._told.add((place.url, about)):
+        if self._warned.add((place.url, about)):
             self.warn(message)
 
-    def follower(self, place: Store) -> Replica:
-        """One of the other places."""
-        return self._followers.setdefault(id(place), Replica(place, self.home))
+    def replica(self, place: Store) -> Replica:
+        """Returns the replica of one of the other places."""
+        return self._replicas.setdefault(id(place), Replica(place, self.home))
 
-    def bring(self, name: str) -> None:
-        """Has other places hold a copy of what the home holds under `name`, if it does. What goes wrong is told."""
-        for follower in self._keeping(name):
+    def copy_from_home(self, name: str) -> None:
+        """Copies an object of the home to the other places. Warns of problems."""
+        for replica in self._replicas_with(name):
             try:
-                follower.bring(name)
+                replica.copy_from_home(name)
             except StoreError as error:
-                self._lacks(follower.store, name, error)
+                self._warn_missing(replica.store, name, error)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def order(self, name: str) -> list[Store]:
-        """Where an object may lie, in the order in which it is looked for."""
+        """Returns the places that may have an object, in search order."""
         if object_names.is_pack(name):
-            return [*self.members, self.home, *self.beside]
-        # What decides, begin.json and manifests among it, is there when the home has it, and not otherwise.
+            return [*self.members, self.home, *self.found_members]
+        # Deciding objects, such as begin.json and manifests, exist exactly if the home has them.
         return [self.home, *self.others] if object_names.is_index(name) or is_leftover(name) else [self.home]
 
     def has(self, name: str) -> bool:
-        """Whether a place that is found here has it."""
-        return any(holds(store, name) for store in self.order(name))
+        """Returns whether a place in reach has it."""
+        return any(exists(store, name) for store in self.order(name))
 
     def _first(self, name: str, work: Callable[[Store], Result]) -> Result:
-        """From the first place that gives it; places whose copy was turned away come last."""
+        """Returns the result of the first place that has it; damaged copies come last."""
         wrong: Exception = ObjectNotFound(f"there is no {name} at {self.url}", subject=name)
         missed: list[Store] = []
-        for store in self._chosen.order(name, self.order(name)):
+        for store in self._choice.order(name, self.order(name)):
             try:
                 found = work(store)
             except ObjectNotFound:
@@ -244,21 +243,21 @@ class ReplicatedStore:
             except (StoreError, CorruptionError) as error:
                 wrong = wrong if not isinstance(wrong, ObjectNotFound) else error
                 continue
-            self._chosen.read(name, store)
+            self._choice.read(name, store)
             if not self.declared.per_node and store in (*self.members, *self.mirrors) and self.home in missed:
                 step = name.rpartition("/")[0]
                 self.warn_once(self.home, f"missing {step}", f"{name} is missing in {self.url}: read from {store.url}")
             return found
         raise wrong
 
-    def turn_away(self, name: str) -> bool:
-        """What was read last under `name` is not what was saved. Whether there is another copy, which is read from now
+    def mark_damaged(self, name: str) -> bool:
+        """Marks the copy of `name` read last as damaged. Returns whether there is another copy, which is read from now
         on."""
-        used, turned = self._chosen.turn_away(name)
+        used, damaged = self._choice.mark_damaged(name)
         if used is None:
             return False
         for store in self.order(name):
-            if store not in turned and holds(store, name):
+            if store not in damaged and exists(store, name):
                 self.warn(f"{name} in {used.url} is damaged: read from {store.url}")
                 return True
         return False
@@ -279,7 +278,7 @@ class ReplicatedStore:
         return self._copied(name, limit) or data
 
     def _copied(self, name: str, limit: int) -> bytes | None:
-        """A whole copy of a sealed object that the home has, and not whole."""
+        """Returns an intact copy of a sealed object that is damaged in the home."""
         for store in self.others:
             try:
                 data = store.get(name, limit=limit)
@@ -308,7 +307,7 @@ class ReplicatedStore:
         return Listing(found.directories, tuple(sorted(objects)))
 
     def walk(self, prefix: str) -> Iterator[Entry]:
-        """What the home has, and the packs of its saves wherever they lie."""
+        """Yields the objects of the home, and the packs of its saves in any place."""
         found = {entry.name: entry for entry in self.home.walk(prefix)}
         saves = {name.rpartition("/")[0] for name in found}
         for store in self.others:
@@ -325,7 +324,7 @@ class ReplicatedStore:
         yield from (found[name] for name in sorted(found))
 
     def _listed(self, store: Store, prefix: str, work: Callable[[Store], list[Result]]) -> list[Result]:
-        """A place that cannot be listed hides what lies there, and nothing else."""
+        """Lists a place. Warns if that fails: only its own objects are missed."""
         try:
             return work(store)
         except StoreError as error:
@@ -335,15 +334,15 @@ class ReplicatedStore:
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:
-        """From the home, then from the other places. What could not be deleted there is told, and swept later."""
+        """Deletes from the home, then from the other places. Warns of failures there, which gc sweeps later."""
         names = list(names)
         self._only_home(names[0] if names else "")
         self.home.delete(names)
-        self._chosen.forget(names)
-        spread = [name for name in names if object_names.is_spread(name)]
+        self._choice.forget(names)
+        spread = [name for name in names if object_names.may_be_replicated(name)]
         for store in self.others if spread else ():
             try:
-                store.delete([name for name in spread if self.follower(store).is_of_home(name)])
+                store.delete([name for name in spread if self.replica(store).is_of_home(name)])
             except StoreError as error:
                 self.warn(f"{spread[0]} could not be deleted from {store.url}: {error.message}")
 
@@ -351,18 +350,18 @@ class ReplicatedStore:
         if not object_names.is_pack(name):
             self.home.settle(name)
             if object_names.is_copied(name):
-                self.bring(name)
+                self.copy_from_home(name)
             return
         for store in self.order(name):
-            if store is self.home or holds(store, name):
+            if store is self.home or exists(store, name):
                 store.settle(name)
 
     def free_bytes(self) -> int | None:
-        """Of the place that is the last one needed for so many copies."""
+        """Returns the free bytes of the last place needed for `copies`."""
         return self.tightest()[1]
 
     def tightest(self) -> tuple[str, int | None]:
-        """That place, and its free bytes. One that cannot say, or be asked, may have room: its put decides."""
+        """Returns that place and its free bytes. A place without an answer may have room: its put decides."""
         free: list[tuple[str, int | None]] = []
         for store in self.packs_in:
             if store is not self.home and self._is_left_out(store):
@@ -381,7 +380,7 @@ class ReplicatedStore:
 
 
 def _free_in(store: Store) -> int | None:
-    """None also of a place that does not say: whether it takes a pack is found out by putting it."""
+    """Returns the free bytes; None also for a place without an answer: its put decides."""
     try:
         return store.free_bytes()
     except StoreError:

@@ -156,20 +156,20 @@ def _root(restorer: Restorer, tree: Json, into: Any, path: str = "") -> Thunk:
 
 def _selected(restorer: Restorer, tree: Json) -> Thunk:
     """Plans a new state of what include and exclude leave of the tree."""
-    kept = _prune(restorer, tree, "")
-    return restorer.rebuild(kept if kept is not _NOTHING else {"!": "dict", "i": []}, "")
+    remaining = _prune(restorer, tree, "")
+    return restorer.rebuild(remaining if remaining is not _NOTHING else {"!": "dict", "i": []}, "")
 
 
 def _prune(restorer: Restorer, node: Json, path: str) -> Json:
     kind = kind_of(node)
     if kind in ("dict", "ordereddict", "module"):
         pairs = zip(items(node), children(node, path), strict=True)
-        kept = [
+        remaining = [
             [key, pruned]
             for (key, child), (where, _) in pairs
             if (pruned := _prune(restorer, child, where)) is not _NOTHING
         ]
-        return {**node, "i": kept} if kept else _NOTHING
+        return {**node, "i": remaining} if remaining else _NOTHING
     if any(restorer.selection.takes(where) for where in terminals(node, path)):
         return node
     restorer.skipped.append(path)

@@ -111,16 +111,16 @@ class Renaming:
         return node
 
     def _pairs(self, node: Json, old: str, new: str) -> list[Json]:
-        kept: list[Json] = []
+        remaining: list[Json] = []
         for key, child in items(node):
             before, here = join(old, segment(key)), join(new, segment(key))
             after = self._renamed(before)
             moved = self._node(child, before, after)
             if after in (here, before):
-                kept.append([key, moved])
+                remaining.append([key, moved])
             else:
                 self._moved.append((after, moved))
-        return kept
+        return remaining
 
     def _optimizer(self, node: Json, old: str, new: str) -> Json:
         found = self._node(node, old, new)

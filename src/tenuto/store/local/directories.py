@@ -19,7 +19,7 @@ from tenuto.store.local import os_errors
 from tenuto.store.local.syscalls import FileSystem, Kind
 
 _RACES: Final = 100
-"""How often a directory may vanish between being made and being used before that is an error."""
+"""The number of times a directory may vanish between being made and used before that is an error."""
 
 
 @dataclass

@@ -80,9 +80,9 @@ def _unrepeatable(loader: DataLoader[Any]) -> tuple[str, ...]:
     reasons = []
     sampler, iteration = _sampler(loader), type(loader).__iter__
     if type(sampler) not in REPEATABLE:
-        kept = f"its own state is not kept ({STATEFUL_HINT})" if has_state(sampler) else "it has no state_dict"
+        note = f"its own state is not kept ({STATEFUL_HINT})" if has_state(sampler) else "it has no state_dict"
         reasons.append(
-            f"the order of {type(sampler).__name__} is repeated only if it follows from the global generators; {kept}"
+            f"the order of {type(sampler).__name__} is repeated only if it follows from the global generators; {note}"
         )
     if iteration is not DataLoader.__iter__ and not _is_torchdatas(iteration):
         reasons.append(f"{type(loader).__name__} iterates in a way of its own, and has no state_dict")

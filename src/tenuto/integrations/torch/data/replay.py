@@ -75,7 +75,7 @@ class EpochCut:
             return delivered * self.batches // saved.batches
         return delivered
 
-    def goes_on(self, saved: EpochCut, delivered: int) -> str:
+    def resumes(self, saved: EpochCut, delivered: int) -> str:
         """Describes where the epoch resumes."""
         before = self.before(saved, delivered)
         if saved.ends(delivered):
@@ -479,7 +479,7 @@ class ReplayPosition(CountedPosition):
         differs = here.differs(saved)
         if not differs:
             return delivered
-        self._add_reason(f"{differs}; {here.goes_on(saved, delivered)}")
+        self._add_reason(f"{differs}; {here.resumes(saved, delivered)}")
         return here.before(saved, delivered)
 
 

@@ -178,8 +178,8 @@ def _mix(seed: int, epoch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OrderBase:
-    """Where these ranks began inside `epoch`, which others had begun: after `used` samples of its order, counted as
-    `batches` of each rank."""
+    """The position inside `epoch` where these ranks took over: after `used` samples of its order, counted as `batches`
+    of each rank."""
 
     epoch: int
     batches: int
@@ -220,11 +220,11 @@ class SharedOrder:
         """Makes the sampler's next iteration the share of these ranks in an epoch."""
         self._sampler.go_to(epoch, self.base(epoch).used)
 
-    def standing(self) -> dict[str, Any]:
+    def sampler_state(self) -> dict[str, Any]:
         """Returns the state of the sampler, for `stand`."""
         return self._sampler.state_dict()
 
-    def stand(self, at: Mapping[str, Any]) -> None:
+    def restore_state(self, at: Mapping[str, Any]) -> None:
         """Restores the state of the sampler. A running iteration is unaffected."""
         self._sampler.load_state_dict(at)
 

@@ -36,11 +36,11 @@ class StatefulLoaderPosition(CountedPosition):
         self._loaded: tuple[int, int, bool] | None = None
         self._order_at: dict[str, Any] = {}
         """The position of the order when the iterator of the loaded position was made."""
-        self._again: int | None = None
+        self._unusable_epoch: int | None = None
         """The loaded epoch, if its position is of no use here."""
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
-        self._stand_again()
+        self._restore_order()
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded[0] == epoch:
             if start and loaded[2]:
@@ -52,23 +52,23 @@ class StatefulLoaderPosition(CountedPosition):
             self._add_reason("the checkpoint holds no position of this loader, so the epoch starts again")
         self._moved = False
         if loaded is not None and not loaded[2]:
-            with rng.kept():
+            with rng.preserved():
                 iter(self._data)  # the rest of an epoch that the training loop has left
         self._sampler_epoch.begin(epoch)
         if self._order is not None:
             self._order.place(epoch)
         return self._counted(epoch, iter(self._data), begun)
 
-    def _stand_again(self) -> None:
+    def _restore_order(self) -> None:
         """Restores the order: a loop that calls set_epoch after the load has set it to the epoch's beginning."""
         if self._order is not None and self._loaded is not None and not self._loaded[2]:
-            self._order.stand(self._order_at)
+            self._order.restore_state(self._order_at)
 
     def run_out(self, epoch: int) -> None:
         loaded = self._loaded
         if loaded is not None and loaded[0] == epoch and not loaded[2]:
-            self._stand_again()
-            with rng.kept():
+            self._restore_order()
+            with rng.preserved():
                 next(iter(self._data), None)
             self._loaded = epoch, loaded[1], True
         super().run_out(epoch)
@@ -77,7 +77,7 @@ class StatefulLoaderPosition(CountedPosition):
         return self.batches_per_epoch if self._order is None else self._order.batches_in(epoch)
 
     def resumes_after(self, epoch: int, batch: int) -> int:
-        if batch and self._again == epoch:
+        if batch and self._unusable_epoch == epoch:
             return 0
         return self._loaded[1] if batch and self._loaded is not None and self._loaded[0] == epoch else batch
 
@@ -99,7 +99,7 @@ class StatefulLoaderPosition(CountedPosition):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        self._stand_again()
+        self._restore_order()
         return {
             **self._progress(),
             # A loader never iterated would make its iterator to answer, and draw from a generator.
@@ -136,19 +136,19 @@ class StatefulLoaderPosition(CountedPosition):
             begins_there = anew and self._samples is None
             self._caveats += self._order.cut_anew(state["order"])
             self._order.place(state["epoch"])
-        self._loaded = self._again = None
+        self._loaded = self._unusable_epoch = None
         here = self._batches_before(state)
         if state["loader"] is None or here is None or begins_there:
-            self._again = state["epoch"] if here is None else None
+            self._unusable_epoch = state["epoch"] if here is None else None
             self._epoch, self._current, self._begun = state["epoch"], Delivered(iter(()), here or 0), False
         else:
-            with rng.kept():
+            with rng.preserved():
                 self._data.load_state_dict(state["loader"])
                 # torchdata makes an iterator from the state here, not at the next `iter`: its draws were made before.
                 # One at its end is replaced at `iter`, which draws what the uninterrupted run draws.
                 self._data.state_dict()
             if self._order is not None:
-                self._order_at = self._order.standing()
+                self._order_at = self._order.sampler_state()
             self._take({**state, "delivered": here})
             self._loaded = state["epoch"], here, state["ended"]
             self._cut_anew = (0, 0) if state.get("used") is None else (here, state["used"])
@@ -216,7 +216,7 @@ class StreamPosition(CountedPosition):
             return self._at_end(epoch, start)
         else:
             own = [generator.get_state() for generator in self._own]
-            with rng.kept():
+            with rng.preserved():
                 self._batches = iter(self._data)
             rng.set_generators(self._own, own, "data/generators")
         return self._counted(epoch, self._batches, start)

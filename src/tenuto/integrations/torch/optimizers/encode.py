@@ -36,15 +36,17 @@ def its_own_way(optimizer: Optimizer, method: str) -> bool:
 def encode(optimizer: Optimizer, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
     paths = _paths(optimizer, path, writer)
     kind = type_name(type(optimizer))
-    held = [list(group["params"]) for group in optimizer.param_groups]
+    known_parameters = [list(group["params"]) for group in optimizer.param_groups]
     if its_own_way(optimizer, "state_dict"):
-        return _asked_node(optimizer, kind, paths, path, writer), _ask_again(optimizer, kind, held, paths, path)
+        return _saved_node(optimizer, kind, paths, path, writer), _refresh_saved(
+            optimizer, kind, known_parameters, paths, path
+        )
     places = [_Place(parameter, value, path, paths, writer) for parameter, value in optimizer.state.items()]
     named, other = _split(places)
     node = _node(kind, named, other, _group_nodes(optimizer.param_groups, paths, path, writer))
 
     def refresh(again: Optimizer, replay: StateWalker) -> Json:
-        _check_groups(again, optimizer, held)
+        _check_groups(again, optimizer, known_parameters)
         if its_own_way(again, "state_dict") or len(again.state) != len(places):
             raise StructureChanged
         for place in places:
@@ -163,26 +165,26 @@ def _group_nodes(
     return found
 
 
-def _check_groups(again: Optimizer, known: Optimizer, held: Sequence[Sequence[Any]]) -> None:
-    if again is not known or len(again.param_groups) != len(held):
+def _check_groups(again: Optimizer, known: Optimizer, known_parameters: Sequence[Sequence[Any]]) -> None:
+    if again is not known or len(again.param_groups) != len(known_parameters):
         raise StructureChanged
-    for group, parameters in zip(again.param_groups, held, strict=True):
+    for group, parameters in zip(again.param_groups, known_parameters, strict=True):
         now = group["params"]
         if len(now) != len(parameters) or any(one is not other for one, other in zip(now, parameters, strict=True)):
             raise StructureChanged
 
 
-def _asked_node(optimizer: Optimizer, kind: str, paths: Mapping[int, str], path: str, writer: StateWalker) -> Json:
+def _saved_node(optimizer: Optimizer, kind: str, paths: Mapping[int, str], path: str, writer: StateWalker) -> Json:
     """Encodes the result of state_dict(), whose numbers stand for parameters in the order of the groups."""
-    said = optimizer.state_dict()
+    saved_state = optimizer.state_dict()
     by_number: dict[Any, str] = {}
     parameters: dict[Any, Any] = {}
-    for group, saved in zip(optimizer.param_groups, said["param_groups"], strict=True):
+    for group, saved in zip(optimizer.param_groups, saved_state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
             by_number[number], parameters[number] = paths[id(parameter)], parameter
     named: list[Json] = []
     other: list[Json] = []
-    for key, value in said["state"].items():
+    for key, value in saved_state["state"].items():
         if key in by_number:
             layout, placement = _placement(parameters[key], by_number[key], writer)
             with writer.placed(placement) if placement != "whole" else nullcontext():
@@ -192,19 +194,19 @@ def _asked_node(optimizer: Optimizer, kind: str, paths: Mapping[int, str], path:
             spelled = writer.closed(key, f"{path} (a key)")
             other.append([spelled, writer.encode(value, join(join(path, "other"), segment(spelled)))])
     groups: list[Json] = []
-    for number, saved in enumerate(said["param_groups"]):
+    for number, saved in enumerate(saved_state["param_groups"]):
         where = join(join(path, "param_groups"), str(number))
         options = writer.pairs(((key, value) for key, value in saved.items() if key != "params"), where)
         groups.append({"!": "dict", "i": [*options, ["params", [by_number[one] for one in saved["params"]]]]})
-    extra = writer.pairs(((key, value) for key, value in said.items() if key not in _KNOWN), path)
+    extra = writer.pairs(((key, value) for key, value in saved_state.items() if key not in _KNOWN), path)
     return _node(kind, named, other, groups, extra)
 
 
-def _ask_again(
-    optimizer: Optimizer, kind: str, held: Sequence[Sequence[Any]], paths: Mapping[int, str], path: str
+def _refresh_saved(
+    optimizer: Optimizer, kind: str, known_parameters: Sequence[Sequence[Any]], paths: Mapping[int, str], path: str
 ) -> Refresh:
     def refresh(again: Optimizer, replay: StateWalker) -> Json:
-        _check_groups(again, optimizer, held)
-        return _asked_node(again, kind, paths, path, replay)
+        _check_groups(again, optimizer, known_parameters)
+        return _saved_node(again, kind, paths, path, replay)
 
     return refresh

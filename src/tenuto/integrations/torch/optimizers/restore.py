@@ -15,7 +15,7 @@ from tenuto.integrations.torch.device import TORCH_DTYPES
 from tenuto.integrations.torch.meshes import is_dtensor, local_of
 from tenuto.integrations.torch.meta import device_after
 from tenuto.integrations.torch.optimizers.encode import its_own_way, located
-from tenuto.integrations.torch.sharded import layout_like, made_like, restore_shard, whole_like
+from tenuto.integrations.torch.sharded import layout_like, made_like, replicated_like, restore_shard
 from tenuto.model.paths import join
 from tenuto.model.records import Json
 from tenuto.state.declarations import Shard, attached
@@ -28,7 +28,7 @@ from tenuto.state.tree import KEYED, LEAVES, ROOT, is_part, items, kind_of, name
 # -- state that include= and exclude= leave unchanged
 
 
-class KeptState:
+class UnchangedState:
     """The unchanged state of the optimizer at `path`. `names`: the paths of its parameters, by identity."""
 
     def __init__(self, path: str, names: Mapping[int, str], selection: Selection) -> None:
@@ -66,7 +66,7 @@ class KeptState:
             return constants(self.entries(path, present)) or None
         return None if present is None or self._selection.takes(path) else _constant(present)
 
-    def carry_over(self, said: dict[str, Any], optimizer: Optimizer, groups: Sequence[int | None]) -> None:
+    def carry_over(self, arguments: dict[str, Any], optimizer: Optimizer, groups: Sequence[int | None]) -> None:
         """Adds the unchanged state to the argument of `load_state_dict()`, which replaces all state of the optimizer.
 
         `groups`: None for a group that the checkpoint lacks.
@@ -74,18 +74,18 @@ class KeptState:
         if self._selection.everything and None not in groups and not self._left:
             return
         now = optimizer.state_dict()
-        state, said_groups = now.pop("state"), now.pop("param_groups")
-        said.update(self.entries(self._path, now))
-        for number, (group, present) in enumerate(zip(optimizer.param_groups, said_groups, strict=True)):
-            options = said["param_groups"][number]
+        state, present_groups = now.pop("state"), now.pop("param_groups")
+        arguments.update(self.entries(self._path, now))
+        for number, (group, present) in enumerate(zip(optimizer.param_groups, present_groups, strict=True)):
+            options = arguments["param_groups"][number]
             where = f"{self._path}/param_groups/{number}"
             stays = present if groups[number] is None else self.entries(where, present)
-            said["param_groups"][number] = {**stays, **options}
+            arguments["param_groups"][number] = {**stays, **options}
             for parameter, theirs, ours in zip(group["params"], present["params"], options["params"], strict=True):
-                kept = self.of(parameter, state.pop(theirs, None))
-                if kept is not None:
-                    said["state"][ours] = _beside(called(kept), said["state"].get(ours))
-        said["state"] = self.of_no_parameter(state) | said["state"]
+                unchanged = self.of(parameter, state.pop(theirs, None))
+                if unchanged is not None:
+                    arguments["state"][ours] = _merged(called(unchanged), arguments["state"].get(ours))
+        arguments["state"] = self.of_no_parameter(state) | arguments["state"]
 
 
 def constants(values: Mapping[Any, Any]) -> dict[Any, Thunk]:
@@ -100,11 +100,11 @@ def _constant(value: Any) -> Thunk:
     return lambda: value
 
 
-def _beside(kept: Any, restored: Any) -> Any:
+def _merged(unchanged: Any, restored: Any) -> Any:
     """Merges the unchanged and the restored state of a parameter."""
     if restored is None:
-        return kept
-    return {**kept, **restored} if type(kept) is dict and type(restored) is dict else restored
+        return unchanged
+    return {**unchanged, **restored} if type(unchanged) is dict and type(restored) is dict else restored
 
 
 def _below(path: str, key: Any) -> str:
@@ -160,7 +160,7 @@ def restore(optimizer: Optimizer, node: Json, path: str, restorer: Restorer) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _SavedState:
     """One parameter's saved state, and the parameter of the target that it belongs to."""
 
     parameter: torch.Tensor
@@ -187,7 +187,7 @@ class _Plan:
                 where = located(restorer.owner(parameter), optimizer, path, number)
                 self._paths[id(parameter)] = where
                 self._name(parameter, where, group)
-        self._kept = KeptState(path, self._paths, restorer.selection)
+        self._unchanged = UnchangedState(path, self._paths, restorer.selection)
         self._groups = self._match_groups()
         self._on_device = {id(group): self._updates_on_device(number) for number, group in
                            enumerate(optimizer.param_groups)}  # fmt: skip
@@ -223,17 +223,17 @@ class _Plan:
                 free.remove(best)
             found[number] = best
         for left in free:
-            if self._asked_for(left, [key for key, _ in self._saved.groups[left][0]]):
+            if self._is_selected(left, [key for key, _ in self._saved.groups[left][0]]):
                 self._restorer.unexpected.append(f"{self._path}/param_groups/{left}")
         return found
 
-    def _asked_for(self, number: int, keys: Iterable[str]) -> bool:
+    def _is_selected(self, number: int, keys: Iterable[str]) -> bool:
         """Returns whether any option of a group is to be restored."""
         where = f"{self._path}/param_groups/{number}"
         return any(self._restorer.selection.takes(join(where, segment(key))) for key in keys)
 
     def _differs(self, number: int, ours: set[Any], theirs: set[Any]) -> None:
-        if not self._asked_for(number, self._optimizer.param_groups[number]):
+        if not self._is_selected(number, self._optimizer.param_groups[number]):
             return
         missing = [path for path in self._paths.values() if self._restorer.number_at(path) in ours - theirs]
         what = f", among them {missing[0]}" if missing else ""
@@ -242,7 +242,7 @@ class _Plan:
             f"target, {len(ours & theirs)} of them the same{what}"
         )
 
-    def _states(self) -> Iterator[_Held]:
+    def _states(self) -> Iterator[_SavedState]:
         """Yields the saved states to restore."""
         for name, node in self._saved.state:
             found = self._by_mark.get(self._restorer.number_at(name))
@@ -253,25 +253,25 @@ class _Plan:
             else:
                 here = self._paths[id(found[0])]
                 where = join(join(self._path, "state"), here)
-                held = _Held(found[0], found[1], name, node, where)
+                source = _SavedState(found[0], found[1], name, node, where)
                 if not self._restorer.takes_some(node, where):
                     continue
-                if self._fits(held):
-                    yield held
+                if self._fits(source):
+                    yield source
                 else:
-                    self._kept.leave(held.parameter)
+                    self._unchanged.leave(source.parameter)
 
-    def _fits(self, held: _Held) -> bool:
+    def _fits(self, source: _SavedState) -> bool:
         """Returns whether the saved state fits the parameter; reports a mismatch. If one entry does not fit, none is
         restored: no optimizer can continue from half a state."""
-        restorer, shapes = self._restorer, self._shapes(held)
+        restorer, shapes = self._restorer, self._shapes(source)
         if shapes is not None:
-            restorer.mismatch(None, held.path, *(f"the state of a parameter {list(shape)}" for shape in shapes))
-        entries = [(held.path, held.node, present := self._optimizer.state.get(held.parameter))]
-        if kind_of(held.node) in KEYED:
+            restorer.mismatch(None, source.path, *(f"the state of a parameter {list(shape)}" for shape in shapes))
+        entries = [(source.path, source.node, present := self._optimizer.state.get(source.parameter))]
+        if kind_of(source.node) in KEYED:
             now = present if isinstance(present, dict) else {}
-            entries = [(join(held.path, segment(key)), child, now.get(self._plain_key(key, held.path)))
-                       for key, child in items(held.node) if kind_of(child) not in LEAVES]  # fmt: skip
+            entries = [(join(source.path, segment(key)), child, now.get(self._plain_key(key, source.path)))
+                       for key, child in items(source.node) if kind_of(child) not in LEAVES]  # fmt: skip
         lacking = [
             f"{where}: a tensor of other tensors ({found[0].get('type')}) in the checkpoint, and none to fill in the "
             "target: let the optimizer make its state first"
@@ -283,58 +283,60 @@ class _Plan:
         restorer.mismatched.extend(lacking)
         return shapes is None and not lacking
 
-    def _shapes(self, held: _Held) -> tuple[Sequence[int], Sequence[int]] | None:
+    def _shapes(self, source: _SavedState) -> tuple[Sequence[int], Sequence[int]] | None:
         """Returns the parameter's shapes in the checkpoint and in the target, if the state has the former."""
-        restorer, leaf = self._restorer, self._restorer.leaf_at(held.name)
-        if leaf is None or tensors.is_lazy(held.parameter):
+        restorer, leaf = self._restorer, self._restorer.leaf_at(source.name)
+        if leaf is None or tensors.is_lazy(source.parameter):
             return None
-        layout = layout_like(held.parameter, held.path) if not restorer.private else None
-        theirs = restorer.spec(leaf, held.name)[1].shape
-        ours = tuple(local_of(held.parameter).shape) if layout is None else layout.whole
+        layout = layout_like(source.parameter, source.path) if not restorer.private else None
+        theirs = restorer.spec(leaf, source.name)[1].shape
+        ours = tuple(local_of(source.parameter).shape) if layout is None else layout.whole
         if theirs == ours:
             return None
         # A module may save its weight in another shape, and a mark may declare a tensor to be a part: then the shapes
         # of the optimizer's state decide.
-        found = [restorer.spec(node, held.path)[1].shape for _, node in walk(held.node) if kind_of(node) in LEAVES]
+        found = [restorer.spec(node, source.path)[1].shape for _, node in walk(source.node) if kind_of(node) in LEAVES]
         if ours in found or not any(found):
             return None
         return None if is_part(leaf) and layout is None and theirs not in found else (theirs, ours)
 
-    def _device(self, held: _Held, key: str, node: Json) -> Any:
+    def _device(self, source: _SavedState, key: str, node: Json) -> Any:
         """Returns the device of a new state tensor: relative to its parameter as when saved.
 
         A step count is the exception, as in torch: it is on the parameter's device only if the update runs there.
         """
-        ours, host = device_after(held.parameter, self._restorer), torch.device("cpu")
+        ours, host = device_after(source.parameter, self._restorer), torch.device("cpu")
         if key == "step":
-            return ours if self._on_device[id(held.group)] else host
+            return ours if self._on_device[id(source.group)] else host
         kinds = {one.get("device", "cpu") for _, one in walk(node) if kind_of(one) in LEAVES}
-        return host if kinds <= {"cpu"} and self._restorer.device_at(held.name) != "cpu" else ours
+        return host if kinds <= {"cpu"} and self._restorer.device_at(source.name) != "cpu" else ours
 
     def _updates_on_device(self, number: int) -> bool:
         """Returns whether a group of the target, with its restored options, is updated on the device."""
         group, match = self._optimizer.param_groups[number], self._groups[number]
         where = f"{self._path}/param_groups/{number}"
-        said = dict(self._saved.groups[match][0]) if match is not None else {}
-        taken = {key: value for key, value in said.items() if self._restorer.selection.takes(join(where, segment(key)))}
+        arguments = dict(self._saved.groups[match][0]) if match is not None else {}
+        taken = {
+            key: value for key, value in arguments.items() if self._restorer.selection.takes(join(where, segment(key)))
+        }
         return any(taken.get(key, group.get(key)) for key in ("capturable", "fused"))
 
-    def _value(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk:
+    def _value(self, source: _SavedState, key: str, node: Json, path: str, now: Any) -> Thunk:
         """Plans one entry of a parameter's state: filled in place if it exists, else new."""
         restorer = self._restorer
         if kind_of(node) == "subclass":
             return tensors.restore(now, node, path, restorer)
-        part = self._part(held, key, node, path, now) if kind_of(node) in LEAVES else None
+        part = self._part(source, key, node, path, now) if kind_of(node) in LEAVES else None
         if part is not None:
             return part
         if kind_of(node) in LEAVES and tensors.is_dense(now) and not now.is_meta:
             _, spec = restorer.spec(node, path)
             if spec.shape == now.shape and TORCH_DTYPES.get(spec.dtype) is now.dtype:
                 return tensors.restore(now, node, path, restorer)
-        with restorer.on(self._device(held, key, node)):
+        with restorer.on(self._device(source, key, node)):
             return restorer.rebuild(node, path)
 
-    def _part(self, held: _Held, key: str, node: Json, path: str, now: Any) -> Thunk | None:
+    def _part(self, source: _SavedState, key: str, node: Json, path: str, now: Any) -> Thunk | None:
         """Plans state laid out like its parameter (a part of a global tensor), or replicated next to such a parameter;
         None for other state."""
         restorer = self._restorer
@@ -345,30 +347,32 @@ class _Plan:
             return tensors.restore(now, node, path, restorer)
         if kind is None or key == "step":
             return None
-        layout = layout_like(held.parameter, held.path)
+        layout = layout_like(source.parameter, source.path)
         if layout is None:
             return None
         if spec.shape != layout.whole or not spec.shape:
             plain = present and not is_dtensor(now)
             return (
-                self._whole(held, key, node, path) if not plain and self._lies_whole(held, node, spec.shape) else None
+                self._replicated(source, key, node, path)
+                if not plain and self._replicates(source, node, spec.shape)
+                else None
             )
         if present and tensors.is_dense(now) and tuple(now.shape) == layout.local and attached(now) is None:
             return restore_shard(Shard(now, layout), node, path, restorer)
-        with restorer.on(self._device(held, key, node)):
-            return made_like(held.parameter, layout, node, path, restorer)
+        with restorer.on(self._device(source, key, node)):
+            return made_like(source.parameter, layout, node, path, restorer)
 
-    def _lies_whole(self, held: _Held, node: Json, shape: Sequence[int]) -> bool:
+    def _replicates(self, source: _SavedState, node: Json, shape: Sequence[int]) -> bool:
         """Returns whether state of another shape than its DTensor parameter is a DTensor too: if it was saved as one,
         or none of the parameter's state was and it is more than a number."""
-        if self._restorer.private or not is_dtensor(held.parameter):
+        if self._restorer.private or not is_dtensor(source.parameter):
             return False
-        beside = items(held.node) if kind_of(held.node) in KEYED else []
-        return is_part(node) or (bool(shape) and not any(is_part(child) for _, child in beside))
+        siblings = items(source.node) if kind_of(source.node) in KEYED else []
+        return is_part(node) or (bool(shape) and not any(is_part(child) for _, child in siblings))
 
-    def _whole(self, held: _Held, key: str, node: Json, path: str) -> Thunk:
-        with self._restorer.on(self._device(held, key, node)):
-            return whole_like(held.parameter, node, path, self._restorer)
+    def _replicated(self, source: _SavedState, key: str, node: Json, path: str) -> Thunk:
+        with self._restorer.on(self._device(source, key, node)):
+            return replicated_like(source.parameter, node, path, self._restorer)
 
     def _plain_key(self, node: Json, path: str) -> Any:
         return node if type(node) is str else self._restorer.rebuild(node, path)()
@@ -379,25 +383,27 @@ class _Plan:
         return {self._plain_key(key, path): restorer.rebuild(child, path) for key, child in self._saved.other
                 if restorer.takes_some(child, join(path, segment(key)))}  # fmt: skip
 
-    def _entries(self, held: _Held, present: Any = None) -> dict[Any, Thunk] | Thunk:
+    def _entries(self, source: _SavedState, present: Any = None) -> dict[Any, Thunk] | Thunk:
         """Plans the entries of one parameter's state, or the state itself if it is no dictionary. `present`: filled in
         place, or unchanged."""
-        if kind_of(held.node) not in KEYED:
-            return self._value(held, "", held.node, held.path, present)
+        if kind_of(source.node) not in KEYED:
+            return self._value(source, "", source.node, source.path, present)
         now = present if isinstance(present, dict) else {}
-        found = constants(self._kept.entries(held.path, now))
-        for key, child in items(held.node):
-            where, plain = join(held.path, segment(key)), self._plain_key(key, held.path)
+        found = constants(self._unchanged.entries(source.path, now))
+        for key, child in items(source.node):
+            where, plain = join(source.path, segment(key)), self._plain_key(key, source.path)
             if self._restorer.takes_some(child, where):
-                found[plain] = self._value(held, str(plain), child, where, now.get(plain))
+                found[plain] = self._value(source, str(plain), child, where, now.get(plain))
         return found
 
     def in_place(self) -> None:
         present = self._optimizer.state
-        thunks = [(held.parameter, self._entries(held, present.get(held.parameter))) for held in self._states()]
+        thunks = [(source.parameter, self._entries(source, present.get(source.parameter))) for source in self._states()]
         restored = {id(parameter) for parameter, _ in thunks}
         others = [parameter for parameter, _ in self._by_mark.values() if id(parameter) not in restored]
-        rest = [(one, kept) for one in others if (kept := self._kept.of(one, present.get(one))) is not None]
+        rest = [
+            (one, unchanged) for one in others if (unchanged := self._unchanged.of(one, present.get(one))) is not None
+        ]
         other = self._other()
         options = self._options()
 
@@ -407,7 +413,7 @@ class _Plan:
             state.clear()
             for parameter, entry in [*rest, *thunks]:
                 state[parameter] = _filled(known.get(parameter), entry)
-            state.update(self._kept.of_no_parameter(known) | called(other))
+            state.update(self._unchanged.of_no_parameter(known) | called(other))
             for group, found in options:
                 group.update(called(found))
 
@@ -436,8 +442,10 @@ class _Plan:
         restorer, optimizer = self._restorer, self._optimizer
         numbers = {mark: number for number, mark in enumerate(self._by_mark)}
         present = optimizer.state
-        state = {numbers[restorer.number_at(held.name)]: self._entries(held, _subclasses(present.get(held.parameter)))
-                 for held in self._states()}  # fmt: skip
+        state = {
+            numbers[restorer.number_at(one.name)]: self._entries(one, _subclasses(present.get(one.parameter)))
+            for one in self._states()
+        }
         groups = [
             (thunks, [numbers[restorer.number_at(self._paths[id(one)])] for one in group["params"]])
             for group, thunks in self._options(in_place=False)
@@ -447,15 +455,15 @@ class _Plan:
         other = self._other()
 
         def apply() -> None:
-            said = called(extra)
-            said["state"] = {number: called(entry) for number, entry in state.items()} | called(other)
-            said["param_groups"] = [called(options) | {"params": held} for options, held in groups]
-            self._kept.carry_over(said, optimizer, self._groups)
-            values = said["state"]
-            said["state"] = {key: _copied(value) for key, value in values.items()}
-            optimizer.load_state_dict(said)
+            arguments = called(extra)
+            arguments["state"] = {number: called(entry) for number, entry in state.items()} | called(other)
+            arguments["param_groups"] = [called(options) | {"params": source} for options, source in groups]
+            self._unchanged.carry_over(arguments, optimizer, self._groups)
+            values = arguments["state"]
+            arguments["state"] = {key: _copied(value) for key, value in values.items()}
+            optimizer.load_state_dict(arguments)
             for number, (parameter, _) in enumerate(self._by_mark.values()):
-                _put_right(optimizer.state.get(parameter), values.get(number))
+                _undo_casts(optimizer.state.get(parameter), values.get(number))
 
         restorer.later(self._path, apply, OPTIMIZERS)
 
@@ -484,13 +492,13 @@ def _filled(now: Any, entry: dict[Any, Thunk] | Thunk) -> Any:
     return now
 
 
-def _put_right(now: Any, saved: Any) -> None:
+def _undo_casts(now: Any, saved: Any) -> None:
     """Replaces tensors that loading has cast to another type by the saved ones."""
     if not isinstance(now, dict) or not isinstance(saved, dict):
         return
     for key, value in saved.items():
-        held = now.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) and held.dtype is not value.dtype:
+        source = now.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(source, torch.Tensor) and source.dtype is not value.dtype:
             now[key] = value
 
 
