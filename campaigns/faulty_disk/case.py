@@ -225,7 +225,7 @@ def _handed_out() -> Iterator[list[BackgroundWork]]:
         handed.append(hand(self, work, name))
         return handed[-1]
 
-    with mock.patch.object(WorkerThreads, "hand", noted):
+    with mock.patch.object(WorkerThreads, "submit", noted):
         yield handed
 
 

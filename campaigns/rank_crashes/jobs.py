@@ -102,7 +102,7 @@ class RankProgram(Program):
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(agreement, "_SESSIONS", _PastOfEach(self.processes)))
             stack.enter_context(mock.patch.object(Heartbeat, "_run", lambda self: None))
-            stack.enter_context(mock.patch.object(StallGuard, "_look_for_gap", lambda self: None))
+            stack.enter_context(mock.patch.object(StallGuard, "_detect_gap", lambda self: None))
             stack.enter_context(mock.patch.object(WriteQueue, "start", _at_once))
             stack.enter_context(mock.patch.object(saving, "lower_priority", lambda: None))
             stack.enter_context(mock.patch.object(members, "open_store", self._found))

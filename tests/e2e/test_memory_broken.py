@@ -80,14 +80,14 @@ class Breaks:
         from tenuto.engine.staging.plan import Digester
 
         self.around(Capturer, "capture")
-        self.around(WorkerThreads, "hand")
+        self.around(WorkerThreads, "submit")
         self.around(Digester, "advance")
         self.around(manifest_builder, "encode_index")
         self.around(LastingSlot, "describe")
         self.around(LastingSlot, "seal")
 
 
-PARTS = ("capture", "hand", "advance", "encode_index", "describe", "seal")
+PARTS = ("capture", "submit", "advance", "encode_index", "describe", "seal")
 ERRORS = (OSError(errno.ENOSPC, "no room"), RuntimeError("can't start new thread"), MemoryError())
 WAYS = [(part, error) for part in PARTS for error in ERRORS]
 

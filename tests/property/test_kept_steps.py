@@ -27,7 +27,7 @@ class Rank:
         self.held = kept
         if whole:
             self.held = kept | {step}
-            self.told = replace(self.told, whole=step, past=step)
+            self.told = replace(self.told, complete=step, past=step)
         else:
             self.told = replace(self.told, past=step)
         return True
