@@ -78,8 +78,7 @@ def typed(*words: object) -> str:
 
 
 def install(extra: str) -> str:
-    """What to type for an extra that is absent. Tenuto is installed from its checkout; an index may have another
-    project of that name."""
+    """Returns what to type for an extra that is absent. Tenuto is installed from its checkout: no index has it yet."""
     return f"{typed('pip', 'install', f'.[{extra}]')}  # in Tenuto's checkout"
 
 

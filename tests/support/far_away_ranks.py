@@ -34,7 +34,7 @@ class FarAway:
         return getattr(self._inner, name)
 
     def open(self, name: str) -> Any:
-        return FarReader(self, self._inner.open(name))
+        return FarReader(self, self._inner.open(name), counted=name.endswith(".safetensors"))
 
     def count(self, nbytes: int) -> None:
         with self._guard:
@@ -48,13 +48,15 @@ class FarAway:
 class FarReader:
     alignment = 1
 
-    def __init__(self, store: FarAway, inner: Any) -> None:
+    def __init__(self, store: FarAway, inner: Any, *, counted: bool) -> None:
+        self._counted = counted
         self._store = store
         self._inner = inner
         self.length = inner.length
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        self._store.count(len(buffer))
+        if self._counted:
+            self._store.count(len(buffer))
         self._inner.read_into(offset, buffer)
 
     def view(self) -> None:
@@ -62,6 +64,12 @@ class FarReader:
 
     def close(self) -> None:
         self._inner.close()
+
+    def __enter__(self) -> FarReader:
+        return self
+
+    def __exit__(self, *words: object) -> None:
+        self.close()
 
 
 def work(place: str, rank: int, of: int, save: bool, kill_after: int | None, pipe: Any) -> None:
