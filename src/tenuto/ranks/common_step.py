@@ -35,7 +35,7 @@ class StepReport:
     """The state of one rank.
 
     - `complete`: the newest step it has complete.
-    - `past`: the newest step it is past, whether it has it or not; never below `whole`.
+    - `past`: the newest step it is past, whether it has it or not; never below `complete`.
     - `off`: the reason why it keeps no steps any more.
     """
 

@@ -53,7 +53,7 @@ def report_to(store: Store, report: Callable[[str], None]) -> None:
 
 @contextmanager
 def reporting_to(store: Store, report: Callable[[str], None]) -> Iterator[None]:
-    """As `listen`, within the block."""
+    """Sends problems of single places to `report` within the block."""
     before = store.report if isinstance(store, ReplicatedStore) else report
     report_to(store, report)
     try:
