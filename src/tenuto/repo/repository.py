@@ -119,20 +119,23 @@ class Repo:
     def create_or_open(cls, store: Store, *, chunk_bytes: int = CHUNK_BYTES) -> Repo:
         """Opens the repository, creating it where there is none, beside whatever else lies there. However many
         processes create it at once, all end with one repository. RepositoryError for a place that is not its home."""
+        created = False
         try:
             data = store.get(object_names.REPOSITORY, limit=objects.SMALL)
         except ObjectNotFound:
-            data = cls._create(store, chunk_bytes)
+            data, created = cls._create(store, chunk_bytes)
         repo = cls._read(store, data)
         if isinstance(repo.store, ReplicatedStore) and repo.store.of:
             raise one_of_many(store.url, repo.store.of)
-        # Another process may have made it a moment ago: what is put from now on relies on it.
-        store.settle(object_names.REPOSITORY)
+        if not created:
+            # Another process may have made it a moment ago: what is put from now on relies on it.
+            store.settle(object_names.REPOSITORY)
         join(repo.store, repo.id)
         return repo
 
     @classmethod
-    def _create(cls, store: Store, chunk_bytes: int) -> bytes:
+    def _create(cls, store: Store, chunk_bytes: int) -> tuple[bytes, bool]:
+        """Returns the content of the repository's first object and whether this call put it."""
         if not 1 <= chunk_bytes <= MAX_CHUNK:
             raise UsageError(f"a chunk cannot have {chunk_bytes} bytes")
         if not store.probe().commits:
@@ -153,8 +156,8 @@ class Repo:
         try:
             store.put_if_absent(object_names.REPOSITORY, Bytes(data), token=id)
         except AlreadyExists:
-            return store.get(object_names.REPOSITORY, limit=objects.SMALL)
-        return data
+            return store.get(object_names.REPOSITORY, limit=objects.SMALL), False
+        return data, True
 
     @classmethod
     def _read(cls, store: Store, data: bytes) -> Repo:

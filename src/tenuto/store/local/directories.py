@@ -14,12 +14,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from tenuto.concurrency.parallel_for import parallel_for
 from tenuto.errors import StoreError, typed
 from tenuto.store.local import os_errors
-from tenuto.store.local.syscalls import FileSystem, Kind
+from tenuto.store.local.syscalls import FileSystem, Kind, OperatingSystem
 
 _RACES: Final = 100
 """The number of times a directory may vanish between being made and used before that is an error."""
+
+
+_FLUSH_THREADS: Final = 8
+
+
+@dataclass(frozen=True)
+class _Flush:
+    """A directory to flush. `optional`: nothing is wrong where that is not permitted."""
+
+    path: str
+    optional: bool = False
 
 
 @dataclass
@@ -58,10 +70,10 @@ class Directories:
         with self._lock:
             for _ in range(_RACES):
                 try:
-                    for ancestor in _chain(directory):
-                        if ancestor not in self._settled:
-                            self._make(ancestor)
-                            self._settled.add(ancestor)
+                    fresh = [ancestor for ancestor in _chain(directory) if ancestor not in self._settled]
+                    made = [flush for ancestor in fresh for flush in self._make(ancestor)]
+                    self._flush_all(made, directory)
+                    self._settled.update(fresh)
                     return
                 except FileNotFoundError as error:
                     if isinstance(error, StoreError):
@@ -74,12 +86,12 @@ class Directories:
         with self._lock:
             self._settled.difference_update(_chain(directory))
 
-    def _make(self, directory: str) -> None:
-        """Makes one directory. Lets FileNotFoundError pass: an ancestor has vanished."""
+    def _make(self, directory: str) -> list[_Flush]:
+        """Makes one directory and returns what makes it durable. Lets FileNotFoundError pass: an ancestor has
+        vanished."""
         path = self.path(directory)
         if not directory:
-            self._make_root()
-            return
+            return self._make_root()
         try:
             self.filesystem.mkdir(path)
         except FileExistsError:
@@ -93,7 +105,7 @@ class Directories:
             raise
         except OSError as error:
             raise os_errors.meaning(error, "making", path, directory) from error
-        self._flush_one(self.path(parent(directory)), directory)
+        return [_Flush(self.path(parent(directory)))]
 
     def _kind(self, path: str, subject: str) -> Kind:
         """Returns the kind of `path`. Lets FileNotFoundError pass: another process pruned it in between."""
@@ -104,22 +116,36 @@ class Directories:
         except OSError as error:
             raise os_errors.meaning(error, "looking at", path, subject) from error
 
-    def _make_root(self) -> None:
+    def _make_root(self) -> list[_Flush]:
         made = self._make_above(self.root) if self._absent(self.root) else set()
         self._root_seen = True
         # A dead process may have made any directory above the root just before the power failed. Those made here must
         # be flushed; the others where permitted: one we may not open has been there for long.
-        path = self.root
+        path, flushes = self.root, []
         while (above := path.rpartition("/")[0] or "/") != path:
-            if path in made:
-                self._flush_one(above, "")
-            else:
-                try:
-                    self.filesystem.fsync_directory(above)
-                except OSError as error:
-                    if error.errno not in os_errors.DENIED | os_errors.ABSENT | os_errors.UNSUPPORTED:
-                        raise os_errors.unflushed(error, above, "") from error
+            flushes.append(_Flush(above, optional=path not in made))
             path = above
+        return flushes
+
+    def _flush_all(self, flushes: list[_Flush], subject: str) -> None:
+        """Flushes directories, at the same time where the file system is a real one: it then serves them with one
+        commit of its journal instead of one for each."""
+
+        def flush(what: _Flush) -> None:
+            if not what.optional:
+                self._flush_one(what.path, subject)
+                return
+            try:
+                self.filesystem.fsync_directory(what.path)
+            except OSError as error:
+                if error.errno not in os_errors.DENIED | os_errors.ABSENT | os_errors.UNSUPPORTED:
+                    raise os_errors.unflushed(error, what.path, subject) from error
+
+        if isinstance(self.filesystem, OperatingSystem):
+            parallel_for(flush, flushes, threads=_FLUSH_THREADS)
+        else:
+            for what in flushes:
+                flush(what)
 
     def _absent(self, path: str) -> bool:
         try:
@@ -205,7 +231,7 @@ class Directories:
             self.filesystem.status(self.root)
         except FileNotFoundError:
             return False
-        self._make_root()
+        self._flush_all(self._make_root(), "")
         return True
 
     def prune(self, directory: str) -> None:

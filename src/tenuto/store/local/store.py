@@ -65,22 +65,36 @@ class LocalStore:
         return Capabilities(commits=self._naming is not None, persistent=self._directories.persistent)
 
     def probe(self) -> Capabilities:
+        # Without flushes, except for the last: nothing here has to outlive this call.
         name = f"tenuto-probe-{secrets.token_hex(8)}"
+        final = self._path(name)
         try:
-            self.put_if_absent(name, Bytes(b"first"), token="probe")
-        except StoreError:
-            if self._naming is None:  # this very put found out
-                return self.capabilities
-            raise
-        try:
-            self.put_if_absent(name, Bytes(b"second"), token="probe")
-            self._naming = None
-        except AlreadyExists:
-            if self.get(name, limit=16) != b"first":
+            self._try_name(final, name, b"1")
+            try:
+                self._try_name(final, name, b"")
                 self._naming = None
+            except AlreadyExists:
+                if self.stat(name).length == 0:  # replaced all the same
+                    self._naming = None
+        except StoreError:
+            if self._naming is not None:
+                raise
         finally:
-            self.delete([name])
+            self._remove_quietly(final)
+        self._directories.flush("", name)
         return self.capabilities
+
+    def _try_name(self, final: str, name: str, content: bytes) -> None:
+        temporary = f"{final}{TEMPORARY}probe"
+        descriptor = self._create(temporary, "", name)
+        try:
+            if content:
+                with os_errors.translated("writing", temporary, name):
+                    self.filesystem.pwrite(descriptor, [memoryview(content)], 0)
+            self._give_name(descriptor, temporary, final, name)
+        finally:
+            self._close_quietly(descriptor)
+            self._remove_quietly(temporary)
 
     # -- putting -----------------------------------------------------------------------------------------------------
 
