@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from tenuto.errors import AlreadyExists, ObjectNotFound, StoreError
 from tenuto.model.records import Receipt
-from tenuto.store.contract import Bytes, Capabilities, Content, Entry, Listing, Stat
+from tenuto.store.contract import Capabilities, Content, Entry, Listing, Stat
 from tenuto.store.local import os_errors
 from tenuto.store.local.directories import Directories, parent
 from tenuto.store.local.reader import LocalReader, read_whole
