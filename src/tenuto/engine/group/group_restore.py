@@ -14,7 +14,7 @@ from tenuto.engine.group.node_peers import NodePeers
 from tenuto.engine.group.pack_handover import dealt, hand_over, is_there, lacking
 from tenuto.engine.group.visibility import awaited
 from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, as_damage, choose, chosen, exactly, match
-from tenuto.engine.read.node_share import NodeSharedReads, WindowTimeouts
+from tenuto.engine.read.node_share import NodeSharedReads
 from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent
@@ -241,7 +241,7 @@ class GroupRestore:
         if self._neighbours is None:
             return None
         patience_s = min(PATIENCE_S, self.group.timeout_s / 4)
-        return self._neighbours.reads(self._round, timing=WindowTimeouts(patience_s), emitter=self._emitter)
+        return self._neighbours.reads(self._round, patience_s=patience_s, emitter=self._emitter)
 
     def _read_with_peers(
         self, id: CheckpointId, told: Callable[[], bytes], node: NodeSharedReads | None
@@ -261,7 +261,7 @@ class GroupRestore:
             own = as_damage(error)
             outcome.reason = _reason(own)
             if node is not None:
-                node.absent()
+                node.leave()
         crashpoint("part restored, not yet voted for")
         with self._open_round() as round:
             self.raised_by_all = True

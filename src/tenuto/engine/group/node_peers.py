@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from tenuto.engine.read.node_share import MOST_RANKS, WINDOW_BYTES, NodeSharedReads, WindowAddress, WindowTimeouts
+from tenuto.engine.read.node_share import MOST_RANKS, WINDOW_BYTES, NodeSharedReads
+from tenuto.engine.read.peer_window import WindowAddress
 from tenuto.engine.staging import slots
 from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.events import Emitter
@@ -50,14 +51,14 @@ class NodePeers:
         return cls(agreement.session.id, ranks, [Owner(*owner) for _, owner in told], ranks.index(agreement.rank))
 
     def reads(
-        self, number: int, *, timing: WindowTimeouts, emitter: Emitter, window_bytes: int = WINDOW_BYTES
+        self, number: int, *, patience_s: float, emitter: Emitter, window_bytes: int = WINDOW_BYTES
     ) -> NodeSharedReads:
         """What is read together of one checkpoint. `number`: the same on all ranks, and another each time."""
-        places = [
+        windows = [
             WindowAddress(slots.Slot(_ROOT, f"reads/{self.session}", f"{rank}-{number}"), owner)
             for rank, owner in zip(self.ranks, self.owners, strict=True)
         ]
-        return NodeSharedReads(places, self.own, timing=timing, window_bytes=window_bytes, emitter=emitter)
+        return NodeSharedReads(windows, self.own, patience_s=patience_s, window_bytes=window_bytes, emitter=emitter)
 
 
 def _beside_each(said: Sequence[Sequence[Any]]) -> list[Json]:

@@ -20,8 +20,8 @@ from tenuto.codec.chunk_map import ChunkMap
 from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
 from tenuto.engine.read.leaf_reader import LeafReader
-from tenuto.engine.read.node_share import NodeSharedReads, RequestedReads
-from tenuto.engine.read.packs import OpenPack, from_any_copy, open_pack
+from tenuto.engine.read.node_share import NodeSharedReads, PackRanges
+from tenuto.engine.read.packs import OpenPack, open_pack
 from tenuto.errors import CorruptionError, ShardMismatch, StoreError, typed
 from tenuto.events import Emitter, Progress
 from tenuto.model.box import Box
@@ -285,9 +285,9 @@ class ShardedReader:
         sinks = [sink for _, sink, _ in shared]
         portions = ReadSegments(plan, saved, wanted, sinks, self._private(private))
         if node is None:
-            self._read_from_any(portions)
+            self._read_all(portions)
         else:
-            self._read_together(portions, node)
+            self._read_with_node(portions, node)
         portions.finish()
         for line in np.flatnonzero(~every(wanted.shape > 0)).tolist():
             sink = sinks[int(wanted.row[line])]
@@ -408,11 +408,8 @@ class ShardedReader:
         rows = self._of(self._own).shared - self._table.leaves
         return [(self._own, leaf + rows, self.whole.specs[leaf].nbytes, sink) for leaf, sink in wants]
 
-    def _read_from_any(self, portions: ReadSegments) -> None:
-        from_any_copy(self._repo, lambda: self._read_alone(portions))
-
-    def _read_alone(self, portions: ReadSegments) -> None:
-        """Rank by rank what lies side by side; then what has to be cut out, in the order in which it lies."""
+    def _read_all(self, portions: ReadSegments) -> None:
+        """Reads the runs, saver by saver, then the cuts, in the order in which they lie."""
         self._read_runs(portions.runs)
         cuts = sorted(portions.cuts(), key=lambda one: (one.saver, one.row))
         batch = {saver: at // SAVERS_AT_ONCE for at, saver in enumerate(sorted({one.saver for one in cuts}))}
@@ -430,32 +427,32 @@ class ShardedReader:
             for reader in readers.values():
                 reader.close()
 
-    def _read_together(self, portions: ReadSegments, node: NodeSharedReads) -> None:
-        """The same beside neighbours who read some of it for us, and for whom we do. What seems to be damaged is read
-        once more without them: shared memory is not the store."""
+    def _read_with_node(self, portions: ReadSegments, node: NodeSharedReads) -> None:
+        """Reads the same, some of it through the other ranks of the node. What seems to be damaged is read once more
+        without them: shared memory is not the store."""
         try:
-            self._read_beside(portions, node)
+            self._read_shared(portions, node)
         except (CorruptionError, StoreError) as error:
             if isinstance(error, StoreError) and not is_unreadable(error):
                 raise
             if not (node.shares or isinstance(self._repo.store, ReplicatedStore)):
                 raise
-            self._read_from_any(portions)
+            self._read_all(portions)
         finally:
-            node.done()
+            node.finish()
 
-    def _read_beside(self, portions: ReadSegments, node: NodeSharedReads) -> None:
-        piece = node.piece(self._manifest.chunk_bytes)
+    def _read_shared(self, portions: ReadSegments, node: NodeSharedReads) -> None:
+        piece = node.piece_bytes(self._manifest.chunk_bytes)
         runs, cuts = portions.runs.split(piece), portions.cuts(piece)
         savers = sorted({*runs.saver.tolist(), *(one.saver for one in cuts)})
         packs = {number: pack for saver in savers for number, pack in self._open(saver, node.resources)}
         places = self._places(runs, cuts)
         asking = np.isin(places.pack, [number for number, pack in packs.items() if pack.view is None])
-        dealt = node.join(RequestedReads.of(places.pack[asking], places.low[asking], places.high[asking]), packs)
-        step = np.zeros(len(places.pack), np.int64) if dealt is None else dealt.step(places.pack, places.high)
+        shared = node.join(places.take(np.flatnonzero(asking)).merged(), packs)
+        step = np.zeros(len(places), np.int64) if shared is None else shared.group_of(places.pack, places.high)
         readers = {saver: self._lazy(saver, node) for saver in savers}
         for group in np.unique(step).tolist():
-            node.at(group)
+            node.advance(group)
             lines = np.flatnonzero(step == group)
             self._read_runs(runs.some(lines[lines < len(runs)]), node)
             self._read_cuts([cuts[line - len(runs)] for line in lines[lines >= len(runs)].tolist()], readers)
@@ -471,14 +468,14 @@ class ShardedReader:
         table = self._of(saver)
         return LazyReader(self._repo, self._manifest.id, table, lambda entry: node.pack(_number_of(table, entry)))
 
-    def _places(self, runs: ContiguousReads, cuts: Sequence[BoxRead]) -> _PackRanges:
+    def _places(self, runs: ContiguousReads, cuts: Sequence[BoxRead]) -> PackRanges:
         """Returns where the chunks of each run, then of each cut, lie in the packs."""
         spans = [one.span for one in cuts]
         saver = np.concatenate([runs.saver, np.array([one.saver for one in cuts], np.int64)])
         row = np.concatenate([runs.row, np.array([one.row for one in cuts], np.int64)])
         low = np.concatenate([runs.first, np.array([begin for begin, _ in spans], np.int64)])
         high = np.concatenate([runs.stop, np.array([end for _, end in spans], np.int64)])
-        found = _PackRanges(np.zeros_like(row), np.zeros_like(row), np.zeros_like(row))
+        found = PackRanges(np.zeros_like(row), np.zeros_like(row), np.zeros_like(row))
         for one in np.unique(saver).tolist():
             table, at = self._of(one), np.flatnonzero(saver == one)
             pack, found.low[at], found.high[at] = ChunkMap.of(table).stored_ranges(row[at], low[at], high[at])
@@ -515,14 +512,6 @@ class _LaidOut(NamedTuple):
     wanted: Holdings
     saved: Holdings
     plan: Reshard
-
-
-class _PackRanges(NamedTuple):
-    """Bytes `low[i] .. high[i] - 1` of pack `pack[i]`, as all ranks number them."""
-
-    pack: Column
-    low: Column
-    high: Column
 
 
 @overload
