@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
@@ -46,7 +47,6 @@ from tenuto.sharding.coalesce import cut
 from tenuto.sharding.coverage import check_coverage
 from tenuto.sharding.holdings import Column, Holdings, every
 from tenuto.sharding.reshard import Overlap, Reshard, bands, pieces, reshard, runs
-from tenuto.sharding.slices import Region, box_region
 from tenuto.state.contract import Buffer, Prepared, Sink
 from tenuto.state.restore.match import match_state
 from tenuto.state.tree import leaf_paths
@@ -178,14 +178,14 @@ class ReadSegments:
         self._sinks = sinks
         self._targets: dict[int, BoxTarget] = {}
         count, _ = runs(plan, saved, wanted)
-        self.runs = self._runs(_some(plan, np.flatnonzero(count == 1)), private)
+        self.runs = self._runs(plan.take(np.flatnonzero(count == 1)), private)
         self._plan = plan
         self._to_cut = np.flatnonzero(count > 1).tolist()
 
     def cuts(self, piece_bytes: int | None = None) -> list[BoxRead]:
         """What has to be cut out, in pieces that take up about `piece_bytes` of their rows."""
         nbytes = piece_bytes or PIECE_BYTES
-        return [part for line in self._to_cut for part in self._cuts(self._plan, line, nbytes)]
+        return [part for line in self._to_cut for part in self._cuts(line, nbytes)]
 
     def finish(self) -> None:
         for target in self._targets.values():
@@ -220,26 +220,15 @@ class ReadSegments:
             [*sinks, *(sink for _, _, _, sink in private)],
         )
 
-    def _cuts(self, plan: Reshard, line: int, piece_bytes: int) -> list[BoxRead]:
-        saved, have = self._saved, int(plan.saved[line])
-        axes = int(saved.ndim[saved.leaf[have]])
-        shape = tuple(plan.shape[line, :axes].tolist())
-        here = tuple(plan.wanted_offsets[line, :axes].tolist())
-        there = tuple(plan.saved_offsets[line, :axes].tolist())
-        where = tuple(slice(begin, begin + extent) for begin, extent in zip(here, shape, strict=True))
-        region: Region = box_region(tuple(saved.shape[have, :axes].tolist()), there, shape)
-        target = self._target(int(plan.wanted[line]))
+    def _cuts(self, line: int, piece_bytes: int) -> list[BoxRead]:
+        saved, have = self._saved, int(self._plan.saved[line])
+        taken = self._plan.overlap(line, saved)
+        target = self._target(int(self._plan.wanted[line]))
         row, path, saver = int(saved.row[have]), saved.path(have), int(saved.rank[have])
         # Bands by what is passed over in the row, not only by what is taken of it.
-        thin = max(int(np.prod(saved.shape[have, 1:axes])) // max(int(np.prod(shape[1:])), 1), 1)
+        thin = max(int(np.prod(saved.shape[have, 1:])) // max(prod(taken.region.counts[1:]), 1), 1)
         items = max(piece_bytes // target.itemsize // thin, 1)
-        return [BoxRead(saver, row, path, band, target) for band in bands(Overlap(region, where), items)]
-
-
-def _some(plan: Reshard, lines: Column) -> Reshard:
-    return Reshard(
-        plan.wanted[lines], plan.saved[lines], plan.wanted_offsets[lines], plan.saved_offsets[lines], plan.shape[lines]
-    )
+        return [BoxRead(saver, row, path, band, target) for band in bands(taken, items)]
 
 
 SAVERS_AT_ONCE: Final = 32
