@@ -37,9 +37,9 @@ from tenuto.events import Emitter
 from tenuto.model.ids import CheckpointId
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.cleanup import StaleRounds
+from tenuto.ranks.contract import Settings
 from tenuto.ranks.kv.in_process import InProcessKVStore
 from tenuto.ranks.session import Session
-from tenuto.ranks.timeouts import Settings
 from tenuto.repo.format.shard_table import saved_boxes
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coverage import check_coverage

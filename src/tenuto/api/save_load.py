@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from tenuto.api.redirection import redirected
 from tenuto.concurrency.deadlines import seconds
-from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult, chosen, restore_checkpoint, restore_latest
-from tenuto.engine.read.results import Checkpoint, Restored
+from tenuto.engine.read.choose import (
+    Checkpoint,
+    CheckpointLeaves,
+    Restored,
+    RestoreResult,
+    chosen,
+    restore_checkpoint,
+    restore_latest,
+)
 from tenuto.errors import CheckpointNotFound, Superseded, UsageError, typed
 from tenuto.events import Emitter, Sink
 from tenuto.model.ids import CheckpointId, run_key

@@ -12,8 +12,7 @@ import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap
 from tenuto.codec.digest import digest
-from tenuto.engine.read.chunk_reader import AlignedBuffers, differing
-from tenuto.engine.read.chunk_runs import ChunkRun, chunk_runs, halves
+from tenuto.engine.read.chunk_reader import AlignedBuffers, ChunkRun, chunk_runs, differing, halves
 from tenuto.engine.read.packs import OpenPack
 from tenuto.engine.staging.buffer_layout import stored_name
 from tenuto.errors import (

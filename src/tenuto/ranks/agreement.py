@@ -10,12 +10,11 @@ from typing import Final
 from tenuto.errors import TenutoError, UsageError
 from tenuto.ranks.background import KIND, Heartbeat
 from tenuto.ranks.cleanup import ConvenedSessions, StaleRounds, StaleSession
-from tenuto.ranks.contract import KVStore, Ranks
+from tenuto.ranks.contract import Deadline, KVStore, Ranks, Settings
 from tenuto.ranks.handshake import CoordinatorHandshake, Hello, MemberHandshake
 from tenuto.ranks.proposals import Proposal, Proposals
 from tenuto.ranks.round import Round
 from tenuto.ranks.session import Session
-from tenuto.ranks.timeouts import Deadline, Settings
 
 _CLOSED: Final = "it has closed"
 _SESSIONS: Final = ConvenedSessions()

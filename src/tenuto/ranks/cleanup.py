@@ -14,11 +14,10 @@ from typing import Final
 
 from tenuto.errors import RankStoreLost
 from tenuto.ranks.common_step import CommonStep
-from tenuto.ranks.contract import KVStore
+from tenuto.ranks.contract import KVStore, Settings
 from tenuto.ranks.heartbeats import rounds_of
 from tenuto.ranks.round import Round
 from tenuto.ranks.session import OFFER, Session
-from tenuto.ranks.timeouts import Settings
 
 _SEARCH_LIMIT: Final = 1000
 """The number of rounds per kind that are searched for keys."""

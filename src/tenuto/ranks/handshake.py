@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tenuto.errors import RanksDisagree, RanksError, RanksMissing, RankStoreLost
-from tenuto.ranks.contract import KVStore
+from tenuto.ranks.contract import Deadline, KVStore, Settings
 from tenuto.ranks.heartbeats import NAMED
-from tenuto.ranks.message import Message, decode, failure
-from tenuto.ranks.session import OFFER, ROOT, Session
-from tenuto.ranks.timeouts import Deadline, Settings
+from tenuto.ranks.session import OFFER, ROOT, Message, Session, decode, failure
 
 # Hello and offer, the messages before there is a session. What cannot be decoded is ignored: it may be a leftover.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tenuto.errors import CorruptionError, ShardMismatch
 from tenuto.model import canonical_json
-from tenuto.model.paths import join
+from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.sharding.holdings import Column, rank_names
 from tenuto.state.tree import (

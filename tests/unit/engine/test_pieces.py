@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.codec.chunk_map import ChunkMap
-from tenuto.engine.read.chunk_runs import chunk_runs, halves
+from tenuto.engine.read.chunk_reader import chunk_runs, halves
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Index, PackEntry

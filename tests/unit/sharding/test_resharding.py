@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tenuto.errors import ShardMismatch
-from tenuto.model.box import Box
+from tenuto.model.leaf import Box
 from tenuto.sharding import coverage
 from tenuto.sharding.coverage import check_coverage
 from tenuto.sharding.holdings import Holdings, gather, shards

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group_restore import GroupRestore
 from tenuto.engine.group.group_save import GroupCommit
-from tenuto.engine.group.visibility import SHARE_ONE_PLACE, awaited, sees_claim
+from tenuto.engine.group.rounds import SHARE_ONE_PLACE, awaited, sees_claim
 from tenuto.engine.read.choose import Prepare
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.rank_group import RankGroup, SoloGroup
@@ -19,9 +19,8 @@ from tenuto.events import Emitter, RanksBehind, Warned
 from tenuto.model.ids import run_key
 from tenuto.policy.save import Decision, DividedPolicy, Moment, SaveHistory, SavePolicy
 from tenuto.ranks.agreement import Agreement
-from tenuto.ranks.contract import TIMEOUT_S, Ranks
+from tenuto.ranks.contract import TIMEOUT_S, Ranks, Settings
 from tenuto.ranks.round import Round
-from tenuto.ranks.timeouts import Settings
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt, announced
 from tenuto.repo.replicated.members import join

@@ -23,17 +23,19 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.planning import PLANNING, GroupPlan, GroupPlanner, WriteAssignment, first_of_each
 from tenuto.engine.group.replica_check import ComparedRows, ReplicaDigests, check_replicas, check_sets
 from tenuto.engine.group.rounds import (
+    SHARE_ONE_PLACE,
     STEP,
     RankMessage,
     SaveRounds,
     WaitPoints,
+    awaited,
     phase,
     read_message,
     refusal,
     same,
+    sees_begin,
     through,
 )
-from tenuto.engine.group.visibility import SHARE_ONE_PLACE, awaited, sees_begin
 from tenuto.engine.save.commit_protocol import ManifestCallback
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import Job, ManifestDetails
@@ -54,7 +56,7 @@ from tenuto.repo.repository import Repo
 from tenuto.sharding.merge_trees import unite
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.contract import Flattened
-from tenuto.state.position.rng_streams import alike
+from tenuto.state.position.rng import alike
 
 # --------------------------------------------------------------------------------------------------
 # Where the time of a save has gone on each rank, told with its receipts and put together by the coordinator.

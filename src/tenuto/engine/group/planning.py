@@ -30,16 +30,14 @@ from tenuto.engine.group.rounds import RankMessage, SaveRounds, WaitPoints, refu
 from tenuto.engine.save.handle import Save
 from tenuto.errors import CorruptionError, RanksDisagree, ShardMismatch
 from tenuto.model import canonical_json
-from tenuto.model.box import Box
-from tenuto.model.leaf import LeafSpec
+from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Json
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.round import Round
 from tenuto.repo.format.columns import Kind, decode_columns, encode_columns, narrowest
 from tenuto.repo.format.shard_table import BoxTable
 from tenuto.sharding.coverage import check_coverage
-from tenuto.sharding.distinct_boxes import distinct_boxes
-from tenuto.sharding.holdings import Column, Flags, Holdings, begins, gather, rising
+from tenuto.sharding.holdings import Column, Flags, Holdings, begins, distinct_boxes, gather, rising
 from tenuto.sharding.merge_trees import Union, unite
 from tenuto.sharding.write_plan import Assignment, Strategy, assign, layers, written
 from tenuto.state.contract import Flattened

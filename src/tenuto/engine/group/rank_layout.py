@@ -9,8 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.errors import CorruptionError
-from tenuto.model.box import Box
-from tenuto.model.leaf import LeafSpec, dtype
+from tenuto.model.leaf import Box, LeafSpec, dtype
 from tenuto.repo.format.columns import Kind, decode_columns, decode_json, encode_columns, encode_json
 from tenuto.sharding.holdings import Shards, shards
 from tenuto.state.contract import Flattened

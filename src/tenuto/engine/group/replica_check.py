@@ -17,8 +17,7 @@ from tenuto.codec.digest import DIGEST_BYTES, digest
 from tenuto.engine.group.rank_layout import box_of
 from tenuto.errors import ShardMismatch
 from tenuto.model.leaf import LeafSpec
-from tenuto.sharding.distinct_boxes import DistinctBoxes, replica_sets
-from tenuto.sharding.holdings import Column, Holdings, rank_names
+from tenuto.sharding.holdings import Column, DistinctBoxes, Holdings, rank_names, replica_sets
 from tenuto.state.contract import Bound, Flattened
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from tenuto.codec.chunk_map import ChunkMap
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.read.chunk_reader import AlignedBuffers, ChunkReader
-from tenuto.engine.read.chunk_runs import chunk_runs
+from tenuto.engine.read.chunk_reader import AlignedBuffers, ChunkReader, chunk_runs
 from tenuto.engine.read.packs import OpenPack, missing
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError
 from tenuto.model.records import Index, Manifest

@@ -21,8 +21,8 @@ from tenuto.concurrency.parallel_for import READ_THREADS, parallel_for
 from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.engine.read.packs import OpenPack, copy_to_turn_from, from_any_copy, open_pack
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError, UsageError, typed
-from tenuto.model.box import Box
 from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import Box
 from tenuto.model.records import PackEntry
 from tenuto.repo.format.index import Table
 from tenuto.repo.repository import Repo

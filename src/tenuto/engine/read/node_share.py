@@ -7,13 +7,14 @@ and shared memory need not be trusted.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Final
+from contextlib import ExitStack, suppress
+from dataclasses import astuple, dataclass
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,8 +22,14 @@ from tenuto.codec.chunk_map import whole_chunks
 from tenuto.concurrency.parallel_for import READ_THREADS, parallel_for
 from tenuto.engine.read.packs import OpenPack
 from tenuto.engine.read.peer_window import PAGE, PeerWindow, Window, WindowAddress, whole_pages
+from tenuto.engine.staging import slots
+from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.errors import TenutoError
 from tenuto.events import Emitter, Warned
+from tenuto.model import canonical_json
+from tenuto.model.records import Json, Owner
+from tenuto.ranks.agreement import Agreement
+from tenuto.repo.process import this_process
 from tenuto.sharding.coalesce import TASK_BYTES, cut
 from tenuto.sharding.holdings import Column
 from tenuto.state.contract import Buffer
@@ -423,3 +430,64 @@ def _decoded(data: bytes | None) -> PackRanges | None:
     pack, low, high = np.frombuffer(data, "<i8").reshape(3, -1).astype(np.int64)
     sound = ((low >= 0) & (low < high) & (high < LONGEST)).all()
     return PackRanges(pack, low, high) if sound else None
+
+
+_ROOT = slots.SHARED_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class NodePeers:
+    """The ranks of one node, this one too, in order of their numbers. `owners`: their processes."""
+
+    session: str
+    ranks: Sequence[int]
+    owners: Sequence[Owner]
+    own: int
+    """This rank's place among them."""
+
+    @classmethod
+    def meet(cls, agreement: Agreement, deadline_s: float) -> NodePeers | None:
+        """Who is here; None where this rank is alone on its node, or its node has no shared memory. One round of
+        messages: every rank calls it. Raises what `Topic.gather` does."""
+        free_shared_memory()
+        own = [_memory_here(), *astuple(this_process())]
+        phase = "telling where each rank runs"
+        with agreement.round("node") as round:
+            round.send(canonical_json.dumps(own))
+            if agreement.is_coordinator:
+                said = [canonical_json.loads(one) for one in round.gather(deadline_s, phase)]
+                round.broadcast(b"", [canonical_json.dumps(one) for one in _beside_each(said)])
+            round.receive(deadline_s, phase)
+            told = canonical_json.loads(round.own_reply())
+        if not told:
+            return None
+        ranks = [rank for rank, _ in told]
+        return cls(agreement.session.id, ranks, [Owner(*owner) for _, owner in told], ranks.index(agreement.rank))
+
+    def reads(
+        self, number: int, *, patience_s: float, emitter: Emitter, window_bytes: int = WINDOW_BYTES
+    ) -> NodeSharedReads:
+        """What is read together of one checkpoint. `number`: the same on all ranks, and another each time."""
+        windows = [
+            WindowAddress(slots.Slot(_ROOT, f"reads/{self.session}", f"{rank}-{number}"), owner)
+            for rank, owner in zip(self.ranks, self.owners, strict=True)
+        ]
+        return NodeSharedReads(windows, self.own, patience_s=patience_s, window_bytes=window_bytes, emitter=emitter)
+
+
+def _beside_each(said: Sequence[Sequence[Any]]) -> list[Json]:
+    """By rank who is on its node, this rank too: rank and process of each. Empty where that is nobody else, or too
+    many. Each is told only of its own: what thousands tell thousands does not fit anywhere."""
+    found: dict[tuple[Any, ...], list[Json]] = {}
+    places = [(memory, *owner[:2]) for memory, *owner in said]
+    for rank, (place, (_, *owner)) in enumerate(zip(places, said, strict=True)):
+        found.setdefault(place, []).append([rank, owner])
+    return [found[place] if place[0] and 1 < len(found[place]) <= MOST_RANKS else [] for place in places]
+
+
+def _memory_here() -> str:
+    """Equal for processes that see the same files in shared memory; empty where there are none."""
+    with suppress(OSError):
+        status = os.stat(_ROOT)
+        return f"{os.geteuid()} {status.st_dev} {status.st_ino}"
+    return ""

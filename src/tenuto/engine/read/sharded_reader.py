@@ -25,7 +25,7 @@ from tenuto.engine.read.node_share import NodeSharedReads, PackRanges
 from tenuto.engine.read.packs import OpenPack, open_pack
 from tenuto.errors import CorruptionError, ShardMismatch, StoreError, typed
 from tenuto.events import Emitter, Progress
-from tenuto.model.box import Box
+from tenuto.model.leaf import Box
 from tenuto.model.records import Index, Json, Manifest, PackEntry
 from tenuto.repo.format.index import Table
 from tenuto.repo.format.leaf_table import LeafSpecs

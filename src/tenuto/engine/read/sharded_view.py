@@ -15,8 +15,7 @@ import numpy as np
 from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.sharded_reader import PIECE_BYTES, ShardedReader
 from tenuto.errors import CorruptionError, UsageError, typed
-from tenuto.model.box import Box
-from tenuto.model.leaf import LeafSpec
+from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Json, Manifest
 from tenuto.repo.format.object_names import BOXES
 from tenuto.repo.format.shard_table import BoxTable

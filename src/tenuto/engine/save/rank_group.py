@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tenuto.engine.save.handle import Save
     from tenuto.events import Emitter
     from tenuto.policy.save import DividedPolicy, Moment, SaveHistory
-    from tenuto.ranks.timeouts import Deadline
+    from tenuto.ranks.contract import Deadline
     from tenuto.repo.ownership.claim import Attempt
     from tenuto.repo.repository import Repo
 

@@ -17,15 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.errors import StateError, TenutoError, Unserialisable
-from tenuto.model.leaf import LeafSpec, Placement
-from tenuto.model.paths import METADATA, join
+from tenuto.model.leaf import METADATA, LeafSpec, Placement, join
 from tenuto.model.records import Json
 from tenuto.state import frameworks
 from tenuto.state.contract import Device
 from tenuto.state.declarations import MARKS, PerRank, Replicated, Shard, ShardLayout
 from tenuto.state.encode.aliasing import Geometry
-from tenuto.state.encode.atoms import ENCODERS, encode_bytes
-from tenuto.state.encode.containers import CONTAINERS, DICTIONARIES
+from tenuto.state.encode.atoms import CONTAINERS, DICTIONARIES, ENCODERS, encode_bytes
 from tenuto.state.frameworks import is_stateful, type_name
 from tenuto.state.tree import MAX_DEPTH, OWN, PRIVATE, ROOT, segment
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 from tenuto.errors import CorruptionError
-from tenuto.model.paths import join
+from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.state import frameworks
 from tenuto.state.declarations import MARKS, Shard
-from tenuto.state.encode.atoms import DECODERS, ENCODERS, decode_atom, random_state
-from tenuto.state.encode.containers import FACTORIES
+from tenuto.state.encode.atoms import DECODERS, ENCODERS, FACTORIES, decode_atom, random_state
 from tenuto.state.frameworks import Tagged, is_stateful, type_name
 from tenuto.state.restore.class_fields import enum_member, named_fields, refused, tagged
 from tenuto.state.restore.entries import key_thunk, matched, spell, spelled, stateful, structured

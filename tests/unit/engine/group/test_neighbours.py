@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tenuto.engine.group.node_peers import _beside_each
-from tenuto.engine.read.node_share import MOST_RANKS
+from tenuto.engine.read.node_share import MOST_RANKS, _beside_each
 
 
 def said(memory: str, host: str, pid: int) -> list[Any]:

@@ -14,9 +14,9 @@ import pytest
 import tenuto
 from support.rank_threads import on_ranks, outcomes
 from tenuto.engine.group.group_save import GroupCommit
-from tenuto.engine.group.node_peers import NodePeers
 from tenuto.engine.read import node_share, peer_window
 from tenuto.engine.read.choose import fetch
+from tenuto.engine.read.node_share import NodePeers
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.engine.staging import slots

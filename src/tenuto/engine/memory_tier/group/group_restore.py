@@ -33,9 +33,8 @@ from tenuto.errors import (
 )
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent
 from tenuto.model import canonical_json
-from tenuto.model.box import Box
 from tenuto.model.ids import CheckpointId
-from tenuto.model.leaf import LeafSpec
+from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Index, Json, Manifest
 from tenuto.ranks.contract import VoteResult
 from tenuto.ranks.round import Round
