@@ -1,4 +1,4 @@
-"""The contract of a backend: the processes of a job and the key-value store they share.
+"""The contract of a backend (the processes of a job and the key-value store they share), and the times of ranks.
 
 A backend supplies only the store. `agreement` builds everything else on it, once. `tenuto.testing.ranks_suite` states
 as tests what a store must guarantee.
@@ -100,6 +100,10 @@ class VoteResult:
 
     def __bool__(self) -> bool:
         return self.ok
+
+
+# --------------------------------------------------------------------------------------------------
+# Times: each rank has its own monotonic clock, which is never compared with another's.
 
 
 @dataclass(frozen=True, slots=True)

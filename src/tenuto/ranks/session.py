@@ -1,4 +1,8 @@
-"""One meeting of the ranks of a job: its keys in the key-value store, and the one loop that does all waiting."""
+"""One meeting of the ranks of a job: its keys and messages in the key-value store, and the one loop that waits.
+
+Each message names its session and round. A reader that finds another session or round under a key fails the round, so
+no message is mistaken for another, whatever the store does with its keys.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ class Message:
         return json.dumps(head, separators=(",", ":")).encode() + b"\n" + self.data
 
     def error(self, reader: int) -> RanksError | None:
-        """Returns the error of a failure message, as rank `hearer` raises it; None for data."""
+        """Returns the error of a failure message, as rank `reader` raises it; None for data."""
         kind = _FAILURES.get(self.kind)
         if kind is None:
             return None

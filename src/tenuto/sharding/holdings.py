@@ -353,6 +353,9 @@ def _widened(parts: Sequence[Matrix], axes: int, fill: int) -> Matrix:
     return found
 
 
+# --------------------------------------------------------------------------------------------------
+# Distinct boxes: all replicas of one box form one cell.
+
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 

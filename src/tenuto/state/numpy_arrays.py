@@ -1,4 +1,4 @@
-"""The adapter for numpy values and long bytes: leaves in host memory."""
+"""The adapter for numpy values and long bytes (leaves in host memory), and the states of numpy's random generators."""
 
 from __future__ import annotations
 

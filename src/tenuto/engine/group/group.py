@@ -10,7 +10,7 @@ from typing import Final, Literal
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group_restore import GroupRestore
 from tenuto.engine.group.group_save import GroupCommit
-from tenuto.engine.group.rounds import SHARE_ONE_PLACE, awaited, sees_claim
+from tenuto.engine.group.rounds import SHARE_ONE_PLACE, becomes_visible, sees_claim
 from tenuto.engine.read.choose import Prepare
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.rank_group import RankGroup, SoloGroup
@@ -196,7 +196,7 @@ class JobGroup:
             return bool(found)
 
         try:
-            if not awaited(look, self.timeout_s, self.agreement.session.settings.clock):
+            if not becomes_visible(look, self.timeout_s, self.agreement.session.settings.clock):
                 return None, wrong
         except TenutoError as error:
             return None, error.message
@@ -234,7 +234,7 @@ class JobGroup:
         Raises RanksDisagree, on all of them, where one does not see it; and what other waits for ranks do.
         """
         wrong, clock = "", self.agreement.session.settings.clock
-        if not self.coordinates and not awaited(lambda: sees_claim(attempt), self.timeout_s, clock):
+        if not self.coordinates and not becomes_visible(lambda: sees_claim(attempt), self.timeout_s, clock):
             wrong = (
                 f"a copy lies there, without attempt {attempt.number} of run {attempt.run!r}, just claimed by rank 0"
             )

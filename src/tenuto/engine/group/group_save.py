@@ -28,7 +28,7 @@ from tenuto.engine.group.rounds import (
     RankMessage,
     SaveRounds,
     WaitPoints,
-    awaited,
+    becomes_visible,
     phase,
     read_message,
     refusal,
@@ -255,7 +255,7 @@ class GroupCommit:
             put.check()
             return False
 
-        if not awaited(look, self._deadline_s, self._agreement.session.settings.clock):
+        if not becomes_visible(look, self._deadline_s, self._agreement.session.settings.clock):
             raise RanksDisagree(
                 f"{phase}: rank {self.rank} does not find it begun in {repo.url} on {socket.gethostname()}: rank 0 has "
                 "begun it in another place, or it was closed since",

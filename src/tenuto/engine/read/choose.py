@@ -1,4 +1,4 @@
-"""Restoring: choose a checkpoint, match it with the target, read and verify every byte, then set what is plain.
+"""Restores: chooses a checkpoint, matches it with the target, reads and verifies every byte, then sets plain values.
 
 Reading needs read permission only: it writes nothing and claims nothing.
 """

@@ -25,7 +25,10 @@ from tenuto.repo.repository import Repo
 from tenuto.sharding.coalesce import GAP_BYTES, TASK_BYTES, ReadPlan, ReadTask, coalesce
 from tenuto.state.contract import Buffer
 
-PIECE_BYTES = 8 << 20
+# --------------------------------------------------------------------------------------------------
+# Runs: chunks that follow each other in a pack and are read together to be verified.
+
+PIECE_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,15 +54,18 @@ def chunk_runs(chunks: ChunkMap, piece_bytes: int = PIECE_BYTES) -> Iterator[Chu
         yield _run(found.take(slice(low, high)))
 
 
-def halves(piece: ChunkRun) -> tuple[ChunkRun, ChunkRun]:
-    """Returns a piece of at least two chunks, divided between two of them."""
-    middle = len(piece.chunks) // 2
-    return _run(piece.chunks.take(slice(0, middle))), _run(piece.chunks.take(slice(middle, None)))
+def split_run(run: ChunkRun) -> tuple[ChunkRun, ChunkRun]:
+    """Splits a run of at least two chunks in the middle."""
+    middle = len(run.chunks) // 2
+    return _run(run.chunks.take(slice(0, middle))), _run(run.chunks.take(slice(middle, None)))
 
 
 def _run(chunks: Chunks) -> ChunkRun:
     return ChunkRun(int(chunks.pack[0]), int(chunks.offset[0]), int(chunks.offset[-1] + chunks.stored[-1]), chunks)
 
+
+# --------------------------------------------------------------------------------------------------
+# Reading.
 
 PAGE: Final = 4096
 STRAIGHT_BYTES: Final = 128 << 10

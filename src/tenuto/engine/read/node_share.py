@@ -432,7 +432,10 @@ def _decoded(data: bytes | None) -> PackRanges | None:
     return PackRanges(pack, low, high) if sound else None
 
 
-_ROOT = slots.SHARED_MEMORY
+# --------------------------------------------------------------------------------------------------
+# Which ranks of the job share this node's memory.
+
+_ROOT: Final = slots.SHARED_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,27 +450,27 @@ class NodePeers:
 
     @classmethod
     def meet(cls, agreement: Agreement, deadline_s: float) -> NodePeers | None:
-        """Who is here; None where this rank is alone on its node, or its node has no shared memory. One round of
-        messages: every rank calls it. Raises what `Topic.gather` does."""
+        """Finds the ranks of this node in one round, which every rank takes part in. None where this rank is the only
+        one on its node, or its node has no shared memory. Raises what `Round.gather` does."""
         free_shared_memory()
-        own = [_memory_here(), *astuple(this_process())]
+        own = [_memory_id(), *astuple(this_process())]
         phase = "telling where each rank runs"
         with agreement.round("node") as round:
             round.send(canonical_json.dumps(own))
             if agreement.is_coordinator:
-                said = [canonical_json.loads(one) for one in round.gather(deadline_s, phase)]
-                round.broadcast(b"", [canonical_json.dumps(one) for one in _beside_each(said)])
+                facts = [canonical_json.loads(one) for one in round.gather(deadline_s, phase)]
+                round.broadcast(b"", [canonical_json.dumps(one) for one in _peers_of_each(facts)])
             round.receive(deadline_s, phase)
-            told = canonical_json.loads(round.own_reply())
-        if not told:
+            peers = canonical_json.loads(round.own_reply())
+        if not peers:
             return None
-        ranks = [rank for rank, _ in told]
-        return cls(agreement.session.id, ranks, [Owner(*owner) for _, owner in told], ranks.index(agreement.rank))
+        ranks = [rank for rank, _ in peers]
+        return cls(agreement.session.id, ranks, [Owner(*owner) for _, owner in peers], ranks.index(agreement.rank))
 
     def reads(
         self, number: int, *, patience_s: float, emitter: Emitter, window_bytes: int = WINDOW_BYTES
     ) -> NodeSharedReads:
-        """What is read together of one checkpoint. `number`: the same on all ranks, and another each time."""
+        """Returns the shared reads of one checkpoint. `number`: the same on all ranks, and another each time."""
         windows = [
             WindowAddress(slots.Slot(_ROOT, f"reads/{self.session}", f"{rank}-{number}"), owner)
             for rank, owner in zip(self.ranks, self.owners, strict=True)
@@ -475,18 +478,18 @@ class NodePeers:
         return NodeSharedReads(windows, self.own, patience_s=patience_s, window_bytes=window_bytes, emitter=emitter)
 
 
-def _beside_each(said: Sequence[Sequence[Any]]) -> list[Json]:
-    """By rank who is on its node, this rank too: rank and process of each. Empty where that is nobody else, or too
-    many. Each is told only of its own: what thousands tell thousands does not fit anywhere."""
+def _peers_of_each(facts: Sequence[Sequence[Any]]) -> list[Json]:
+    """Returns, for each rank, number and process of the ranks on its node, itself included; empty where there is no
+    other, or too many. Each rank gets only its own node's: all of them would be too much with thousands of ranks."""
     found: dict[tuple[Any, ...], list[Json]] = {}
-    places = [(memory, *owner[:2]) for memory, *owner in said]
-    for rank, (place, (_, *owner)) in enumerate(zip(places, said, strict=True)):
-        found.setdefault(place, []).append([rank, owner])
-    return [found[place] if place[0] and 1 < len(found[place]) <= MOST_RANKS else [] for place in places]
+    nodes = [(memory, *owner[:2]) for memory, *owner in facts]
+    for rank, (node, (_, *owner)) in enumerate(zip(nodes, facts, strict=True)):
+        found.setdefault(node, []).append([rank, owner])
+    return [found[node] if node[0] and 1 < len(found[node]) <= MOST_RANKS else [] for node in nodes]
 
 
-def _memory_here() -> str:
-    """Equal for processes that see the same files in shared memory; empty where there are none."""
+def _memory_id() -> str:
+    """Returns a text that is equal for processes that see the same files in shared memory; empty without any."""
     with suppress(OSError):
         status = os.stat(_ROOT)
         return f"{os.geteuid()} {status.st_dev} {status.st_ino}"

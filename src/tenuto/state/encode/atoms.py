@@ -1,7 +1,7 @@
-"""Encodes plain values without children as nodes and back: the same type and bits return.
+"""Encodes plain values as nodes and back (the same type and bits return), and containers as nodes.
 
 A node is JSON. What JSON has itself (null, true, integers up to 2^53, finite floats, strings) is its own node; anything
-else is an object whose "!" names the kind.
+else is an object whose "!" names the kind. The walker encodes the children of containers.
 """
 
 from __future__ import annotations
@@ -211,6 +211,9 @@ def decode_atom(node: Json, path: str = "") -> Any:
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, ArithmeticError, binascii.Error) as error:
         raise CorruptionError(f"{path or 'the state'}: a malformed {node['!']} value ({error})", subject=path) from None
 
+
+# --------------------------------------------------------------------------------------------------
+# Containers.
 
 FACTORIES: Final[dict[Any, str]] = {
     kind: kind.__name__

@@ -1,6 +1,9 @@
 """The global random generators as plain values: Python's `random`, numpy's legacy generator, and those of frameworks.
 
 Capturing never imports a framework: only those the program has imported are asked.
+
+Generators that are equal on all ranks (a shuffle that each computes for itself relies on it) stay equal on any number
+of ranks. The others belong to their rank: a new rank gets its own stream, derived from rank 0's and its number.
 """
 
 from __future__ import annotations

@@ -258,6 +258,10 @@ def _report(restorer: Restorer) -> LoadReport:
     )
 
 
+# --------------------------------------------------------------------------------------------------
+# The parts of a checkpoint that one of several ranks does not take, encoded for comparison with the other ranks: a
+# stage that leaves over what others take is no mismatch.
+
 _MARK_BYTES: Final = 8
 
 
