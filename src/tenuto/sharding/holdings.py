@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -66,6 +67,20 @@ def paces(shape: Matrix) -> Matrix:
     for axis in range(shape.shape[1] - 2, -1, -1):
         found[:, axis] = found[:, axis + 1] * shape[:, axis + 1]
     return found
+
+
+def spread(flat: Column, bounds: Column, axes: int, fill: int) -> Matrix:
+    """Returns a ragged column as a matrix, padded at the end of each line."""
+    count = np.diff(bounds)
+    found = np.full((len(count), axes), fill, np.int64)
+    found[np.arange(axes) < count[:, None]] = flat
+    return found
+
+
+def padded(lines: Sequence[tuple[int, ...]], axes: int, fill: int) -> Matrix:
+    """Returns tuples as a matrix, padded at the end of each line."""
+    flat = np.array([place for line in lines for place in line], np.int64)
+    return spread(flat, np.array([0, *accumulate(map(len, lines))], np.int64), axes, fill)
 
 
 def lines_of(rank: Ranks, one: int) -> slice:
@@ -214,19 +229,15 @@ def shards(
     axes = max(map(len, whole), default=1)
     return Shards(
         leaf=np.array(leaf, np.int64),
-        offsets=_padded([box.offsets for box in boxes], max(axes, 1), 0),
-        shape=_padded([box.shape for box in boxes], max(axes, 1), 1),
-        whole=_padded(whole, max(axes, 1), 1),
+        offsets=padded([box.offsets for box in boxes], max(axes, 1), 0),
+        shape=padded([box.shape for box in boxes], max(axes, 1), 1),
+        whole=padded(whole, max(axes, 1), 1),
         ndim=np.array([len(shape) for shape in whole], np.int64),
         dtype=np.array([code[one] for one in dtypes], np.int64),
         placement=np.array(placement or [0] * len(leaf), np.int64),
         dtypes=[name for name, _ in names],
         sizes=[size for _, size in names],
     )
-
-
-def _padded(lines: Sequence[tuple[int, ...]], axes: int, fill: int) -> Matrix:
-    return np.array([(*line, *(fill,) * (axes - len(line))) for line in lines], np.int64).reshape(-1, axes)
 
 
 def gather(by_rank: Sequence[Shards], *, leaves: int, paths: Sequence[str] = ()) -> Holdings:

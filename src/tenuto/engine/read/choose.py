@@ -34,13 +34,21 @@ CHOICES = 3
 
 
 class CheckpointLeaves(Protocol):
-    """What a checkpoint says of its leaves, each as a whole, and the private tree of who reads it."""
+    """The leaves of a checkpoint, each in full, and the private tree of the rank that reads it, if there is one."""
 
     @property
     def specs(self) -> Sequence[LeafSpec]: ...
 
     @property
     def private(self) -> Json: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FullLeaves:
+    """`CheckpointLeaves` where an index has only parts of them."""
+
+    specs: Sequence[LeafSpec]
+    private: Json
 
 
 Prepare = Callable[[Manifest, CheckpointLeaves], Prepared]

@@ -19,6 +19,7 @@ import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap
 from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
+from tenuto.engine.read.choose import FullLeaves
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
 from tenuto.engine.read.leaf_reader import LeafReader
 from tenuto.engine.read.node_share import NodeSharedReads, PackRanges
@@ -35,17 +36,15 @@ from tenuto.repo.format.shard_table import (
     axes_of,
     check_rank,
     check_sizes,
-    padded,
     saved_boxes,
     sizes,
-    spread,
     table_of,
 )
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coalesce import cut
 from tenuto.sharding.coverage import check_coverage
-from tenuto.sharding.holdings import Column, Holdings, every
+from tenuto.sharding.holdings import Column, Holdings, every, padded, spread
 from tenuto.sharding.reshard import Overlap, Reshard, bands, pieces, reshard, runs
 from tenuto.state.contract import Buffer, Prepared, Sink
 from tenuto.state.restore.match import match_state
@@ -235,15 +234,6 @@ SAVERS_AT_ONCE: Final = 32
 """Ranks whose packs are open at once while cuts are read: a process may have no more than a thousand files open."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedLeafTable:
-    """What a checkpoint says of its leaves, each as a whole, and the private tree of the rank that reads. `private`:
-    None where the checkpoint has none for it."""
-
-    specs: Sequence[Any]
-    private: Json
-
-
 class ShardedReader:
     """One checkpoint, read as rank `own` of as many as have saved it, or (None) as none of them."""
 
@@ -263,7 +253,7 @@ class ShardedReader:
         self._total = 0
         self._count = threading.Lock()
         private = self._of(self._own).private if self._own is not None else None
-        self.whole = ShardedLeafTable(self._specs(private), private)
+        self.whole = FullLeaves(self._specs(private), private)
 
     def read(self, prepared: Prepared, node: NodeSharedReads | None = None) -> int:
         """Fills every sink; returns the bytes of what was wanted. `node`: the ranks that want some of it too, each of

@@ -19,7 +19,7 @@ from tenuto.engine.memory_tier.image_store import Image, check_image
 from tenuto.engine.memory_tier.listing import kept_by_others, passed_over
 from tenuto.engine.memory_tier.seal import Seal, SealHolder
 from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.read.choose import Prepare, RestoreResult
+from tenuto.engine.read.choose import FullLeaves, Prepare, RestoreResult
 from tenuto.engine.read.leaf_reader import Staged, read_leaves
 from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.errors import (
@@ -53,14 +53,6 @@ LENT_BYTES: Final = 64 << 20
 """So much a rank may lack and have from others, through the one place where all meet. More is no buffers: it is another
 layout."""
 _NOTHING: Final = np.empty(0, np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageLeafTable:
-    """What an image says of the leaves of which it holds rows, each as a whole, and the private tree of its rank."""
-
-    specs: LeafTable
-    private: Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +112,12 @@ def match_image(image: Image, prepare: Prepare, *, verify: bool) -> MatchedImage
     manifest = image.manifest()
     index = image.repo.index(manifest, image.footer.rank)
     manifest = replace(manifest, indexes=manifest.indexes * image.footer.ranks)  # each has its own, in its own memory
-    told = ImageLeafTable(leaf_shapes(manifest.tree, index), index.private)
-    prepared = prepare(manifest, told)
+    specs = leaf_shapes(manifest.tree, index)
+    prepared = prepare(manifest, FullLeaves(specs, index.private))
     left = prepared.unmatched
     if left is not None:  # an image has what this very rank held: no other takes what it leaves over
         refuse_unmatched(left.named(left.over))
-    found = MatchedImage(manifest, index, prepared, told.specs, _rows(index))
+    found = MatchedImage(manifest, index, prepared, specs, _rows(index))
     _match(found)
     if verify:
         check_image(image, index)
