@@ -154,7 +154,7 @@ def _told_before_the_commit() -> Iterator[None]:
     original = GroupCommit.commit
 
     def at_once(self: GroupCommit, job: Any, *words: Any, **more: Any) -> None:
-        round: Any = self._under[job.save.save_id].put
+        round: Any = self._saves[job.save.save_id].put
         if not self.coordinates:
             round.hear = lambda *_: b'{"bytes":0,"content":"","kind":"go","leaves":0}\n'
         original(self, job, *words, **more)

@@ -240,6 +240,11 @@ class LeafSpec:
         return dtype(self.dtype).size
 
     @property
+    def box(self) -> Box:
+        """The part of the leaf that the row is."""
+        return Box.whole(self.shape) if self.offsets is None else Box(self.offsets, self.shape)
+
+    @property
     def leaf_shape(self) -> tuple[int, ...]:
         """The shape of the full leaf."""
         return self.shape if self.whole is None else self.whole

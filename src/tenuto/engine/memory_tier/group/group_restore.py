@@ -13,7 +13,6 @@ import numpy as np
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group import JobGroup
-from tenuto.engine.group.rank_layout import box_of
 from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, foreign, went_on
 from tenuto.engine.memory_tier.image_store import Image, check_image
 from tenuto.engine.memory_tier.listing import kept_by_others, passed_over
@@ -167,7 +166,7 @@ def _leaves(index: Index) -> list[int]:
 
 def _rows(index: Index) -> dict[tuple[int, Box], int]:
     """The row of each box of each leaf."""
-    return {(leaf, box_of(spec)): row for row, (leaf, spec) in enumerate(zip(_leaves(index), index.specs, strict=True))}
+    return {(leaf, spec.box): row for row, (leaf, spec) in enumerate(zip(_leaves(index), index.specs, strict=True))}
 
 
 # --------------------------------------------------------------------------------------------------
