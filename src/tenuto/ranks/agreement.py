@@ -32,7 +32,7 @@ class Agreement:
         self.session = session
         self._leftovers = leftovers
         self._proposals = Proposals(session.rank, session.world_size, 3 * settings.beat_s)
-        self._heartbeat = Heartbeat(session, self._proposals, self.round, leftovers.live, leftovers.tidy)
+        self._heartbeat = Heartbeat(session, self._proposals, self.round, leftovers.live, leftovers.delete)
         self._round_numbers: dict[str, int] = {}
         self._lock = threading.Lock()
 

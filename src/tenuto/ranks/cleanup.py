@@ -120,7 +120,7 @@ class StaleRounds:
                     found[kind] = [min(numbers), max(numbers)]
             return found
 
-    def tidy(self) -> None:
+    def delete(self) -> None:
         """Deletes what no rank needs. Raises RankStoreLost; the next call retries."""
         if not self._session.is_coordinator:
             return

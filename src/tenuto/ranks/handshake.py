@@ -289,7 +289,11 @@ class CoordinatorHandshake(Handshake):
         if self._offered:
             self._read_acks(timeout)
             if complete and len(self._acked) == self.hello.world_size:
-                return self._open_session(timeout)
+                message = Message(self.session.id, PHASE, 0)
+                error = self.session.settle(self.session.key("open"), message, timeout).error(0)
+                if error is not None:
+                    raise error
+                return True
         return None
 
     def _due(self, complete: bool) -> bool:
@@ -384,13 +388,6 @@ class CoordinatorHandshake(Handshake):
         own = {self.hello.nonce} - set(more)
         nonces = {hello.nonce for hello in self._hellos.values()} | set(more)
         self._refuse(error, sorted(nonces - own))
-
-    def _open_session(self, timeout: float) -> bool:
-        message = Message(self.session.id, PHASE, 0)
-        error = self.session.settle(self.session.key("open"), message, timeout).error(0)
-        if error is not None:
-            raise error
-        return True
 
 
 def _raised(error: RanksError) -> bool:

@@ -178,7 +178,7 @@ class Session:
         deadline: Deadline,
         phase: str,
     ) -> Result:
-        """Returns the first result of `look(timeout)` that is not None, or `give_up(reason)` for a reason of `over`.
+        """Returns the first result of `poll(timeout)` that is not None, or `give_up(reason)` for a reason of `over`.
 
         `over` must return a reason at the deadline. Raises RankStoreLost where the key-value store does not answer, at
         the deadline at the latest.

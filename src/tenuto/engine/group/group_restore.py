@@ -151,12 +151,6 @@ def fits(
     return _verdict(head["reasons"]), left
 
 
-def refuse_what_none_takes(own: Unmatched | None, left: bytes) -> None:
-    """Raises StateMismatch, the same on all ranks, for what none of them takes."""
-    if left and own is not None:
-        refuse_unmatched(own.named(left))
-
-
 def agreed(round: Round, own: RankOutcome, deadline_s: float, phase: str) -> tuple[VoteResult, RankTimings | None]:
     """Exchanges the outcomes of all ranks. Returns, the same on all, the verdict and where the time went on each; None
     where some could not restore. Raises what `Round.gather` does."""
@@ -383,7 +377,7 @@ class GroupRestore:
             manifest = _manifest(data(), id)
             found = manifest, match(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
             outcome.match_s = time.perf_counter() - began
-        except Exception as error:  # noqa: BLE001 - told to all, and raised here after they have heard it
+        except Exception as error:  # noqa: BLE001 - sent to all, and raised here after the vote
             own = as_damage(error)
         left_over = None if found is None else found[1].prepared.unmatched
         reason = "" if own is None else _reason(own)
@@ -392,7 +386,8 @@ class GroupRestore:
             verdict, left = fits(round, reason, left_over, self._deadline_s, f"the match of {id}")
         self._check(verdict, own, id)
         assert found is not None
-        refuse_what_none_takes(left_over, left)
+        if left and left_over is not None:
+            refuse_unmatched(left_over.named(left))
         self.raised_by_all = False
         return found
 

@@ -284,17 +284,17 @@ class ChunkReader:
     def _task(self, one: _Task) -> None:
         task, plan, pack = one.task, one.plan, one.pack
         straight = pack.reader.alignment == 1 and task.shortest >= STRAIGHT_BYTES
-        held = None if pack.view is not None or straight else self._fetch(pack, task.start, task.stop)
+        fetched = None if pack.view is not None or straight else self._fetch(pack, task.start, task.stop)
         for run in range(task.first, task.last):
-            self._run(one, plan.runs[run], plan.runs[run + 1], held)
+            self._run(one, plan.runs[run], plan.runs[run + 1], fetched)
         with self._count:
             self._done += task.nbytes
             done = self._done
         one.request.progress(done)
 
-    def _run(self, one: _Task, first: int, stop: int, held: Buffer | None) -> None:
-        """Reads chunks `first..stop-1` of the plan, which lie one after the other. `held`: the task's bytes, where they
-        have been read already.
+    def _run(self, one: _Task, first: int, stop: int, fetched: Buffer | None) -> None:
+        """Reads chunks `first..stop-1` of the plan, which lie one after the other. `fetched`: the task's bytes,
+        where they have been read already.
 
         Chunks of one row arrive where they belong, and what arrived is digested. Small rows are digested together in
         memory of our own, and then copied out of it.
@@ -302,16 +302,16 @@ class ChunkReader:
         pack, chunks, out, last = one.pack, one.chunks, one.request.out, stop - 1
         low, high = chunks.offset[first], chunks.offset[last] + chunks.stored[last]
         want, start = chunks.want[first], chunks.start[first]
-        alone = want == chunks.want[last]
-        target = out.part(want, start, start + high - low) if alone and held is None else None
+        one_row = want == chunks.want[last]
+        target = out.part(want, start, start + high - low) if one_row and fetched is None else None
         if target is not None:
             self._read_into(pack, low, target)
             self._check(one, first, stop, target)
             return
         base = one.task.start
-        data = self._fetch(pack, low, high) if held is None else held[low - base : high - base]
+        data = self._fetch(pack, low, high) if fetched is None else fetched[low - base : high - base]
         self._check(one, first, stop, data)
-        if alone:
+        if one_row:
             out.put(want, start, data)
         else:
             some = one.plan.chunks.take(slice(first, stop))

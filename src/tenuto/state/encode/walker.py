@@ -425,7 +425,7 @@ class StateWalker(LeafRecorder):
                 "!": "enum",
                 "type": type_name(kind),
                 "name": value.name,
-                "v": self.encode(_enum_value(value), path),
+                "v": self.encode(value.value if type(value.value) in ENCODERS else None, path),
             }
         if is_stateful(value):
             with self._inside(value, path):
@@ -503,10 +503,6 @@ def _state_of(value: Any, path: str) -> Any:
         raise StateError(
             f"{path or ROOT}: state_dict() of {type_name(type(value))} failed: {error!r}", subject=path
         ) from error
-
-
-def _enum_value(value: enum.Enum) -> Any:
-    return value.value if type(value.value) in ENCODERS else None
 
 
 def _hint(value: Any) -> str:

@@ -109,7 +109,8 @@ def of_new_rank(captured: Mapping[str, Any], alike: Collection[str], rank: int) 
     found: dict[str, Any] = {}
     for name, state in _each(captured):
         kind, _, part = name.partition("/")
-        new = state if name in alike else _derived(kind, part, state, _seed(name, state, rank))
+        seed = int.from_bytes(_hashed(f"{name} {rank}\n".encode(), state).digest(), "big")
+        new = state if name in alike else _derived(kind, part, state, seed)
         if new is None:
             continue
         if part:
@@ -125,10 +126,6 @@ def _each(captured: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{kind}/{part}", inner) for part, inner in state.items())
         else:
             yield kind, state
-
-
-def _seed(name: str, state: Any, rank: int) -> int:
-    return int.from_bytes(_hashed(f"{name} {rank}\n".encode(), state).digest(), "big")
 
 
 def _hashed(head: bytes, state: Any) -> hashlib._Hash:

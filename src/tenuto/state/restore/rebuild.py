@@ -149,16 +149,12 @@ def _hint(like: Any, key: Any) -> Any:
     return ABSENT
 
 
-def _needs_key(key: Json) -> bool:
-    return type(key) is not str
-
-
 def _mapping(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
     kind = _KEYED_TYPES[kind_of(node)]
     pairs = items(node)
     known = (
         {spell(one): one for one in like}
-        if isinstance(like, Mapping) and any(_needs_key(key) for key, _ in pairs)
+        if isinstance(like, Mapping) and any(type(key) is not str for key, _ in pairs)
         else {}
     )
     thunks: list[tuple[Thunk, Thunk]] = []

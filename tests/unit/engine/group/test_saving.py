@@ -94,9 +94,9 @@ def attempt(repo: Repo) -> Any:
 def read_as(repo: Repo, save: Save, into: Any, rank: int | None) -> tuple[Any, Any]:
     manifest = repo.manifest(save.id)
     found = ShardedReader(repo, manifest, rank, Emitter())
-    prepared = match_state(manifest.tree, found.whole.private, found.whole.specs, into)
+    prepared = match_state(manifest.tree, found.full.private, found.full.specs, into)
     found.read(prepared)
-    return prepared.apply(), found.whole.private
+    return prepared.apply(), found.full.private
 
 
 def empty(state: Any) -> Any:
