@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.rounds import becomes_visible
-from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, as_damage, choose, chosen, exactly, match
+from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, as_damage, choose, exactly, match
 from tenuto.engine.read.copy_packs import copy_packs
 from tenuto.engine.read.node_share import NodePeers, NodeSharedReads
 from tenuto.engine.save.rank_group import RESTORE_TIMES
@@ -24,6 +24,7 @@ from tenuto.model.timing import RankTimings
 from tenuto.ranks.contract import VoteResult
 from tenuto.ranks.round import REASON, Round
 from tenuto.repo.format.manifest import Aborted, decode_manifest
+from tenuto.repo.lineage import resolve
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
@@ -240,7 +241,7 @@ class GroupRestore:
             if resume_from == "latest":
                 result, _ = choose(self._repo, self._run, self._broadcast_and_read, self._emitter, withdrawn=withdrawn)
             else:
-                result = exactly(self._repo, chosen(self._repo, self._run, resume_from), self._broadcast_and_read)
+                result = exactly(self._repo, resolve(self._repo, self._run, resume_from), self._broadcast_and_read)
         except (RankFailed, RanksMissing):
             raise
         except BaseException as error:

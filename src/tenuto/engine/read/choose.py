@@ -18,7 +18,7 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
-from tenuto.repo.lineage import latest, resolve, walk
+from tenuto.repo.lineage import latest, walk
 from tenuto.repo.replicated.access import unreachable
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import LoadReport, Prepared
@@ -174,11 +174,6 @@ def _elsewhere(repo: Repo, run: str) -> CheckpointId | None:
         for step in repo.committed(run, attempt):
             return CheckpointId(run_key(run), attempt, step)
     return None
-
-
-def chosen(repo: Repo, run: str, step: int | str | CheckpointId) -> CheckpointId:
-    """Returns the checkpoint that `step` ("latest" or a number) means now."""
-    return resolve(repo, run, step)
 
 
 def _unless_vanished(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Result]) -> Result:

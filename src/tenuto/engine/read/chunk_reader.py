@@ -115,7 +115,7 @@ def differing(chunks: Chunks, digests: Array, data: Buffer) -> Column:
 
 
 class Destinations(Protocol):
-    """Where the bytes of wanted rows go. `want` is the place of a row among the wanted ones; bytes are counted from the
+    """The memory that wanted rows go to. `want` is the place of a row among the wanted ones; bytes are counted from the
     first byte of the row."""
 
     def part(self, want: int, start: int, stop: int) -> Buffer | None:

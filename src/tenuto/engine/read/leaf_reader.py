@@ -47,7 +47,7 @@ class LeafTargets:
         self._wants = wants
         self._lengths: list[int] = (index.length[leaf] if span is None else span[1] - span[0]).tolist()
         self._lead = None if span is None else span[0]
-        """Where what is wanted begins in each leaf."""
+        """The first wanted byte of each leaf."""
         self._leads: list[int] | None = None if self._lead is None else self._lead.tolist()
         self._buffers: dict[int, Buffer] = {}
         """By place among the wanted; of small leaves only where nothing else tells the address."""

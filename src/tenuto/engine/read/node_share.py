@@ -332,8 +332,7 @@ class NodeSharedReads:
     # -- reading for all -----------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Reads this rank's blocks. At the first error it withdraws: each rank that needs the bytes reads them and
-        meets the error itself."""
+        """Reads this rank's blocks. Withdraws at the first error, which each rank that needs the bytes meets itself."""
         plan = self._plan
         assert plan is not None
         mine = np.flatnonzero(plan.owner == self._number)
@@ -343,8 +342,8 @@ class NodeSharedReads:
                 if self._own.withdrawn or not self._has_room(group):
                     break
                 parallel_for(self._load_one, mine[groups == group].tolist(), READ_THREADS)
-        except TenutoError:
-            self._own.withdraw()
+        except TenutoError as error:
+            self._withdraw(f"a block could not be read ({error.message})")
         except BaseException:
             self._own.withdraw()
             raise

@@ -35,7 +35,7 @@ REQUESTED, OPEN = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class WindowAddress:
-    """Where a rank's window is, and whose process it is."""
+    """The place of a rank's window, and the process that it belongs to."""
 
     slot: Slot
     owner: Owner

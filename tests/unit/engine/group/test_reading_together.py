@@ -254,8 +254,10 @@ def test_what_a_neighbour_cannot_read_each_rank_reads_for_itself(
     monkeypatch.setattr(
         node_share.NodeSharedReads, "_load_one", lambda self, number: guarded(one_at_a_time, load, self, number)
     )
-    assert equal(restore(repo, id, 3, "replicated"), "replicated")
+    said: list[Event] = []
+    assert equal(restore(repo, id, 3, "replicated", said=said), "replicated")
     assert failed
+    assert len([one for one in said if isinstance(one, Warned) and "could not be read" in one.message]) == 1
 
 
 def guarded(lock: threading.Lock, work: Callable[..., None], *words: Any) -> None:
