@@ -28,8 +28,7 @@ from harness import Contender, Result, arguments, compare, median_interval, note
 
 import tenuto
 from tenuto.engine.group.group_save import GroupCommit
-from tenuto.engine.group.planning import GroupPlan, WriteAssignment, plan_group
-from tenuto.engine.group.rank_layout import RankLayout, encode_layout, read_layout
+from tenuto.engine.group.planning import GroupPlan, RankLayout, WriteAssignment, encode_layout, plan_group, read_layout
 from tenuto.engine.save.handle import Save
 from tenuto.engine.staging.budget import BudgetedArena
 from tenuto.engine.staging.plan import Planner, SavePlan
@@ -37,9 +36,9 @@ from tenuto.events import Emitter
 from tenuto.model.ids import CheckpointId
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.cleanup import StaleRounds
+from tenuto.ranks.contract import Settings
 from tenuto.ranks.kv.in_process import InProcessKVStore
 from tenuto.ranks.session import Session
-from tenuto.ranks.timeouts import Settings
 from tenuto.repo.format.shard_table import saved_boxes
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coverage import check_coverage
@@ -174,7 +173,7 @@ class Known:
         begun = time.perf_counter()
         found = self._planner.plan(self._together.take(flattened, save))
         seconds = time.perf_counter() - begun
-        self._together._under.pop(save.save_id).round.end()  # nobody writes it
+        self._together._saves.pop(save.save_id).round.end()  # nobody writes it
         return found, seconds
 
     def looking(self) -> float:

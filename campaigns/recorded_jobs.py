@@ -19,7 +19,7 @@ import numpy as np
 
 from campaigns.simulated_processes import Processes, simulated
 from tenuto.codec.chunk_map import chunk_starts
-from tenuto.codec.digest import digest_chunks
+from tenuto.codec.digest import digest
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
@@ -327,11 +327,9 @@ def save_stages(
         receipts.append(repo.store.put_if_absent(f"{id.directory}/{pack.name}", content, token=save_id))
     yield id
     starts = chunk_starts(layout.length, repo.chunk_bytes)
-    digests = np.zeros((int(starts[-1]), 16), np.uint8)
-    for row in range(len(found.specs)):
-        start = int(layout.start[row])
-        view = memory[start : start + int(layout.length[row])]
-        digest_chunks(view, repo.chunk_bytes, digests[int(starts[row]) : int(starts[row + 1])])
+    rows = (memory[start : start + length] for start, length in zip(layout.start, layout.length, strict=True))
+    chunks = (row[at : at + repo.chunk_bytes] for row in rows for at in range(0, len(row), repo.chunk_bytes))
+    digests = np.frombuffer(b"".join(map(digest, chunks)), np.uint8).reshape(-1, 16)
     packs = tuple(
         PackEntry(pack.name, pack.length, pack.header_length, layout.header_digest(number, save_id))
         for number, pack in enumerate(layout.packs)

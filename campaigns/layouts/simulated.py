@@ -18,8 +18,8 @@ from tenuto.events import Emitter
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.contract import Settings
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
-from tenuto.ranks.timeouts import Settings
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Prepared

@@ -26,8 +26,8 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Manifest
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.cleanup import StaleRounds
+from tenuto.ranks.contract import Settings
 from tenuto.ranks.session import Session
-from tenuto.ranks.timeouts import Settings
 from tenuto.repo.commit import put_index
 from tenuto.repo.format.object_names import index_file
 from tenuto.repo.ownership.claim import Attempt, claim

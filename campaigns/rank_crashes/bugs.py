@@ -18,10 +18,9 @@ from tenuto.engine.group.group_save import GroupCommit
 from tenuto.maintenance.replica_tidy import tidy_replicas
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Receipt
-from tenuto.ranks import message
-from tenuto.ranks.message import Message
+from tenuto.ranks import session
 from tenuto.ranks.round import Round
-from tenuto.ranks.session import Session
+from tenuto.ranks.session import Message, Session
 from tenuto.repo import commit, unfinished
 from tenuto.repo.format import object_names
 from tenuto.repo.replicated import members
@@ -111,7 +110,7 @@ def _taken_as_told(raw: bytes, session: str, round: str, rank: int | None = None
     return Message(session, round, decoded.rank, decoded.kind, decoded.facts, decoded.data)
 
 
-_DECODE: Final = (message.decode,)
+_DECODE: Final = (session.decode,)
 """Kept where nobody replaces it."""
 
 
@@ -129,7 +128,7 @@ def _one_session_for_ever() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Session, "key", key))
-        stack.enter_context(replacing(message.decode, _taken_as_told))
+        stack.enter_context(replacing(session.decode, _taken_as_told))
         stack.enter_context(replacing(commit._packs_of, lambda *_: []))
         yield
 
@@ -144,7 +143,7 @@ def _receipts_of_any_save() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Round, "message_key", key))
-        stack.enter_context(replacing(message.decode, _taken_as_told))
+        stack.enter_context(replacing(session.decode, _taken_as_told))
         stack.enter_context(replacing(commit._packs_of, lambda *_: []))
         yield
 
@@ -155,7 +154,7 @@ def _told_before_the_commit() -> Iterator[None]:
     original = GroupCommit.commit
 
     def at_once(self: GroupCommit, job: Any, *words: Any, **more: Any) -> None:
-        round: Any = self._under[job.save.save_id].put
+        round: Any = self._saves[job.save.save_id].put
         if not self.coordinates:
             round.hear = lambda *_: b'{"bytes":0,"content":"","kind":"go","leaves":0}\n'
         original(self, job, *words, **more)

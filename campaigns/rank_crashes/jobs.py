@@ -34,10 +34,10 @@ from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.background import Heartbeat
 from tenuto.ranks.cleanup import ConvenedSessions, StaleSession
 from tenuto.ranks.contract import KVStore as BoardContract
+from tenuto.ranks.contract import Settings
 from tenuto.ranks.heartbeats import StallGuard
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 from tenuto.ranks.session import Session
-from tenuto.ranks.timeouts import Settings
 from tenuto.repo.format.manifest import Aborted
 from tenuto.repo.format.small_records import decode_attempt, encode_attempt
 from tenuto.repo.lineage import latest

@@ -31,8 +31,8 @@ from campaigns.resume_ranks import cases
 from campaigns.resume_ranks.cases import SAMPLES, SAVE_EVERY, STEP_SAMPLES, Case
 from tenuto.integrations.torch.data.sampler import ResumableSampler
 from tenuto.policy import every, keep, on
-from tenuto.state.position import rng, rng_streams
-from tenuto.state.position.world_size_change import OrderCursor
+from tenuto.state.position import rng
+from tenuto.state.position.positions import OrderCursor
 from tenuto.training.checkpointer import Checkpointer
 
 WIDTH: Final = 9
@@ -165,7 +165,7 @@ def _train(plan: Plan, rank: int, case: Case, path: Path, *, end: End | None, wr
                 _flip(next(training.model.parameters()))
             told = {name: restored.certificate[name] for name in ("exact", "reasons", "caveats")}
             _note(trail, {"life": plan.world, "step": ckpt.step, "digests": training.digests(), "certificate": told,
-                          "marks": rng_streams.marks(rng.capture())})  # fmt: skip
+                          "marks": rng.marks(rng.capture())})  # fmt: skip
         own = loader if wrong == cases.DATA else None
         for step, (points, indices) in _loop(ckpt, case, plan.steps, own):
             if end is not None and end.how == "killed" and step == end.step:
@@ -177,7 +177,7 @@ def _train(plan: Plan, rank: int, case: Case, path: Path, *, end: End | None, wr
                 ckpt.stop()
             loss = training.learn(points)
             _note(trail, {"step": step + 1, "indices": indices.tolist(), "loss": float(loss).hex(),
-                          "digests": training.digests(), "marks": rng_streams.marks(rng.capture())})  # fmt: skip
+                          "digests": training.digests(), "marks": rng.marks(rng.capture())})  # fmt: skip
     return ckpt.step
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tenuto.api.open import Opened, open
     from tenuto.api.repository import Repository
     from tenuto.api.save_load import load, save
-    from tenuto.engine.read.results import Checkpoint, Restored
+    from tenuto.engine.read.choose import Checkpoint, Restored
     from tenuto.engine.save.handle import Save
     from tenuto.errors import TenutoError
     from tenuto.integrations.torch.adapter import declare
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _HOME = {
-    "Checkpoint": "tenuto.engine.read.results",
+    "Checkpoint": "tenuto.engine.read.choose",
     "Checkpointer": "tenuto.training.checkpointer",
     "TenutoError": "tenuto.errors",
     "Mirror": "tenuto.repo.replicated.config",
@@ -43,7 +43,7 @@ _HOME = {
     "Preempted": "tenuto.training.preemption",
     "RankTimings": "tenuto.model.timing",
     "Repository": "tenuto.api.repository",
-    "Restored": "tenuto.engine.read.results",
+    "Restored": "tenuto.engine.read.choose",
     "Save": "tenuto.engine.save.handle",
     "SharedFiles": "tenuto.ranks.kv.shared_files",
     "Solo": "tenuto.ranks.detection",

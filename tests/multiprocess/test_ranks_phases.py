@@ -14,7 +14,7 @@ from campaigns.rank_phases.in_time import TIMEOUT_S, Promise, Times, by_phase
 from campaigns.rank_phases.returning import CUTS, Cut, cuts
 from tenuto.engine.group import group
 from tenuto.engine.group.group import session_settings
-from tenuto.ranks.timeouts import Settings
+from tenuto.ranks.contract import Settings
 
 FEW = (
     Cell("server", "choose", "SIGKILL"),

@@ -92,7 +92,7 @@ TROUBLES = {
     "its capture": (Capturer, "capture", lambda: SaveFailed("its memory went"), "memory went"),
     "its pack": (SaveWriter, "_write_pack", lambda: StoreError("its pack was lost"), "pack was lost"),
     "its index": (SaveWriter, "_index", lambda: StoreError("its index was lost"), "index was lost"),
-    "its digests": (GroupCommit, "_taken_by", lambda: StoreError("its digests failed"), "digests failed"),
+    "its digests": (GroupCommit, "_take_share", lambda: StoreError("its digests failed"), "digests failed"),
     "its last word": (GroupCommit, "_commit", lambda: StoreError("it cannot commit"), "cannot commit"),
 }
 

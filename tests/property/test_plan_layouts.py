@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from support.sharded_layouts import Array, Layout, arrays, counts, layouts, leaf_lists
 from tenuto.errors import ShardMismatch
-from tenuto.model.box import Box
 from tenuto.sharding.coverage import check_coverage
 from tenuto.sharding.holdings import Holdings
-from tenuto.sharding.reshard import BoxColumns, Reshard, chunk_ranges, intersect, pieces, regions, reshard, runs
+from tenuto.sharding.reshard import BoxColumns, Reshard, intersect, pieces, reshard, runs
 from tenuto.sharding.slices import blocks
 from tenuto.sharding.write_plan import assign, written
 
@@ -172,40 +171,14 @@ def test_regions_read_by_blocks_are_the_same(both: tuple[Layout, Layout], block_
     want = contents(wanted, arrays(one))
     out = [np.zeros_like(array) for array in want]
     plan = reshard(saved, wanted)
-    for at, found in enumerate(regions(plan, saved)):
-        data = have[int(plan.saved[at])]
-        axes = data.ndim
-        box = Box(tuple(plan.wanted_offsets[at, :axes].tolist()), tuple(plan.shape[at, :axes].tolist()))
-        target = out[int(plan.wanted[at])][(*box.slices, *[None] * (len(found.counts) - axes))]
-        paces = tuple(stride * data.itemsize for stride in found.strides)
-        for block in blocks(found, data.itemsize, block_bytes=block_bytes, gap_bytes=16):
+    for at in range(len(plan)):
+        taken, data = plan.overlap(at, saved), have[int(plan.saved[at])]
+        target = out[int(plan.wanted[at])][(*taken.where, ...)]
+        paces = tuple(stride * data.itemsize for stride in taken.region.strides)
+        for block in blocks(taken.region, data.itemsize, block_bytes=block_bytes, gap_bytes=16):
             raw = data.tobytes()[block.start : block.stop]
             target[block.where] = np.ndarray(block.counts, data.dtype, raw, 0, paces)
     assert all(map(np.array_equal, out, want))
-
-
-@many
-@given(two_layouts(), st.sampled_from([1, 4, 16]))
-def test_chunks_are_read_once_and_all_that_are_needed(both: tuple[Layout, Layout], chunk: int) -> None:
-    one, other = both
-    saved, wanted = planned(one.holdings(), "one", one.ranks), other.holdings()
-    found = pieces(plan := reshard(saved, wanted), saved, wanted)
-    row = plan.saved[found.line]
-    ranges = chunk_ranges(found, row, saved.nbytes()[row], chunk_bytes=chunk)
-    needed = {
-        (int(at), number)
-        for at, source, nbytes in zip(row, found.source, found.length, strict=True)
-        for number in range(int(source) // chunk, -(-int(source + nbytes) // chunk))
-    }
-    seen: list[tuple[int, int]] = []
-    before = (-1, -1)
-    for at, low, high in zip(*(column.tolist() for column in ranges), strict=True):
-        assert low % chunk == 0 and (high % chunk == 0 or high == saved.nbytes()[at])
-        assert (at, low) > before, "two ranges could be one"
-        before = (at, high)
-        seen += [(at, number) for number in range(low // chunk, -(-high // chunk))]
-    assert len(seen) == len(set(seen))
-    assert set(seen) == needed
 
 
 @many

@@ -54,7 +54,7 @@ class Doing:
 
     def handshake(self, facts: dict[str, str], seconds: float = DEADLINE_S) -> str:
         from tenuto.ranks.agreement import Agreement
-        from tenuto.ranks.timeouts import Settings
+        from tenuto.ranks.contract import Settings
 
         settings = Settings(beat_s=0.05, dead_after_s=DEAD_S, answer_s=1.0, probe_s=0.2)
         self.agreement = Agreement.open(self.ranks, facts, seconds, settings)

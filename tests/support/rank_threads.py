@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.contract import Settings
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
-from tenuto.ranks.timeouts import Settings
 
 Result = TypeVar("Result")
 DEADLINE_S = 60.0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tenuto.model.box import Box
+from tenuto.model.leaf import Box
 from tenuto.sharding.holdings import Holdings, gather, shards
 
 Array = np.ndarray[Any, Any]

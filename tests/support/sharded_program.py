@@ -26,8 +26,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import tenuto
 from support.factored_optimizer import Factored
+from support.leaf_forms import forms_of
 from tenuto.errors import StateError, StateMismatch
-from tenuto.repo.format.leaf_table import LeafTable, forms_of
+from tenuto.repo.format.leaf_table import LeafTable
 from tenuto.state.encode.flattener import Flattener, flatten
 from tenuto.state.restore.match import match_state
 

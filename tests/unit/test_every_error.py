@@ -24,8 +24,8 @@ from support.tiny_training import Gate, flip, flip_leaf, state
 from tenuto import errors, every, keep
 from tenuto.model import canonical_json
 from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.contract import Settings
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
-from tenuto.ranks.timeouts import Settings
 from tenuto.repo.ownership import claim
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes, Store
@@ -155,7 +155,7 @@ def another_shape(place: Path, patch: pytest.MonkeyPatch) -> object:
 
 @case(errors.ShardMismatch, r"model/w: item \[3\] .* is missing; .*ranks 0-1", "one rank at least")
 def a_shard_that_no_rank_holds(place: Path, patch: pytest.MonkeyPatch) -> object:
-    from tenuto.model.box import Box
+    from tenuto.model.leaf import Box
     from tenuto.sharding.coverage import check_coverage
     from tenuto.sharding.holdings import gather, shards
     from tenuto.sharding.write_plan import assign, written

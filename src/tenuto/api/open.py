@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tenuto.api.redirection import redirected
-from tenuto.engine.read.choose import choose, chosen, exactly
+from tenuto.engine.read.choose import choose, exactly
 from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.outline import Outline, read_outline
 from tenuto.engine.read.sharded_reader import ShardedReader
@@ -20,6 +20,7 @@ from tenuto.events import Emitter, Sink
 from tenuto.model.ids import CheckpointId, attempt_key
 from tenuto.model.leaf import LeafSpec, dtype
 from tenuto.model.records import Json
+from tenuto.repo.lineage import resolve
 from tenuto.repo.repository import Repo
 from tenuto.sharding.slices import Region, region
 from tenuto.state import frameworks
@@ -390,10 +391,10 @@ def open(
         return ShardedOutline(parts, manifest), ShardedLazyReader(repo, manifest, parts, rank)
 
     if step != "latest":
-        return Opened(repo, *exactly(repo, chosen(repo, run, step), attempt))
+        return Opened(repo, *exactly(repo, resolve(repo, run, step), attempt))
     found, skipped = choose(repo, run, attempt, emitter)
     if found is None:
-        chosen(repo, run, "latest")  # raises, naming what there is
+        resolve(repo, run, "latest")  # raises, naming what there is
         raise CheckpointNotFound(
             f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=typed("tenuto", "ls", repo.url)
         )

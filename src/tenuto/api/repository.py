@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from tenuto.api.redirection import redirected
-from tenuto.engine.read.results import Checkpoint
+from tenuto.engine.read.choose import Checkpoint
 from tenuto.errors import CheckpointNotFound, typed
 from tenuto.events import Emitter, Sink
 from tenuto.maintenance.facts import with_notes

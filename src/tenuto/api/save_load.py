@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from tenuto.api.redirection import redirected
 from tenuto.concurrency.deadlines import seconds
-from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult, chosen, restore_checkpoint, restore_latest
-from tenuto.engine.read.results import Checkpoint, Restored
+from tenuto.engine.read.choose import (
+    Checkpoint,
+    CheckpointLeaves,
+    Restored,
+    RestoreResult,
+    restore_checkpoint,
+    restore_latest,
+)
 from tenuto.errors import CheckpointNotFound, Superseded, UsageError, typed
 from tenuto.events import Emitter, Sink
 from tenuto.model.ids import CheckpointId, run_key
@@ -20,7 +26,7 @@ from tenuto.model.records import Manifest
 from tenuto.ranks.contract import TIMEOUT_S, Ranks
 from tenuto.ranks.detection import Solo, find_ranks
 from tenuto.ranks.kv.torch_store import initialised
-from tenuto.repo.lineage import latest
+from tenuto.repo.lineage import latest, resolve
 from tenuto.repo.replicated.access import report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened, Prepared
@@ -232,7 +238,7 @@ def load(
         if step == "latest":
             found = _found(repo, run, restore_latest(repo, run, match, emitter=emitter))
         else:
-            found = restore_checkpoint(repo, chosen(repo, run, step), match, emitter=emitter)
+            found = restore_checkpoint(repo, resolve(repo, run, step), match, emitter=emitter)
     _loaded[(repo.id, run_key(run))] = found.id
     return Restored.of(found, repo.url)
 
@@ -240,7 +246,7 @@ def load(
 def _found(repo: Repo, run: str, result: RestoreResult | None) -> RestoreResult:
     """CheckpointNotFound where the run has none."""
     if result is None:
-        chosen(repo, run, "latest")  # raises, naming what there is
+        resolve(repo, run, "latest")  # raises, naming what there is
         raise CheckpointNotFound(
             f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=typed("tenuto", "ls", repo.url)
         )

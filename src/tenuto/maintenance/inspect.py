@@ -12,8 +12,7 @@ import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap
 from tenuto.codec.digest import digest
-from tenuto.engine.read.chunk_reader import AlignedBuffers, differing
-from tenuto.engine.read.chunk_runs import ChunkRun, chunk_runs, halves
+from tenuto.engine.read.chunk_reader import AlignedBuffers, ChunkRun, chunk_runs, differing, split_run
 from tenuto.engine.read.packs import OpenPack
 from tenuto.engine.staging.buffer_layout import stored_name
 from tenuto.errors import (
@@ -294,8 +293,8 @@ class Scan:
             data = self._buffers.fetch(self._packs[piece.pack], piece.start, piece.stop)
         except (CorruptionError, StoreError) as error:
             if len(chunks) > 1:
-                # Somewhere in it: halves find the chunk that cannot be read, and check the others.
-                return [fault for half in halves(piece) for fault in self._piece(half)]
+                # Somewhere in it: splitting finds the chunk that cannot be read, and checks the others.
+                return [fault for part in split_run(piece) for fault in self._piece(part)]
             return [(int(chunks.row[0]), piece.pack, piece.start, f"cannot be read: {error.message}")]
         wrong = chunks.take(differing(chunks, self._index.digests, data))
         columns = (wrong.row.tolist(), wrong.offset.tolist(), wrong.stored.tolist())

@@ -10,12 +10,11 @@ from typing import Final
 from tenuto.errors import TenutoError, UsageError
 from tenuto.ranks.background import KIND, Heartbeat
 from tenuto.ranks.cleanup import ConvenedSessions, StaleRounds, StaleSession
-from tenuto.ranks.contract import KVStore, Ranks
+from tenuto.ranks.contract import Deadline, KVStore, Ranks, Settings
 from tenuto.ranks.handshake import CoordinatorHandshake, Hello, MemberHandshake
 from tenuto.ranks.proposals import Proposal, Proposals
 from tenuto.ranks.round import Round
 from tenuto.ranks.session import Session
-from tenuto.ranks.timeouts import Deadline, Settings
 
 _CLOSED: Final = "it has closed"
 _SESSIONS: Final = ConvenedSessions()
@@ -33,7 +32,7 @@ class Agreement:
         self.session = session
         self._leftovers = leftovers
         self._proposals = Proposals(session.rank, session.world_size, 3 * settings.beat_s)
-        self._heartbeat = Heartbeat(session, self._proposals, self.round, leftovers.live, leftovers.tidy)
+        self._heartbeat = Heartbeat(session, self._proposals, self.round, leftovers.live, leftovers.delete)
         self._round_numbers: dict[str, int] = {}
         self._lock = threading.Lock()
 

@@ -26,13 +26,13 @@ class Heartbeat:
         proposals: Proposals,
         round: Callable[[str, int], Round],
         live: Callable[[], dict[str, list[int]]],
-        tidy: Callable[[], None],
+        clean_up: Callable[[], None],
     ) -> None:
         self._session = session
         self._proposals = proposals
         self._open_round = round
         self._live = live
-        self._tidy = tidy
+        self._clean_up = clean_up
         self._count = 0
         self._leave_reason: str | None = None
         self._stopped = threading.Event()
@@ -65,7 +65,7 @@ class Heartbeat:
         self._leave_reason = reason
         try:
             self._beat(self._session.settings.answer_s)
-            self._tidy()
+            self._clean_up()
         except RankStoreLost:
             return  # ranks that wait for this one lose the store as well
 
@@ -76,7 +76,7 @@ class Heartbeat:
                 self._beat(self._session.settings.answer_s)
                 self._watch()
                 self._propose()
-                self._tidy()
+                self._clean_up()
             except RanksError:
                 continue  # retried at the next beat; a rank that waits for something gets the error from its own wait
 

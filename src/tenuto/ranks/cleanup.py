@@ -14,11 +14,10 @@ from typing import Final
 
 from tenuto.errors import RankStoreLost
 from tenuto.ranks.common_step import CommonStep
-from tenuto.ranks.contract import KVStore
+from tenuto.ranks.contract import KVStore, Settings
 from tenuto.ranks.heartbeats import rounds_of
 from tenuto.ranks.round import Round
 from tenuto.ranks.session import OFFER, Session
-from tenuto.ranks.timeouts import Settings
 
 _SEARCH_LIMIT: Final = 1000
 """The number of rounds per kind that are searched for keys."""
@@ -121,7 +120,7 @@ class StaleRounds:
                     found[kind] = [min(numbers), max(numbers)]
             return found
 
-    def tidy(self) -> None:
+    def delete(self) -> None:
         """Deletes what no rank needs. Raises RankStoreLost; the next call retries."""
         if not self._session.is_coordinator:
             return

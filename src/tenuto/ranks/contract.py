@@ -1,4 +1,4 @@
-"""The contract of a backend: the processes of a job and the key-value store they share.
+"""The contract of a backend (the processes of a job and the key-value store they share), and the times of ranks.
 
 A backend supplies only the store. `agreement` builds everything else on it, once. `tenuto.testing.ranks_suite` states
 as tests what a store must guarantee.
@@ -6,7 +6,8 @@ as tests what a store must guarantee.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
@@ -99,3 +100,52 @@ class VoteResult:
 
     def __bool__(self) -> bool:
         return self.ok
+
+
+# --------------------------------------------------------------------------------------------------
+# Times: each rank has its own monotonic clock, which is never compared with another's.
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point in time that several waits may share. It keeps running while this process is stopped."""
+
+    seconds: float
+    clock: Clock = field(default_factory=Clock)
+    at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", self.clock.now() + self.seconds)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, never below 0."""
+        return max(0.0, self.at - self.clock.now())
+
+    @property
+    def passed(self) -> bool:
+        return self.clock.now() >= self.at
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The intervals and limits of heartbeats, requests and the handshake. Seconds."""
+
+    beat_s: float = 1.0
+    dead_after_s: float = 60.0
+    """A rank without a heartbeat for so long is stopped or dead. A process that computes without a pause sends none
+    either."""
+    answer_s: float = 10.0
+    """The limit for one request to the key-value store."""
+    probe_s: float = 2.0
+    """The interval at which present ranks check their facts while others are still to come."""
+    clock: Clock = field(default_factory=Clock)
+
+    def deadline(self, seconds: float) -> Deadline:
+        return Deadline(seconds, self.clock)

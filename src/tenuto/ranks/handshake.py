@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tenuto.errors import RanksDisagree, RanksError, RanksMissing, RankStoreLost
-from tenuto.ranks.contract import KVStore
+from tenuto.ranks.contract import Deadline, KVStore, Settings
 from tenuto.ranks.heartbeats import NAMED
-from tenuto.ranks.message import Message, decode, failure
-from tenuto.ranks.session import OFFER, ROOT, Session
-from tenuto.ranks.timeouts import Deadline, Settings
+from tenuto.ranks.session import OFFER, ROOT, Message, Session, decode, failure
 
 # Hello and offer, the messages before there is a session. What cannot be decoded is ignored: it may be a leftover.
 
@@ -291,7 +289,11 @@ class CoordinatorHandshake(Handshake):
         if self._offered:
             self._read_acks(timeout)
             if complete and len(self._acked) == self.hello.world_size:
-                return self._open_session(timeout)
+                message = Message(self.session.id, PHASE, 0)
+                error = self.session.settle(self.session.key("open"), message, timeout).error(0)
+                if error is not None:
+                    raise error
+                return True
         return None
 
     def _due(self, complete: bool) -> bool:
@@ -386,13 +388,6 @@ class CoordinatorHandshake(Handshake):
         own = {self.hello.nonce} - set(more)
         nonces = {hello.nonce for hello in self._hellos.values()} | set(more)
         self._refuse(error, sorted(nonces - own))
-
-    def _open_session(self, timeout: float) -> bool:
-        message = Message(self.session.id, PHASE, 0)
-        error = self.session.settle(self.session.key("open"), message, timeout).error(0)
-        if error is not None:
-            raise error
-        return True
 
 
 def _raised(error: RanksError) -> bool:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tenuto.ranks.contract import KVStore
-from tenuto.ranks.timeouts import Settings
+from tenuto.ranks.contract import KVStore, Settings
 
 NAMED: Final = 8
 """The number of ranks that are described one by one; the rest is only counted."""

@@ -55,8 +55,8 @@ class Proposals:
         """Notes that this rank completed `step`. Returns the proposals whose outcome it must await here, by number."""
         with self._lock:
             if self._reached_at is not None and step > self._step:
-                spent = (now - self._reached_at) / (step - self._step)
-                self._step_s = spent if self._step_s == 0 else 0.5 * (self._step_s + spent)
+                took = (now - self._reached_at) / (step - self._step)
+                self._step_s = took if self._step_s == 0 else 0.5 * (self._step_s + took)
             self._step, self._reached_at = step, now
             if self._alone and self._wishes:
                 by, reason, _ = self._wishes[0]

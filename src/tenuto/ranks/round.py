@@ -14,10 +14,8 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from tenuto.errors import RankFailed, RanksError, RanksMissing, RankStoreLost, UsageError
-from tenuto.ranks.contract import VoteResult
-from tenuto.ranks.message import Message, decode, failure
-from tenuto.ranks.session import Session
-from tenuto.ranks.timeouts import Deadline
+from tenuto.ranks.contract import Deadline, VoteResult
+from tenuto.ranks.session import Message, Session, decode, failure
 
 Found = TypeVar("Found")
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
 
 from tenuto.errors import ShardMismatch
-from tenuto.model.box import Box
+from tenuto.model.leaf import Box
+from tenuto.sharding.coalesce import cut
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
 """int64 [n]."""
@@ -65,6 +67,20 @@ def paces(shape: Matrix) -> Matrix:
     for axis in range(shape.shape[1] - 2, -1, -1):
         found[:, axis] = found[:, axis + 1] * shape[:, axis + 1]
     return found
+
+
+def spread(flat: Column, bounds: Column, axes: int, fill: int) -> Matrix:
+    """Returns a ragged column as a matrix, padded at the end of each line."""
+    count = np.diff(bounds)
+    found = np.full((len(count), axes), fill, np.int64)
+    found[np.arange(axes) < count[:, None]] = flat
+    return found
+
+
+def padded(lines: Sequence[tuple[int, ...]], axes: int, fill: int) -> Matrix:
+    """Returns tuples as a matrix, padded at the end of each line."""
+    flat = np.array([place for line in lines for place in line], np.int64)
+    return spread(flat, np.array([0, *accumulate(map(len, lines))], np.int64), axes, fill)
 
 
 def lines_of(rank: Ranks, one: int) -> slice:
@@ -213,19 +229,15 @@ def shards(
     axes = max(map(len, whole), default=1)
     return Shards(
         leaf=np.array(leaf, np.int64),
-        offsets=_padded([box.offsets for box in boxes], max(axes, 1), 0),
-        shape=_padded([box.shape for box in boxes], max(axes, 1), 1),
-        whole=_padded(whole, max(axes, 1), 1),
+        offsets=padded([box.offsets for box in boxes], max(axes, 1), 0),
+        shape=padded([box.shape for box in boxes], max(axes, 1), 1),
+        whole=padded(whole, max(axes, 1), 1),
         ndim=np.array([len(shape) for shape in whole], np.int64),
         dtype=np.array([code[one] for one in dtypes], np.int64),
         placement=np.array(placement or [0] * len(leaf), np.int64),
         dtypes=[name for name, _ in names],
         sizes=[size for _, size in names],
     )
-
-
-def _padded(lines: Sequence[tuple[int, ...]], axes: int, fill: int) -> Matrix:
-    return np.array([(*line, *(fill,) * (axes - len(line))) for line in lines], np.int64).reshape(-1, axes)
 
 
 def gather(by_rank: Sequence[Shards], *, leaves: int, paths: Sequence[str] = ()) -> Holdings:
@@ -350,3 +362,118 @@ def _widened(parts: Sequence[Matrix], axes: int, fill: int) -> Matrix:
         found[at : at + len(part), : part.shape[1]] = part
         at += len(part)
     return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Distinct boxes: all replicas of one box form one cell.
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DistinctBoxes:
+    """Cells and the lines of Holdings that belong to each, ordered by leaf, then by start.
+
+    holders: the lines of cell c, by rank, are `holders[start[c] .. start[c + 1] - 1]`.
+    """
+
+    holders: Column
+    start: Column
+
+    def __len__(self) -> int:
+        return len(self.start) - 1
+
+    @property
+    def counts(self) -> Column:
+        """The number of ranks that hold each cell."""
+        return np.diff(self.start)
+
+    @property
+    def first(self) -> Column:
+        """The line of each cell's lowest rank."""
+        return self.holders[self.start[:-1]]
+
+
+def distinct_boxes(holdings: Holdings) -> DistinctBoxes:
+    """Returns the distinct boxes of holdings that `check` has accepted. Raises ShardMismatch if a rank holds a box
+    twice.
+
+    Empty boxes are ignored, except the lowest rank's box of an empty leaf.
+    """
+    size = volumes(holdings.whole)
+    lines = _with_items(holdings, size)
+    leaf, offsets, shape = holdings.leaf[lines], holdings.offsets[lines], holdings.shape[lines]
+    pace = paces(holdings.whole)[leaf] * (size[leaf] > 0)[:, None]
+    # Two numbers identify a box: its first and its last item.
+    first = begins(np.maximum(size, 1))[leaf] + dot(offsets, pace)
+    last = first + dot(shape - 1, pace)
+    order = rising(first)  # a stable sort keeps ranks in order
+    if ((first[order[1:]] == first[order[:-1]]) & (last[order[1:]] != last[order[:-1]])).any():
+        order = np.lexsort((last, first))  # equal starts with different ends: the input is wrong
+    first, last = first[order], last[order]
+    begun = np.concatenate([np.ones(1, bool), (first[1:] != first[:-1]) | (last[1:] != last[:-1])])[: len(order)]
+    found = DistinctBoxes(lines[order], np.append(np.flatnonzero(begun), len(order)))
+    rank = holdings.rank[found.holders]
+    twice = np.flatnonzero((rank[1:] == rank[:-1]) & ~begun[1:])
+    if len(twice):
+        at = int(found.holders[twice[0]])
+        raise ShardMismatch(
+            f"{holdings.path(at)}: rank {holdings.rank[at]} holds the box {holdings.box(at)} twice",
+            subject=holdings.path(at),
+        )
+    return found
+
+
+def _with_items(holdings: Holdings, size: Column) -> Column:
+    """Returns the lines that form cells."""
+    lines = np.flatnonzero(every(holdings.shape > 0))
+    nothing = np.flatnonzero(size[holdings.leaf] == 0)
+    if not len(nothing):
+        return lines
+    one_each = nothing[np.unique(holdings.leaf[nothing], return_index=True)[1]]
+    return np.sort(np.concatenate([lines, one_each]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplicaSets:
+    """Sets of ranks that hold the same cells.
+
+    of: the set of each cell.
+    example: one cell of each set.
+    size: the number of ranks in each set.
+    """
+
+    of: Column
+    example: Column
+    size: Column
+
+
+def replica_sets(holdings: Holdings, found: DistinctBoxes) -> ReplicaSets:
+    """Returns the set of ranks that hold each cell."""
+    counts, rank = found.counts, holdings.rank[found.holders].astype(np.uint64)
+    if not len(found):
+        return ReplicaSets(counts, counts, counts)
+    with np.errstate(over="ignore"):
+        marks = np.add.reduceat(_hashed(rank), found.start[:-1]) ^ _hashed(counts.astype(np.uint64))
+    _, example, of = np.unique(marks, return_index=True, return_inverse=True)
+    # Verifies the sets, because different sets may have the same hash.
+    cell, within = cut(counts, 1)
+    same = counts == counts[example[of]]
+    place = found.start[example[of]][cell] + np.minimum(within, counts[example[of]][cell] - 1)
+    same &= np.logical_and.reduceat(rank == rank[place], found.start[:-1])
+    odd = np.flatnonzero(~same)
+    of[odd] = len(example) + np.arange(len(odd))
+    example = np.concatenate([example, odd])
+    # Numbers the sets in the order of their first cells.
+    order = np.argsort(example)
+    place_of = np.empty(len(order), np.int64)
+    place_of[order] = np.arange(len(order))
+    return ReplicaSets(place_of[of], example[order], counts[example[order]])
+
+
+def _hashed(value: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Hashes numbers to 64 bits (splitmix64)."""
+    value = (value + np.uint64(1)) * _ODD
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

@@ -16,7 +16,7 @@ import numpy as np
 
 from tenuto.errors import CorruptionError, ShardMismatch
 from tenuto.model import canonical_json
-from tenuto.model.paths import join
+from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.sharding.holdings import Column, rank_names
 from tenuto.state.tree import (
@@ -150,7 +150,7 @@ class _Merger:
                 if not free:
                     raise self._lacking(nodes, some, where)
             if within == "group" and mark == "params":
-                pairs.append([key, _union_of_params(some)])
+                pairs.append([key, list(dict.fromkeys(name_of(name) for one in some for name in sequence(one.node)))])
             else:
                 part = "groups" if within == "optimizer" and mark == "param_groups" else ""
                 pairs.append([key, self.merge(some, where, part)])
@@ -256,11 +256,6 @@ class _Merger:
             for having in (True, False)
         )
         return ShardMismatch(f"{where} is on {here}, and not on {there}", subject=where, hint=PER_RANK)
-
-
-def _union_of_params(nodes: Sequence[_At]) -> list[Json]:
-    """Returns the parameters of a group over all ranks."""
-    return list(dict.fromkeys(name_of(name) for one in nodes for name in sequence(one.node)))
 
 
 def _as_column(known: dict[Any, int], count: int) -> Column:

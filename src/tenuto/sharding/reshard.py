@@ -192,6 +192,24 @@ class Reshard:
     def __len__(self) -> int:
         return len(self.wanted)
 
+    def take(self, lines: Column) -> Reshard:
+        return Reshard(
+            self.wanted[lines],
+            self.saved[lines],
+            self.wanted_offsets[lines],
+            self.saved_offsets[lines],
+            self.shape[lines],
+        )
+
+    def overlap(self, line: int, saved: Holdings) -> Overlap:
+        """Returns the items of the saved row that one line takes, and where in the wanted box's array they go."""
+        have = int(self.saved[line])
+        axes = int(saved.ndim[saved.leaf[have]])
+        columns = saved.shape[have], self.saved_offsets[line], self.wanted_offsets[line], self.shape[line]
+        row, there, here, shape = (tuple(one[:axes].tolist()) for one in columns)
+        where = tuple(slice(begin, begin + extent) for begin, extent in zip(here, shape, strict=True))
+        return Overlap(box_region(row, there, shape), where)
+
 
 def reshard(saved: Holdings, wanted: Holdings) -> Reshard:
     """Plans what every wanted box takes from which saved one; both sides number leaves alike.
@@ -278,7 +296,7 @@ def _error(wanted: Holdings, at: int, fault: Fault) -> ShardMismatch:
     )
 
 
-# The parts as bytes: which runs of a saved row go where in the wanted box, and in which chunks they lie.
+# The parts as bytes: which runs of a saved row go where in the wanted box.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,7 +326,7 @@ def runs(plan: Reshard, saved: Holdings, wanted: Holdings) -> tuple[Column, Colu
 
 
 def pieces(plan: Reshard, saved: Holdings, wanted: Holdings) -> Pieces:
-    """Returns the runs of every line. For many short runs `regions` is equivalent and cheaper to read by."""
+    """Returns the runs of every line. For many short runs `Reshard.overlap` is equivalent and cheaper to read by."""
     theirs, mine = _shapes(plan, saved, wanted)
     count, length = runs(plan, saved, wanted)
     axis = _inner(plan, (theirs, mine))
@@ -327,39 +345,6 @@ def pieces(plan: Reshard, saved: Holdings, wanted: Holdings) -> Pieces:
         target += place * to_pace[line, one]
     itemsize = saved.itemsize[plan.saved][line]
     return Pieces(line, source * itemsize, target * itemsize, length[line])
-
-
-def regions(plan: Reshard, saved: Holdings, lines: slice | Column = slice(None)) -> list[Region]:
-    """Returns the region of the saved row that each line takes, for a lazy reader.
-
-    The items go to `wanted_offsets` and `shape` of the wanted box's array, which may be a view with any strides.
-    """
-    columns = (saved.shape[plan.saved[lines]], plan.saved_offsets[lines], plan.shape[lines])
-    return [box_region(*map(tuple, line)) for line in zip(*(column.tolist() for column in columns), strict=True)]
-
-
-def chunk_ranges(found: Pieces, row: Column, length: Column, *, chunk_bytes: int) -> tuple[Column, Column, Column]:
-    """Returns the bytes of saved rows to read, each chunk once: columns (row, low, high), ordered by row and position.
-
-    row: int64 [runs], any number that identifies the row of each run.
-    length: int64 [runs], bytes of that row.
-
-    Adjacent wanted chunks form one range. With the rows' offsets in their packs, `coalesce` accepts the result.
-    """
-    order = np.lexsort((found.source, row))
-    row, length = row[order], length[order]
-    low = found.source[order] // chunk_bytes
-    high = -(-(found.source + found.length)[order] // chunk_bytes)
-    if not len(order):
-        return row, low, high
-    first = np.concatenate([np.ones(1, bool), row[1:] != row[:-1]])
-    # The furthest end so far within each row; an offset separates the rows.
-    apart = (np.cumsum(first) - 1) * (int(high.max()) + 1)
-    reach = np.maximum.accumulate(high + apart) - apart
-    first[1:] |= low[1:] > reach[:-1]
-    starts = np.flatnonzero(first)
-    stop = np.minimum(np.maximum.reduceat(high, starts) * chunk_bytes, length[starts])
-    return row[starts], low[starts] * chunk_bytes, stop
 
 
 def _shapes(plan: Reshard, saved: Holdings, wanted: Holdings) -> tuple[Matrix, Matrix]:

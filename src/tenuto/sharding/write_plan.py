@@ -17,8 +17,20 @@ import numpy as np
 
 from tenuto.errors import UsageError
 from tenuto.sharding.coalesce import cut
-from tenuto.sharding.distinct_boxes import DistinctBoxes, distinct_boxes, replica_sets
-from tenuto.sharding.holdings import Column, Flags, Holdings, Matrix, Ranks, begins, check, lines_of, rising
+from tenuto.sharding.holdings import (
+    Column,
+    DistinctBoxes,
+    Flags,
+    Holdings,
+    Matrix,
+    Ranks,
+    begins,
+    check,
+    distinct_boxes,
+    lines_of,
+    replica_sets,
+    rising,
+)
 
 SWEEPS: Final = 8
 ROUNDS: Final = 64

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tenuto.model.box import Box
-from tenuto.model.leaf import LeafSpec
+from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Json
-from tenuto.state.restore.unmatched import Unmatched
+
+if TYPE_CHECKING:
+    from tenuto.state.restore.match import Unmatched
 
 Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from tenuto.errors import CorruptionError, DuplicatePath
-from tenuto.model.paths import escape, join
+from tenuto.model.leaf import escape, join
 from tenuto.model.records import Json
 
 MAX_DEPTH: Final = 90

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 from tenuto.certify.probe import certify_probe
 from tenuto.concurrency.deadlines import seconds
 from tenuto.engine.group.group import leave_on_error, training_group
-from tenuto.engine.read.results import Restored
+from tenuto.engine.read.choose import Restored
 from tenuto.engine.save.handle import Save
 from tenuto.errors import ForkedProcess, UsageError
 from tenuto.events import Emitter, Sink

@@ -12,8 +12,7 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.adopt import MemoryRestore
 from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult
-from tenuto.engine.read.results import Restored
+from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult
 from tenuto.engine.read.sharded_reader import private_index_entry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.errors import CheckpointNotFound, Superseded, TenutoError, UsageError, in_words, typed

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from tenuto.concurrency.deadlines import within
 from tenuto.engine.memory_tier.cadence import MemoryCadence
-from tenuto.engine.read.results import Restored
+from tenuto.engine.read.choose import Restored
 from tenuto.engine.save import handle as handles
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save

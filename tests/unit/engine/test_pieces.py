@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.codec.chunk_map import ChunkMap
-from tenuto.engine.read.chunk_runs import chunk_runs, halves
+from tenuto.engine.read.chunk_reader import chunk_runs, split_run
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Index, PackEntry
@@ -40,7 +40,7 @@ def test_every_byte_is_in_one_piece(lengths, chunk_bytes, piece_bytes, max_leave
         for leaf, row, begin in zip(*(c.tolist() for c in (chunks.row, chunks.digest, chunks.offset)), strict=True):
             assert begin == layout.offset[leaf] + (row - starts[leaf]) * chunk_bytes
         if len(chunks) > 1:
-            one, two = halves(piece)
+            one, two = split_run(piece)
             assert (one.start, one.stop, two.stop) == (piece.start, two.start, piece.stop)
     assert sorted(rows) == list(range(len(digests)))
     assert seen == {number: pack.length for number, pack in enumerate(packs)}

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tenuto.codec.digest import digest_rows
+from support.row_digests import digest_rows
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.errors import ObjectNotFound
 from tenuto.model.ids import CheckpointId

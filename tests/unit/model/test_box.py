@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.errors import UsageError
-from tenuto.model.box import Box
+from tenuto.model.leaf import Box
 
 many = settings(derandomize=True, deadline=None, max_examples=200)
 lengths = st.integers(0, 4)

@@ -11,9 +11,9 @@ import pytest
 
 from tenuto.errors import RankStoreLost
 from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.contract import Settings
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 from tenuto.ranks.proposals import Proposal
-from tenuto.ranks.timeouts import Settings
 
 QUICK = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=5.0, probe_s=0.05)
 PATIENT_S = 30.0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.codec.digest import digest_rows
+from support.row_digests import digest_rows
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec

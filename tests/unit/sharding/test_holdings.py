@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tenuto.errors import ShardMismatch
-from tenuto.model.box import Box
+from tenuto.model.leaf import Box
 from tenuto.sharding.holdings import Shards, check, gather, item_name, rank_names, shards
 
 F32 = ("float32", 4)

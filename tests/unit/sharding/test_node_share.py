@@ -6,15 +6,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.engine.read.node_share import PAGE, SECTIONS, RequestedReads, SharedBlocks, share_blocks
+from tenuto.engine.read.node_share import SECTIONS, PackRanges, SharedBlocks, share_blocks
+from tenuto.engine.read.peer_window import PAGE
 
 BLOCK, SECTION = 3 * PAGE, 12 * PAGE
 ranges = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 400), st.integers(0, 120)), max_size=12)
 
 
-def asked(found: list[tuple[int, int, int]]) -> RequestedReads:
+def asked(found: list[tuple[int, int, int]]) -> PackRanges:
     columns = np.array(found, np.int64).reshape(-1, 3) * np.array([7, 500, 500])
-    return RequestedReads.of(columns[:, 0], columns[:, 1], columns[:, 1] + columns[:, 2], gap=0)
+    return PackRanges(columns[:, 0], columns[:, 1], columns[:, 1] + columns[:, 2]).merged(gap=0)
 
 
 def covered(pack: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -42,7 +43,7 @@ def in_windows(dealt: SharedBlocks, ranks: int) -> None:
     assert (np.diff(dealt.group) >= 0).all()
     for owner in range(ranks):
         lines = np.flatnonzero(dealt.owner == owner)
-        assert dealt.window(owner) <= SECTIONS * SECTION
+        assert dealt.window_bytes(owner) <= SECTIONS * SECTION
         for group in np.unique(dealt.group[lines]).tolist():
             # Those of one group and the ones that must still be there beside it.
             held = lines[(dealt.group[lines] <= group) & (dealt.group[lines] > group - SECTIONS)]
@@ -52,7 +53,7 @@ def in_windows(dealt: SharedBlocks, ranks: int) -> None:
 
 
 def test_blocks_are_dealt_out_evenly() -> None:
-    everything = RequestedReads.of(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([4000 * PAGE]))
+    everything = PackRanges(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([4000 * PAGE]))
     dealt = share_blocks([everything] * 4, block_bytes=BLOCK, section_bytes=SECTION)
     nbytes = [int((dealt.high - dealt.low)[dealt.owner == owner].sum()) for owner in range(4)]
     assert max(nbytes) - min(nbytes) <= BLOCK and sum(nbytes) == 4000 * PAGE
@@ -61,11 +62,11 @@ def test_blocks_are_dealt_out_evenly() -> None:
 
 def test_the_step_of_a_range_is_the_group_of_the_last_block_before_its_end() -> None:
     pack, ends = np.array([0, 1]), np.array([40 * PAGE, 40 * PAGE])
-    both = RequestedReads.of(pack, np.zeros(2, np.int64), ends)
+    both = PackRanges(pack, np.zeros(2, np.int64), ends)
     dealt = share_blocks([both, both], block_bytes=BLOCK, section_bytes=SECTION)
     asked_of = np.array([0, 0, 0, 1, 2], np.int64)
     places = np.array([1, 9 * PAGE, 40 * PAGE, 1, 5], np.int64)
-    step = dealt.step(asked_of, places).tolist()
+    step = dealt.group_of(asked_of, places).tolist()
     last = [
         int(dealt.group[(dealt.pack == one) & (dealt.low < at)][-1])
         for one, at in zip(asked_of[:4], places[:4], strict=True)
@@ -75,5 +76,5 @@ def test_the_step_of_a_range_is_the_group_of_the_last_block_before_its_end() -> 
 
 
 def test_ranges_are_joined_within_a_pack_alone() -> None:
-    found = RequestedReads.of(np.array([1, 0, 0, 0]), np.array([0, 20, 0, 8]), np.array([9, 30, 10, 12]), gap=0)
+    found = PackRanges(np.array([1, 0, 0, 0]), np.array([0, 20, 0, 8]), np.array([9, 30, 10, 12])).merged(gap=0)
     assert (found.pack.tolist(), found.low.tolist(), found.high.tolist()) == ([0, 0, 1], [0, 20, 0], [12, 30, 9])

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tenuto.errors import ShardMismatch
-from tenuto.model.box import Box
+from tenuto.model.leaf import Box
 from tenuto.sharding import coverage
 from tenuto.sharding.coverage import check_coverage
 from tenuto.sharding.holdings import Holdings, gather, shards
-from tenuto.sharding.reshard import chunk_ranges, pieces, regions, reshard, runs
+from tenuto.sharding.reshard import pieces, reshard, runs
 
 F32 = ("float32", 4)
 
@@ -66,7 +66,7 @@ def test_a_cut_along_the_first_axis_is_one_run() -> None:
     assert [column.tolist() for column in runs(plan, saved, wanted)] == [[1, 1], [32, 32]]
     found = pieces(plan, saved, wanted)
     assert (found.source.tolist(), found.target.tolist(), found.length.tolist()) == ([16, 0], [0, 32], [32, 32])
-    assert all(region.is_run for region in regions(plan, saved))
+    assert all(plan.overlap(line, saved).region.is_run for line in range(len(plan)))
 
 
 def test_a_cut_along_another_axis_is_a_run_for_each_row() -> None:
@@ -74,8 +74,6 @@ def test_a_cut_along_another_axis_is_a_run_for_each_row() -> None:
     plan = reshard(saved, wanted)
     found = pieces(plan, saved, wanted)
     assert found.source.tolist() == [8, 24, 40] and found.target.tolist() == [0, 8, 16] and len(found) == 3
-    ranges = chunk_ranges(found, plan.saved[found.line], saved.nbytes()[plan.saved[found.line]], chunk_bytes=8)
-    assert [column.tolist() for column in ranges] == [[0, 0, 0], [8, 24, 40], [16, 32, 48]]
 
 
 def grid(leaves: int, rows: int, columns: int, whole: tuple[int, int]) -> Holdings:

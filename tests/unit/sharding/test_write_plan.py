@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.errors import ShardMismatch, UsageError
-from tenuto.model.box import Box
-from tenuto.sharding import distinct_boxes as cells_module
+from tenuto.model.leaf import Box
+from tenuto.sharding import holdings as cells_module
 from tenuto.sharding.coverage import check_coverage
 from tenuto.sharding.holdings import Holdings, gather, shards
 from tenuto.sharding.write_plan import CHUNK_BYTES, SMALL_CHUNKS, Assignment, assign, layers, poured, rounds, written

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.leaf_forms import forms_of
 from tenuto.errors import CorruptionError, StateError, StateMismatch, Unserialisable
 from tenuto.model import canonical_json
-from tenuto.repo.format.leaf_table import LeafTable, forms_of, leaf_forms
+from tenuto.repo.format.leaf_table import LeafTable, leaf_forms
 from tenuto.state.encode.flattener import Flattener, flatten
 from tenuto.state.restore.match import match_state
 

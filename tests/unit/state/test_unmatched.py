@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.state.restore.unmatched import Unmatched, unmatched, unmatched_by_all
+from tenuto.state.restore.match import Unmatched, unmatched, unmatched_by_all
 from tenuto.state.tree import terminals
 
 Tree = st.recursive(

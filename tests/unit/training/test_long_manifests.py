@@ -31,7 +31,7 @@ def state(ranks: Any, value: float) -> dict[str, Any]:
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(group_restore, "TOLD_BYTES", 0)
+    monkeypatch.setattr(group_restore, "BROADCAST_BYTES", 0)
     for step in (1, 2):
         together(3, lambda ranks, step=step: tenuto.save(state(ranks, 10.0 * step), tmp_path, step=step, ranks=ranks))
     return tmp_path
@@ -56,7 +56,7 @@ def test_each_rank_reads_it_and_none_is_told(saved: Path, monkeypatch: pytest.Mo
         assert restored.step == 2 and restored.state["w"].value.tolist() == [20.0 + rank] * 4
     manifest = Repo.open(open_store(saved)).manifest_bytes(found[0].checkpoint.id)
     assert len(manifest) > 100 and announced and not any(manifest in one for one in announced)
-    monkeypatch.setattr(group_restore, "TOLD_BYTES", len(manifest))
+    monkeypatch.setattr(group_restore, "BROADCAST_BYTES", len(manifest))
     loaded(saved)
     assert sum(manifest in one for one in announced) == 1, "a short one is told, once for all"
 

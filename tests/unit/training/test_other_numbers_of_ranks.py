@@ -26,9 +26,9 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import IndexEntry, Manifest
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 from tenuto.repo.repository import Repo
-from tenuto.state.position import rng, rng_streams
+from tenuto.state.position import rng
+from tenuto.state.position.positions import WorldSizeChange
 from tenuto.state.position.training_position import Counters, TrainingPosition
-from tenuto.state.position.world_size_change import WorldSizeChange
 from tenuto.store.registry import open_store
 from tenuto.training.snapshot import Snapshots
 
@@ -213,7 +213,7 @@ def test_what_tells_ranks_apart_is_said_by_several_alone() -> None:
             "batch",
         }
     )
-    assert together.marks == rng_streams.marks(rng.capture()) and together.progress["ranks"] == 2
+    assert together.marks == rng.marks(rng.capture()) and together.progress["ranks"] == 2
     assert len(together.certificate["at_other_ranks"]) == 3
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import tenuto
 from support.rank_threads import together
-from tenuto.engine.group import visibility
+from tenuto.engine.group import rounds
 from tenuto.engine.group.group import JobGroup
 from tenuto.errors import DeadlineExceeded, ObjectNotFound, RanksDisagree, UsageError
 from tenuto.events import Emitter
@@ -170,7 +170,7 @@ class Late(MemoryStore):
 
 
 def test_what_a_place_shows_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visibility, "POLL_S", 0.001)
+    monkeypatch.setattr(rounds, "POLL_S", 0.001)
     stores = [MemoryStore("late"), Late("late", 2)]
     stores[0].place.objects.clear()
 
@@ -188,7 +188,7 @@ def test_what_a_place_shows_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 def test_a_one_off_save_of_ranks_in_copies_of_a_place_is_refused_and_gives_the_run_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(visibility, "VISIBLE_S", 0.1)
+    monkeypatch.setattr(rounds, "VISIBLE_S", 0.1)
     stores = [MemoryStore("staged"), MemoryStore("staged, copied")]
     for store in stores:
         store.place.objects.clear()

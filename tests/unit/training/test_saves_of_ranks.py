@@ -17,7 +17,7 @@ from tenuto.engine.group import group
 from tenuto.events import Committed, Event, SaveStarted, Warned
 from tenuto.maintenance.verify import assert_whole
 from tenuto.policy.save import SavePolicy
-from tenuto.ranks.timeouts import Settings
+from tenuto.ranks.contract import Settings
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 

@@ -1,4 +1,4 @@
-"""The ranks of a job that train one run together: how they meet, in one place, and what they tell each other there."""
+"""The ranks of a job that train one run together: they meet, find one repository, and agree on saves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Literal
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group_restore import GroupRestore
 from tenuto.engine.group.group_save import GroupCommit
-from tenuto.engine.group.visibility import SHARE_ONE_PLACE, awaited, sees_claim
+from tenuto.engine.group.rounds import SHARE_ONE_PLACE, becomes_visible, sees_claim
 from tenuto.engine.read.choose import Prepare
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.rank_group import RankGroup, SoloGroup
@@ -19,9 +19,8 @@ from tenuto.events import Emitter, RanksBehind, Warned
 from tenuto.model.ids import run_key
 from tenuto.policy.save import Decision, DividedPolicy, Moment, SaveHistory, SavePolicy
 from tenuto.ranks.agreement import Agreement
-from tenuto.ranks.contract import TIMEOUT_S, Ranks
+from tenuto.ranks.contract import TIMEOUT_S, Ranks, Settings
 from tenuto.ranks.round import Round
-from tenuto.ranks.timeouts import Settings
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt, announced
 from tenuto.repo.replicated.members import join
@@ -35,13 +34,11 @@ from tenuto.version import __version__
 
 _CAME: Final = " came"
 FAREWELL_S: Final = 60.0
-"""At most so long the end of training waits until all ranks have come to it: the board may go with the first that
-leaves."""
+"""How long the end of training waits for all ranks at most: the key-value store may go with the first that leaves."""
 
 
 def session_settings(timeout_s: float) -> Settings:
-    """Signs of life and answers of the board, for ranks that wait `timeout_s` for each other: who is dead is found out
-    well before that."""
+    """Returns the intervals for ranks that wait `timeout_s` for each other: a dead one is found well before that."""
     usual = Settings()
     return Settings(
         beat_s=min(usual.beat_s, timeout_s / 20),
@@ -65,21 +62,21 @@ class JobGroup:
         timeout_s: float = TIMEOUT_S,
         writers: Strategy = "balanced",
     ) -> None:
-        """`writers`: by which all of them share out what they write."""
+        """`writers`: how the ranks divide what they write."""
         self.agreement = agreement
         self.timeout_s = timeout_s
         self.writers: Strategy = writers
         self.spread = False
         """Whether the repository has other places than its home, which not all ranks may find."""
         self.leads = self.coordinates
-        """Whether this rank sees to the places that it puts packs into."""
+        """Whether this rank maintains the places that it puts packs into."""
         self._gone = ""
-        """Why this rank leaves, where something was raised."""
-        self._parted = False
+        """The error by which this rank leaves."""
+        self._left = False
         self._run = run
         self._emitter = emitter
-        self._wished = False
-        """Whether a save has been wished for and not been taken yet."""
+        self._requested = False
+        """Whether a save was requested and has not been taken yet."""
         self._step = -1
         self._agreed: str | None = None
         """Why all ranks save at this step, where they have agreed to."""
@@ -97,15 +94,18 @@ class JobGroup:
         facts: Mapping[str, str] | None = None,
         writers: Strategy = "balanced",
     ) -> tuple[JobGroup, Repo]:
-        """Meets the other ranks, and opens the repository, which has to be one for all of them. `call`: what all of
-        them have called; `facts`: what else has to be equal on all of them.
+        """Meets the other ranks, and opens the repository, which has to be the same one for all of them.
+
+        call: the function that all of them called.
+        facts: what else has to be equal on all of them.
 
         Raises what the store raises; RanksMissing, RanksDisagree, RankFailed and RankStoreLost.
         """
         store = open_store(where)
-        alike = {"run": run_key(run), "version": __version__, "writers": writers, "where": _kept(store)}
-        told = {"call": f"tenuto.{call}", **alike, **(facts or {})}
-        agreement = Agreement.open(ranks, told, timeout_s, session_settings(timeout_s))
+        declared = repr(store.declared) if isinstance(store, ReplicatedStore) else ""
+        alike = {"run": run_key(run), "version": __version__, "writers": writers, "where": declared}
+        alike = {"call": f"tenuto.{call}", **alike, **(facts or {})}
+        agreement = Agreement.open(ranks, alike, timeout_s, session_settings(timeout_s))
         group = cls(agreement, run, emitter, timeout_s, writers)
         agreement.session.behind = group._behind
         crashpoint("ranks met, repository not yet opened")
@@ -137,11 +137,12 @@ class JobGroup:
         return GroupRestore(repo, run, prepare, group=self, emitter=emitter)
 
     def expected_share(self, nbytes: int) -> int | None:
-        """An equal share. None where one rank writes all that several hold: the shares are not equal then."""
+        """Returns an equal share; None where one rank writes all that several hold, so that shares are not equal."""
         return None if self.writers == "one" else nbytes // self.world_size
 
     def _open(self, where: Store, *, create: bool = True) -> Repo:
-        """The coordinator may `create` it where there is none; the others have to find the very same."""
+        """Opens the repository. With `create` the coordinator makes one where there is none; the others have to find
+        the same one."""
         phase, wrong = "opening the repository", ""
         with self.agreement.round("place") as round:
             if self.coordinates:
@@ -161,17 +162,15 @@ class JobGroup:
         return repo
 
     def _assign_places(self, members: Sequence[str], where: ReplicatedStore) -> None:
-        """The lowest rank of each node sees to that node's directory. Of a mirror all ranks have the same places.
-
-        Raises RanksDisagree, on all of them, where they have not.
-        """
+        """Makes the lowest rank of each node maintain that node's directory. Raises RanksDisagree, on all ranks, where
+        the places of a mirror are not the same for all."""
         phase, per_node = "telling in which places packs are kept", where.declared.per_node
         with self.agreement.round("members") as round:
             round.send(" ".join(members or ["-"]).encode())
             if self.coordinates:
-                said = round.gather(self.timeout_s, phase)
-                leads = [said.index(one) == rank if per_node else rank == 0 for rank, one in enumerate(said)]
-                round.broadcast(b"same" if per_node or _are_alike(said) else b"", [b"leads" * one for one in leads])
+                found = round.gather(self.timeout_s, phase)
+                leads = [found.index(one) == rank if per_node else rank == 0 for rank, one in enumerate(found)]
+                round.broadcast(b"same" if per_node or _are_alike(found) else b"", [b"leads" * one for one in leads])
             same = round.receive(self.timeout_s, phase)
             self.leads = round.own_reply() == b"leads"
         if not same:
@@ -183,12 +182,12 @@ class JobGroup:
             )
 
     def _find(self, where: Store, wanted: str) -> tuple[Repo | None, str]:
-        """The repository there, if it is the one that is wanted; else why not. The coordinator may have made it a
-        moment ago."""
+        """Returns the repository there if it is the wanted one, else why not. The coordinator may have made it a moment
+        ago."""
         found: list[Repo] = []
         wrong = ""
 
-        def look() -> bool:
+        def opens() -> bool:
             nonlocal wrong
             try:
                 found.append(Repo.open(where))
@@ -197,7 +196,7 @@ class JobGroup:
             return bool(found)
 
         try:
-            if not awaited(look, self.timeout_s, self.agreement.session.settings.clock):
+            if not becomes_visible(opens, self.timeout_s, self.agreement.session.settings.clock):
                 return None, wrong
         except TenutoError as error:
             return None, error.message
@@ -229,58 +228,56 @@ class JobGroup:
             return attempt, step
 
     def check_claim_visible(self, attempt: Attempt) -> None:
-        """All ranks have heard of this claim of the run: now each has to see it in its own place. A repository that was
-        copied from node to node has the same id on each, and the claim on one.
-
-        Raises RanksDisagree, on all of them, where one does not see it; and what other waits for ranks do.
-        """
+        """Checks that each rank sees this claim of the run in its own store: a repository that was copied from node to
+        node has the same id on each, and the claim on one. Raises RanksDisagree, on all ranks, where one does not see
+        it, and what other waits for ranks raise."""
         wrong, clock = "", self.agreement.session.settings.clock
-        if not self.coordinates and not awaited(lambda: sees_claim(attempt), self.timeout_s, clock):
+        if not self.coordinates and not becomes_visible(lambda: sees_claim(attempt), self.timeout_s, clock):
             wrong = (
                 f"a copy lies there, without attempt {attempt.number} of run {attempt.run!r}, just claimed by rank 0"
             )
         self._same_place(attempt.repo.url, wrong, "looking for the claim of the run")
 
     def _same_place(self, place: str, wrong: str, phase: str) -> None:
-        """Raises RanksDisagree, on all ranks, where one has found `wrong` what lies in `place`."""
+        """Raises RanksDisagree, on all ranks, where `wrong` is not empty on one: what is wrong with `place` there."""
         with self.agreement.round("same place") as round:
             own = f"{place} on {socket.gethostname()}: {wrong}"
             verdict = round.vote(not wrong, own, self.timeout_s, phase)
         if not verdict:
-            said = "; ".join(f"rank {rank}, {reason}" for rank, reason in sorted(verdict.reasons.items())[:8])
+            reasons = "; ".join(f"rank {rank}, {reason}" for rank, reason in sorted(verdict.reasons.items())[:8])
             raise RanksDisagree(
-                f"{place} is not one place for all ranks ({said})",
+                f"{place} is not one place for all ranks ({reasons})",
                 subject=place,
                 hint=SHARE_ONE_PLACE,
                 ranks=tuple(sorted(verdict.reasons)),
                 phase=phase,
             )
 
-    # -- saves that only some ranks can know of ------------------------------------------------------------------------
+    # -- saves that only some ranks know of ------------------------------------------------------------------------
 
     def completed(self, step: int, signal: str | None, *, ending: bool) -> str | None:
-        """This rank has completed `step`. The signal that is acted upon now, by all ranks at the same step: one that
-        has come here alone is made known to the others, and training goes on until then, or to its end."""
+        """Notes that this rank completed `step`. Returns the signal that all ranks act upon at this step: one that came
+        only here is first made known to the others, and training continues until then, or to its end."""
         if signal is not None:
             self._propose(f"{signal}{_CAME}")
         if step > self._step:
             self._step = step
             proposal = self.agreement.at(step, self.timeout_s)
             self._agreed = proposal.reason if proposal is not None else None
-            self._wished &= proposal is None
+            self._requested &= proposal is None
         if self._agreed is not None and self._agreed.endswith(_CAME):
             return self._agreed.removesuffix(_CAME)
         return signal if ending else None
 
     def decide(self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None) -> Decision:
-        """Decides whether all ranks save this step. What the coordinator decides for all is saved at a step that is
-        still to come, and so is what replaces a `torn` save."""
+        """Decides whether all ranks save this step. What the coordinator decides for all is saved at a later step, and
+        so is what replaces a `torn` save."""
         agreed, self._agreed = self._agreed, None
         decision = policy.alike.decide(moment, history)
         new = history.last_saved_step is None or moment.step > history.last_saved_step
         if agreed is not None and new and not decision.save:
             decision = Decision(True, agreed)
-        if not decision.save:  # else what there is to wish for comes now
+        if not decision.save:  # else this save is what would be requested
             if torn is not None and moment.step > torn.step:
                 self._propose(f"in place of the torn save of step {torn.step}")
             if self.coordinates and (wanted := policy.by_one.decide(moment, history)).save:
@@ -288,17 +285,17 @@ class JobGroup:
         return decision
 
     def _propose(self, reason: str) -> None:
-        """Once until it comes. A save that is still to come is what is wished for, but for a signal, which all act upon
-        only where it is what they save for."""
+        """Requests a save, once until it comes. An agreed save that is still to come will do; not for a signal, which
+        all ranks act upon only where it is the reason of the save."""
         coming = self.agreement.agreed_save
         if coming is not None and (coming.reason.endswith(_CAME) or not reason.endswith(_CAME)):
             return
-        if not self._wished:
-            self._wished = True
+        if not self._requested:
+            self._requested = True
             try:
                 self.agreement.request_save(reason)
             except RanksError as error:
-                self._wished = False
+                self._requested = False
                 self._emitter.emit(Warned(f"the other ranks could not be asked to save: {error.message}", self._run))
 
     def _behind(self, phase: str, ranks: Sequence[int], waited_s: float) -> None:
@@ -309,24 +306,24 @@ class JobGroup:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def broken_off(self, error: BaseException) -> None:
-        """Training here ends by what was raised: the others are told when this rank leaves."""
+        """Notes the error that ends training here: the other ranks learn it when this one leaves."""
         self._gone = in_words(error)
 
     def leave(self, error: BaseException) -> None:
-        """This rank takes part no longer."""
-        self._parted = True
+        """Leaves at once: ranks that wait for this one raise RankFailed."""
+        self._left = True
         self.agreement.close(in_words(error))
 
     def part(self, timeout: float, *, well: bool) -> None:
-        """Leaves. Where training ended well, not before all ranks have come so far: one of them may hold the board."""
+        """Leaves; where training ended well, not before all ranks have: one of them may serve the key-value store."""
         if well:
             self.farewell(timeout)
         self.agreement.close(*([self._gone] if self._gone else []))
 
     def farewell(self, timeout: float) -> None:
-        """Returns when all ranks have come to the end, or it is clear that some will not. Once."""
-        if not self._parted and self.world_size > 1:
-            self._parted = True
+        """Waits, once, until all ranks have come to the end or it is clear that some will not."""
+        if not self._left and self.world_size > 1:
+            self._left = True
             try:
                 with self.agreement.round("end") as round:
                     round.all_gather(b"", min(timeout, self.timeout_s, FAREWELL_S), "the end of training")
@@ -334,15 +331,10 @@ class JobGroup:
                 self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
 
 
-def _are_alike(said: Sequence[bytes]) -> bool:
-    """Whether all ranks have joined the same members, but for those that one cannot reach."""
-    told = [one.split(b" ") for one in said]
-    return all(len(set(column) - {b""}) <= 1 for column in zip(*told, strict=True))
-
-
-def _kept(store: Store) -> str:
-    """How packs are kept, for a comparison."""
-    return repr(store.declared) if isinstance(store, ReplicatedStore) else ""
+def _are_alike(members: Sequence[bytes]) -> bool:
+    """Returns whether all ranks have joined the same members, not counting those that a rank cannot reach."""
+    columns = zip(*(one.split(b" ") for one in members), strict=True)
+    return all(len(set(column) - {b""}) <= 1 for column in columns)
 
 
 @contextmanager
@@ -369,21 +361,17 @@ def training_group(
     `JobGroup.meet` does, and UsageError for what several ranks cannot do together."""
     if ranks.world_size == 1:
         return SoloGroup(), Repo.create_or_open(open_store(where))
-    _refuse(memory)
-    return JobGroup.meet(ranks, where, run, emitter, timeout_s, facts={"memory": repr(memory)}, writers=writers)
-
-
-def _refuse(memory: SavePolicy | None) -> None:
     if memory is not None and not memory.alike:
         raise UsageError(
             f"memory={memory!r} does not work with several ranks",
             subject=f"memory={memory!r}",
             hint="memory=every(steps=…): all keep the same steps",
         )
+    return JobGroup.meet(ranks, where, run, emitter, timeout_s, facts={"memory": repr(memory)}, writers=writers)
 
 
 # --------------------------------------------------------------------------------------------------
-# The ranks of a job meeting for one matter alone: a single save, or a single load.
+# The ranks of a job that meet for a single save or load.
 
 
 @contextmanager
@@ -398,14 +386,14 @@ def joined_group(
     facts: Mapping[str, str],
     writers: Strategy = "balanced",
 ) -> Iterator[tuple[JobGroup, Repo]]:
-    """Yields this process among the ranks, and the repository: what the block raises the others learn. Raises what
+    """Yields this process among the ranks, and the repository. The other ranks learn what the block raises. Raises what
     `JobGroup.meet` does."""
     try:
         group, repo = JobGroup.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts, writers=writers)
     except RanksMissing as error:
-        alone = f"every rank of the job calls tenuto.{call}; one that is to {call} by itself: ranks=tenuto.Solo()"
+        hint = f"every rank of the job calls tenuto.{call}; one that is to {call} by itself: ranks=tenuto.Solo()"
         raise RanksMissing(
-            error.message, subject=error.subject, hint=alone, ranks=error.ranks, phase=error.phase
+            error.message, subject=error.subject, hint=hint, ranks=error.ranks, phase=error.phase
         ) from error
     with leave_on_error(group):
         yield group, repo

@@ -10,13 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.node_peers import NodePeers
-from tenuto.engine.group.pack_handover import dealt, hand_over, is_there, lacking
-from tenuto.engine.group.visibility import awaited
-from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, as_damage, choose, chosen, exactly, match
-from tenuto.engine.read.node_share import NodeSharedReads, WindowTimeouts
+from tenuto.engine.group.rounds import becomes_visible
+from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, as_damage, choose, exactly, match
+from tenuto.engine.read.copy_packs import copy_packs
+from tenuto.engine.read.node_share import NodePeers, NodeSharedReads
 from tenuto.engine.save.rank_group import RESTORE_TIMES
-from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
+from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, TenutoError, in_words
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
@@ -25,24 +24,99 @@ from tenuto.model.timing import RankTimings
 from tenuto.ranks.contract import VoteResult
 from tenuto.ranks.round import REASON, Round
 from tenuto.repo.format.manifest import Aborted, decode_manifest
+from tenuto.repo.lineage import resolve
+from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
-from tenuto.state.restore.match import refuse_unmatched
-from tenuto.state.restore.unmatched import Unmatched, unmatched_by_all
+from tenuto.state.restore.match import Unmatched, refuse_unmatched, unmatched_by_all
 
 if TYPE_CHECKING:
     from tenuto.engine.group.group import JobGroup
 
+
 # --------------------------------------------------------------------------------------------------
-# How a restore goes on each rank of a job, told in two rounds: whether the checkpoint fits what the rank holds, before
-# any of it is read; and whether it could be read, and how long that took.
+# Packs that some rank needs and does not find, and that lie on another rank's node: that rank puts them into the home,
+# for all. Where every rank finds what it needs, this costs one round.
+
+NOWHERE: Final = -1
+
+
+def missing_packs(
+    round: Round, places: ReplicatedStore, needs: Callable[[], Sequence[str]], deadline_s: float
+) -> list[str]:
+    """Returns the packs that some rank needs and does not find, the same on every rank. Raises what `Round.gather`
+    does."""
+    phase = "telling which packs are not found"
+    try:
+        missed = [name for name in needs() if not places.has(name)]
+    except TenutoError:
+        missed = []  # reading them meets the error again, and reports it
+    with round:
+        round.send(canonical_json.dumps(missed))
+        if round.coordinates:
+            names = {name for one in round.gather(deadline_s, phase) for name in canonical_json.loads(one)}
+            round.broadcast(canonical_json.dumps(sorted(names)))
+        return [str(name) for name in canonical_json.loads(round.receive(deadline_s, phase))]
+
+
+def packs_to_hand_over(
+    round: Round, places: ReplicatedStore, names: Sequence[str], rank: int, deadline_s: float
+) -> list[str]:
+    """Returns which of `names` this rank has to put into the home. Raises CorruptionError, on all ranks, where no rank
+    has one of them."""
+    phase = "telling who has the packs that are not found"
+    here = [number for number, name in enumerate(names) if any(exists(store, name) for store in places.others)]
+    with round:
+        round.send(canonical_json.dumps(here))
+        if round.coordinates:
+            givers = [NOWHERE] * len(names)
+            for one, numbers in reversed(list(enumerate(round.gather(deadline_s, phase)))):
+                for number in canonical_json.loads(numbers):
+                    givers[number] = one
+            round.broadcast(canonical_json.dumps(givers))
+        givers = canonical_json.loads(round.receive(deadline_s, phase))
+    if NOWHERE in givers:
+        name = names[givers.index(NOWHERE)]
+        raise CorruptionError(
+            f"{name} is on no node of this job, nor in {places.url}: it was on one that is not here, or is lost",
+            subject=name,
+            object=name,
+        )
+    return [name for name, giver in zip(names, givers, strict=True) if giver == rank]
+
+
+def hand_over(repo: Repo, manifest: Manifest, names: Sequence[str]) -> None:
+    """Copies these packs from this node into the home, with a warning for each. Raises what `copy_packs` does."""
+    places = repo.store
+    assert isinstance(places, ReplicatedStore), "no other place has anything"
+
+    def warn(name: str, nbytes: int) -> None:
+        places.warn(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks that do not find it")
+
+    if names:
+        copy_packs(repo, manifest, frozenset(names), places.home, warn)
+
+
+def in_home(places: ReplicatedStore, id: CheckpointId, names: Sequence[str]) -> bool:
+    """Returns whether the home shows these packs. Lists them first, which makes a network file system look again."""
+    there = places.home.children(id.directory).objects
+    return all(name.rpartition("/")[2] in there and exists(places.home, name) for name in names)
+
+
+# --------------------------------------------------------------------------------------------------
+# The two rounds of a restore: whether the checkpoint fits what each rank holds, before any of it is read; and whether
+# it could be read, and how long that took.
 
 
 @dataclass(slots=True)
 class RankOutcome:
-    """On one rank. `reason`: why it could not restore its part; empty where it has. `match_s`: until the checkpoint was
-    matched with what the rank holds, `read_s`: from the beginning of reading until its `nbytes` were there, verified,
-    without `wait_s`, waiting for what its neighbours ask for."""
+    """The outcome on one rank.
+
+    reason: why it could not restore its part; empty where it has.
+    match_s: until the checkpoint was matched with what the rank holds.
+    read_s: from the beginning of reading until its `nbytes` were there, verified, without `wait_s`.
+    wait_s: until the requests of the other ranks of the node were there.
+    """
 
     reason: str = ""
     match_s: float = 0.0
@@ -56,62 +130,57 @@ class RankOutcome:
 
     @classmethod
     def decode(cls, data: bytes) -> RankOutcome:
-        said = canonical_json.loads(data)
-        *took, nbytes = said["took"]
+        values = canonical_json.loads(data)
+        *took, nbytes = values["took"]
         match_s, read_s, wait_s = (one / 1e6 for one in took)
-        return cls(str(said["reason"]), match_s, read_s, wait_s, int(nbytes))
+        return cls(str(values["reason"]), match_s, read_s, wait_s, int(nbytes))
 
 
 def fits(
     round: Round, reason: str, left_over: Unmatched | None, deadline_s: float, phase: str
 ) -> tuple[VoteResult, bytes]:
-    """On every rank, each with the `reason` why it could not match the checkpoint, empty where it could, and what it
-    leaves over: the same verdict on all, and what no rank takes, as `left_by_all` tells it. Raises what `Topic.collect`
-    does."""
+    """Exchanges why each rank could not match the checkpoint (empty where it could) and what it leaves over. Returns,
+    the same on all ranks, the verdict and what no rank takes, as `unmatched_by_all` encodes it. Raises what
+    `Round.gather` does."""
     round.send(_joined({"reason": _shown(reason)}, b"" if left_over is None else left_over.encode()))
     if round.coordinates:
-        said = [_divided(one) for one in round.gather(deadline_s, phase)]
-        reasons = _reasons([str(head["reason"]) for head, _ in said])
-        round.broadcast(_joined({"reasons": reasons}, b"" if reasons else unmatched_by_all([left for _, left in said])))
+        found = [_divided(one) for one in round.gather(deadline_s, phase)]
+        reasons = _reasons([str(head["reason"]) for head, _ in found])
+        left = b"" if reasons else unmatched_by_all([left for _, left in found])
+        round.broadcast(_joined({"reasons": reasons}, left))
     head, left = _divided(round.receive(deadline_s, phase))
     return _verdict(head["reasons"]), left
 
 
-def refuse_what_none_takes(own: Unmatched | None, left: bytes) -> None:
-    """StateMismatch, the same on all ranks, for what none of them takes."""
-    if left and own is not None:
-        refuse_unmatched(own.named(left))
-
-
 def agreed(round: Round, own: RankOutcome, deadline_s: float, phase: str) -> tuple[VoteResult, RankTimings | None]:
-    """On every rank, each with its own outcome: the same verdict on all, and where the time went on each; None where
-    some could not. Raises what `Topic.collect` does."""
+    """Exchanges the outcomes of all ranks. Returns, the same on all, the verdict and where the time went on each; None
+    where some could not restore. Raises what `Round.gather` does."""
     round.send(own.encode())
     if round.coordinates:
-        said = [RankOutcome.decode(one) for one in round.gather(deadline_s, phase)]
-        reasons = _reasons([one.reason for one in said])
-        round.broadcast(canonical_json.dumps({"reasons": reasons, "timing": None if reasons else _timing(said)}))
-    heard = canonical_json.loads(round.receive(deadline_s, phase))
-    return _verdict(heard["reasons"]), RankTimings.read(heard["timing"])
+        outcomes = [RankOutcome.decode(one) for one in round.gather(deadline_s, phase)]
+        reasons = _reasons([one.reason for one in outcomes])
+        round.broadcast(canonical_json.dumps({"reasons": reasons, "timing": None if reasons else _timing(outcomes)}))
+    answer = canonical_json.loads(round.receive(deadline_s, phase))
+    return _verdict(answer["reasons"]), RankTimings.read(answer["timing"])
 
 
-def _timing(said: Sequence[RankOutcome]) -> Json:
+def _timing(outcomes: Sequence[RankOutcome]) -> Json:
     parts = {
-        "match_s": [one.match_s for one in said],
-        "read_s": [one.read_s for one in said],
-        "wait_s": [one.wait_s for one in said],
-        "seconds": [one.match_s + one.read_s for one in said],
-        "bytes": [float(one.nbytes) for one in said],
+        "match_s": [one.match_s for one in outcomes],
+        "read_s": [one.read_s for one in outcomes],
+        "wait_s": [one.wait_s for one in outcomes],
+        "seconds": [one.match_s + one.read_s for one in outcomes],
+        "bytes": [float(one.nbytes) for one in outcomes],
     }
-    return RankTimings.of_parts(len(said), parts).told()
+    return RankTimings.of_parts(len(outcomes), parts).told()
 
 
 def _shown(reason: str) -> str:
     return reason[:REASON].encode("utf-8", "replace").decode()  # it may quote what is no text
 
 
-def _reasons(said: Sequence[str]) -> dict[str, str]:
-    return {str(rank): reason for rank, reason in enumerate(said) if reason}
+def _reasons(reasons: Sequence[str]) -> dict[str, str]:
+    return {str(rank): reason for rank, reason in enumerate(reasons) if reason}
 
 
 def _verdict(reasons: Json) -> VoteResult:
@@ -130,11 +199,11 @@ def _divided(raw: bytes) -> tuple[Json, bytes]:
 TRY, NONE = b"try", b"none"
 DAMAGED: Final = "damaged: "
 _PASSED_OVER: Final = (CorruptionError, CheckpointNotFound)
-TOLD_BYTES: Final = 64 << 10
-"""A longer manifest is not told: each rank reads it. That of thousands of ranks, told to each of them, does not fit
-through the one place where they meet."""
+BROADCAST_BYTES: Final = 64 << 10
+"""A longer manifest is not broadcast; each rank reads it. That of thousands of ranks, sent to each of them, is too much
+for one key-value store."""
 PATIENCE_S: Final = 30.0
-"""A neighbour that has read nothing for so long is not waited for: each rank reads for itself then."""
+"""A rank of the node that has read nothing for so long is not waited for any more."""
 
 
 class GroupRestore:
@@ -147,11 +216,11 @@ class GroupRestore:
         self._prepare = prepare
         self._emitter = emitter
         self._deadline_s = RESTORE_TIMES * group.timeout_s
-        self._met = False
-        self._neighbours: NodePeers | None = None
+        self._peers_known = False
+        self._peers: NodePeers | None = None
         self._round = 0
         self.raised_by_all = False
-        """Whether the last restore has ended by a vote that all have heard: nobody waits for more of it."""
+        """Whether the last restore has ended by a vote that all ranks have received: no rank waits for more of it."""
 
     def restore(self, step: int | str, *, withdrawn: Container[int] = frozenset()) -> RestoreResult | None:
         """Restores what the coordinator chooses; None, on all ranks, where the run has no checkpoint. `withdrawn`: the
@@ -167,12 +236,12 @@ class GroupRestore:
     # -- the coordinator -----------------------------------------------------------------------------------------------
 
     def _choose(self, resume_from: int | str, withdrawn: Container[int]) -> RestoreResult | None:
-        """What is said here is said in one topic for each candidate; where nothing is left to try, in one more."""
+        """Opens one round for each candidate, and one more where nothing is left to try."""
         try:
             if resume_from == "latest":
-                result, _ = choose(self._repo, self._run, self._tried, self._emitter, withdrawn=withdrawn)
+                result, _ = choose(self._repo, self._run, self._broadcast_and_read, self._emitter, withdrawn=withdrawn)
             else:
-                result = exactly(self._repo, chosen(self._repo, self._run, resume_from), self._tried)
+                result = exactly(self._repo, resolve(self._repo, self._run, resume_from), self._broadcast_and_read)
         except (RankFailed, RanksMissing):
             raise
         except BaseException as error:
@@ -185,12 +254,12 @@ class GroupRestore:
                 round.broadcast(NONE)
         return result
 
-    def _tried(self, id: CheckpointId) -> RestoreResult:
+    def _broadcast_and_read(self, id: CheckpointId) -> RestoreResult:
         data = self._repo.manifest_bytes(id)
         mark = hashlib.sha256(data).hexdigest()
-        told = data if len(data) <= TOLD_BYTES else b""
+        copy = data if len(data) <= BROADCAST_BYTES else b""
         with self._open_round() as round:
-            round.broadcast(b"\n".join([TRY, canonical_json.dumps([id.run, id.attempt, id.step, mark]), told]))
+            round.broadcast(b"\n".join([TRY, canonical_json.dumps([id.run, id.attempt, id.step, mark]), copy]))
         return self._read(id, lambda: data)
 
     # -- the others ----------------------------------------------------------------------------------------------------
@@ -198,10 +267,10 @@ class GroupRestore:
     def _follow(self) -> RestoreResult | None:
         while True:
             with self._open_round() as round:
-                heard = round.receive(self._deadline_s, "the choice of a checkpoint")
-            if heard == NONE:
+                message = round.receive(self._deadline_s, "the choice of a checkpoint")
+            if message == NONE:
                 return None
-            _, name, data = heard.split(b"\n", 2)
+            _, name, data = message.split(b"\n", 2)
             run, attempt, step, mark = canonical_json.loads(name)
             id = CheckpointId(run, attempt, step)
             try:
@@ -209,9 +278,10 @@ class GroupRestore:
             except CorruptionError as error:
                 self._emitter.emit(CandidateSkipped(id, error.message))
 
-    def _found(self, id: CheckpointId, mark: str, told: bytes) -> bytes:
-        """The manifest as it was told, or as this rank finds it; CorruptionError where it is not the coordinator's."""
-        data = told or self._repo.manifest_bytes(id)
+    def _found(self, id: CheckpointId, mark: str, copy: bytes) -> bytes:
+        """Returns the manifest that was broadcast, or the one this rank finds. Raises CorruptionError where it is not
+        the coordinator's."""
+        data = copy or self._repo.manifest_bytes(id)
         if hashlib.sha256(data).hexdigest() != mark:
             raise CorruptionError(f"the manifest of {id} is not the one that the coordinator has read", subject=str(id))
         return data
@@ -222,9 +292,9 @@ class GroupRestore:
         return self.group.agreement.round("restore")
 
     def _read(self, id: CheckpointId, manifest: Callable[[], bytes]) -> RestoreResult:
-        """Reads this rank's part once the checkpoint fits all ranks, votes, and sets what is plain once all have voted
-        for it. CorruptionError where some rank found it damaged, or gone; StateMismatch on all where none takes some of
-        it; what else went wrong on this rank, or RankFailed where it did on another."""
+        """Reads this rank's part once the checkpoint fits all ranks, votes, and sets plain values once all have voted
+        for it. Raises CorruptionError where some rank found it damaged, or gone; StateMismatch on all ranks where none
+        takes some of it; any other error of this rank, or RankFailed for one of another."""
         node = self._with_peers()
         try:
             return self._read_with_peers(id, manifest, node)
@@ -233,22 +303,22 @@ class GroupRestore:
                 node.close()
 
     def _with_peers(self) -> NodeSharedReads | None:
-        """The ranks of this node, for one more checkpoint that all read."""
-        if not self._met:
-            self._met = True
-            self._neighbours = NodePeers.meet(self.group.agreement, self._deadline_s)
+        """Returns the shared reads of this node's ranks for one more checkpoint."""
+        if not self._peers_known:
+            self._peers_known = True
+            self._peers = NodePeers.meet(self.group.agreement, self._deadline_s)
         self._round += 1
-        if self._neighbours is None:
+        if self._peers is None:
             return None
         patience_s = min(PATIENCE_S, self.group.timeout_s / 4)
-        return self._neighbours.reads(self._round, timing=WindowTimeouts(patience_s), emitter=self._emitter)
+        return self._peers.reads(self._round, patience_s=patience_s, emitter=self._emitter)
 
     def _read_with_peers(
-        self, id: CheckpointId, told: Callable[[], bytes], node: NodeSharedReads | None
+        self, id: CheckpointId, data: Callable[[], bytes], node: NodeSharedReads | None
     ) -> RestoreResult:
         began = time.perf_counter()
         outcome = RankOutcome()
-        manifest, matched = self._matched(id, told, outcome)
+        manifest, matched = self._matched(id, data, outcome)
         if self.group.spread:
             self._hand_over(id, manifest, matched)
         own: BaseException | None = None
@@ -257,11 +327,11 @@ class GroupRestore:
             outcome.nbytes = matched.read(node)
             outcome.wait_s = 0.0 if node is None else node.waited_s
             outcome.read_s = max(time.perf_counter() - began_reading - outcome.wait_s, 0.0)
-        except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
+        except Exception as error:  # noqa: BLE001 - sent to all, and raised here after the vote
             own = as_damage(error)
             outcome.reason = _reason(own)
             if node is not None:
-                node.absent()
+                node.leave()
         crashpoint("part restored, not yet voted for")
         with self._open_round() as round:
             self.raised_by_all = True
@@ -275,16 +345,16 @@ class GroupRestore:
         return RestoreResult(id, manifest, state, matched.prepared.report, outcome.nbytes, seconds, ranks=ranks)
 
     def _hand_over(self, id: CheckpointId, manifest: Manifest, matched: Matched) -> None:
-        """What a rank needs that only another one's node has is put into the home by that one."""
+        """Puts into the home what some rank needs and only this rank's node has."""
         places, own = self._repo.store, None
         assert isinstance(places, ReplicatedStore), "of all ranks alike"
-        names = lacking(self._open_round(), places, matched.needs, self._deadline_s)
+        names = missing_packs(self._open_round(), places, matched.needs, self._deadline_s)
         if not names:
             return
-        ours = dealt(self._open_round(), places, names, self.group.rank, self._deadline_s)
+        ours = packs_to_hand_over(self._open_round(), places, names, self.group.rank, self._deadline_s)
         try:
             hand_over(self._repo, manifest, ours)
-        except Exception as error:  # noqa: BLE001 - told to all, and raised here after the vote
+        except Exception as error:  # noqa: BLE001 - sent to all, and raised here after the vote
             own = as_damage(error)
         with self._open_round() as round:
             self.raised_by_all = True
@@ -292,21 +362,23 @@ class GroupRestore:
             verdict = round.vote(own is None, reason, self._deadline_s, f"handing on packs of {id}")
         self._check(verdict, own, id)
         self.raised_by_all = False
-        # A network file system remembers for a while that a name was absent: what stays so, the reading tells.
-        awaited(lambda: is_there(places, id, names), self.group.timeout_s, self.group.agreement.session.settings.clock)
+        # A network file system remembers for a while that a name was absent; what stays so, reading reports.
+        becomes_visible(
+            lambda: in_home(places, id, names), self.group.timeout_s, self.group.agreement.session.settings.clock
+        )
 
-    def _matched(self, id: CheckpointId, told: Callable[[], bytes], outcome: RankOutcome) -> tuple[Manifest, Matched]:
-        """The checkpoint, matched on every rank with what it holds: where it does not fit some rank, or all leave some
+    def _matched(self, id: CheckpointId, data: Callable[[], bytes], outcome: RankOutcome) -> tuple[Manifest, Matched]:
+        """Matches the checkpoint on every rank with what it holds. Where it does not fit some rank, or all leave some
         of it over, nothing of any target has changed."""
         began = time.perf_counter()
         found: tuple[Manifest, Matched] | None = None
         own: BaseException | None = None
         rank, of = self.group.rank, self.group.world_size
         try:
-            manifest = _manifest(told(), id)
+            manifest = _manifest(data(), id)
             found = manifest, match(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
             outcome.match_s = time.perf_counter() - began
-        except Exception as error:  # noqa: BLE001 - told to all, and raised here after they have heard it
+        except Exception as error:  # noqa: BLE001 - sent to all, and raised here after the vote
             own = as_damage(error)
         left_over = None if found is None else found[1].prepared.unmatched
         reason = "" if own is None else _reason(own)
@@ -315,31 +387,32 @@ class GroupRestore:
             verdict, left = fits(round, reason, left_over, self._deadline_s, f"the match of {id}")
         self._check(verdict, own, id)
         assert found is not None
-        refuse_what_none_takes(left_over, left)
+        if left and left_over is not None:
+            refuse_unmatched(left_over.named(left))
         self.raised_by_all = False
         return found
 
     def _check(self, verdict: VoteResult, own: BaseException | None, id: CheckpointId) -> None:
-        """Raises where some rank is against: what was raised on this one, RankFailed for what was on another, or
-        CorruptionError where all that is wrong is that the checkpoint is damaged, or gone."""
+        """Raises where some rank is against: this rank's own error, RankFailed for another's, or CorruptionError where
+        the only reason is that the checkpoint is damaged, or gone."""
         if verdict:
             return
         if own is not None and not isinstance(own, _PASSED_OVER):
             raise own
         reasons = verdict.reasons
-        fatal = {rank: said for rank, said in reasons.items() if not said.startswith(DAMAGED)}
+        fatal = {rank: reason for rank, reason in reasons.items() if not reason.startswith(DAMAGED)}
         if fatal:
-            rank, said = min(fatal.items())
+            rank, reason = min(fatal.items())
             raise RankFailed(
-                f"rank {rank} cannot restore {id}: {said}",
+                f"rank {rank} cannot restore {id}: {reason}",
                 subject=f"rank {rank}",
                 ranks=tuple(fatal),
                 phase="restore",
                 hint=f"look at the log of rank {rank}",
             )
-        rank, said = min(reasons.items())
+        rank, reason = min(reasons.items())
         self.raised_by_all = False  # all wait for the next choice
-        raise CorruptionError(f"{said.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
+        raise CorruptionError(f"{reason.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
 
 
 def _reason(error: BaseException) -> str:

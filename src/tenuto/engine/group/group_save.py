@@ -1,9 +1,9 @@
 """A save that the ranks of a job take together.
 
-Each rank posts that it is ready; the coordinator checks that all mean the same save, puts `begin.json`, and announces
-that objects may be put. Each then posts what it has put, durably; the coordinator proves it, puts the table of parts
-and the manifest, and announces that the checkpoint exists. What goes wrong on one rank fails the save on all of them,
-by name. Training waits for others only where a structure is a new one: then all post what they hold, and hear the plan.
+Each rank sends that it is ready; the coordinator checks that all mean the same save, puts `begin.json`, and broadcasts
+that objects may be put. Each then sends what it has put, durably; the coordinator proves it, puts the table of parts
+and the manifest, and broadcasts that the checkpoint exists. What goes wrong on one rank fails the save on all of them,
+with that rank's number. Training waits for others only where a structure is new: then all ranks plan it together.
 
 Nothing of the training job's own collectives is used, and every wait has a deadline (I8).
 """
@@ -23,17 +23,19 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.planning import PLANNING, GroupPlan, GroupPlanner, WriteAssignment, first_of_each
 from tenuto.engine.group.replica_check import ComparedRows, ReplicaDigests, check_replicas, check_sets
 from tenuto.engine.group.rounds import (
+    SHARE_ONE_PLACE,
     STEP,
     RankMessage,
     SaveRounds,
     WaitPoints,
+    becomes_visible,
     phase,
     read_message,
     refusal,
     same,
+    sees_begin,
     through,
 )
-from tenuto.engine.group.visibility import SHARE_ONE_PLACE, awaited, sees_begin
 from tenuto.engine.save.commit_protocol import ManifestCallback
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import Job, ManifestDetails
@@ -54,47 +56,46 @@ from tenuto.repo.repository import Repo
 from tenuto.sharding.merge_trees import unite
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.contract import Flattened
-from tenuto.state.position.rng_streams import alike
+from tenuto.state.position.rng import alike
 
 # --------------------------------------------------------------------------------------------------
-# Where the time of a save has gone on each rank, told with its receipts and put together by the coordinator.
+# The timing of a save on each rank, sent with its receipts and merged by the coordinator.
 
 
 def own_timing(save: Save) -> dict[str, Any]:
-    """What this rank tells, in its writing thread, when its part is durable."""
+    """Returns this rank's timing, in its writing thread, when its part is durable."""
     save.clock.read_cpu()
     took = time.monotonic() - save.begun_s if save.begun_s is not None else 0.0
     return {**replace(save.timing, seconds=took).told(), "bytes": save.bytes}
 
 
-def timings_of(told: Sequence[Mapping[str, Any]]) -> RankTimings:
-    """On the coordinator: of all ranks, `told[r]` by rank r."""
-    return RankTimings.of([Timing.read(one, int(one.get("bytes", 0))) or Timing() for one in told])
+def timings_of(records: Sequence[Mapping[str, Any]]) -> RankTimings:
+    """Merges, on the coordinator, what each rank sent, by rank."""
+    return RankTimings.of([Timing.read(one, int(one.get("bytes", 0))) or Timing() for one in records])
 
 
 def spread_over(about: ManifestDetails, timings: RankTimings) -> ManifestDetails:
-    """`about`, whose timing is the coordinator's own, with that of each rank beside it."""
+    """Returns `about`, whose timing is the coordinator's own, with the timings of all ranks beside it."""
     timing = dict(about.environment.get("timing") or {})
     return replace(about, environment={**about.environment, "timing": {**timing, "ranks": timings.told()}})
 
 
 # --------------------------------------------------------------------------------------------------
-# What a checkpoint of several ranks says of where they all are: in the data that they share, and in their random
-# streams.
+# The progress of all ranks: in the data that they share, and in their random streams.
 
 _WHAT: Final = "where they are in the data that they share"
 
 
 def rank_progress(about: ManifestDetails) -> dict[str, Json]:
-    """What one rank posts, before objects are put."""
+    """Returns what one rank sends before objects are put."""
     return {"data": about.progress.get("data"), "random": dict(about.marks)}
 
 
 def shared_progress(posts: Sequence[RankMessage]) -> dict[str, Json]:
-    """What the manifest's progress says for all ranks. RanksDisagree where those that share an order of samples are not
-    at the same place in it; a rank without data says nothing."""
-    said = {rank: post.head["data"] for rank, post in enumerate(posts) if post.head["data"] is not None}
-    spelled = {rank: canonical_json.dumps(one).decode() for rank, one in said.items()}
+    """Merges the progress of all ranks for the manifest; a rank may have no data. Raises RanksDisagree where ranks that
+    share an order of samples are not at the same place in it."""
+    data = {rank: post.head["data"] for rank, post in enumerate(posts) if post.head["data"] is not None}
+    spelled = {rank: canonical_json.dumps(one).decode() for rank, one in data.items()}
     if len(set(spelled.values())) > 1:
         differing = ", ".join(f"rank {rank}: {one}" for rank, one in list(spelled.items())[:8])
         raise RanksDisagree(
@@ -103,12 +104,12 @@ def shared_progress(posts: Sequence[RankMessage]) -> dict[str, Json]:
             hint="the samplers of all ranks take one seed= and one dataset, and all ranks as many batches",
         )
     marks: list[Mapping[str, str]] = [post.head["random"] for post in posts]
-    found: dict[str, Json] = {"data": next(iter(said.values()))} if said else {}
+    found: dict[str, Json] = {"data": next(iter(data.values()))} if data else {}
     return found | ({"alike": alike(marks)} if all(marks) else {})
 
 
 SAVE_DEADLINE_S: Final = 600.0
-"""How long the slowest rank may be behind the fastest. One that is dead or stopped is found out much earlier."""
+"""How long the slowest rank may be behind the fastest. One that is dead or stopped is found much earlier."""
 COMPARE_EVERY: Final = 50
 """Saves after which replicas that are declared to be equal are compared again."""
 GO: Final = "go"
@@ -117,20 +118,23 @@ READY, PUT, ROWS = "ready", "put", "rows"
 
 @dataclass(slots=True)
 class _SaveInProgress:
-    """One save under way. `round`: the topic in which ranks say that they are ready; `put`: that they have put their
-    parts. `all_replicas`: whether those that are declared to be equal are compared too."""
+    """One save under way.
+
+    round: the round in which ranks send that they are ready; put: that they have put their parts.
+    state: the tree of this moment, encoded in the writing thread.
+    replicas: a digest of each compared row.
+    all_replicas: whether rows that are declared to be equal are compared too.
+    plan: on the coordinator. A later save may be planned anew while this one is still being written.
+    """
 
     round: Round
     share: WriteAssignment
     state: Json
-    """The tree of this moment, spelled in the writing thread."""
     compared: ComparedRows
     replicas: bytes
-    """Of each compared row."""
     all_replicas: bool
     plan: GroupPlan | None
-    """On the coordinator. A later save may have been planned anew while this one is still being written."""
-    tells_tree: bool = True
+    sends_tree: bool = True
     put: Round | None = None
     tree: Spelled = field(init=False)
     digest: str = field(init=False)
@@ -152,7 +156,7 @@ class GroupCommit:
         self._rounds = SaveRounds(deadline_s, self._forget)
         self._planning = GroupPlanner(agreement, self._rounds, strategy, repo.chunk_bytes)
         self._share: WriteAssignment | None = None
-        self._under: dict[str, _SaveInProgress] = {}
+        self._saves: dict[str, _SaveInProgress] = {}
         self._replicas = ReplicaDigests()
 
     @property
@@ -170,12 +174,12 @@ class GroupCommit:
     # -- the training thread -------------------------------------------------------------------------------------------
 
     def take(self, flattened: Flattened, save: Save) -> Flattened:
-        """What this rank writes of it. Raises RankFailed, RanksMissing, RanksDisagree and ShardMismatch."""
+        """Returns what this rank writes of the state. Raises RankFailed, RanksMissing, RanksDisagree, ShardMismatch."""
         return through(self.take_steps(flattened, save))
 
     def take_steps(self, flattened: Flattened, save: Save) -> WaitPoints[Flattened]:
         if save.step <= self._rounds.refused_through:
-            raise self._passed_over(save.step)
+            raise self._skipped_step(save.step)
         agreement = self._agreement
         round = agreement.round("save")
         save.save_id = hashlib.sha256(f"{agreement.session.id} {round.number}".encode()).hexdigest()[:32]
@@ -187,28 +191,28 @@ class GroupCommit:
             share = self._share = yield from self._planning.take(round, flattened, save)
             round = agreement.round("save")
         try:
-            return self._taken_by(share, round, flattened, save, anew=anew)
+            return self._take_share(share, round, flattened, save, anew=anew)
         except BaseException as error:
-            self._cannot(round, save.step, error)
+            self._fail_round(round, save.step, error)
             raise
 
     def missed(self, step: int, error: BaseException) -> None:
-        """This rank has come to no more than its wish to save `step`."""
+        """Fails the save of `step` on all ranks: this one met an error before it could take part."""
         if step > self._rounds.refused_through:
-            self._cannot(self._agreement.round("save"), step, error)
+            self._fail_round(self._agreement.round("save"), step, error)
 
-    def _cannot(self, round: Round, step: int, error: BaseException) -> None:
+    def _fail_round(self, round: Round, step: int, error: BaseException) -> None:
         round.fail(in_words(error), phase=f"the save of step {step}")
         round.end()
 
-    def _taken_by(
+    def _take_share(
         self, share: WriteAssignment, round: Round, flattened: Flattened, save: Save, *, anew: bool
     ) -> Flattened:
         all_replicas = anew or round.number % COMPARE_EVERY == 0  # the number is the same on all ranks
         rows = share.sometimes if all_replicas else share.always
         digests = self._replicas.digests(flattened, rows.rows)
         plan = self._planning.plan
-        self._under[save.save_id] = _SaveInProgress(round, share, flattened.tree, rows, digests, all_replicas, plan)
+        self._saves[save.save_id] = _SaveInProgress(round, share, flattened.tree, rows, digests, all_replicas, plan)
         return share.of(flattened)
 
     # -- the writing thread --------------------------------------------------------------------------------------------
@@ -217,7 +221,7 @@ class GroupCommit:
         through(self.begin_steps(job, attempt))
 
     def begin_steps(self, job: Job, attempt: Attempt) -> WaitPoints[None]:
-        save, under = job.save, self._under[job.save.save_id]
+        save, under = job.save, self._saves[job.save.save_id]
         self._agreement.report(f"ready to write the save of step {save.step}")
         under.spell()
         head = {
@@ -234,26 +238,26 @@ class GroupCommit:
             yield
             if self.coordinates:
                 self._broadcast_go(round, under, job, attempt)
-            heard = self._rounds.received(round, save)
+            message = self._rounds.received(round, save)
         crashpoint("begun, nothing written")
         self._agreement.report(f"writing its part of step {save.step}")
-        under.tells_tree = self.rank in heard.head["trees"]
+        under.sends_tree = self.rank in message.head["trees"]
         under.put = self._agreement.round("put", round.number)
         if not self.coordinates:
             self._await_begin(under.put, save)
 
     def _await_begin(self, put: Round, save: Save) -> None:
-        """All are told that `begin.json` is there. Who does not see it looks into another place, or comes when another
-        job has closed the save: what he would put, nobody would remove."""
+        """Waits until this rank sees `begin.json`, which is there. A rank that does not see it looks into another
+        place, or another job has closed the save: nothing would ever remove what it puts."""
         repo, phase = self._repo, f"the save of step {save.step}"
 
-        def look() -> bool:
+        def visible() -> bool:
             if sees_begin(repo, save.id, save.save_id):
                 return True
             put.check()
             return False
 
-        if not awaited(look, self._deadline_s, self._agreement.session.settings.clock):
+        if not becomes_visible(visible, self._deadline_s, self._agreement.session.settings.clock):
             raise RanksDisagree(
                 f"{phase}: rank {self.rank} does not find it begun in {repo.url} on {socket.gethostname()}: rank 0 has "
                 "begun it in another place, or it was closed since",
@@ -277,8 +281,8 @@ class GroupCommit:
         job.names = [str(name) for post in posts for name in post.head["names"]] + [BOXES]
         begin(attempt, job.save.step, job.save.save_id, job.names)
         job.begun = True
-        tellers = first_of_each([post.head["tree"] for post in posts])[1:]
-        round.broadcast(RankMessage(GO, {"trees": tellers}, b"").encode())
+        senders = first_of_each([post.head["tree"] for post in posts])[1:]
+        round.broadcast(RankMessage(GO, {"trees": senders}, b"").encode())
 
     def commit(
         self,
@@ -295,7 +299,7 @@ class GroupCommit:
     def commit_steps(
         self, job: Job, index: Index, entry: IndexEntry, *, timed: bool, told: ManifestCallback
     ) -> WaitPoints[None]:
-        save, under = job.save, self._under[job.save.save_id]
+        save, under = job.save, self._saves[job.save.save_id]
         assert under.put is not None, "begun before"
         self._agreement.report(f"has put its part of step {save.step}")
         replicas = under.compared.of_sets(under.replicas)
@@ -307,22 +311,22 @@ class GroupCommit:
             "timing": own_timing(save) if timed else {},
             "tree": under.digest,
         }
-        data = replicas + (under.tree.text if under.tells_tree else b"")
+        data = replicas + (under.tree.text if under.sends_tree else b"")
         with under.put as round:
             round.send(RankMessage(PUT, head, data).encode())
             crashpoint("parts put and told, manifest not yet")
             yield
             if self.coordinates:
                 self._commit(round, under, job, index, timed=timed, told=told)
-            heard = read_message(round.receive(self._deadline_s, phase(round, save)), 0)
-        if heard.kind == ROWS:
+            message = read_message(round.receive(self._deadline_s, phase(round, save)), 0)
+        if message.kind == ROWS:
             yield from self._report_rows(under, save)
         crashpoint("commit heard, not yet reported")
-        self._under.pop(save.save_id, None)
+        self._saves.pop(save.save_id, None)
         if timed:
-            save.ranks = RankTimings.read(heard.head["timing"])
+            save.ranks = RankTimings.read(message.head["timing"])
         if not self.coordinates:
-            told(_told(save, index, heard.head))
+            told(_known_manifest(save, index, message.head))
 
     def _commit(
         self, round: Round, under: _SaveInProgress, job: Job, index: Index, *, timed: bool, told: ManifestCallback
@@ -360,11 +364,11 @@ class GroupCommit:
         round.check()  # a rank that has given up since has reported the save as failed
         commit(repo, manifest, receipts, tree=tree)
         crashpoint("manifest durable, not yet announced")
-        said = {"bytes": manifest.bytes, "content": manifest.content, "leaves": manifest.leaves}
-        round.broadcast(RankMessage(GO, {**said, "timing": timings.told()}, b"").encode())
+        facts = {"bytes": manifest.bytes, "content": manifest.content, "leaves": manifest.leaves}
+        round.broadcast(RankMessage(GO, {**facts, "timing": timings.told()}, b"").encode())
 
     def _report_rows(self, under: _SaveInProgress, save: Save) -> WaitPoints[None]:
-        """Something that ranks hold alike is not the same on all of them: which it is, ends the save on all."""
+        """Fails the save on all ranks with the name of the leaf that is not the same on all that hold it."""
         assert under.put is not None
         under.put = self._agreement.round("rows", under.put.number)
         with under.put as round:
@@ -382,7 +386,8 @@ class GroupCommit:
             round.receive(self._deadline_s, phase(round, save))
 
     def _tree(self, plan: GroupPlan, under: _SaveInProgress, save: Save, posts: Sequence[RankMessage]) -> Spelled:
-        """The tree of this moment: that of all ranks, plain values included. ShardMismatch where those differ."""
+        """Returns the united tree of all ranks, with the plain values of this moment. Raises ShardMismatch where those
+        differ."""
         digests = [str(post.head["tree"]) for post in posts]
         if len(set(digests)) == 1:
             return under.tree
@@ -398,7 +403,7 @@ class GroupCommit:
         return canonical_json.spell(union.tree)
 
     def failed(self, save: Save, error: BaseException) -> BaseException:
-        under = self._under.pop(save.save_id, None)
+        under = self._saves.pop(save.save_id, None)
         round = None if under is None else under.put or under.round
         if round is None or round.over:
             return error
@@ -407,16 +412,16 @@ class GroupCommit:
             round.check()
         except RanksError as standing:
             if standing.ranks and self.rank not in standing.ranks:
-                return standing  # what another met first: what follows here, objects freed under its hands, says less
+                return standing  # the first error, on another rank; errors that follow from it here say less
         finally:
             round.end()
         return error
 
     def _forget(self) -> None:
-        """The next save is planned anew, on every rank."""
+        """Makes the next save plan anew, on every rank."""
         self._share = None
 
-    def _passed_over(self, step: int) -> RanksDisagree:
+    def _skipped_step(self, step: int) -> RanksDisagree:
         return RanksDisagree(
             f"step {step} is not saved: another rank has tried to, when this one was at another save",
             subject=STEP,
@@ -425,11 +430,11 @@ class GroupCommit:
         )
 
 
-def _entry(said: Mapping[str, Any]) -> IndexEntry:
-    return IndexEntry(str(said["name"]), int(said["length"]), bytes.fromhex(said["digest"]))
+def _entry(record: Mapping[str, Any]) -> IndexEntry:
+    return IndexEntry(str(record["name"]), int(record["length"]), bytes.fromhex(record["digest"]))
 
 
-def _told(save: Save, index: Index, head: Mapping[str, Any]) -> Manifest:
-    """What a rank that does not commit knows of the manifest."""
+def _known_manifest(save: Save, index: Index, head: Mapping[str, Any]) -> Manifest:
+    """Returns what a rank that does not commit knows of the manifest."""
     content, nbytes, leaves = str(head["content"]), int(head["bytes"]), int(head["leaves"])
     return Manifest(save.id, save.save_id, None, (), content, nbytes, leaves, index.chunk_bytes)

@@ -1,8 +1,8 @@
-"""The plan for a structure that is new: what the ranks say of it, and what each is told.
+"""Plans who writes what of a new structure: each rank describes its state, and the coordinator plans for all.
 
-Every rank says which boxes it holds, and the digest of its tree. Thousands of ranks nearly always have one and the same
-tree, the coordinator's own; of further ones the coordinator asks one rank each. What it announces is the same few words
-for all; who writes what, each rank reads for itself alone.
+Every rank sends which boxes it holds, and the digest of its tree. Thousands of ranks nearly always have the same tree,
+the coordinator's own; for each further one the coordinator asks one rank. It broadcasts the same few words to all; who
+writes what lies under a key of each rank.
 """
 
 from __future__ import annotations
@@ -15,41 +15,130 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.rank_layout import (
-    PLACEMENTS,
-    RankLayout,
-    box_of,
-    describe,
-    leaf_numbers,
-    read_layout,
-    shared_rows,
-    tree_leaves,
-)
 from tenuto.engine.group.replica_check import ReplicaGroups, compared_rows, replica_groups
 from tenuto.engine.group.rounds import RankMessage, SaveRounds, WaitPoints, refusal
 from tenuto.engine.save.handle import Save
 from tenuto.errors import CorruptionError, RanksDisagree, ShardMismatch
 from tenuto.model import canonical_json
-from tenuto.model.box import Box
-from tenuto.model.leaf import LeafSpec
+from tenuto.model.leaf import Box, LeafSpec, dtype
 from tenuto.model.records import Json
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.round import Round
-from tenuto.repo.format.columns import Kind, decode_columns, encode_columns, narrowest
+from tenuto.repo.format.columns import Kind, decode_columns, decode_json, encode_columns, encode_json, narrowest
 from tenuto.repo.format.shard_table import BoxTable
 from tenuto.sharding.coverage import check_coverage
-from tenuto.sharding.distinct_boxes import distinct_boxes
-from tenuto.sharding.holdings import Column, Flags, Holdings, begins, gather, rising
+from tenuto.sharding.holdings import Column, Flags, Holdings, Shards, begins, distinct_boxes, gather, rising, shards
 from tenuto.sharding.merge_trees import Union, unite
 from tenuto.sharding.write_plan import Assignment, Strategy, assign, layers, written
 from tenuto.state.contract import Flattened
 
 # --------------------------------------------------------------------------------------------------
-# Who writes what: planned by the coordinator for all ranks, and each rank's part of it applied to its own state.
+# The description of one rank's state: which boxes of which leaves it holds.
+
+PLACEMENTS: Final = ("whole", "replicated", "box")
+"""Of shared rows, in the order of their codes."""
+_LAYOUT_KINDS: Final[tuple[Kind, ...]] = (
+    ("leaf", "U64", "<u8"),
+    ("ndim", "U64", "<u8"),
+    ("offsets", "U64", "<u8"),
+    ("shape", "U64", "<u8"),
+    ("whole", "U64", "<u8"),
+    ("dtype", "U16", "<u2"),
+    ("placement", "U8", "|u1"),
+    ("head", "U8", "|u1"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankLayout:
+    """`digest`: of the rank's tree, with the plain values of the moment: equal for ranks whose trees are equal."""
+
+    fingerprint: str
+    digest: str
+    rows: Shards
+
+
+def shared_rows(flattened: Flattened) -> int:
+    """Returns how many rows belong to leaves of the shared tree; they come first."""
+    specs = flattened.specs
+    return next((row for row, spec in enumerate(specs) if spec.private), len(specs))
+
+
+def leaf_numbers(flattened: Flattened) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Returns the number of each row's leaf."""
+    count = len(flattened.specs)
+    return np.arange(count) if flattened.leaf is None else np.asarray(flattened.leaf, np.int64)
+
+
+def tree_leaves(flattened: Flattened) -> int:
+    """Returns how many leaves the shared tree names."""
+    return shared_rows(flattened) if flattened.shared is None else flattened.shared
+
+
+def describe(flattened: Flattened, spelled: bytes) -> bytes:
+    """Encodes all but the tree, of which `spelled` is the text: ranks with the same tree need not all send it."""
+    specs = flattened.specs[: shared_rows(flattened)]
+    found = shards(
+        leaf_numbers(flattened)[: len(specs)].tolist(),
+        [spec.box for spec in specs],
+        [spec.leaf_shape for spec in specs],
+        [(spec.dtype, spec.itemsize) for spec in specs],
+        [PLACEMENTS.index(spec.placement) for spec in specs],
+    )
+    return encode_layout(RankLayout(flattened.fingerprint, hashlib.sha256(spelled).hexdigest(), found))
+
+
+def encode_layout(layout: RankLayout) -> bytes:
+    rows = layout.rows
+    head = {
+        "axes": rows.whole.shape[1],
+        "digest": layout.digest,
+        "dtypes": list(rows.dtypes),
+        "fingerprint": layout.fingerprint,
+    }
+    columns = {
+        "leaf": rows.leaf,
+        "ndim": rows.ndim,
+        "offsets": rows.offsets.reshape(-1),
+        "shape": rows.shape.reshape(-1),
+        "whole": rows.whole.reshape(-1),
+        "dtype": rows.dtype,
+        "placement": rows.placement,
+        "head": encode_json(head),
+    }
+    return encode_columns(columns, _LAYOUT_KINDS, narrow=True)
+
+
+def read_layout(data: bytes, rank: int) -> RankLayout:
+    """Decodes what a rank sent. Raises CorruptionError for what no rank of this version sends."""
+    name = f"rank {rank}"
+    columns = decode_columns(data, _LAYOUT_KINDS, narrow=True, name=name, what="what a rank says of its state")
+    head = decode_json(columns, "head", name)
+    try:
+        axes, dtypes = int(head["axes"]), [str(one) for one in head["dtypes"]]
+        sizes = [dtype(one).size for one in dtypes]
+        numbers = {name: columns[name].astype(np.int64) for name, _, _ in _LAYOUT_KINDS[:-1]}
+        rows = Shards(
+            leaf=numbers["leaf"],
+            offsets=numbers["offsets"].reshape(-1, axes),
+            shape=numbers["shape"].reshape(-1, axes),
+            whole=numbers["whole"].reshape(-1, axes),
+            ndim=numbers["ndim"],
+            dtype=numbers["dtype"],
+            placement=numbers["placement"],
+            dtypes=dtypes,
+            sizes=sizes,
+        )
+        return RankLayout(str(head["fingerprint"]), str(head["digest"]), rows)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(f"{name} says what this version does not understand: {error}", subject=name) from None
+
+
+# --------------------------------------------------------------------------------------------------
+# The plan, by the coordinator for all ranks, and each rank's part of it applied to its own state.
 
 PIECE_BYTES: Final = 16 << 20
-"""By strategy "size" no part of a tensor is larger."""
-_WHAT: Final = "a plan"
+"""The largest part of a tensor by strategy "size"."""
 _KINDS: Final[tuple[Kind, ...]] = (
     ("row", "U64", "<u8"),
     ("offsets", "U64", "<u8"),
@@ -61,11 +150,14 @@ _KINDS: Final[tuple[Kind, ...]] = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPlan:
-    """What the coordinator keeps of a planned structure. `numbers[rank]`: the leaves' in the tree of all, by those of
-    the rank's own. `undeclared`: for each line of `held` whether nothing but its being there says that it is the same
-    on the ranks that hold it too. `told`: what is announced to all."""
+    """A planned structure, on the coordinator.
 
-    told: Mapping[str, Any]
+    head: what is broadcast to all ranks.
+    numbers: by rank, the number in the united tree of each leaf of the rank's own tree.
+    undeclared: for each line of `held`, whether other ranks hold the same without having declared it as replicated.
+    """
+
+    head: Mapping[str, Any]
     numbers: Sequence[Column]
     table: BoxTable
     held: Holdings
@@ -73,40 +165,44 @@ class GroupPlan:
     undeclared: Flags
 
     def compared(self, everything: bool) -> Column:
-        """The lines of `held` that are digested at a save."""
+        """Returns the lines of `held` that are digested at a save."""
         return np.flatnonzero(self.replicas.group >= 0 if everything else self.undeclared)
 
 
 def plan_group(
-    said: Sequence[RankLayout], trees: Mapping[str, Json], *, strategy: Strategy = "balanced", chunk_bytes: int
+    layouts: Sequence[RankLayout], trees: Mapping[str, Json], *, strategy: Strategy = "balanced", chunk_bytes: int
 ) -> tuple[GroupPlan, list[bytes]]:
-    """The plan for these ranks, and what each is told of it for itself; `trees` by the digests that ranks have said.
-    ShardMismatch, naming leaf and ranks, where they disagree, or do not hold every element of every leaf."""
-    digests = [one.digest for one in said]
+    """Returns the plan for these ranks, and each rank's own part of it, encoded.
+
+    trees: by digest, those of all ranks.
+
+    Raises ShardMismatch, naming leaf and ranks, where they disagree, or do not hold every element of every leaf.
+    """
+    digests = [one.digest for one in layouts]
     union = unite([trees[digest] for digest in digests], digests)
     rows = [
         one.rows if numbers is None else replace(one.rows, leaf=numbers[one.rows.leaf])
-        for one, numbers in zip(said, _renumbered(union), strict=True)
+        for one, numbers in zip(layouts, _renumbered(union), strict=True)
     ]
     held = gather(rows, leaves=len(union.paths), paths=union.paths)
     found = distinct_boxes(held)
     layer = layers(union.paths) if strategy == "layer" else None
     size = PIECE_BYTES if strategy == "size" else None
     made = assign(
-        held, world_size=len(said), strategy=strategy, layer=layer, size=size, chunk_bytes=chunk_bytes, found=found
+        held, world_size=len(layouts), strategy=strategy, layer=layer, size=size, chunk_bytes=chunk_bytes, found=found
     )
     boxes = written(held, made)
     check_coverage(boxes)
     replicas = replica_groups(held, found)
-    undeclared = np.concatenate([one.rows.placement for one in said]) == PLACEMENTS.index("whole")
-    told = {"axes": held.whole.shape[1], "fingerprint": _fingerprint(said, strategy), "leaves": len(union.paths)}
-    table = _table(held, boxes, said)
-    plan = GroupPlan(told, union.numbers, table, held, replicas, undeclared & (replicas.group >= 0))
+    undeclared = np.concatenate([one.rows.placement for one in layouts]) == PLACEMENTS.index("whole")
+    head = {"axes": held.whole.shape[1], "fingerprint": _fingerprint(layouts, strategy), "leaves": len(union.paths)}
+    table = _table(held, boxes, layouts)
+    plan = GroupPlan(head, union.numbers, table, held, replicas, undeclared & (replicas.group >= 0))
     return plan, _shares(held, made, replicas, _renumbered(union))
 
 
 def _renumbered(union: Union) -> list[Column | None]:
-    """By rank the numbers of its leaves in the tree of all; None where they are those of its own tree."""
+    """Returns, by rank, the numbers of its leaves in the united tree; None where they are those of its own tree."""
     known: dict[int, Column | None] = {}
     for one in union.numbers:
         if id(one) not in known:
@@ -114,15 +210,15 @@ def _renumbered(union: Union) -> list[Column | None]:
     return [known[id(one)] for one in union.numbers]
 
 
-def _fingerprint(said: Sequence[RankLayout], strategy: str) -> str:
-    told = hashlib.sha256(strategy.encode())
-    for one in said:
-        told.update(f" {one.fingerprint}".encode())
-    return told.hexdigest()[:32]
+def _fingerprint(layouts: Sequence[RankLayout], strategy: str) -> str:
+    hashed = hashlib.sha256(strategy.encode())
+    for one in layouts:
+        hashed.update(f" {one.fingerprint}".encode())
+    return hashed.hexdigest()[:32]
 
 
 def _shares(held: Holdings, made: Assignment, replicas: ReplicaGroups, numbers: Sequence[Column | None]) -> list[bytes]:
-    """What each rank is told. Columns are as narrow as all ranks' allow: so all have one form."""
+    """Encodes each rank's part. Columns are as narrow as those of all ranks allow, so that all have one form."""
     ranks = np.arange(len(numbers) + 1)
     lines, rows = (np.searchsorted(column, ranks.astype(column.dtype)).tolist() for column in (made.rank, held.rank))
     row, offsets, shape = held.row[made.holding], made.offsets, made.shape
@@ -142,16 +238,18 @@ def _shares(held: Holdings, made: Assignment, replicas: ReplicaGroups, numbers: 
     return found
 
 
-def _table(held: Holdings, boxes: Holdings, said: Sequence[RankLayout]) -> BoxTable:
-    """What is written, by leaf: row i of a rank's index is line i of what it writes."""
+def _table(held: Holdings, boxes: Holdings, layouts: Sequence[RankLayout]) -> BoxTable:
+    """Returns what is written, by leaf: row i of a rank's index is line i of what it writes."""
     order = rising(boxes.leaf)  # ranks and rows stay in order
     ndim = held.ndim[boxes.leaf[order]]
     axis = np.arange(held.whole.shape[1])
     inside, of_leaf = axis < ndim[:, None], axis < held.ndim[:, None]
-    names = sorted({name for one in said for name in one.rows.dtypes})
+    names = sorted({name for one in layouts for name in one.rows.dtypes})
     code = np.zeros(held.leaves, np.int64)
-    places = [np.array([names.index(name) for name in one.rows.dtypes], np.int64) for one in said]
-    codes = [place[one.rows.dtype] if len(place) else one.rows.dtype for place, one in zip(places, said, strict=True)]
+    places = [np.array([names.index(name) for name in one.rows.dtypes], np.int64) for one in layouts]
+    codes = [
+        place[one.rows.dtype] if len(place) else one.rows.dtype for place, one in zip(places, layouts, strict=True)
+    ]
     code[held.leaf] = np.concatenate(codes) if codes else code
     return BoxTable(
         leaf=boxes.leaf[order],
@@ -169,7 +267,7 @@ def _table(held: Holdings, boxes: Holdings, said: Sequence[RankLayout]) -> BoxTa
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What is written of a row of the rank's own: all of it, or a box cut out."""
+    """The part of one of the rank's own rows that it writes: all of it (`cut` is None), or a box."""
 
     row: int
     spec: LeafSpec
@@ -180,10 +278,10 @@ class WriteAssignment:
     """This rank's part of a plan, for one structure of its own state."""
 
     def __init__(self, head: Mapping[str, Any], data: bytes, flattened: Flattened, rank: int) -> None:
-        """`head`: what is announced to all, `data`: to this rank. CorruptionError for what is no plan of this
-        structure."""
+        """`head`: what was broadcast to all ranks; `data`: to this one. Raises CorruptionError for what is no plan of
+        this structure."""
         name = f"the plan for rank {rank}"
-        columns = decode_columns(data, _KINDS, narrow=True, name=name, what=_WHAT)
+        columns = decode_columns(data, _KINDS, narrow=True, name=name, what="a plan")
         try:
             axes, leaves = int(head["axes"]), int(head["leaves"])
             self.fingerprint = str(head["fingerprint"])
@@ -214,7 +312,7 @@ class WriteAssignment:
         self._fingerprint = f"{self.fingerprint} {rank} {flattened.fingerprint}"
 
     def of(self, flattened: Flattened) -> Flattened:
-        """What this rank writes of its state: its pieces of shared leaves, then what is its own."""
+        """Returns what this rank writes of its state: its pieces of shared leaves, then its private leaves."""
         sources, device = flattened.sources, flattened.device
         found = [_taken(sources[piece.row], piece) for piece in self._pieces]
         return Flattened(
@@ -232,11 +330,11 @@ class WriteAssignment:
 
 
 def _piece(row: int, spec: LeafSpec, offsets: list[int], shape: list[int]) -> _Piece:
-    axes, held = len(spec.leaf_shape), box_of(spec)
+    axes, own = len(spec.leaf_shape), spec.box
     box = Box(tuple(offsets[:axes]), tuple(shape[:axes]))
-    if box == held:
+    if box == own:
         return _Piece(row, spec, None)
-    begins = [begin - first for begin, first in zip(box.offsets, held.offsets, strict=True)]
+    begins = [begin - first for begin, first in zip(box.offsets, own.offsets, strict=True)]
     cut = tuple(slice(begin, begin + length) for begin, length in zip(begins, box.shape, strict=True))
     made = replace(spec, shape=box.shape, offsets=box.offsets, whole=spec.leaf_shape)
     return _Piece(row, made, cut)
@@ -256,75 +354,74 @@ PLANNING: Final = "planning who writes what"
 
 
 class GroupPlanner:
-    """`plan`: on the coordinator, of the structure that was planned last."""
-
     def __init__(self, agreement: Agreement, rounds: SaveRounds, strategy: Strategy, chunk_bytes: int) -> None:
         self._agreement = agreement
         self._rounds = rounds
         self._strategy: Strategy = strategy
         self._chunk_bytes = chunk_bytes
-        self._said: list[RankLayout] = []
+        self._layouts: list[RankLayout] = []
         self.plan: GroupPlan | None = None
+        """Of the structure that was planned last, on the coordinator."""
 
     def take(self, round: Round, flattened: Flattened, save: Save) -> WaitPoints[WriteAssignment]:
-        """This rank's part of the plan. Raises RankFailed, RanksMissing, RanksDisagree and ShardMismatch."""
+        """Returns this rank's part of the plan. Raises RankFailed, RanksMissing, RanksDisagree and ShardMismatch."""
         spelled = canonical_json.dumps(flattened.tree)
         with round:
             round.send(RankMessage(NEW, {"step": save.step}, describe(flattened, spelled)).encode())
             crashpoint("structure told, plan not yet heard")
             yield
             if self._agreement.is_coordinator:
-                self._learn(round, flattened, save)
-            heard = self._rounds.received(round, save)
-            answer = round.own_reply() if heard.kind == PLAN else b""
-        if heard.kind == TREES:
-            asked = self._agreement.rank in heard.head["ranks"]
+                self._receive_layouts(round, flattened, save)
+            message = self._rounds.received(round, save)
+            answer = round.own_reply() if message.kind == PLAN else b""
+        if message.kind == TREES:
+            asked = self._agreement.rank in message.head["ranks"]
             with self._agreement.round("save") as second:
                 second.send(RankMessage(TREE, {"step": save.step}, spelled if asked else b"").encode())
                 yield
                 if self._agreement.is_coordinator:
-                    self._learn_trees(second, flattened, save)
-                heard = self._rounds.received(second, save)
+                    self._receive_trees(second, flattened, save)
+                message = self._rounds.received(second, save)
                 answer = second.own_reply()
-        return WriteAssignment(heard.head, answer, flattened, self._agreement.rank)
+        return WriteAssignment(message.head, answer, flattened, self._agreement.rank)
 
-    def _learn(self, round: Round, flattened: Flattened, save: Save) -> None:
-        """On the coordinator: what all ranks hold; the plan, or whose trees are asked for."""
+    def _receive_layouts(self, round: Round, flattened: Flattened, save: Save) -> None:
+        """Reads, on the coordinator, what all ranks hold; broadcasts the plan, or which ranks must send their trees."""
         posts = self._rounds.posts(round, save)
         if not self._rounds.alike(round, posts, NEW):
             return
         try:
-            self._said = [read_layout(post.data, rank) for rank, post in enumerate(posts)]
+            self._layouts = [read_layout(post.data, rank) for rank, post in enumerate(posts)]
         except ShardMismatch as error:
             round.broadcast(refusal(error, save.step).encode())
             return
-        others = first_of_each([one.digest for one in self._said])[1:]
+        others = first_of_each([one.digest for one in self._layouts])[1:]
         if others:
             round.broadcast(RankMessage(TREES, {"ranks": others}, b"").encode())
         else:
-            self._announce(round, save, {self._said[0].digest: flattened.tree})
+            self._broadcast_plan(round, save, {self._layouts[0].digest: flattened.tree})
 
-    def _learn_trees(self, round: Round, flattened: Flattened, save: Save) -> None:
+    def _receive_trees(self, round: Round, flattened: Flattened, save: Save) -> None:
         posts = self._rounds.posts(round, save)
         if self._rounds.alike(round, posts, TREE):
-            trees = {self._said[0].digest: flattened.tree}
+            trees = {self._layouts[0].digest: flattened.tree}
             trees |= {one.digest: canonical_json.loads(post.data)
-                      for one, post in zip(self._said, posts, strict=True) if post.data}  # fmt: skip
-            self._announce(round, save, trees)
+                      for one, post in zip(self._layouts, posts, strict=True) if post.data}  # fmt: skip
+            self._broadcast_plan(round, save, trees)
 
-    def _announce(self, round: Round, save: Save, trees: dict[str, Json]) -> None:
-        said, self._said = self._said, []
+    def _broadcast_plan(self, round: Round, save: Save, trees: dict[str, Json]) -> None:
+        layouts, self._layouts = self._layouts, []
         try:
-            plan, shares = plan_group(said, trees, strategy=self._strategy, chunk_bytes=self._chunk_bytes)
+            plan, shares = plan_group(layouts, trees, strategy=self._strategy, chunk_bytes=self._chunk_bytes)
         except (RanksDisagree, ShardMismatch) as error:
             round.broadcast(refusal(error, save.step).encode())
             return
         self.plan = plan
-        round.broadcast(RankMessage(PLAN, plan.told, b"").encode(), shares)
+        round.broadcast(RankMessage(PLAN, plan.head, b"").encode(), shares)
 
 
 def first_of_each(marks: Sequence[str]) -> list[int]:
-    """The lowest rank of each different mark, ascending."""
+    """Returns the lowest rank of each different mark, ascending."""
     found: dict[str, int] = {}
     for rank, mark in enumerate(marks):
         found.setdefault(mark, rank)

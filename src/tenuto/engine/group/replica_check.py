@@ -1,7 +1,7 @@
-"""What several ranks hold alike is compared by digest: where it differs, training has gone apart, or memory is bad.
+"""Compares by digest what several ranks hold alike: where it differs, training has diverged, or memory is bad.
 
-Each rank digests its rows, and tells one digest for all that it has in common with the same ranks. Only where two of
-those differ is every row's asked for, to name it.
+Each rank digests its rows, and sends one digest for all that it has in common with the same ranks. Only where two of
+those differ is every row's digest requested, to name the leaf.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 
 from tenuto.codec.digest import DIGEST_BYTES, digest
-from tenuto.engine.group.rank_layout import box_of
 from tenuto.errors import ShardMismatch
 from tenuto.model.leaf import LeafSpec
-from tenuto.sharding.distinct_boxes import DistinctBoxes, replica_sets
-from tenuto.sharding.holdings import Column, Holdings, rank_names
+from tenuto.sharding.holdings import Column, DistinctBoxes, Holdings, rank_names, replica_sets
 from tenuto.state.contract import Bound, Flattened
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaGroups:
-    """For each line of Holdings a number (`group`) that equal boxes of several ranks share, and one (`set`) that all
-    boxes share that the same ranks hold; -1 where one rank alone holds it."""
+    """The replicas among the lines of Holdings; -1 for a line that only one rank holds.
+
+    group: a number that equal boxes of several ranks share.
+    set: a number that all boxes held by the same ranks share.
+    """
 
     group: Column
     set: Column
@@ -33,23 +34,25 @@ class ReplicaGroups:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRows:
-    """Rows of a rank's own that are compared, set by set, and within one in an order that all ranks of it have: set k's
-    are `rows[bounds[k]:bounds[k + 1]]`."""
+    """The rows of one rank that are compared, set by set, within each in an order that is the same on its ranks. Set k
+    is `rows[bounds[k]:bounds[k + 1]]`."""
 
     rows: Sequence[int] = ()
     bounds: Sequence[int] = (0,)
 
     def of_sets(self, digests: bytes) -> bytes:
-        """One digest for each set, of those of its rows."""
+        """Returns one digest for each set, of those of its rows."""
         cuts = pairwise(bound * DIGEST_BYTES for bound in self.bounds)
         return b"".join(digest(digests[begin:end]) for begin, end in cuts)
 
 
 def compared_rows(flattened: Flattened, leaf: Column, sets: Column) -> tuple[ComparedRows, ComparedRows]:
-    """What is compared at each save, for nothing has declared it to be equal; and all, which is now and then. `leaf`,
-    `sets`: of each row, as all ranks number them, the sets from 1 on and 0 for what no other rank holds."""
+    """Returns the rows compared at each save, which are not declared to be equal, and all, compared now and then.
+
+    leaf, sets: of each row, as all ranks number them; sets from 1 on, 0 for what no other rank holds.
+    """
     rows = np.flatnonzero(sets).tolist()
-    order = sorted(rows, key=lambda row: (sets[row], leaf[row], box_of(flattened.specs[row]).offsets))
+    order = sorted(rows, key=lambda row: (sets[row], leaf[row], flattened.specs[row].box.offsets))
     undeclared = [row for row in order if flattened.specs[row].placement == "whole"]
     return _divided(undeclared, sets), _divided(order, sets)
 
@@ -67,7 +70,7 @@ class ReplicaDigests:
         self._bound: list[tuple[Bound, np.ndarray[Any, np.dtype[np.uint8]]]] = []
 
     def digests(self, flattened: Flattened, rows: Sequence[int]) -> bytes:
-        """16 bytes for each of `rows` (`Compared.rows`), of what training holds now."""
+        """Returns 16 bytes for each of `rows` (`ComparedRows.rows`), of what training holds now."""
         asked = flattened.fingerprint, tuple(rows)
         specs = [flattened.specs[row] for row in rows]
         if self._known != asked:
@@ -92,27 +95,30 @@ def _bind(
 
 
 def check_sets(held: Holdings, groups: ReplicaGroups, lines: Column, digests: Sequence[bytes]) -> bool:
-    """Whether what sets of ranks hold alike is the same on all of them. `lines`: of `held`, those that were digested;
-    `digests[rank]`: `Compared.of_sets`."""
+    """Returns whether what sets of ranks hold alike is the same on all of them.
+
+    lines: those of `held` that were digested.
+    digests: by rank, `ComparedRows.of_sets`.
+    """
     of = held.rank[lines].astype(np.int64) * len(held) + groups.set[lines]
     number = np.unique(of) % max(len(held), 1)
-    said = _read(digests, len(number))
+    found = _read(digests, len(number))
     first = np.zeros(len(held), np.int64)
     first[number[::-1]] = np.arange(len(number))[::-1]
-    return np.array_equal(said, said[first[number]])
+    return np.array_equal(found, found[first[number]])
 
 
 def check_replicas(held: Holdings, groups: ReplicaGroups, lines: Column, digests: Sequence[bytes]) -> None:
     """Raises ShardMismatch, naming leaf and ranks, where equal boxes of several ranks have not the same bytes.
 
-    `digests[rank]`: of the rank's own among `lines`, in the order of `Compared`.
+    digests: by rank, of its own among `lines`, in the order of `ComparedRows`.
     """
     places = [held.offsets[lines, axis] for axis in reversed(range(held.offsets.shape[1]))]
     lines = lines[np.lexsort((*places, held.leaf[lines], groups.set[lines], held.rank[lines]))]
-    said, group = _read(digests, len(lines)), groups.group[lines]
+    found, group = _read(digests, len(lines)), groups.group[lines]
     first = np.zeros(len(held), np.int64)
     first[group[::-1]] = np.arange(len(lines))[::-1]
-    differs = (said != said[first[group]]).any(axis=1)
+    differs = (found != found[first[group]]).any(axis=1)
     if not differs.any():
         return
     at = int(np.flatnonzero(differs)[np.argmin(lines[differs])])
@@ -127,14 +133,14 @@ def check_replicas(held: Holdings, groups: ReplicaGroups, lines: Column, digests
 
 
 def _read(digests: Sequence[bytes], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    said = np.frombuffer(b"".join(digests), np.uint8)
-    if len(said) != count * DIGEST_BYTES:
-        raise ShardMismatch(f"the ranks tell {len(said)} bytes of digests where {count} digests are compared")
-    return said.reshape(-1, DIGEST_BYTES)
+    found = np.frombuffer(b"".join(digests), np.uint8)
+    if len(found) != count * DIGEST_BYTES:
+        raise ShardMismatch(f"the ranks tell {len(found)} bytes of digests where {count} digests are compared")
+    return found.reshape(-1, DIGEST_BYTES)
 
 
 def replica_groups(held: Holdings, found: DistinctBoxes) -> ReplicaGroups:
-    """Who holds the same. `found`: `cells(held)`."""
+    """Returns which boxes several ranks hold. `found`: `distinct_boxes(held)`."""
     group, sets = np.full(len(held), -1), np.full(len(held), -1)
     counts = found.counts
     several = counts > 1

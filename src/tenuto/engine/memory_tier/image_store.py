@@ -19,8 +19,7 @@ import numpy as np
 from tenuto.codec.chunk_map import ChunkMap
 from tenuto.codec.digest import digest
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, newest
-from tenuto.engine.read.chunk_reader import ChunkReader
-from tenuto.engine.read.chunk_runs import chunk_runs
+from tenuto.engine.read.chunk_reader import ChunkReader, chunk_runs
 from tenuto.engine.staging.arena import keep_from_children
 from tenuto.engine.staging.slots import ROOM, read_seals
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreDenied

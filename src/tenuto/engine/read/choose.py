@@ -1,4 +1,4 @@
-"""Restoring: choose a checkpoint, match it with the target, read and verify every byte, then set what is plain.
+"""Restores: chooses a checkpoint, matches it with the target, reads and verifies every byte, then sets plain values.
 
 Reading needs read permission only: it writes nothing and claims nothing.
 """
@@ -6,7 +6,7 @@ Reading needs read permission only: it writes nothing and claims nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,21 +18,23 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
-from tenuto.repo.lineage import latest, resolve, walk
+from tenuto.repo.lineage import latest, walk
 from tenuto.repo.replicated.access import unreachable
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import LoadReport, Prepared
 from tenuto.store.contract import is_unreadable
+from tenuto.units import seconds
 
 if TYPE_CHECKING:
     from tenuto.engine.read.node_share import NodeSharedReads
+
 
 CHOICES = 3
 """How often the choice starts again because a candidate was removed meanwhile."""
 
 
 class CheckpointLeaves(Protocol):
-    """What a checkpoint says of its leaves, each as a whole, and the private tree of who reads it."""
+    """The leaves of a checkpoint, each in full, and the private tree of the rank that reads it, if there is one."""
 
     @property
     def specs(self) -> Sequence[LeafSpec]: ...
@@ -41,14 +43,21 @@ class CheckpointLeaves(Protocol):
     def private(self) -> Json: ...
 
 
+@dataclass(frozen=True, slots=True)
+class FullLeaves:
+    """`CheckpointLeaves` where an index has only parts of them."""
+
+    specs: Sequence[LeafSpec]
+    private: Json
+
+
 Prepare = Callable[[Manifest, CheckpointLeaves], Prepared]
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """What was restored, from where, and what was passed over on the way. `ranks`: of several, where the time went on
-    each."""
+    """What was restored, from where, and what was skipped on the way. `ranks`: the timings of several ranks."""
 
     id: CheckpointId
     manifest: Manifest
@@ -67,7 +76,7 @@ class _Vanished(Exception):
 def restore_checkpoint(
     repo: Repo, id: CheckpointId, prepare: Prepare, *, emitter: Emitter | None = None
 ) -> RestoreResult:
-    """Restores exactly this checkpoint. CheckpointNotFound if it does not exist, CorruptionError if it is damaged."""
+    """Restores exactly this checkpoint. Raises CheckpointNotFound, and CorruptionError if it is damaged."""
     return exactly(repo, id, lambda id: _attempt(repo, id, prepare, emitter or Emitter()))
 
 
@@ -79,10 +88,10 @@ def restore_latest(
     emitter: Emitter | None = None,
     withdrawn: Container[int] = frozenset(),
 ) -> RestoreResult | None:
-    """Restores the first whole checkpoint on the walk of I4, and says loudly what it passed over.
+    """Restores the first undamaged checkpoint on the walk of I4, and reports each one that it skipped.
 
-    None if the run has no checkpoint; NothingRestorable if it has some and none is whole: nothing starts from scratch
-    by itself. `withdrawn`: as `walk` has it.
+    Returns None if the run has no checkpoint. Raises NothingRestorable if it has some and all are damaged: training
+    must not silently start from scratch. `withdrawn`: see `walk`.
     """
     emit = emitter or Emitter()
     result, skipped = choose(repo, run, lambda id: _attempt(repo, id, prepare, emit), emit, withdrawn=withdrawn)
@@ -90,7 +99,7 @@ def restore_latest(
 
 
 def exactly(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Result]) -> Result:
-    """What `attempt` makes of this checkpoint; CheckpointNotFound if it is not there, or goes meanwhile."""
+    """Returns `attempt(id)`. Raises CheckpointNotFound if the checkpoint is not there, or is removed meanwhile."""
     try:
         return _unless_vanished(repo, id, attempt)
     except _Vanished as vanished:
@@ -107,8 +116,8 @@ def choose(
     *,
     withdrawn: Container[int] = frozenset(),
 ) -> tuple[Result | None, list[tuple[CheckpointId, str]]]:
-    """What `attempt` makes of the first checkpoint on the walk of I4 for which it raises no CorruptionError, and which
-    it passed over for what reason. Raises and returns like `restore_latest`."""
+    """Returns `attempt(id)` of the first checkpoint on the walk of I4 for which it raises no CorruptionError, and the
+    skipped ones with the reasons. Raises and returns like `restore_latest`."""
     skipped: list[tuple[CheckpointId, str]] = []
     stranded: CheckpointId | None = None
     for _ in range(CHOICES):
@@ -124,7 +133,7 @@ def choose(
             continue
         if skipped:
             break
-        stranded = _elsewhere(repo, run)  # looked for before `latest` is asked: what has just been committed is either
+        stranded = _elsewhere(repo, run)  # before `latest`: what has just been committed is either
         if latest(repo, run, withdrawn=withdrawn) is None:
             break  # else something was committed since the walk looked for it
     else:
@@ -159,16 +168,12 @@ def choose(
 
 
 def _elsewhere(repo: Repo, run: str) -> CheckpointId | None:
-    """The newest checkpoint of the run that the walk of I4 does not reach: a start from scratch would pass it by."""
+    """Returns the newest checkpoint of the run that the walk of I4 does not reach: a start from scratch would ignore
+    it."""
     for attempt in reversed(repo.attempts(run)):
         for step in repo.committed(run, attempt):
             return CheckpointId(run_key(run), attempt, step)
     return None
-
-
-def chosen(repo: Repo, run: str, step: int | str | CheckpointId) -> CheckpointId:
-    """The checkpoint that `step` ("latest" or a number) means now."""
-    return resolve(repo, run, step)
 
 
 def _unless_vanished(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Result]) -> Result:
@@ -188,7 +193,8 @@ def _unless_vanished(repo: Repo, id: CheckpointId, attempt: Callable[[Checkpoint
 
 
 def as_damage(error: Exception) -> Exception:
-    """What it means to a restore: damage, where the disk does not give some of the checkpoint's bytes."""
+    """Returns the error as a restore sees it: as damage, where the disk does not give some of the checkpoint's
+    bytes."""
     if not is_unreadable(error):
         return error
     return CorruptionError(
@@ -211,9 +217,12 @@ def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A checkpoint that has been matched with a target, of which nothing has changed yet. `read` fills it, all but what
-    is plain, which `prepared.apply` sets, and returns the bytes; it is given the ranks beside this one, each of which
-    does the same. `needs`: the names of the packs that it reads from."""
+    """A checkpoint that has been matched with a target, of which nothing has changed yet.
+
+    read: fills the target, all but plain values, which `prepared.apply` sets; returns the bytes. Takes the shared reads
+        of the node's ranks, each of which does the same.
+    needs: returns the names of the packs that `read` reads from.
+    """
 
     prepared: Prepared
     read: Callable[[NodeSharedReads | None], int]
@@ -221,8 +230,8 @@ class Matched:
 
 
 def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of: int = 1, emitter: Emitter) -> Matched:
-    """Matches a checkpoint with a target, as one of so many ranks. What belongs to one rank comes back where as many
-    ranks have saved it as there are."""
+    """Matches a checkpoint with a target, as rank `rank` of `of`. Private values of a rank are restored only where as
+    many ranks saved them."""
     own = rank if of == len(manifest.indexes) else None
     if manifest.boxes is None and own is not None:
         index = repo.index(manifest)
@@ -237,13 +246,13 @@ def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of
             )
         from tenuto.engine.read.sharded_reader import ShardedReader  # only where leaves lie in parts
 
-        alone = ShardedReader(repo, manifest, own, emitter)
-        return _matched(repo, manifest, prepared, lambda _: alone.read(prepared), lambda: alone.savers(prepared))
+        reader = ShardedReader(repo, manifest, own, emitter)
+        return _matched(repo, manifest, prepared, lambda _: reader.read(prepared), lambda: reader.savers(prepared))
     from tenuto.engine.read.sharded_reader import ShardedReader
 
-    parts = ShardedReader(repo, manifest, own, emitter)
-    prepared = prepare(manifest, parts.whole)
-    return _matched(repo, manifest, prepared, lambda node: parts.read(prepared, node), lambda: parts.savers(prepared))
+    reader = ShardedReader(repo, manifest, own, emitter)
+    prepared = prepare(manifest, reader.full)
+    return _matched(repo, manifest, prepared, lambda node: reader.read(prepared, node), lambda: reader.savers(prepared))
 
 
 def _matched(
@@ -253,17 +262,17 @@ def _matched(
     read: Callable[[NodeSharedReads | None], int],
     savers: Callable[[], Sequence[int]],
 ) -> Matched:
-    """`savers`: the ranks from whose packs `read` reads. What one rank alone has saved is read after the rest."""
-    beside = prepared.other_rank
+    """`savers`: the ranks from whose packs `read` reads. Another rank's private values are read last."""
+    other = prepared.other_rank
 
     def read_all(node: NodeSharedReads | None) -> int:
         nbytes = read(node)
-        if beside is not None:
-            beside[1]()
+        if other is not None:
+            other[1]()
         return nbytes
 
     def needs() -> list[str]:
-        ranks = sorted({*savers(), *(() if beside is None else beside[:1])})
+        ranks = sorted({*savers(), *(() if other is None else other[:1])})
         return [f"{manifest.id.directory}/{pack.name}" for one in ranks for pack in repo.packs(manifest, one)]
 
     return Matched(prepared, read_all, needs)
@@ -279,10 +288,78 @@ def fetch(
     emitter: Emitter,
     node: NodeSharedReads | None = None,
 ) -> tuple[Prepared, int]:
-    """`match`, and what it has found is read; and the bytes that were."""
+    """Matches and reads; returns the prepared restore, and the bytes that were read."""
     found = match(repo, manifest, prepare, rank=rank, of=of, emitter=emitter)
     return found.prepared, found.read(node)
 
 
 def _with_skipped(result: RestoreResult, skipped: Sequence[tuple[CheckpointId, str]]) -> RestoreResult:
     return replace(result, skipped=tuple(skipped))
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint: where it lies and what it holds. `content` is the SHA-256 of all it holds."""
+
+    where: str
+    id: CheckpointId
+    bytes: int
+    leaves: int
+    content: str
+    metrics: Mapping[str, float]
+
+    @property
+    def run(self) -> str:
+        return self.id.run
+
+    @property
+    def attempt(self) -> int:
+        return self.id.attempt
+
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A restored state. `report` names what matched and what did not, by path; `certificate` says what could make a
+    resume from it inexact; `skipped` are damaged checkpoints that were passed over, with the reason. `memory_s`: for
+    how many seconds the state had lain in this node's memory, where it came from there; else None."""
+
+    state: Any
+    report: LoadReport
+    certificate: Mapping[str, Json]
+    checkpoint: Checkpoint
+    progress: Mapping[str, Json]
+    seconds: float
+    skipped: tuple[tuple[CheckpointId, str], ...] = ()
+    memory_s: float | None = None
+    ranks: RankTimings | None = None
+
+    @property
+    def source(self) -> str:
+        """Where the state came from, in words."""
+        if self.memory_s is None:
+            return f"from {self.checkpoint.where}, step {self.step}"
+        return f"from memory, step {self.step}, sealed {seconds(self.memory_s)} ago"
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+    @classmethod
+    def of(cls, result: RestoreResult, where: str, memory_s: float | None = None) -> Restored:
+        manifest = result.manifest
+        checkpoint = Checkpoint(where, result.id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
+        return cls(
+            state=result.state,
+            report=result.report,
+            certificate=manifest.certificate,
+            checkpoint=checkpoint,
+            progress=manifest.progress,
+            seconds=result.seconds,
+            skipped=result.skipped,
+            memory_s=memory_s,
+            ranks=result.ranks,
+        )

@@ -17,7 +17,6 @@ import numpy as np
 from tenuto.codec.chunk_map import Array, ChunkMap, ChunkRange, Chunks, Column, Span
 from tenuto.codec.digest import DIGEST_BYTES, digest
 from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
-from tenuto.engine.read.chunk_runs import ChunkRun
 from tenuto.engine.read.packs import OpenPack, damaged, from_any_copy, missing, open_pack
 from tenuto.errors import CorruptionError, ObjectNotFound, TenutoError
 from tenuto.model.ids import CheckpointId
@@ -25,6 +24,48 @@ from tenuto.model.records import PackEntry
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coalesce import GAP_BYTES, TASK_BYTES, ReadPlan, ReadTask, coalesce
 from tenuto.state.contract import Buffer
+
+# --------------------------------------------------------------------------------------------------
+# Runs: chunks that follow each other in a pack and are read together to be verified.
+
+PIECE_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkRun:
+    """Bytes `start..stop-1` of pack `pack`: the chunks follow each other without a hole."""
+
+    pack: int
+    start: int
+    stop: int
+    chunks: Chunks
+
+
+def chunk_runs(chunks: ChunkMap, piece_bytes: int = PIECE_BYTES) -> Iterator[ChunkRun]:
+    """Yields all chunks of all packs, cut into pieces of about `piece_bytes`, in order. Reading the index has checked
+    that its rows cover every byte after each pack's header exactly once."""
+    found = chunks.chunks()
+    if not len(found):
+        return
+    found = found.take(np.lexsort((found.offset, found.pack)))
+    group = found.offset // piece_bytes
+    cuts = (np.flatnonzero((np.diff(group) != 0) | (np.diff(found.pack) != 0)) + 1).tolist()
+    for low, high in zip([0, *cuts], [*cuts, len(found)], strict=True):
+        yield _run(found.take(slice(low, high)))
+
+
+def split_run(run: ChunkRun) -> tuple[ChunkRun, ChunkRun]:
+    """Splits a run of at least two chunks in the middle."""
+    middle = len(run.chunks) // 2
+    return _run(run.chunks.take(slice(0, middle))), _run(run.chunks.take(slice(middle, None)))
+
+
+def _run(chunks: Chunks) -> ChunkRun:
+    return ChunkRun(int(chunks.pack[0]), int(chunks.offset[0]), int(chunks.offset[-1] + chunks.stored[-1]), chunks)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading.
 
 PAGE: Final = 4096
 STRAIGHT_BYTES: Final = 128 << 10
@@ -74,7 +115,7 @@ def differing(chunks: Chunks, digests: Array, data: Buffer) -> Column:
 
 
 class Destinations(Protocol):
-    """Where the bytes of wanted rows go. `want` is the place of a row among the wanted ones; bytes are counted from the
+    """The memory that wanted rows go to. `want` is the place of a row among the wanted ones; bytes are counted from the
     first byte of the row."""
 
     def part(self, want: int, start: int, stop: int) -> Buffer | None:
@@ -243,17 +284,17 @@ class ChunkReader:
     def _task(self, one: _Task) -> None:
         task, plan, pack = one.task, one.plan, one.pack
         straight = pack.reader.alignment == 1 and task.shortest >= STRAIGHT_BYTES
-        held = None if pack.view is not None or straight else self._fetch(pack, task.start, task.stop)
+        fetched = None if pack.view is not None or straight else self._fetch(pack, task.start, task.stop)
         for run in range(task.first, task.last):
-            self._run(one, plan.runs[run], plan.runs[run + 1], held)
+            self._run(one, plan.runs[run], plan.runs[run + 1], fetched)
         with self._count:
             self._done += task.nbytes
             done = self._done
         one.request.progress(done)
 
-    def _run(self, one: _Task, first: int, stop: int, held: Buffer | None) -> None:
-        """Reads chunks `first..stop-1` of the plan, which lie one after the other. `held`: the task's bytes, where they
-        have been read already.
+    def _run(self, one: _Task, first: int, stop: int, fetched: Buffer | None) -> None:
+        """Reads chunks `first..stop-1` of the plan, which lie one after the other. `fetched`: the task's bytes,
+        where they have been read already.
 
         Chunks of one row arrive where they belong, and what arrived is digested. Small rows are digested together in
         memory of our own, and then copied out of it.
@@ -261,16 +302,16 @@ class ChunkReader:
         pack, chunks, out, last = one.pack, one.chunks, one.request.out, stop - 1
         low, high = chunks.offset[first], chunks.offset[last] + chunks.stored[last]
         want, start = chunks.want[first], chunks.start[first]
-        alone = want == chunks.want[last]
-        target = out.part(want, start, start + high - low) if alone and held is None else None
+        one_row = want == chunks.want[last]
+        target = out.part(want, start, start + high - low) if one_row and fetched is None else None
         if target is not None:
             self._read_into(pack, low, target)
             self._check(one, first, stop, target)
             return
         base = one.task.start
-        data = self._fetch(pack, low, high) if held is None else held[low - base : high - base]
+        data = self._fetch(pack, low, high) if fetched is None else fetched[low - base : high - base]
         self._check(one, first, stop, data)
-        if alone:
+        if one_row:
             out.put(want, start, data)
         else:
             some = one.plan.chunks.take(slice(first, stop))

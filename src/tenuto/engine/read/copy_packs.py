@@ -1,4 +1,4 @@
-"""Packs copied from one place to another as they are, every byte verified on the way: damage is not handed on."""
+"""Copies packs from one place to another as they are, every byte verified on the way: damage is not copied."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from tenuto.codec.chunk_map import ChunkMap
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.read.chunk_reader import AlignedBuffers, ChunkReader
-from tenuto.engine.read.chunk_runs import chunk_runs
+from tenuto.engine.read.chunk_reader import AlignedBuffers, ChunkReader, chunk_runs
 from tenuto.engine.read.packs import OpenPack, missing
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError
 from tenuto.model.records import Index, Manifest
@@ -20,26 +19,26 @@ from tenuto.store.contract import Reader, Store
 
 
 def copy_packs(
-    repo: Repo, manifest: Manifest, wanted: Collection[str], target: Store, told: Callable[[str, int], None]
+    repo: Repo, manifest: Manifest, wanted: Collection[str], target: Store, report: Callable[[str, int], None]
 ) -> None:
-    """Copies the packs that are `wanted`, by name, from wherever they lie whole to `target`, and tells of each and its
-    bytes.
+    """Copies the packs that are `wanted`, by name, from any place that has them undamaged to `target`; reports name and
+    bytes of each.
 
-    Raises what `copy_pack` does; CheckpointNotFound where the checkpoint was removed meanwhile: then nothing of them
-    is left there.
+    Raises what `copy_pack` does, and CheckpointNotFound where the checkpoint was removed meanwhile: then the copies are
+    deleted again.
     """
     put = []
     ranks = {name.rpartition("/")[2].partition(".")[0] for name in wanted}
     for rank in range(len(manifest.indexes)):
         if index_file(rank).partition(".")[0] not in ranks:
-            continue  # of thousands of indexes not each is read
+            continue  # there may be thousands of indexes
         for pack in repo.packs(manifest, rank):
             name = f"{manifest.id.directory}/{pack.name}"
             if name in wanted:
                 nbytes = copy_pack(repo, manifest, rank, pack.name, target=target)
                 if nbytes:
                     put.append(name)
-                    told(name, nbytes)
+                    report(name, nbytes)
     crashpoint("packs copied, checkpoint not looked for again")
     if not repo.exists(manifest.id):
         target.delete(put)
@@ -47,11 +46,11 @@ def copy_packs(
 
 
 def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, target: Store) -> int:
-    """Copies one pack of a checkpoint's rank from the first place that has it whole; returns its bytes, 0 if `target`
-    has it.
+    """Copies one pack of a checkpoint's rank from the first place that has it undamaged; returns its bytes, 0 if
+    `target` has it.
 
-    CorruptionError if no place has what was saved, StoreError: then nothing is there. A reader of `target` may rely on
-    it only while the checkpoint is there, which the caller looks for afterwards.
+    Raises CorruptionError if no place has what was saved, and StoreError; then nothing was put. A reader of `target`
+    may rely on the pack only while the checkpoint is there, which the caller checks afterwards.
     """
     index = repo.index(manifest, rank)
     number = next(number for number, entry in enumerate(index.packs) if entry.name == file)
@@ -72,11 +71,11 @@ def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, target: S
 
 
 class VerifiedContent:
-    """A pack's bytes as they lie in a store. CorruptionError, in the middle of them, where they are not what the index
-    says."""
+    """A pack's bytes as they lie in a store. Raises CorruptionError, in the middle of them, where they are not what the
+    index says."""
 
     def __init__(self, repo: Repo, manifest: Manifest, reader: Reader, index: Index, number: int) -> None:
-        """`reader`: of pack `number` of the index, which it reads from any place."""
+        """`reader`: of pack `number` of the index, in any place."""
         self._entry = index.packs[number]
         self._pack = OpenPack(f"{manifest.id.directory}/{self._entry.name}", reader, None)
         self._index = index

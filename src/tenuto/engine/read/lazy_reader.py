@@ -1,8 +1,8 @@
-"""Parts of leaves out of the packs of one checkpoint, every byte verified before anybody sees it (I5).
+"""Reads parts of leaves from the packs of one checkpoint, every byte verified before it is returned (I5).
 
-A pack whose bytes lie in memory is looked into where it lies: each chunk is digested at its first use, and a bitmap
-remembers that. Anywhere else every chunk that is read is digested, for each read is another transfer that can go
-wrong; the few chunks read last are kept, so that neighbouring slices do not read the same chunk again and again.
+A pack whose bytes lie in memory is read in place: each chunk is digested at its first use, and a bitmap records that.
+Elsewhere every chunk that is read is digested, since each read is another transfer that can go wrong. The few chunks
+read last are cached, so that neighbouring slices do not read the same chunk again and again.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ import numpy as np
 from tenuto.codec.chunk_map import ChunkMap, ChunkRange, whole_chunks
 from tenuto.concurrency.parallel_for import READ_THREADS, parallel_for
 from tenuto.engine.read.chunk_reader import ChunkReader
-from tenuto.engine.read.packs import OpenPack, copy_to_turn_from, from_any_copy, open_pack
+from tenuto.engine.read.packs import OpenPack, from_any_copy, open_pack, replace_copy
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError, UsageError, typed
-from tenuto.model.box import Box
 from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import Box
 from tenuto.model.records import PackEntry
 from tenuto.repo.format.index import Table
 from tenuto.repo.repository import Repo
-from tenuto.sharding.slices import Block, Region, blocks
+from tenuto.sharding.slices import Region, blocks
 from tenuto.state.contract import Buffer
 
 BLOCK_BYTES: Final = 4 << 20
-"""What is read at once of a slice with gaps, or of a long run by each of several threads."""
-KEPT_BYTES: Final = 8 << 20
+"""The most that is read at once of a slice with gaps, or of a long run by each of several threads."""
+CACHED_BYTES: Final = 8 << 20
 OPENED_AT_ONCE: Final = 64
 """Packs that are opened with the checkpoint, so that it can be read on after its removal; further ones when needed."""
 _ITEMS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 def item_dtype(itemsize: int) -> Any:
-    """What items of so many bytes are moved as."""
+    """Returns the dtype by which items of this size are copied."""
     return np.dtype(_ITEMS.get(itemsize, f"V{itemsize}"))
 
 
 @dataclass(slots=True)
-class _Kept:
+class _ChunkCache:
     """The verified chunks that were read last, by their row in the table of digests."""
 
     chunks: OrderedDict[int, Buffer] = field(default_factory=OrderedDict)
@@ -56,23 +56,23 @@ class _Kept:
         return found
 
     def put(self, row: int, data: Buffer) -> None:
-        if len(data) > KEPT_BYTES // 2 or row in self.chunks:
+        if len(data) > CACHED_BYTES // 2 or row in self.chunks:
             return
         self.chunks[row] = data.copy()
         self.nbytes += len(data)
-        while self.nbytes > KEPT_BYTES:
+        while self.nbytes > CACHED_BYTES:
             self.nbytes -= len(self.chunks.popitem(last=False)[1])
 
 
 class LazyReader:
-    """Reads by row of `table`. May be used by several threads. `bytes_read` counts what was read, or digested where it
-    lay."""
+    """Reads rows of `table`. May be used by several threads. `bytes_read` counts what was read, or digested in
+    place."""
 
     def __init__(
         self, repo: Repo, id: CheckpointId, table: Table, packs: Callable[[PackEntry], OpenPack] | None = None
     ) -> None:
-        """Opens the packs. CorruptionError where one is missing or has another length than was saved. `packs`: where
-        open ones are had from instead, whose they stay."""
+        """Opens the packs. Raises CorruptionError where one is missing or has another length than was saved. `packs`:
+        supplies open packs instead, which stay its own."""
         self._repo = repo
         self._id = id
         self._table = table
@@ -82,11 +82,11 @@ class LazyReader:
         self._chunks = ChunkMap.of(table)
         self._reader = ChunkReader(repo, id, self._chunks, table.packs, packs=self._open, gone=self._removed)
         self._verified = bytearray(-(-len(table.digests) // 8))
-        self._turned: list[OpenPack] = []
-        """Copies that were damaged: somebody may still be reading from one."""
-        self._kept = _Kept()
-        self._lock, self._turning = threading.Lock(), threading.Lock()
-        self._turns = 0
+        self._damaged: list[OpenPack] = []
+        """Damaged copies, from which other threads may still be reading."""
+        self._cache = _ChunkCache()
+        self._lock, self._replacing = threading.Lock(), threading.Lock()
+        self._replaced = 0
         self._closed = False
         self.bytes_read = 0
         try:
@@ -97,19 +97,19 @@ class LazyReader:
             raise
 
     def parts(self, row: int) -> list[tuple[int, Box]]:
-        """Which rank has which box of a row: this one has all of it."""
+        """Returns the parts of a row, with their ranks: one has all of it."""
         cut = slice(int(self._table.bounds[row]), int(self._table.bounds[row + 1]))
         return [(self._table.rank, Box.whole(tuple(self._table.dims[cut].tolist())))]
 
     def views(self, row: int) -> bool:
-        """Whether the bytes of a row lie in memory, where they are looked at."""
+        """Returns whether the bytes of a row lie in memory, where they are read in place."""
         return self._pack(int(self._table.pack[row])).view is not None
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            packs, self._packs = [*self._packs.values(), *self._turned], {}
-            self._turned, self._kept = [], _Kept()
+            packs, self._packs = [*self._packs.values(), *self._damaged], {}
+            self._damaged, self._cache = [], _ChunkCache()
         for pack in () if self._theirs else packs:
             pack.close()
 
@@ -136,9 +136,9 @@ class LazyReader:
             return found
 
     def read(self, row: int, path: str, region: Region, itemsize: int, out: Buffer) -> None:
-        """Fills `out` with the items of a region in row-major order. `path` is what errors call the leaf.
+        """Fills `out` with the items of a region in row-major order. `path`: the name of the leaf in errors.
 
-        CorruptionError names the leaf, the pack and the offset; `out` is undefined then.
+        Raises CorruptionError, which names the leaf, the pack and the offset; `out` is undefined then.
         """
         if not region.size or not itemsize:
             return
@@ -149,55 +149,51 @@ class LazyReader:
         self._from_any(lambda: self._items(row, path, region, items))
 
     def read_items(self, row: int, path: str, region: Region, target: np.ndarray[Any, Any]) -> None:
-        """The same into an array of as many items, of any strides."""
+        """Does the same into an array of as many items, of any strides."""
         if target.flags.c_contiguous:
             self.read(row, path, region, target.itemsize, target.reshape(-1).view(np.uint8))
         elif region.size:
             self._from_any(lambda: self._items(row, path, region, target))
 
     def _from_any(self, read: Callable[[], None]) -> None:
-        """From another copy of a pack, where there is one, if this one is damaged. Whose packs are another's, that one
-        sees to it."""
+        """Retries `read` from another copy of a pack, if this one is damaged and there is another. Supplied packs are
+        left to their owner."""
         while True:
-            turns = self._turns
+            replaced = self._replaced
             try:
                 return read()
             except (CorruptionError, StoreError) as error:
-                with self._turning:
-                    # Of threads that meet one damage at the same time only the first turns to another copy.
-                    if self._theirs or (turns == self._turns and not self._turned_from(error)):
+                with self._replacing:
+                    # Of threads that meet the same damage at once only the first replaces the copy.
+                    if self._theirs or (replaced == self._replaced and not self._replace(error)):
                         raise
 
-    def _turned_from(self, error: CorruptionError | StoreError) -> bool:
-        name = copy_to_turn_from(self._repo, error)
+    def _replace(self, error: CorruptionError | StoreError) -> bool:
+        name = replace_copy(self._repo, error)
         if name is None:
             return False
         with self._lock:
             for number, pack in list(self._packs.items()):
                 if pack.name == name:
-                    self._turned.append(self._packs.pop(number))
+                    self._damaged.append(self._packs.pop(number))
             self._verified = bytearray(len(self._verified))
-        self._turns += 1
+        self._replaced += 1
         return True
 
     def _items(self, row: int, path: str, region: Region, target: np.ndarray[Any, Any]) -> None:
         itemsize = target.itemsize
-        turned: Any = (*(slice(None, None, -1 if flip else 1) for flip in region.flipped), ...)
-        target = target[turned]
+        order: Any = (*(slice(None, None, -1 if flip else 1) for flip in region.flipped), ...)
+        target = target[order]
         paces = tuple(stride * itemsize for stride in region.strides)
         chunk = self._chunks.chunk_bytes
         # What lies in memory is digested and taken chunk by chunk, while the processor still has it.
         most = chunk if self.views(row) else max(BLOCK_BYTES, chunk)
         for block in blocks(region, itemsize, block_bytes=most, gap_bytes=chunk):
-            self._block(row, path, block, target, paces)
-
-    def _block(self, row: int, path: str, block: Block, target: np.ndarray[Any, Any], paces: tuple[int, ...]) -> None:
-        data, base = self._fetch(row, path, block.start, block.stop)
-        there = np.ndarray(block.counts, target.dtype, data, block.start - base, paces)
-        target[block.where] = there
+            data, base = self._fetch(row, path, block.start, block.stop)
+            target[block.where] = np.ndarray(block.counts, target.dtype, data, block.start - base, paces)
 
     def _run(self, row: int, path: str, start: int, out: Buffer) -> None:
-        """A run of bytes; a long one that has to be read is read by several threads, cut between chunks."""
+        """Reads a run of bytes; a long one that does not lie in memory by several threads, cut between chunks."""
         views = self.views(row)
         stop, step = start + len(out), whole_chunks(0 if views else BLOCK_BYTES, self._chunks.chunk_bytes)
 
@@ -215,7 +211,7 @@ class LazyReader:
 
     def _fetch(self, row: int, path: str, start: int, stop: int) -> tuple[Buffer, int]:
         """Returns verified bytes of the leaf that hold `start..stop-1`, and which of its bytes the first of them is."""
-        verified = self._verified  # before the pack: what is found of a copy that is turned away meanwhile goes with it
+        verified = self._verified  # before the pack: what is verified of a copy that is replaced meanwhile is dropped
         found = self._chunks.covering(row, start, stop)
         pack = self._pack(found.pack)
         view = pack.view
@@ -234,7 +230,7 @@ class LazyReader:
         """Returns the bytes of these chunks; reads those that are not known from the last reads."""
         numbers = range(wanted.first, wanted.stop)
         with self._lock:
-            known = {number: data for number in numbers if (data := self._kept.take(number)) is not None}
+            known = {number: data for number in numbers if (data := self._cache.take(number)) is not None}
         if len(numbers) == len(known) == 1:
             return known[wanted.first]  # callers only copy out of it
         out = np.empty(wanted.high - wanted.low, np.uint8)
@@ -255,5 +251,5 @@ class LazyReader:
             with self._lock:
                 self.bytes_read += len(target)
                 for number in {first, last}:
-                    self._kept.put(number, place(number, number + 1)[1])
+                    self._cache.put(number, place(number, number + 1)[1])
         return out

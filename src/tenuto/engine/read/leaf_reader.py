@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class LeafTargets:
         self._wants = wants
         self._lengths: list[int] = (index.length[leaf] if span is None else span[1] - span[0]).tolist()
         self._lead = None if span is None else span[0]
-        """Where what is wanted begins in each leaf."""
+        """The first wanted byte of each leaf."""
         self._leads: list[int] | None = None if self._lead is None else self._lead.tolist()
         self._buffers: dict[int, Buffer] = {}
         """By place among the wanted; of small leaves only where nothing else tells the address."""
@@ -172,15 +172,15 @@ def read_leaves(
     emitter: Emitter | None = None,
     phase: str = "restore",
 ) -> int:
-    """Fills each sink with its leaf's bytes, every chunk verified; returns how many bytes that were."""
+    """Fills each sink with its leaf's bytes, every chunk verified; returns their number."""
     return LeafReader(repo, manifest, index, emitter=emitter or Emitter(), phase=phase).read(wants)
 
 
-class Staged:
-    """A sink that keeps the bytes in memory of its own, in `data`."""
+class MemorySink:
+    """A sink over memory that is there already, such as a part of another sink's."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.data: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(nbytes, np.uint8)
+    def __init__(self, data: Buffer) -> None:
+        self.data = data
 
     @property
     def buffer(self) -> Buffer | None:
@@ -191,3 +191,10 @@ class Staged:
 
     def fill(self, data: Buffer) -> None:
         self.data[:] = data
+
+
+class Staged(MemorySink):
+    """A sink with memory of its own."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(np.empty(nbytes, np.uint8))

@@ -1,344 +1,58 @@
-"""Reading together: what several ranks of a node want of a pack is read by one of them, and taken over by the others.
+"""Reads what several ranks of a node want from the same packs once: one of them reads it, the others copy it.
 
-Nobody depends on anybody: what a neighbour does not lay ready, because it died, met an error, has no room or is
-stopped, each rank reads for itself, and where a neighbour has read badly the digests say so. Every rank verifies all
-that it takes, as if it came from the store: that costs a fraction of a copy, and nobody has to trust what lies in
-shared memory.
+No rank depends on another: what another rank does not deliver, because it died, met an error or has no room, each rank
+reads for itself. Every rank verifies all that it copies as if it came from the store. That costs a fraction of a copy,
+and shared memory need not be trusted.
 """
 
 from __future__ import annotations
 
-import hashlib
-import mmap
 import os
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import astuple, dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from tenuto.codec.chunk_map import whole_chunks
 from tenuto.concurrency.parallel_for import READ_THREADS, parallel_for
 from tenuto.engine.read.packs import OpenPack
-from tenuto.engine.staging import arena as arenas
+from tenuto.engine.read.peer_window import PAGE, PeerWindow, Window, WindowAddress, whole_pages
 from tenuto.engine.staging import slots
-from tenuto.engine.staging.slots import Slot
+from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.errors import TenutoError
 from tenuto.events import Emitter, Warned
-from tenuto.model.records import Owner
-from tenuto.repo.process import judge
+from tenuto.model import canonical_json
+from tenuto.model.records import Json, Owner
+from tenuto.ranks.agreement import Agreement
+from tenuto.repo.process import this_process
 from tenuto.sharding.coalesce import TASK_BYTES, cut
 from tenuto.sharding.holdings import Column
 from tenuto.state.contract import Buffer
 
 # --------------------------------------------------------------------------------------------------
-# A rank's window: a file in shared memory in which it says what it asks for, and lays what it has read for others.
+# The plan: what several ranks want is cut into blocks, each read by one of them for all that want it.
 #
-# `[one page: how far it is][what it asks for][a mark for each block][the blocks]`. Only its rank writes to it; the
-# others look on. It goes with its rank: whoever starts next removes what dead ranks have left.
-
-PAGE: Final = 4096
-_MAGIC: Final = int.from_bytes(b"tenuread", "little")
-_MOST_ASKED: Final = 1 << 30
-_WORDS: Final = ("magic", "stage", "out", "progress", "loaded", "asked", "marks", "blocks", "plan", "length")
-ASKED, OPEN = 1, 2
-"""Stages: what it asks for is there; marks and blocks are too."""
-READ, FAILED = 1, 2
-"""Marks of blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class WindowAddress:
-    """Where a rank's window is, and whose process it is."""
-
-    slot: Slot
-    owner: Owner
-
-
-@dataclass(frozen=True, slots=True)
-class WindowTimeouts:
-    """Seconds. patience_s: who has done nothing for so long is waited for no longer. look_s: how often it is asked
-    whether a process is alive."""
-
-    patience_s: float = 30.0
-    look_s: float = 0.25
-    pause_s: float = 0.002
-
-
-class _Page:
-    """The first page, as words."""
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._words = np.frombuffer(memory, np.uint64, len(_WORDS))
-
-    def __getitem__(self, name: str) -> int:
-        return int(self._words[_WORDS.index(name)])
-
-    def __setitem__(self, name: str, value: int) -> None:
-        self._words[_WORDS.index(name)] = value
-
-
-class Window:
-    """This rank's own. Raises OSError where there is no shared memory, or no room in it."""
-
-    def __init__(self, place: WindowAddress) -> None:
-        self._slot = place.slot
-        self._taken = False
-        self._descriptor = -1
-        self._page: _Page | None = None
-        self._marks: Buffer | None = None
-        self._blocks: Buffer | None = None
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-
-    def ask(self, data: bytes) -> None:
-        """Says what this rank asks for, once."""
-        table = arenas.table()
-        table.take(self._slot)
-        self._taken = True
-        self._descriptor = table.create(self._slot)
-        length = PAGE + _whole_pages(len(data))
-        arenas.reserve(self._descriptor, length)
-        view, offset = memoryview(data), PAGE
-        while view:
-            written = os.pwrite(self._descriptor, view, offset)
-            view, offset = view[written:], offset + written
-        memory, _ = arenas.map_memory(self._descriptor, PAGE)
-        self._page = page = _Page(memory)
-        page["magic"], page["asked"], page["length"] = _MAGIC, len(data), length
-        page["stage"] = ASKED
-
-    def open(self, blocks: int, nbytes: int, plan: int) -> None:
-        """Makes room for `blocks` marks and `nbytes` of blocks of the plan that is known by the number `plan`."""
-        page = self._page
-        assert page is not None
-        marks = page["length"]
-        begin = marks + _whole_pages(blocks)
-        length = begin + _whole_pages(nbytes)
-        arenas.reserve(self._descriptor, length)
-        memory, _ = arenas.map_memory(self._descriptor, length)
-        whole = np.frombuffer(memory, np.uint8)
-        self._marks, self._blocks = whole[marks : marks + blocks], whole[begin : begin + nbytes]
-        page["marks"], page["blocks"], page["length"], page["plan"] = marks, begin, length, plan
-        page["stage"] = OPEN
-
-    def block(self, at: int, nbytes: int) -> Buffer:
-        assert self._blocks is not None
-        return self._blocks[at : at + nbytes]
-
-    def mark(self, block: int, how: int) -> None:
-        with self._lock:  # also what makes the block's bytes visible before its mark
-            assert self._marks is not None and self._page is not None
-            self._page["loaded"] = self._page["loaded"] + 1
-        self._marks[block] = how
-
-    def progress(self, group: int) -> None:
-        """This rank needs nothing any more of groups before `group` - 1."""
-        if self._page is not None:
-            self._page["progress"] = group
-
-    def leave(self) -> None:
-        """This rank reads for nobody any more, and needs nothing."""
-        if self._page is not None:
-            self._page["out"] = 1
-
-    @property
-    def left(self) -> bool:
-        return self._page is None or self._page["out"] != 0
-
-    def close(self) -> None:
-        """The file goes; who looks into it still has what it saw."""
-        self.leave()
-        self._page = self._marks = self._blocks = None
-        if not self._taken or os.getpid() != self._pid:
-            return
-        self._taken = False
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        table = arenas.table()
-        try:
-            table.remove(self._slot)
-        finally:
-            table.give_back(self._slot)
-
-
-class PeerWindow:
-    """Another rank's window, or this one's as the others see it."""
-
-    def __init__(self, place: WindowAddress, timing: WindowTimeouts) -> None:
-        self._place = place
-        self._timing = timing
-        self._page: _Page | None = None
-        self._descriptor = -1
-        self._marks: Buffer | None = None
-        self._blocks: Buffer | None = None
-        self._expected = (0, 0, 0)
-        self._lock = threading.Lock()
-        self._gone = False
-        self.silent = False
-        """Whether it was waited for in vain."""
-
-    @property
-    def rank(self) -> str:
-        return f"rank {self._place.slot.name.partition('-')[0]}"
-
-    def asked(self, until: float) -> bytes | None:
-        """What the rank asks for, once it says so; None where it does not, until the time `until`."""
-        seen = self._until(self._has_asked, until)
-        if not seen:
-            return None
-        assert self._page is not None
-        length = self._page["asked"]
-        if length > _MOST_ASKED:
-            return None
-        data = os.pread(self._descriptor, length, PAGE)
-        return data if len(data) == length else None
-
-    def opened(self, blocks: int, nbytes: int, plan: int) -> None:
-        """What the rank's window has to be: it is looked into when it is there."""
-        self._expected = (blocks, nbytes, plan)
-
-    def await_passed(self, wanted: int) -> bool:
-        """Returns once the rank is at group `wanted` or has left; False where it stays where it is."""
-        page = self._page
-        if page is None:
-            return True
-        return self._wait(lambda: page["out"] != 0 or page["progress"] >= wanted, lambda: page["progress"], gone=True)
-
-    def block(self, number: int, at: int, nbytes: int) -> Buffer | None:
-        """The block, once it is there; None where this rank has to read it for itself."""
-        if self._gone or self._page is None:
-            return None
-        page = self._page
-
-        def over() -> bool:
-            return page["out"] != 0 or (self._mapped() and self._marks is not None and self._marks[number] != 0)
-
-        if not over() and not self._wait(over, lambda: page["loaded"], gone=False) and not self._gone:
-            self._gone = self.silent = True
-        if self._marks is None or self._marks[number] != READ:
-            return None
-        assert self._blocks is not None
-        return self._blocks[at : at + nbytes]
-
-    def give_up(self) -> None:
-        """Whoever waits for this rank waits no longer."""
-        self._gone = True
-
-    def close(self) -> None:
-        self._gone = True
-        self._page = self._marks = self._blocks = None
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    # -- looking -------------------------------------------------------------------------------------------------------
-
-    def _has_asked(self) -> bool:
-        if self._page is None:
-            try:
-                with slots.directory(self._place.slot.root, self._place.slot.parent) as parent:
-                    descriptor = os.open(self._place.slot.name, slots.READ, dir_fd=parent)
-            except OSError:
-                return False  # not there yet
-            if os.fstat(descriptor).st_size < PAGE:
-                os.close(descriptor)
-                return False
-            self._descriptor = descriptor
-            self._page = _Page(mmap.mmap(descriptor, PAGE, mmap.MAP_SHARED, mmap.PROT_READ))
-        return self._page["stage"] >= ASKED and self._page["magic"] == _MAGIC
-
-    def _mapped(self) -> bool:
-        """Whether marks and blocks can be looked into."""
-        if self._marks is not None:
-            return True
-        with self._lock:
-            return self._marks is not None or self._map()
-
-    def _map(self) -> bool:
-        page = self._page
-        if page is None or page["stage"] < OPEN:
-            return False
-        blocks, nbytes, plan = self._expected
-        marks, begin = page["marks"], page["blocks"]
-        length = begin + _whole_pages(nbytes)
-        if page["plan"] != plan or marks + blocks > begin or os.fstat(self._descriptor).st_size < length:
-            self._gone = True  # another plan than ours: nothing there can be made sense of
-            return False
-        memory = mmap.mmap(self._descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ)
-        whole = np.frombuffer(memory, np.uint8)
-        self._blocks = whole[begin : begin + nbytes]
-        self._marks = whole[marks : marks + blocks]
-        return True
-
-    def _until(self, over: Callable[[], bool], until: float) -> bool:
-        """Whether it came to `over` by then, with its process alive."""
-        pause, looked = 0.0002, time.monotonic()
-        while not over():
-            now = time.monotonic()
-            if now >= until:
-                return False
-            if now - looked > self._timing.look_s:
-                if self._dead():
-                    return over()
-                looked = now
-            time.sleep(pause)
-            pause = min(pause * 1.5, self._timing.pause_s)
-        return True
-
-    def _wait(self, over: Callable[[], bool], moves: Callable[[], int], *, gone: bool) -> bool:
-        """Whether it came to `over` while something moved at least every `patience_s`. `gone`: what a dead process
-        makes of it."""
-        seen, pause = moves(), 0.0002
-        looked = moved = time.monotonic()
-        while not over():
-            if self._gone:
-                return gone
-            now = time.monotonic()
-            if moves() != seen:
-                seen, moved = moves(), now
-            if now - moved > self._timing.patience_s:
-                return False
-            if now - looked > self._timing.look_s:
-                if self._dead():
-                    return gone or over()
-                looked = now
-            time.sleep(pause)
-            pause = min(pause * 1.5, self._timing.pause_s)
-        return True
-
-    def _dead(self) -> bool:
-        return judge(self._place.owner) == "dead"
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
-# --------------------------------------------------------------------------------------------------
-# What several ranks of a node want of the same packs: cut into blocks, each read by one of them for all that want it.
-#
-# Every rank makes this plan for itself from what all of them ask for, and all make the same. Blocks lie in the
-# windows of those that read them, and the windows are used again: group after group of blocks, in the order of the
-# packs. A rank is at one group at a time and may still need the one before it; so a place is free again once all
-# ranks are two groups on.
+# Every rank computes the plan from the requests of all, and all get the same one. Blocks lie in the windows of the
+# ranks that read them, and the room in a window is used again: group after group of blocks, in the order of the packs.
+# A rank is at one group at a time and may still need the one before it, so room is free again once all ranks are two
+# groups further.
 
 SECTIONS: Final = 4
 """Groups that a window holds: two that ranks still need, and two that are being read."""
 MOST_RANKS: Final = 62
-"""Ranks of one node that can read together: each is one bit of a number."""
+"""Ranks of one node that can share reads: each is one bit of a number."""
 LONGEST: Final = 1 << 44
 """Bytes of a pack, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RequestedReads:
-    """Bytes of packs: `low[i] .. high[i] - 1` of pack `pack[i]`, any number that all ranks call it by. In order, and
-    without overlaps."""
+class PackRanges:
+    """Bytes `low[i] .. high[i] - 1` of pack `pack[i]`, a number that is the same on all ranks."""
 
     pack: Column
     low: Column
@@ -347,29 +61,31 @@ class RequestedReads:
     def __len__(self) -> int:
         return len(self.pack)
 
-    @classmethod
-    def of(cls, pack: Column, low: Column, high: Column, gap: int = PAGE) -> RequestedReads:
-        """Ranges in any order, those joined that overlap or have at most `gap` bytes between them."""
-        some = high > low
-        pack, low, high = pack[some], low[some], high[some]
-        order = np.lexsort((low, pack))
-        pack, low, high = pack[order], low[order], high[order]
-        if not len(pack):
-            return cls(pack, low, high)
-        # The furthest end so far within each pack: packs are put far apart first.
-        apart = np.searchsorted(np.unique(pack), pack) * LONGEST
-        reach = np.maximum.accumulate(high + apart)
-        first = np.concatenate([np.ones(1, bool), (low + apart)[1:] > reach[:-1] + gap])
-        first[1:] |= pack[1:] != pack[:-1]
+    def take(self, lines: Column) -> PackRanges:
+        return PackRanges(self.pack[lines], self.low[lines], self.high[lines])
+
+    def merged(self, gap: int = PAGE) -> PackRanges:
+        """Returns the ranges in order; those that overlap or have at most `gap` bytes between them become one."""
+        found = self.take(np.flatnonzero(self.high > self.low))
+        found = found.take(np.lexsort((found.low, found.pack)))
+        if not len(found):
+            return found
+        # The furthest end so far within each pack: an offset separates the packs.
+        apart = np.searchsorted(np.unique(found.pack), found.pack) * LONGEST
+        reach = np.maximum.accumulate(found.high + apart)
+        first = np.concatenate([np.ones(1, bool), (found.low + apart)[1:] > reach[:-1] + gap])
+        first[1:] |= found.pack[1:] != found.pack[:-1]
         starts = np.flatnonzero(first)
-        return cls(pack[starts], low[starts], np.maximum.reduceat(high, starts))
+        return PackRanges(found.pack[starts], found.low[starts], np.maximum.reduceat(found.high, starts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedBlocks:
-    """Block i: bytes `low[i] .. high[i] - 1` of pack `pack[i]`, wanted by two ranks or more and read by the one at
-    place `owner[i]` of the node, in whole pages, into its window at `at[i]`. In order of packs and places; `group`
-    never falls."""
+    """Block i: bytes `low[i] .. high[i] - 1` of pack `pack[i]`, which two ranks or more want. The one at place
+    `owner[i]` of the node reads it, in whole pages, into its window at `at[i]`.
+
+    Blocks are in the order of packs and offsets; `group` never decreases.
+    """
 
     pack: Column
     low: Column
@@ -385,13 +101,13 @@ class SharedBlocks:
     def groups(self) -> int:
         return int(self.group[-1]) + 1 if len(self) else 0
 
-    def window(self, owner: int) -> int:
-        """Bytes of the window that this rank needs."""
+    def window_bytes(self, owner: int) -> int:
         mine = self.owner == owner
-        return int((self.at + _pages(self.low, self.high))[mine].max(initial=0))
+        return int((self.at + _page_bytes(self.low, self.high))[mine].max(initial=0))
 
-    def step(self, pack: Column, high: Column) -> Column:
-        """The group that has to be there before the bytes below `high` of `pack` are: of the last block before it."""
+    def group_of(self, pack: Column, high: Column) -> Column:
+        """Returns the group that has to be there before the bytes below `high` of `pack` are: of the last block before
+        it."""
         if not len(self):
             return np.zeros(len(pack), np.int64)
         packs = np.unique(self.pack)
@@ -402,46 +118,50 @@ class SharedBlocks:
         return self.group[np.maximum(last, 0)]
 
 
-def share_blocks(asked: Sequence[RequestedReads], *, block_bytes: int, section_bytes: int) -> SharedBlocks:
-    """Which blocks the ranks of a node read for each other. A section holds at least two blocks."""
-    assert section_bytes >= 2 * (block_bytes + 2 * PAGE) and len(asked) <= MOST_RANKS
-    pack, low, high, who = _several(asked)
-    at, within = cut(high - low, block_bytes)
-    pack, who, begin = pack[at], who[at], low[at] + within
-    end = np.minimum(begin + block_bytes, high[at])
-    owner = _owners(who, end - begin, block_bytes)
-    group, place = _placed(owner, _pages(begin, end), len(asked), section_bytes)
-    return SharedBlocks(pack, begin, end, owner, group, place)
+def share_blocks(requests: Sequence[PackRanges], *, block_bytes: int, section_bytes: int) -> SharedBlocks:
+    """Plans which blocks the ranks of a node read for each other.
+
+    requests: what each rank wants, merged.
+    section_bytes: a section of a window, which holds at least two blocks.
+    """
+    assert section_bytes >= 2 * (block_bytes + 2 * PAGE) and len(requests) <= MOST_RANKS
+    wanted, ranks = _wanted_twice(requests)
+    line, within = cut(wanted.high - wanted.low, block_bytes)
+    low = wanted.low[line] + within
+    high = np.minimum(low + block_bytes, wanted.high[line])
+    owner = _owners(ranks[line], high - low, block_bytes)
+    group, at = _placed(owner, _page_bytes(low, high), len(requests), section_bytes)
+    return SharedBlocks(wanted.pack[line], low, high, owner, group, at)
 
 
-def _several(asked: Sequence[RequestedReads]) -> tuple[Column, Column, Column, Column]:
-    """The ranges that two ranks or more ask for, and the set of these, a bit for each."""
-    pack = np.concatenate([one.pack for one in asked for _ in (0, 1)])
-    place = np.concatenate([side for one in asked for side in (one.low, one.high)])
-    sign = np.concatenate([np.full(len(one), by) for one in asked for by in (1, -1)])
-    bit = np.concatenate([np.full(2 * len(one), 1 << number, np.int64) for number, one in enumerate(asked)])
+def _wanted_twice(requests: Sequence[PackRanges]) -> tuple[PackRanges, Column]:
+    """Returns the ranges that two ranks or more want, and the set of these ranks, a bit for each."""
+    pack = np.concatenate([one.pack for one in requests for _ in (0, 1)])
+    place = np.concatenate([side for one in requests for side in (one.low, one.high)])
+    sign = np.concatenate([np.full(len(one), by) for one in requests for by in (1, -1)])
+    bit = np.concatenate([np.full(2 * len(one), 1 << number, np.int64) for number, one in enumerate(requests)])
     order = np.lexsort((place, pack))
     pack, place, sign, bit = pack[order], place[order], sign[order], bit[order]
-    count, who = np.cumsum(sign)[:-1], np.cumsum(sign * bit)[:-1]
-    # Between two places of one pack; everything is closed at a pack's end.
+    count, ranks = np.cumsum(sign)[:-1], np.cumsum(sign * bit)[:-1]
+    # Between two places of one pack; no range is open at a pack's end.
     some = np.flatnonzero((count > 1) & (place[1:] > place[:-1]))
-    return pack[some], place[some], place[some + 1], who[some]
+    return PackRanges(pack[some], place[some], place[some + 1]), ranks[some]
 
 
-def _owners(who: Column, nbytes: Column, turn: int) -> Column:
-    """Who reads each block: those that want it by turns, after as many bytes each."""
-    owner = np.zeros(len(who), np.int64)
-    sets, of = np.unique(who, return_inverse=True)
+def _owners(ranks: Column, nbytes: Column, step: int) -> Column:
+    """Returns which rank reads each block: of the set that wants it one after the other, each about `step` bytes."""
+    owner = np.zeros(len(ranks), np.int64)
+    sets, of = np.unique(ranks, return_inverse=True)
     for number, members in enumerate(sets.tolist()):
         lines = np.flatnonzero(of == number)
-        ranks = np.array([bit for bit in range(MOST_RANKS) if members >> bit & 1], np.int64)
+        readers = np.array([bit for bit in range(MOST_RANKS) if members >> bit & 1], np.int64)
         before = np.cumsum(nbytes[lines]) - nbytes[lines]
-        owner[lines] = ranks[(-(-before // turn) + number) % len(ranks)]
+        owner[lines] = readers[(-(-before // step) + number) % len(readers)]
     return owner
 
 
 def _placed(owner: Column, nbytes: Column, ranks: int, section: int) -> tuple[Column, Column]:
-    """The group of each block, and its place in its owner's window: a group is over when one section is full."""
+    """Returns the group of each block and its place in its owner's window. A group ends when one section is full."""
     groups, places = [], []
     used, group = [0] * ranks, 0
     for one, length in zip(owner.tolist(), nbytes.tolist(), strict=True):
@@ -453,208 +173,214 @@ def _placed(owner: Column, nbytes: Column, ranks: int, section: int) -> tuple[Co
     return np.array(groups, np.int64), np.array(places, np.int64)
 
 
-def _pages(low: Column, high: Column) -> Column:
-    """Bytes of the whole pages that hold a range."""
+def _page_bytes(low: Column, high: Column) -> Column:
+    """Returns the bytes of the whole pages that hold each range."""
     return -(-high // PAGE) * PAGE - low // PAGE * PAGE
 
 
+# --------------------------------------------------------------------------------------------------
+# Reading by the plan.
+
 WINDOW_BYTES: Final = 128 << 20
-"""Shared memory that the ranks of a node take together."""
-LEAST_BLOCK_BYTES: Final = 64 << 10
+"""Shared memory that the windows of a node's ranks take in sum."""
 PIECE_BYTES: Final = 8 << 20
 """The longest run of a leaf that is read at once beside others."""
 ALL_GROUPS: Final = (1 << 62) - 1
 
 
 class NodeSharedReads:
-    """This rank among those of its node, for one checkpoint. `join` once, then `pack` and `at`; `close` in any case."""
+    """This rank among those of its node, for one checkpoint. Call `join` once, then `pack` and `advance`; call `close`
+    in any case."""
 
     def __init__(
         self,
-        places: Sequence[WindowAddress],
-        me: int,
+        windows: Sequence[WindowAddress],
+        own: int,
         *,
-        timing: WindowTimeouts,
+        patience_s: float,
         window_bytes: int = WINDOW_BYTES,
         emitter: Emitter | None = None,
     ) -> None:
-        """`places`: the windows of all ranks of the node; `me`: which of them is this rank's."""
-        self._own = Window(places[me])
-        self._me = me
-        self._timing = timing
-        self._beside = [PeerWindow(place, timing) for place in places]
-        self._section = window_bytes // len(places) // SECTIONS // PAGE * PAGE
+        """
+        windows: those of all ranks of the node.
+        own: which of them is this rank's.
+        patience_s: a rank that has made no progress for so long is not waited for any more.
+        """
+        self._own = Window(windows[own])
+        self._number = own
+        self._patience_s = patience_s
+        self._peers = [PeerWindow(window, patience_s) for window in windows]
+        """Of all ranks, this one too: it copies its own blocks like the others'."""
+        self._section = window_bytes // len(windows) // SECTIONS // PAGE * PAGE
         self._emitter = emitter or Emitter()
         self._packs: Mapping[int, OpenPack] = {}
-        self._dealt: SharedBlocks | None = None
+        self._plan: SharedBlocks | None = None
         self._loader: threading.Thread | None = None
         self.resources = ExitStack()
-        """What is closed when nobody reads any more."""
+        """Closed when no thread reads any more."""
         self._joined = False
         self._group = 0
         self._closed = False
         self.waited_s = 0.0
-        """Until all had said what they ask for."""
+        """How long the requests of the other ranks took to arrive."""
 
-    def join(self, asked: RequestedReads, packs: Mapping[int, OpenPack]) -> SharedBlocks | None:
-        """Tells the others what this rank asks for, hears what they do, and begins to read its part of what several
-        want. None where this rank reads for itself: nothing is wanted twice, or it cannot be done, which is said."""
+    def join(self, request: PackRanges, packs: Mapping[int, OpenPack]) -> SharedBlocks | None:
+        """Exchanges requests with the other ranks and begins to read this rank's blocks in the background.
+
+        Returns the plan; None where this rank reads for itself: nothing is wanted twice, or, with a warning, the ranks
+        cannot share.
+        """
         self._joined, self._packs = True, packs
         try:
-            dealt = self._agreed(_encode(asked))
+            plan = self._planned(request)
         except OSError as error:
-            self._alone(f"there is no room in shared memory ({error.strerror or error})")
+            self._withdraw(f"there is no room in shared memory ({error.strerror or error})")
             return None
-        if dealt is None or not len(dealt):
-            self._own.leave()
+        if plan is None or not len(plan):
+            self._own.withdraw()
             return None
-        self._dealt = dealt
+        self._plan = plan
         self._loader = threading.Thread(target=self._load, name="tenuto-read-for-all", daemon=True)
         self._loader.start()
-        return dealt
+        return plan
 
-    def _agreed(self, data: bytes) -> SharedBlocks | None:
-        """The blocks that all have come to, with room made for this rank's own. `data`: what it asks for."""
-        self._own.ask(data)
+    def _planned(self, request: PackRanges) -> SharedBlocks | None:
+        """Returns the blocks of all ranks, with room made for this rank's own; None where a request is missing."""
+        self._own.request(np.concatenate([request.pack, request.low, request.high]).astype("<i8").tobytes())
         began = time.monotonic()
-        until = began + self._timing.patience_s
-        said = [data if place == self._me else _heard(one.asked(until)) for place, one in enumerate(self._beside)]
+        requests: list[PackRanges] = []
+        for peer in self._peers:
+            found = _decoded(peer.request())
+            if found is None:
+                self._withdraw(f"{peer.rank} did not publish what it reads")
+                return None
+            requests.append(found)
         self.waited_s = time.monotonic() - began
-        told = [one for one in map(_decode, said) if one is not None]
         block_bytes = min(TASK_BYTES, self._section // 2 - 2 * PAGE)
-        if len(told) < len(said) or block_bytes < LEAST_BLOCK_BYTES:
-            few = "their windows would be too small"
-            self._alone("a neighbour did not say what it reads" if len(told) < len(said) else few)
-            return None
-        dealt = share_blocks(told, block_bytes=block_bytes, section_bytes=self._section)
-        if len(dealt):
-            plan = int.from_bytes(hashlib.sha256(b" ".join(said)).digest()[:8], "little")
-            self._own.open(len(dealt), dealt.window(self._me), plan)
-            for place, one in enumerate(self._beside):
-                one.opened(len(dealt), dealt.window(place), plan)
-            self._beside[self._me].asked(until)
-        return dealt
+        plan = share_blocks(requests, block_bytes=block_bytes, section_bytes=self._section)
+        if len(plan):
+            self._own.open(len(plan), plan.window_bytes(self._number))
+            for number, peer in enumerate(self._peers):
+                peer.expect(len(plan), plan.window_bytes(number))
+        return plan
 
-    def absent(self) -> None:
-        """This rank has nothing to read: nobody waits for it."""
+    def leave(self) -> None:
+        """Publishes that this rank has nothing to read, so that no other waits for it."""
         if not self._joined:
             self._joined = True
             try:
-                self._own.ask(b"")
+                self._own.request(b"")
             except OSError:
-                return  # then the others wait until they are out of patience, and read for themselves
-            self._own.leave()
+                return  # the others lose patience, and read for themselves
+            self._own.withdraw()
 
-    def piece(self, chunk_bytes: int) -> int:
-        """The longest piece that is read at once: longer ones would need more groups than there are at a time."""
+    def piece_bytes(self, chunk_bytes: int) -> int:
+        """Returns the longest piece to read at once: longer ones would need more groups than there are at a time."""
         return whole_chunks(min(self._section // 2, PIECE_BYTES), chunk_bytes)
 
     @property
     def shares(self) -> bool:
         """Whether some of what this rank reads comes from others."""
-        return self._dealt is not None
+        return self._plan is not None
 
     def pack(self, number: int) -> OpenPack:
-        """An open pack whose bytes come from the neighbours where they have read them."""
-        found, dealt = self._packs[number], self._dealt
-        if dealt is None:
+        """Returns an open pack whose bytes are copied from other ranks where they have read them."""
+        found, plan = self._packs[number], self._plan
+        if plan is None:
             return found
-        low, high = np.searchsorted(dealt.pack, (number, number + 1)).tolist()
-        return _Shared(found, self, low, dealt.low[low:high].tolist(), dealt.high[low:high].tolist())
+        low, high = np.searchsorted(plan.pack, (number, number + 1)).tolist()
+        return _SharedPack(found, self, low, plan.low[low:high].tolist(), plan.high[low:high].tolist())
 
-    def at(self, group: int) -> None:
-        """From now on this rank takes blocks of `group` and of the one before it."""
+    def advance(self, group: int) -> None:
+        """Begins to copy blocks of `group`; those of the group before it are still there."""
         self._group = group
-        self._own.progress(group)
+        self._own.advance(group)
 
     def block(self, number: int) -> Buffer | None:
-        """The bytes of a block, once they are there; None where this rank has to read them."""
-        dealt = self._dealt
-        assert dealt is not None
-        if not self._group - 1 <= int(dealt.group[number]) <= self._group:
+        """Returns the bytes of a block once they are there; None where this rank has to read them."""
+        plan = self._plan
+        assert plan is not None
+        if self._own.withdrawn or not self._group - 1 <= int(plan.group[number]) <= self._group:
             return None
-        low, high = int(dealt.low[number]), int(dealt.high[number])
+        low, high = int(plan.low[number]), int(plan.high[number])
         lead = low % PAGE
-        beside = self._beside[int(dealt.owner[number])]
-        found = beside.block(number, int(dealt.at[number]), lead + high - low)
-        if beside.silent:
-            beside.silent = False
-            self._say(f"{beside.rank} is dead, or has read nothing for {self._timing.patience_s:g} s")
+        peer = self._peers[int(plan.owner[number])]
+        found = peer.block(number, int(plan.at[number]), lead + high - low)
+        if peer.timed_out:
+            peer.timed_out = False
+            self._warn(f"{peer.rank} is dead, or has read nothing for {self._patience_s:g} s")
         return None if found is None else found[lead:]
 
-    def done(self) -> None:
-        """This rank needs nothing any more of what others read."""
-        self._own.progress(ALL_GROUPS)
+    def finish(self) -> None:
+        """Publishes that this rank needs nothing any more of what others read."""
+        self._own.advance(ALL_GROUPS)
 
     def close(self) -> None:
-        """To be called when all ranks have read, or some have failed."""
-        self.absent()
+        """Ends sharing, when all ranks have read or some have failed."""
+        self.leave()
         self._closed = True
-        self._own.leave()
-        for one in self._beside:
-            one.give_up()
+        self._own.withdraw()
+        for peer in self._peers:
+            peer.ignore()
         if self._loader is not None:
             self._loader.join()
         self.resources.close()
-        for one in self._beside:
-            one.close()
+        for peer in self._peers:
+            peer.close()
         self._own.close()
 
     # -- reading for all -----------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        dealt = self._dealt
-        assert dealt is not None
+        """Reads this rank's blocks. Withdraws at the first error, which each rank that needs the bytes meets itself."""
+        plan = self._plan
+        assert plan is not None
+        mine = np.flatnonzero(plan.owner == self._number)
+        groups = plan.group[mine]
         try:
-            mine = np.flatnonzero(dealt.owner == self._me)
-            groups = dealt.group[mine]
             for group in np.unique(groups).tolist():
-                if not self._room(group) or self._own.left:
+                if self._own.withdrawn or not self._has_room(group):
                     break
                 parallel_for(self._load_one, mine[groups == group].tolist(), READ_THREADS)
+        except TenutoError as error:
+            self._withdraw(f"a block could not be read ({error.message})")
         except BaseException:
-            self._own.leave()
+            self._own.withdraw()
             raise
 
-    def _room(self, group: int) -> bool:
-        """Returns once the others have passed what lies where this group goes."""
-        before = group - SECTIONS
-        if before < 0:
+    def _has_room(self, group: int) -> bool:
+        """Returns True once all ranks have passed the blocks whose room this group takes."""
+        if group < SECTIONS:
             return True
-        for one in self._beside:
-            if not one.await_passed(before + 2):
+        for peer in self._peers:
+            if not peer.await_group(group - SECTIONS + 2):
                 if not self._closed:
-                    self._alone(f"{one.rank} did not go on for {self._timing.patience_s:g} s")
+                    self._withdraw(f"{peer.rank} has made no progress for {self._patience_s:g} s")
                 return False
         return True
 
     def _load_one(self, number: int) -> None:
-        dealt = self._dealt
-        assert dealt is not None
-        if self._own.left:
+        plan = self._plan
+        assert plan is not None
+        if self._own.withdrawn:
             return
-        pack = self._packs[int(dealt.pack[number])]
-        low = int(dealt.low[number]) // PAGE * PAGE
-        high = -(-int(dealt.high[number]) // PAGE) * PAGE
+        pack = self._packs[int(plan.pack[number])]
+        low, high = int(plan.low[number]) // PAGE * PAGE, whole_pages(int(plan.high[number]))
         if pack.reader.alignment == 1:
             high = min(high, pack.reader.length)
-        try:
-            pack.read_into(low, self._own.block(int(dealt.at[number]), high - low))
-        except TenutoError:
-            self._own.mark(number, FAILED)  # who needs it reads it, and is told what is wrong with it
-        else:
-            self._own.mark(number, READ)
+        pack.read_into(low, self._own.block(int(plan.at[number]), high - low))
+        self._own.mark_read(number)
 
-    def _alone(self, why: str) -> None:
-        self._own.leave()
-        self._say(why)
+    def _withdraw(self, why: str) -> None:
+        self._own.withdraw()
+        self._warn(why)
 
-    def _say(self, why: str) -> None:
-        self._emitter.emit(Warned(f"this rank reads for itself what its neighbours on this node read too: {why}"))
+    def _warn(self, why: str) -> None:
+        self._emitter.emit(Warned(f"this rank reads for itself what other ranks of its node read too: {why}"))
 
 
-class _Shared(OpenPack):
-    """`lows` and `highs`: of the blocks of this pack, which are numbered from `first` on."""
+class _SharedPack(OpenPack):
+    """A pack of which some blocks are copied. `lows` and `highs`: of its blocks, which are numbered from `first` on."""
 
     __slots__ = ("_first", "_highs", "_lows", "_node")
 
@@ -671,47 +397,99 @@ class _Shared(OpenPack):
         if first >= last or self.view is not None:
             super().read_into(position, target)
             return
-        taken: list[tuple[int, int, Buffer]] = []
+        copies: list[tuple[int, int, Buffer]] = []
         at = position
         for block in range(first, last):
             low, high = max(self._lows[block], position), min(self._highs[block], stop)
             found = self._node.block(self._first + block)
             if found is None:
                 continue
-            self._read_itself(position, at, low, target)
+            self._read_between(position, at, low, target)
             begin = low - self._lows[block]
-            taken.append((low - position, high - position, found[begin : begin + high - low]))
+            copies.append((low - position, high - position, found[begin : begin + high - low]))
             at = high
-        self._read_itself(position, at, stop, target)
-        for begin, end, data in taken:  # last: what was read beside them may reach into them, to whole pages
+        self._read_between(position, at, stop, target)
+        for begin, end, data in copies:  # last: reads in whole pages may reach into them
             np.positive(data, out=target[begin:end])
 
-    def _read_itself(self, position: int, low: int, high: int, target: Buffer) -> None:
-        """Bytes `low..high-1` of the pack; in whole pages where the reader asks for that and they are in `target`."""
+    def _read_between(self, position: int, low: int, high: int, target: Buffer) -> None:
+        """Reads bytes `low..high-1` of the pack; in whole pages where the reader needs that and `target` has them."""
         if low >= high:
             return
         if self.reader.alignment > 1:
             low = max(low // PAGE * PAGE, position)
-            high = min(-(-high // PAGE) * PAGE, position + len(target))
+            high = min(whole_pages(high), position + len(target))
         super().read_into(low, target[low - position : high - position])
 
 
-def _encode(asked: RequestedReads) -> bytes:
-    return np.concatenate([asked.pack, asked.low, asked.high]).astype("<i8").tobytes()
-
-
-def _decode(data: bytes) -> RequestedReads | None:
-    """None for what no rank of this version asks for."""
-    if len(data) % 24:
+def _decoded(data: bytes | None) -> PackRanges | None:
+    """Returns a request; None for what no rank of this version publishes."""
+    if data is None or len(data) % 24:
         return None
     pack, low, high = np.frombuffer(data, "<i8").reshape(3, -1).astype(np.int64)
-    found = RequestedReads(pack, low, high)
-    sound = not len(found) or (int(low.min()) >= 0 and int(high.max()) < LONGEST and bool((high > low).all()))
-    again = RequestedReads.of(pack, low, high, gap=-1) if sound else found
-    ordered = len(again) == len(found) and np.array_equal(again.low, low) and np.array_equal(again.pack, pack)
-    return found if sound and ordered else None
+    sound = ((low >= 0) & (low < high) & (high < LONGEST)).all()
+    return PackRanges(pack, low, high) if sound else None
 
 
-def _heard(data: bytes | None) -> bytes:
-    """What was said; where nothing was, something that asks for nothing sensible."""
-    return b"?" if data is None else data
+# --------------------------------------------------------------------------------------------------
+# Which ranks of the job share this node's memory.
+
+_ROOT: Final = slots.SHARED_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class NodePeers:
+    """The ranks of one node, this one too, in order of their numbers. `owners`: their processes."""
+
+    session: str
+    ranks: Sequence[int]
+    owners: Sequence[Owner]
+    own: int
+    """This rank's place among them."""
+
+    @classmethod
+    def meet(cls, agreement: Agreement, deadline_s: float) -> NodePeers | None:
+        """Finds the ranks of this node in one round, which every rank takes part in. None where this rank is the only
+        one on its node, or its node has no shared memory. Raises what `Round.gather` does."""
+        free_shared_memory()
+        own = [_memory_id(), *astuple(this_process())]
+        phase = "telling where each rank runs"
+        with agreement.round("node") as round:
+            round.send(canonical_json.dumps(own))
+            if agreement.is_coordinator:
+                facts = [canonical_json.loads(one) for one in round.gather(deadline_s, phase)]
+                round.broadcast(b"", [canonical_json.dumps(one) for one in _peers_of_each(facts)])
+            round.receive(deadline_s, phase)
+            peers = canonical_json.loads(round.own_reply())
+        if not peers:
+            return None
+        ranks = [rank for rank, _ in peers]
+        return cls(agreement.session.id, ranks, [Owner(*owner) for _, owner in peers], ranks.index(agreement.rank))
+
+    def reads(
+        self, number: int, *, patience_s: float, emitter: Emitter, window_bytes: int = WINDOW_BYTES
+    ) -> NodeSharedReads:
+        """Returns the shared reads of one checkpoint. `number`: the same on all ranks, and another each time."""
+        windows = [
+            WindowAddress(slots.Slot(_ROOT, f"reads/{self.session}", f"{rank}-{number}"), owner)
+            for rank, owner in zip(self.ranks, self.owners, strict=True)
+        ]
+        return NodeSharedReads(windows, self.own, patience_s=patience_s, window_bytes=window_bytes, emitter=emitter)
+
+
+def _peers_of_each(facts: Sequence[Sequence[Any]]) -> list[Json]:
+    """Returns, for each rank, number and process of the ranks on its node, itself included; empty where there is no
+    other, or too many. Each rank gets only its own node's: all of them would be too much with thousands of ranks."""
+    found: dict[tuple[Any, ...], list[Json]] = {}
+    nodes = [(memory, *owner[:2]) for memory, *owner in facts]
+    for rank, (node, (_, *owner)) in enumerate(zip(nodes, facts, strict=True)):
+        found.setdefault(node, []).append([rank, owner])
+    return [found[node] if node[0] and 1 < len(found[node]) <= MOST_RANKS else [] for node in nodes]
+
+
+def _memory_id() -> str:
+    """Returns a text that is equal for processes that see the same files in shared memory; empty without any."""
+    with suppress(OSError):
+        status = os.stat(_ROOT)
+        return f"{os.geteuid()} {status.st_dev} {status.st_ino}"
+    return ""

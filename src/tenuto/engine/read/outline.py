@@ -1,4 +1,4 @@
-"""A checkpoint opened without its tree being read: what its manifest says, its rows, and single leaves by path."""
+"""Opens a checkpoint without decoding its tree: its manifest, its rows, and single leaves by path."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tenuto.repo.format.tree_scan import TreeText
 from tenuto.repo.repository import Repo
 from tenuto.state.tree import LEAVES, kind_of, leaf_nodes, number_of
 
-LOOKS = 64
-"""Leaves that are looked up one by one: for more it is quicker to read the whole tree."""
+MOST_LOOKUPS = 64
+"""Leaves that are looked up one by one; for more it is quicker to decode the whole tree."""
 
 
 class Outline:
     """One rank's view of a checkpoint. The digests of manifest and index have been checked, and so has every row.
 
-    The tree is read as a whole when `leaves`, `tree` or `index` is asked for first, or a leaf whose path does not say
-    by itself where it is; then CorruptionError tells what in it no save can have written.
+    The whole tree is decoded at the first use of `leaves`, `tree` or `index`, or for a leaf whose path alone does not
+    give its place; CorruptionError then names what in it no save can have written.
     """
 
     def __init__(self, manifest: Manifest, table: Table, text: TreeText | None) -> None:
@@ -35,16 +35,16 @@ class Outline:
         self.manifest = manifest
         self.table = table
         self._text = text
-        self._looks = 0
+        self._lookups = 0
         self._index: Index | None = None
         self._leaves: dict[str, tuple[int, Json]] | None = None
         self._lock = threading.RLock()
 
     def find(self, path: str) -> tuple[int, Json] | None:
-        """Row and node of the leaf or alias at `path`; None where there is none."""
+        """Returns row and node of the leaf or alias at `path`; None where there is none."""
         text = self._text
-        if text is not None and self._looks < LOOKS:
-            self._looks += 1
+        if text is not None and self._lookups < MOST_LOOKUPS:
+            self._lookups += 1
             node = text.find(path)
             if node is not None and kind_of(node) in LEAVES:
                 return number_of(node, self.table.shared, path), node
@@ -52,7 +52,7 @@ class Outline:
 
     @gc_paused
     def leaves(self) -> dict[str, tuple[int, Json]]:
-        """Row and node of every leaf and alias by path, in the order of the state; private ones last."""
+        """Returns row and node of every leaf and alias by path, in the order of the state; private ones last."""
         with self._lock:
             if self._leaves is None:
                 self._leaves = self._gathered()
@@ -68,12 +68,12 @@ class Outline:
         return found
 
     def spec(self, row: int, path: str) -> LeafSpec:
-        """What this row is, under this path, which may be an alias."""
+        """Returns the description of a row under this path, which may be an alias."""
         return self.table.spec(row, path)
 
     @property
     def shared(self) -> int:
-        """How many rows are leaves of the manifest's tree; the others are private."""
+        """The number of rows that are leaves of the manifest's tree; the others are private."""
         return self.table.shared
 
     def specs(self) -> Sequence[LeafSpec]:
@@ -81,24 +81,24 @@ class Outline:
 
     @property
     def tree(self) -> Json:
-        """The manifest's tree, read strictly."""
-        return self._whole().tree
+        """The manifest's tree, decoded strictly."""
+        return self._decoded().tree
 
     @gc_paused
     def index(self) -> Index:
-        """The index with its paths."""
+        """Returns the index with its paths."""
         with self._lock:
             if self._index is None:
                 self._index = self.table.index(self.tree)
             return self._index
 
     def trees(self) -> list[Json]:
-        """The shared tree, then the private one if there is one, both checked to name the leaves that there are."""
+        """Returns the shared tree, then the private one if there is one. Both are checked to name all leaves."""
         self.index()
         return [self.tree, *([] if self.table.private is None else [self.table.private])]
 
     @gc_paused
-    def _whole(self) -> Manifest:
+    def _decoded(self) -> Manifest:
         with self._lock:
             if self._text is not None:
                 try:
@@ -112,7 +112,7 @@ class Outline:
 
 
 def read_outline(repo: Repo, id: CheckpointId, rank: int = 0) -> Outline:
-    """Raises like `Repo.manifest` and `Repo.index`, but for what only the whole tree can show."""
+    """Opens a checkpoint. Raises like `Repo.manifest` and `Repo.index`, but not for what only the whole tree shows."""
     try:
         data = repo.store.get(id.manifest, limit=MAX_MANIFEST)
     except ObjectNotFound:

@@ -1,4 +1,4 @@
-"""Packs opened for reading: what whole restores and single slices read from."""
+"""Opens packs for reading, and turns to another copy where one is damaged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class OpenPack:
-    """`name` is the object's whole name, `view` the whole object where it lies in memory, read-only."""
+    """`name`: the object's full name. `view`: the whole object where it lies in memory, read-only."""
 
     name: str
     reader: Reader
@@ -42,7 +42,8 @@ class OpenPack:
 
 
 def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -> OpenPack:
-    """Opens a pack and checks its length, and with `header` its header block, against the index. CorruptionError."""
+    """Opens a pack and checks its length, and with `header` its header block, against the index. Raises
+    CorruptionError."""
     name = f"{id.directory}/{entry.name}"
     try:
         reader = repo.store.open(name)
@@ -67,30 +68,29 @@ def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -
 
 
 def missing(repo: Repo, name: str) -> CorruptionError:
-    """What a pack that is not there is told by. Where its checkpoint was removed too, whoever restores finds out."""
+    """Returns the error for a pack that is not there. A restore finds out whether its checkpoint was removed too."""
     why = describe_missing_pack(repo.store) or "is missing: damaged, or the checkpoint was removed meanwhile"
     return _refused(repo, name, f"{name} {why}", name)
 
 
 def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> CorruptionError:
-    """What a chunk of leaf `path` that is not what was saved is told by (I5): `nbytes` of `pack` from `offset` on."""
+    """Returns the error for a damaged chunk of leaf `path` (I5): `nbytes` of `pack` from `offset` on."""
     what = f"{nbytes} bytes from offset {offset}"
     return _refused(repo, path, f"{path} is damaged: {pack}, {what}, are not what was saved", pack)
 
 
 def from_any_copy(repo: Repo, read: Callable[[], Result]) -> Result:
-    """What `read` returns; where a pack that it read from turns out to be damaged and has another copy, read anew from
-    that one."""
+    """Returns what `read` returns. Where a pack turns out to be damaged and has another copy, reads again from that."""
     while True:
         try:
             return read()
         except (CorruptionError, StoreError) as error:
-            if copy_to_turn_from(repo, error) is None:
+            if replace_copy(repo, error) is None:
                 raise
 
 
-def copy_to_turn_from(repo: Repo, error: CorruptionError | StoreError) -> str | None:
-    """The pack of which `error` tells that a copy is damaged, if there is another copy, which is read from now on."""
+def replace_copy(repo: Repo, error: CorruptionError | StoreError) -> str | None:
+    """Returns the pack of which `error` reports a damaged copy, if there is another copy, which is read from now on."""
     name = error.object or error.subject if isinstance(error, CorruptionError) else error.subject
     damage = isinstance(error, CorruptionError) or is_unreadable(error)
     return name if name is not None and damage and mark_damaged(repo.store, name) else None

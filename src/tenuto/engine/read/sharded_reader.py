@@ -1,30 +1,32 @@
-"""Leaves out of a checkpoint of several ranks: each wanted box is put together from the boxes that ranks have written.
+"""Reads leaves of a checkpoint of several ranks: builds each wanted box from the boxes that ranks have written.
 
-What a rank wants as it was saved is read like any leaf, straight into its place. What lies otherwise is cut out of the
-rows that hold some of it. Every chunk is verified either way, and only the indexes of ranks that hold something wanted
-are opened.
+What a rank wants as it was saved is read like any leaf, straight into its place. Anything else is cut out of the rows
+that hold some of it. Every chunk is verified either way, and only the indexes of ranks that hold something wanted are
+opened.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap
 from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
+from tenuto.engine.read.choose import FullLeaves
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
-from tenuto.engine.read.leaf_reader import LeafReader
-from tenuto.engine.read.node_share import NodeSharedReads, RequestedReads
-from tenuto.engine.read.packs import OpenPack, from_any_copy, open_pack
+from tenuto.engine.read.leaf_reader import LeafReader, MemorySink
+from tenuto.engine.read.node_share import NodeSharedReads, PackRanges
+from tenuto.engine.read.packs import OpenPack, open_pack
 from tenuto.errors import CorruptionError, ShardMismatch, StoreError, typed
 from tenuto.events import Emitter, Progress
-from tenuto.model.box import Box
+from tenuto.model.leaf import Box
 from tenuto.model.records import Index, Json, Manifest, PackEntry
 from tenuto.repo.format.index import Table
 from tenuto.repo.format.leaf_table import LeafSpecs
@@ -34,29 +36,26 @@ from tenuto.repo.format.shard_table import (
     axes_of,
     check_rank,
     check_sizes,
-    padded,
     saved_boxes,
     sizes,
-    spread,
     table_of,
 )
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coalesce import cut
 from tenuto.sharding.coverage import check_coverage
-from tenuto.sharding.holdings import Column, Holdings, every
+from tenuto.sharding.holdings import Column, Holdings, every, padded, spread
 from tenuto.sharding.reshard import Overlap, Reshard, bands, pieces, reshard, runs
-from tenuto.sharding.slices import Region, box_region
 from tenuto.state.contract import Buffer, Prepared, Sink
 from tenuto.state.restore.match import match_state
 from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import is_unreadable
 
 # --------------------------------------------------------------------------------------------------
-# What is read of a checkpoint of several ranks, in pieces: runs of bytes that stay side by side, and cut-out boxes.
+# The reads of a restore, in pieces: runs of bytes that are contiguous on both sides, and boxes that are cut out.
 
 PIECE_BYTES: Final = 8 << 20
-"""What is cut out at once, by one of several threads."""
+"""The most that one of several threads cuts out at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,13 +71,13 @@ class ContiguousReads:
     def __len__(self) -> int:
         return len(self.saver)
 
-    def some(self, lines: Column) -> ContiguousReads:
+    def take(self, lines: Column) -> ContiguousReads:
         chosen = [self.sinks[line] for line in lines.tolist()]
         return ContiguousReads(self.saver[lines], self.row[lines], self.first[lines], self.stop[lines], chosen)
 
     def split(self, step: int) -> ContiguousReads:
-        """The same runs in pieces that lie within `step` bytes of their row each; those to sinks without memory of
-        their own stay as they are."""
+        """Returns the same runs in pieces that each lie within `step` bytes of their row; those to sinks without memory
+        of their own stay as they are."""
         begin = self.first // step
         count = -(-self.stop // step) - begin
         memory = {line: buffer for line in np.flatnonzero(count > 1).tolist()
@@ -93,29 +92,12 @@ class ContiguousReads:
             line.tolist(), (first - self.first[line]).tolist(), (stop - first).tolist(), strict=True
         ):
             buffer = memory.get(number)
-            sinks.append(self.sinks[number] if buffer is None else SubSink(buffer[inside : inside + length]))
+            sinks.append(self.sinks[number] if buffer is None else MemorySink(buffer[inside : inside + length]))
         return ContiguousReads(self.saver[line], self.row[line], first, stop, sinks)
 
 
-class SubSink:
-    """A sink that is a part of another one's memory."""
-
-    def __init__(self, memory: Buffer) -> None:
-        self._memory = memory
-
-    @property
-    def buffer(self) -> Buffer | None:
-        return self._memory
-
-    def span(self) -> None:
-        return None
-
-    def fill(self, data: Buffer) -> None:
-        self._memory[:] = data
-
-
 class BoxTarget:
-    """Where one wanted box arrives: its sink's own memory, or memory of ours that the sink is filled from."""
+    """The destination of one wanted box: its sink's own memory, or memory of ours that the sink is filled from."""
 
     def __init__(self, sink: Sink, wanted: Holdings, line: int) -> None:
         axes = int(wanted.ndim[wanted.leaf[line]])
@@ -149,7 +131,7 @@ class BoxRead:
 
     @property
     def span(self) -> tuple[int, int]:
-        """From the first to behind the last of its bytes in the row."""
+        """The first of its bytes in the row, and the end of the last."""
         region, size = self.taken.region, self.target.itemsize
         last = region.first + sum((count - 1) * step for count, step in zip(region.counts, region.strides, strict=True))
         return region.first * size, (last + 1) * size
@@ -161,7 +143,7 @@ class BoxRead:
 
 
 class ReadSegments:
-    """All that a restore reads: `runs`, `cuts`, and the targets that are finished once both have arrived."""
+    """All reads of a restore: `runs`, `cuts`, and the targets that are finished once both have arrived."""
 
     def __init__(
         self,
@@ -171,21 +153,22 @@ class ReadSegments:
         sinks: Sequence[Sink],
         private: Sequence[tuple[int, int, int, Sink]],
     ) -> None:
-        """`sinks[wanted.row[i]]` is that of line i of `wanted`; `private`: rank, row, bytes and sink of what is read as
-        it was saved."""
+        """
+        sinks: that of line i of `wanted` is `sinks[wanted.row[i]]`.
+        private: rank, row, bytes and sink of each private leaf, which is read as it was saved.
+        """
         self._saved = saved
         self._wanted = wanted
         self._sinks = sinks
         self._targets: dict[int, BoxTarget] = {}
         count, _ = runs(plan, saved, wanted)
-        self.runs = self._runs(_some(plan, np.flatnonzero(count == 1)), private)
+        self.runs = self._runs(plan.take(np.flatnonzero(count == 1)), private)
         self._plan = plan
         self._to_cut = np.flatnonzero(count > 1).tolist()
 
-    def cuts(self, piece_bytes: int | None = None) -> list[BoxRead]:
-        """What has to be cut out, in pieces that take up about `piece_bytes` of their rows."""
-        nbytes = piece_bytes or PIECE_BYTES
-        return [part for line in self._to_cut for part in self._cuts(self._plan, line, nbytes)]
+    def cuts(self, piece_bytes: int) -> list[BoxRead]:
+        """Returns the boxes to cut out, in pieces that span about `piece_bytes` of their rows."""
+        return [part for line in self._to_cut for part in self._cuts(line, piece_bytes)]
 
     def finish(self) -> None:
         for target in self._targets.values():
@@ -205,11 +188,11 @@ class ReadSegments:
         sinks: list[Sink] = []
         rows = zip(want.tolist(), whole.tolist(), found.target.tolist(), found.length.tolist(), strict=True)
         places = wanted.row.tolist()
-        for line, alone, at, length in rows:
-            if alone and length <= PIECE_BYTES:
+        for line, full, at, length in rows:
+            if full and length <= PIECE_BYTES:
                 sinks.append(self._sinks[places[line]])
             else:
-                sinks.append(SubSink(self._target(line).memory[at : at + length]))
+                sinks.append(MemorySink(self._target(line).memory[at : at + length]))
         have = plan.saved[found.line]
         rank, row, length = (np.array([one[at] for one in private], np.int64) for at in range(3))
         return ContiguousReads(
@@ -220,43 +203,23 @@ class ReadSegments:
             [*sinks, *(sink for _, _, _, sink in private)],
         )
 
-    def _cuts(self, plan: Reshard, line: int, piece_bytes: int) -> list[BoxRead]:
-        saved, have = self._saved, int(plan.saved[line])
-        axes = int(saved.ndim[saved.leaf[have]])
-        shape = tuple(plan.shape[line, :axes].tolist())
-        here = tuple(plan.wanted_offsets[line, :axes].tolist())
-        there = tuple(plan.saved_offsets[line, :axes].tolist())
-        where = tuple(slice(begin, begin + extent) for begin, extent in zip(here, shape, strict=True))
-        region: Region = box_region(tuple(saved.shape[have, :axes].tolist()), there, shape)
-        target = self._target(int(plan.wanted[line]))
+    def _cuts(self, line: int, piece_bytes: int) -> list[BoxRead]:
+        saved, have = self._saved, int(self._plan.saved[line])
+        taken = self._plan.overlap(line, saved)
+        target = self._target(int(self._plan.wanted[line]))
         row, path, saver = int(saved.row[have]), saved.path(have), int(saved.rank[have])
         # Bands by what is passed over in the row, not only by what is taken of it.
-        thin = max(int(np.prod(saved.shape[have, 1:axes])) // max(int(np.prod(shape[1:])), 1), 1)
+        thin = max(int(np.prod(saved.shape[have, 1:])) // max(prod(taken.region.counts[1:]), 1), 1)
         items = max(piece_bytes // target.itemsize // thin, 1)
-        return [BoxRead(saver, row, path, band, target) for band in bands(Overlap(region, where), items)]
-
-
-def _some(plan: Reshard, lines: Column) -> Reshard:
-    return Reshard(
-        plan.wanted[lines], plan.saved[lines], plan.wanted_offsets[lines], plan.saved_offsets[lines], plan.shape[lines]
-    )
+        return [BoxRead(saver, row, path, band, target) for band in bands(taken, items)]
 
 
 SAVERS_AT_ONCE: Final = 32
-"""Ranks whose packs are open at once while cuts are read: a process may have no more than a thousand files open."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedLeafTable:
-    """What a checkpoint says of its leaves, each as a whole, and the private tree of the rank that reads. `private`:
-    None where the checkpoint has none for it."""
-
-    specs: Sequence[Any]
-    private: Json
+"""Ranks whose packs are open at once while cuts are read: a process may have only a thousand files open."""
 
 
 class ShardedReader:
-    """One checkpoint, read as rank `own` of as many as have saved it, or (None) as none of them."""
+    """Reads one checkpoint as rank `own` of the ranks that saved it, or (None) as none of them."""
 
     def __init__(self, repo: Repo, manifest: Manifest, own: int | None, emitter: Emitter) -> None:
         self._repo = repo
@@ -269,26 +232,30 @@ class ShardedReader:
             check_sizes(self._boxes, manifest, self._paths)
         self._table = table_of(self._of(0)) if self._boxes is None else self._boxes
         self._own = own
-        self._known: tuple[Prepared, _LaidOut] | None = None
+        self._planned: tuple[Prepared, _RestorePlan] | None = None
         self._done = 0
         self._total = 0
         self._count = threading.Lock()
         private = self._of(self._own).private if self._own is not None else None
-        self.whole = ShardedLeafTable(self._specs(private), private)
+        self.full = FullLeaves(self._specs(private), private)
 
     def read(self, prepared: Prepared, node: NodeSharedReads | None = None) -> int:
-        """Fills every sink; returns the bytes of what was wanted. `node`: the ranks that want some of it too, each of
-        which calls this. CorruptionError names the leaf, the pack and the offset; ShardMismatch the leaf, where the
-        checkpoint does not hold all of what is wanted."""
-        shared, private, wanted, saved, plan = self._laid_out(prepared)
-        self._total = int(wanted.nbytes().sum()) + sum(self.whole.specs[leaf].nbytes for leaf, _ in private)
+        """Fills every sink; returns the bytes that were wanted.
+
+        node: shared reads with the other ranks of the node, each of which calls this too.
+
+        Raises CorruptionError, which names the leaf, the pack and the offset, and ShardMismatch, which names a leaf
+        that the checkpoint does not hold completely.
+        """
+        shared, private, wanted, saved, plan = self._plan_of(prepared)
+        self._total = int(wanted.nbytes().sum()) + sum(self.full.specs[leaf].nbytes for leaf, _ in private)
         sinks = [sink for _, sink, _ in shared]
-        portions = ReadSegments(plan, saved, wanted, sinks, self._private(private))
+        segments = ReadSegments(plan, saved, wanted, sinks, self._private(private))
         if node is None:
-            self._read_from_any(portions)
+            self._read_all(segments)
         else:
-            self._read_together(portions, node)
-        portions.finish()
+            self._read_with_node(segments, node)
+        segments.finish()
         for line in np.flatnonzero(~every(wanted.shape > 0)).tolist():
             sink = sinks[int(wanted.row[line])]
             if sink.buffer is None:
@@ -296,36 +263,37 @@ class ShardedReader:
         return self._total
 
     def savers(self, prepared: Prepared) -> list[int]:
-        """The ranks from whose packs `read` reads. Raises like it."""
-        laid = self._laid_out(prepared)
+        """Returns the ranks from whose packs `read` reads. Raises like it."""
+        laid = self._plan_of(prepared)
         savers = set(np.unique(laid.saved.rank[laid.plan.saved]).tolist())
         if laid.private and self._own is not None:
             savers.add(self._own)
         return sorted(savers)
 
-    def _laid_out(self, prepared: Prepared) -> _LaidOut:
-        """What is wanted and where it is, reckoned once."""
-        if self._known is None or self._known[0] is not prepared:
+    def _plan_of(self, prepared: Prepared) -> _RestorePlan:
+        """Plans what is wanted and where it is, once."""
+        if self._planned is None or self._planned[0] is not prepared:
             boxes = prepared.boxes or [None] * len(prepared.wants)
             shared = [(leaf, sink, box) for (leaf, sink), box in zip(prepared.wants, boxes, strict=True)
                       if leaf < self._table.leaves]  # fmt: skip
             private = [(leaf, sink) for leaf, sink in prepared.wants if leaf >= self._table.leaves]
             wanted, saved = self._wanted(shared), saved_boxes(self._table, self._paths)
-            self._known = prepared, _LaidOut(shared, private, wanted, saved, self._resharded(saved, wanted))
-        return self._known[1]
+            self._planned = prepared, _RestorePlan(shared, private, wanted, saved, self._resharded(saved, wanted))
+        return self._planned[1]
 
     @property
     def boxes(self) -> BoxTable:
-        """Which rank has which part of which leaf."""
+        """The parts of all leaves, with their ranks."""
         return self._table
 
     def table(self, rank: int) -> Table:
-        """The rows of a rank's index, found to agree with `boxes`."""
+        """Returns the rows of a rank's index, which agree with `boxes`."""
         return self._of(rank)
 
     def _resharded(self, saved: Holdings, wanted: Holdings) -> Reshard:
-        """CorruptionError where something that is wanted is missing, or there twice, because the table of parts has not
-        every item once: no save lets that pass, so it is damage. ShardMismatch for what is no fault of the table."""
+        """Plans the change of layout. Raises CorruptionError where something wanted is missing, or there twice, because
+        the table of parts does not have every item once: no save commits that, so it is damage. Raises ShardMismatch
+        where the table is not at fault."""
         try:
             return reshard(saved, wanted)
         except ShardMismatch as error:
@@ -343,7 +311,7 @@ class ShardedReader:
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def _of(self, rank: int) -> Table:
-        """The rows of a rank's index, once."""
+        """Returns the rows of a rank's index, which is read once."""
         found = self._tables.get(rank)
         if found is None:
             found = self._repo.table(self._manifest, rank)
@@ -356,7 +324,7 @@ class ShardedReader:
         return self._of(rank).index(self._manifest.tree, self._paths)
 
     def _specs(self, private: Json) -> LeafSpecs:
-        """The shared leaves, each as a whole, then those of the private tree."""
+        """Returns the shared leaves, each in full, then those of the private tree."""
         table = self._table
         names, code, dims, bounds = list(table.dtypes), table.code, table.whole, table.ends
         paths = list(self._paths)
@@ -381,8 +349,8 @@ class ShardedReader:
         )
 
     def _wanted(self, shared: Sequence[tuple[int, Sink, Box | None]]) -> Holdings:
-        """What is wanted of shared leaves: line i is `shared[row[i]]`."""
-        specs = self.whole.specs
+        """Returns the wanted boxes of shared leaves: line i is that of `shared[row[i]]`."""
+        specs = self.full.specs
         boxes = [Box.whole(specs[leaf].shape) if box is None else box for leaf, _, box in shared]
         axes = axes_of(self._table)
         leaf = np.array([leaf for leaf, _, _ in shared], np.int64)
@@ -401,20 +369,17 @@ class ShardedReader:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _private(self, wants: Sequence[tuple[int, Sink]]) -> list[tuple[int, int, int, Sink]]:
-        """Rank, row, bytes and sink of what is this rank's own."""
+        """Returns rank, row, bytes and sink of each private leaf."""
         if not wants:
             return []
         assert self._own is not None
         rows = self._of(self._own).shared - self._table.leaves
-        return [(self._own, leaf + rows, self.whole.specs[leaf].nbytes, sink) for leaf, sink in wants]
+        return [(self._own, leaf + rows, self.full.specs[leaf].nbytes, sink) for leaf, sink in wants]
 
-    def _read_from_any(self, portions: ReadSegments) -> None:
-        from_any_copy(self._repo, lambda: self._read_alone(portions))
-
-    def _read_alone(self, portions: ReadSegments) -> None:
-        """Rank by rank what lies side by side; then what has to be cut out, in the order in which it lies."""
-        self._read_runs(portions.runs)
-        cuts = sorted(portions.cuts(), key=lambda one: (one.saver, one.row))
+    def _read_all(self, segments: ReadSegments) -> None:
+        """Reads the runs, saver by saver, then the cuts, in the order in which they lie."""
+        self._read_runs(segments.runs)
+        cuts = sorted(segments.cuts(PIECE_BYTES), key=lambda one: (one.saver, one.row))
         batch = {saver: at // SAVERS_AT_ONCE for at, saver in enumerate(sorted({one.saver for one in cuts}))}
         for _, some in groupby(cuts, key=lambda one: batch[one.saver]):
             self._read_batch(list(some))
@@ -430,55 +395,54 @@ class ShardedReader:
             for reader in readers.values():
                 reader.close()
 
-    def _read_together(self, portions: ReadSegments, node: NodeSharedReads) -> None:
-        """The same beside neighbours who read some of it for us, and for whom we do. What seems to be damaged is read
-        once more without them: shared memory is not the store."""
+    def _read_with_node(self, segments: ReadSegments, node: NodeSharedReads) -> None:
+        """Reads the same, some of it through the other ranks of the node. What seems to be damaged is read once more
+        without them: shared memory is not the store."""
         try:
-            self._read_beside(portions, node)
+            self._read_shared(segments, node)
         except (CorruptionError, StoreError) as error:
             if isinstance(error, StoreError) and not is_unreadable(error):
                 raise
             if not (node.shares or isinstance(self._repo.store, ReplicatedStore)):
                 raise
-            self._read_from_any(portions)
+            self._read_all(segments)
         finally:
-            node.done()
+            node.finish()
 
-    def _read_beside(self, portions: ReadSegments, node: NodeSharedReads) -> None:
-        piece = node.piece(self._manifest.chunk_bytes)
-        runs, cuts = portions.runs.split(piece), portions.cuts(piece)
+    def _read_shared(self, segments: ReadSegments, node: NodeSharedReads) -> None:
+        piece = node.piece_bytes(self._manifest.chunk_bytes)
+        runs, cuts = segments.runs.split(piece), segments.cuts(piece)
         savers = sorted({*runs.saver.tolist(), *(one.saver for one in cuts)})
         packs = {number: pack for saver in savers for number, pack in self._open(saver, node.resources)}
         places = self._places(runs, cuts)
         asking = np.isin(places.pack, [number for number, pack in packs.items() if pack.view is None])
-        dealt = node.join(RequestedReads.of(places.pack[asking], places.low[asking], places.high[asking]), packs)
-        step = np.zeros(len(places.pack), np.int64) if dealt is None else dealt.step(places.pack, places.high)
-        readers = {saver: self._lazy(saver, node) for saver in savers}
+        shared = node.join(places.take(np.flatnonzero(asking)).merged(), packs)
+        step = np.zeros(len(places), np.int64) if shared is None else shared.group_of(places.pack, places.high)
+        id, readers = self._manifest.id, {}
+        for saver in savers:
+            table = self._of(saver)
+            readers[saver] = LazyReader(self._repo, id, table, _packs_of(node, table))
         for group in np.unique(step).tolist():
-            node.at(group)
+            node.advance(group)
             lines = np.flatnonzero(step == group)
-            self._read_runs(runs.some(lines[lines < len(runs)]), node)
+            self._read_runs(runs.take(lines[lines < len(runs)]), node)
             self._read_cuts([cuts[line - len(runs)] for line in lines[lines >= len(runs)].tolist()], readers)
 
     def _open(self, saver: int, stack: ExitStack) -> Iterator[tuple[int, OpenPack]]:
-        """The packs of a rank by the numbers that all readers call them by."""
+        """Opens the packs of a rank; yields them by the numbers that are the same on all ranks."""
         for number, entry in enumerate(self._of(saver).packs):
             pack = open_pack(self._repo, self._manifest.id, entry, header=True)
             stack.callback(pack.close)
             yield _pack_number(saver, number), pack
 
-    def _lazy(self, saver: int, node: NodeSharedReads) -> LazyReader:
-        table = self._of(saver)
-        return LazyReader(self._repo, self._manifest.id, table, lambda entry: node.pack(_number_of(table, entry)))
-
-    def _places(self, runs: ContiguousReads, cuts: Sequence[BoxRead]) -> _PackRanges:
+    def _places(self, runs: ContiguousReads, cuts: Sequence[BoxRead]) -> PackRanges:
         """Returns where the chunks of each run, then of each cut, lie in the packs."""
         spans = [one.span for one in cuts]
         saver = np.concatenate([runs.saver, np.array([one.saver for one in cuts], np.int64)])
         row = np.concatenate([runs.row, np.array([one.row for one in cuts], np.int64)])
         low = np.concatenate([runs.first, np.array([begin for begin, _ in spans], np.int64)])
         high = np.concatenate([runs.stop, np.array([end for _, end in spans], np.int64)])
-        found = _PackRanges(np.zeros_like(row), np.zeros_like(row), np.zeros_like(row))
+        found = PackRanges(np.zeros_like(row), np.zeros_like(row), np.zeros_like(row))
         for one in np.unique(saver).tolist():
             table, at = self._of(one), np.flatnonzero(saver == one)
             pack, found.low[at], found.high[at] = ChunkMap.of(table).stored_ranges(row[at], low[at], high[at])
@@ -491,13 +455,13 @@ class ShardedReader:
         parallel_for(lambda one: self._add(one.read(readers[one.saver])), cuts, threads)
 
     def _read_runs(self, runs: ContiguousReads, node: NodeSharedReads | None = None) -> None:
-        """What lies side by side, row by row, as of one rank after the other."""
+        """Reads the runs, saver by saver."""
         for saver in np.unique(runs.saver).tolist():
-            some = runs.some(np.flatnonzero(runs.saver == saver))
+            own = runs.take(np.flatnonzero(runs.saver == saver))
             table = self._of(saver)
-            packs = None if node is None else (lambda entry, table=table: node.pack(_number_of(table, entry)))
+            packs = None if node is None else _packs_of(node, table)
             reader = LeafReader(self._repo, self._manifest, self._index(saver), emitter=Emitter(), packs=packs)
-            self._add(reader.read(list(zip(some.row.tolist(), some.sinks, strict=True)), (some.first, some.stop)))
+            self._add(reader.read(list(zip(own.row.tolist(), own.sinks, strict=True)), (own.first, own.stop)))
 
     def _add(self, nbytes: int) -> None:
         with self._count:
@@ -507,22 +471,14 @@ class ShardedReader:
             self._emitter.emit(Progress("restore", str(self._manifest.id), done, self._total))
 
 
-class _LaidOut(NamedTuple):
-    """Wants of shared and of private leaves, and which saved box each of the shared ones takes what from."""
+class _RestorePlan(NamedTuple):
+    """The wants of shared and of private leaves, and the saved boxes that each of the shared ones is built from."""
 
     shared: list[tuple[int, Sink, Box | None]]
     private: list[tuple[int, Sink]]
     wanted: Holdings
     saved: Holdings
     plan: Reshard
-
-
-class _PackRanges(NamedTuple):
-    """Bytes `low[i] .. high[i] - 1` of pack `pack[i]`, as all ranks number them."""
-
-    pack: Column
-    low: Column
-    high: Column
 
 
 @overload
@@ -534,26 +490,27 @@ def _pack_number(saver: int, pack: Column) -> Column: ...
 
 
 def _pack_number(saver: int, pack: int | Column) -> int | Column:
-    """What all ranks call a pack by: in the order of savers."""
+    """Returns the number of a pack that is the same on all ranks, in the order of savers."""
     return (saver << 20) + pack
 
 
-def _number_of(table: Table, entry: PackEntry) -> int:
-    return _pack_number(table.rank, table.packs.index(entry))
+def _packs_of(node: NodeSharedReads, table: Table) -> Callable[[PackEntry], OpenPack]:
+    """Returns a function that opens the packs of a rank as the ranks of the node share them."""
+    return lambda entry: node.pack(_pack_number(table.rank, table.packs.index(entry)))
 
 
 # --------------------------------------------------------------------------------------------------
-# What one rank alone has saved, read by another: where a run is gone on with by another number of ranks.
+# Private values of one rank, read by another: where a run is resumed by another number of ranks.
 
 
 def private_index_entry(repo: Repo, manifest: Manifest, rank: int, name: str, emitter: Emitter) -> dict[str, Any]:
-    """One entry of the private tree of a rank, as new values; empty where it has none. CorruptionError where what holds
-    it is damaged."""
+    """Returns one entry of the private tree of a rank, as new values; empty where it has none. Raises CorruptionError
+    where its leaves are damaged."""
     parts = ShardedReader(repo, manifest, rank, emitter)
-    if parts.whole.private is None:
+    if parts.full.private is None:
         return {}
     found: dict[str, dict[str, Any]] = {name: {}}
-    prepared = match_state(manifest.tree, parts.whole.private, parts.whole.specs, {}, private_into=found)
+    prepared = match_state(manifest.tree, parts.full.private, parts.full.specs, {}, private_into=found)
     parts.read(prepared)
     prepared.apply()
     return found[name]

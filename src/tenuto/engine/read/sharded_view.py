@@ -1,4 +1,4 @@
-"""A checkpoint of several ranks opened for looking into it: its leaves as wholes, put together from their parts."""
+"""A checkpoint of several ranks opened for lazy reads: its leaves in full, built from their parts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import numpy as np
 from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.sharded_reader import PIECE_BYTES, ShardedReader
 from tenuto.errors import CorruptionError, UsageError, typed
-from tenuto.model.box import Box
-from tenuto.model.leaf import LeafSpec
+from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Json, Manifest
 from tenuto.repo.format.object_names import BOXES
 from tenuto.repo.format.shard_table import BoxTable
@@ -31,26 +30,26 @@ OPENED_AT_ONCE: Final = 256
 """Ranks whose packs are opened with the checkpoint, so that it can be read on after its removal; further ones when
 needed."""
 FURTHER: Final = 64
-"""So many of those stay open, the ones that were read last: a process may have no more than a thousand files open."""
+"""How many of those stay open, the ones read last: a process may have only a thousand files open."""
 
 
 class ShardedOutline:
-    """As `Outline` for one rank: what the checkpoint says of its leaves, and where in the tree they are. Row n is leaf
-    n of the manifest's tree; the private leaves of the rank that was asked for come behind."""
+    """Like `Outline` for one rank: the leaves of the checkpoint and their places in the tree. Row n is leaf n of the
+    manifest's tree; the private leaves of the rank that reads follow."""
 
     def __init__(self, parts: ShardedReader, manifest: Manifest) -> None:
         self.manifest = manifest
         self.shared = parts.boxes.leaves
-        self._whole = parts.whole
+        self._whole = parts.full
         self._found: dict[str, tuple[int, Json]] | None = None
         self._lock = threading.Lock()
 
     def find(self, path: str) -> tuple[int, Json] | None:
-        """Row and node of the leaf or alias at `path`; None where there is none."""
+        """Returns row and node of the leaf or alias at `path`; None where there is none."""
         return self.leaves().get(path)
 
     def leaves(self) -> dict[str, tuple[int, Json]]:
-        """Row and node of every leaf and alias by path, in the order of the state; private ones last."""
+        """Returns row and node of every leaf and alias by path, in the order of the state; private ones last."""
         with self._lock:
             if self._found is None:
                 self._found = {}
@@ -65,7 +64,7 @@ class ShardedOutline:
         return self._whole.specs
 
     def spec(self, row: int, path: str) -> LeafSpec:
-        """What this row is, under this path, which may be an alias."""
+        """Returns the description of a row under this path, which may be an alias."""
         spec = self._whole.specs[row]
         return LeafSpec(path, spec.dtype, spec.shape, spec.private)
 
@@ -74,31 +73,30 @@ class ShardedOutline:
 
 
 @dataclass(slots=True)
-class _Further:
-    """A rank's packs that were opened when needed. `users`: how many read from them now."""
+class _RankReader:
+    """The open packs of a rank. `users`: how many threads read from them now."""
 
     reader: LazyReader
     users: int = 0
 
 
 class ShardedLazyReader:
-    """As `LazyReader`: reads by the rows of a `JoinedOutline`, every chunk verified. May be used by several threads."""
+    """Like `LazyReader`: reads rows of a `ShardedOutline`, every chunk verified. May be used by several threads."""
 
     def __init__(self, repo: Repo, manifest: Manifest, parts: ShardedReader, own: int | None) -> None:
-        """Opens the packs of every rank. CorruptionError where an index or a pack is not what was saved."""
+        """Opens the packs of every rank. Raises CorruptionError where an index or a pack is not what was saved."""
         self._repo = repo
         self._manifest = manifest
         self._parts = parts
         self._own = own
-        self._first: dict[int, LazyReader] = {}
-        self._further: OrderedDict[int, _Further] = OrderedDict()
-        self._let_go = 0
-        self._proven: set[int] = set()
+        self._readers: OrderedDict[int, _RankReader] = OrderedDict()
+        self._closed_bytes = 0
+        self._checked: set[int] = set()
         self._lock = threading.Lock()
         self._closed = False
         try:
             for rank in range(min(len(manifest.indexes), OPENED_AT_ONCE)):
-                self._first[rank] = self._opened(rank)
+                self._readers[rank] = _RankReader(self._opened(rank))
         except BaseException:
             self.close()
             raise
@@ -106,25 +104,25 @@ class ShardedLazyReader:
     @property
     def bytes_read(self) -> int:
         with self._lock:
-            return self._let_go + sum(reader.bytes_read for reader in self._readers())
+            return self._closed_bytes + sum(one.reader.bytes_read for one in self._readers.values())
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for reader in self._readers():
-                reader.close()
+            for one in self._readers.values():
+                one.reader.close()
 
     def parts(self, row: int) -> list[tuple[int, Box]]:
-        """Which rank has which box of a row."""
+        """Returns the parts of a row: the rank that has each, and its box."""
         boxes = self._parts.boxes
         if row < boxes.leaves:
             return [(rank, Box(offsets, shape)) for rank, _, offsets, shape in parts_of(boxes, row)]
-        shape = self._parts.whole.specs[row].shape
+        shape = self._parts.full.specs[row].shape
         return [(self._of_own(row)[0], Box.whole(shape))]
 
     def read(self, row: int, path: str, region: Region, itemsize: int, out: Buffer) -> None:
-        """Fills `out` with the items of a region in row-major order. CorruptionError as `LazyReader.read`, and where
-        the parts are not all of the leaf; `out` is undefined then."""
+        """Fills `out` with the items of a region in row-major order. Raises CorruptionError like `LazyReader.read`, and
+        where the parts are not all of the leaf; `out` is undefined then."""
         boxes = self._parts.boxes
         if row >= boxes.leaves:
             rank, at = self._of_own(row)
@@ -133,7 +131,7 @@ class ShardedLazyReader:
             return
         if not region.size or not itemsize:
             return
-        whole = self._proved(row, path)
+        whole = self._checked_shape(row, path)
         target: Any = np.ndarray((*region.counts, itemsize), np.uint8, out)
         for rank, at, offsets, shape in parts_of(boxes, row):
             found = overlap(region, whole, offsets, shape)
@@ -144,60 +142,52 @@ class ShardedLazyReader:
                     reader.read(at, path, found.region, itemsize, target[found.where].reshape(-1))
                     continue
                 for band in bands(found, max(PIECE_BYTES // itemsize, 1)):
-                    held = np.empty(band.region.size * itemsize, np.uint8)
-                    reader.read(at, path, band.region, itemsize, held)
-                    target[band.where] = held.reshape(*band.region.counts, itemsize)
+                    items = np.empty(band.region.size * itemsize, np.uint8)
+                    reader.read(at, path, band.region, itemsize, items)
+                    target[band.where] = items.reshape(*band.region.counts, itemsize)
 
     def _of_own(self, row: int) -> tuple[int, int]:
-        """Rank, and row of its index, of a private leaf."""
+        """Returns rank, and row of its index, of a private leaf."""
         assert self._own is not None, "no other rows are there"
         return self._own, row - self._parts.boxes.leaves + self._parts.table(self._own).shared
 
     def _opened(self, rank: int) -> LazyReader:
         return LazyReader(self._repo, self._manifest.id, self._parts.table(rank))
 
-    def _readers(self) -> Iterator[LazyReader]:
-        yield from self._first.values()
-        yield from (one.reader for one in self._further.values())
-
     @contextmanager
     def _reader(self, rank: int) -> Iterator[LazyReader]:
-        """A rank's, which stays open for as long as the block lasts, unless all are closed."""
+        """Yields the reader of a rank, which stays open for as long as the block lasts, unless all are closed."""
         with self._lock:
             if self._closed:
                 id = str(self._manifest.id)
                 raise UsageError(f"{id} is closed", subject=id, hint="read inside `with tenuto.open(…)`")
-            first = self._first.get(rank)
-            further = self._take(rank) if first is None else None
-        if further is None:
-            assert first is not None
-            yield first
-            return
+            found = self._take(rank)
         try:
-            yield further.reader
+            yield found.reader
         finally:
             with self._lock:
-                further.users -= 1
+                found.users -= 1
 
-    def _take(self, rank: int) -> _Further:
-        """One of the further ones, for one more user; others that nobody uses make room for it."""
-        found = self._further.get(rank)
+    def _take(self, rank: int) -> _RankReader:
+        """Returns the reader of a rank, for one more user; unused ones are closed to make room for a new one."""
+        found = self._readers.get(rank)
         if found is None:
-            idle = [other for other, one in self._further.items() if not one.users]
-            for other in idle[: max(len(self._further) + 1 - FURTHER, 0)]:
-                gone = self._further.pop(other).reader
-                gone.close()
-                self._let_go += gone.bytes_read
-            found = self._further[rank] = _Further(self._opened(rank))
-        self._further.move_to_end(rank)
+            further = [(other, one) for other, one in self._readers.items() if other >= OPENED_AT_ONCE]
+            idle = [other for other, one in further if not one.users]
+            for other in idle[: max(len(further) + 1 - FURTHER, 0)]:
+                unused = self._readers.pop(other).reader
+                unused.close()
+                self._closed_bytes += unused.bytes_read
+            found = self._readers[rank] = _RankReader(self._opened(rank))
+        self._readers.move_to_end(rank)
         found.users += 1
         return found
 
-    def _proved(self, row: int, path: str) -> tuple[int, ...]:
-        """The leaf's whole shape; its parts have been shown to have every item once."""
+    def _checked_shape(self, row: int, path: str) -> tuple[int, ...]:
+        """Returns the leaf's full shape, after checking that its parts have every item once."""
         boxes = self._parts.boxes
         whole = tuple(boxes.whole[int(boxes.ends[row]) : int(boxes.ends[row + 1])].tolist())
-        if row not in self._proven:
+        if row not in self._checked:
             found = list(parts_of(boxes, row))
             # A leaf without axes has one item along one axis.
             offsets = np.array([part[2] or (0,) for part in found], np.int64).reshape(len(found), -1)
@@ -207,12 +197,12 @@ class ShardedLazyReader:
                 name = f"{self._manifest.id.directory}/{BOXES}"
                 message = f"{name} does not have every item of {path} once"
                 raise CorruptionError(message, subject=path, hint=typed("tenuto", "verify", self._repo.url))
-            self._proven.add(row)
+            self._checked.add(row)
         return whole
 
 
 def parts_of(boxes: BoxTable, leaf: int) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
-    """Rank, row of its index, offsets and shape of each part of a leaf."""
+    """Yields rank, row of its index, offsets and shape of each part of a leaf."""
     low, high = np.searchsorted(boxes.leaf, (leaf, leaf + 1)).tolist()
     bounds = boxes.bounds[low : high + 1].tolist()
     for at, (begin, end) in zip(range(low, high), pairwise(bounds), strict=True):

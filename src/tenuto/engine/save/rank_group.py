@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from tenuto.engine.read.choose import chosen, restore_checkpoint, restore_latest
+from tenuto.engine.read.choose import restore_checkpoint, restore_latest
 from tenuto.engine.save.commit_protocol import SoloCommit
 from tenuto.policy.save import Decision
 from tenuto.ranks.contract import TIMEOUT_S
+from tenuto.repo.lineage import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from tenuto.engine.save.handle import Save
     from tenuto.events import Emitter
     from tenuto.policy.save import DividedPolicy, Moment, SaveHistory
-    from tenuto.ranks.timeouts import Deadline
+    from tenuto.ranks.contract import Deadline
     from tenuto.repo.ownership.claim import Attempt
     from tenuto.repo.repository import Repo
 
@@ -189,7 +190,9 @@ class SoloRestorer:
     def restore(self, step: int | str, *, withdrawn: Container[int] = frozenset()) -> RestoreResult | None:
         if step == "latest":
             return restore_latest(self._repo, self._run, self._prepare, emitter=self._emitter, withdrawn=withdrawn)
-        return restore_checkpoint(self._repo, chosen(self._repo, self._run, step), self._prepare, emitter=self._emitter)
+        return restore_checkpoint(
+            self._repo, resolve(self._repo, self._run, step), self._prepare, emitter=self._emitter
+        )
 
     def resume(self, resume_from: int | str | None, *, withdrawn: Container[int]) -> RestoreResult | None:
         return None if resume_from is None else self.restore(resume_from, withdrawn=withdrawn)

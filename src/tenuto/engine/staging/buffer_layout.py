@@ -18,8 +18,7 @@ import numpy as np
 
 from tenuto.codec.digest import digest
 from tenuto.errors import DuplicatePath, UsageError
-from tenuto.model.leaf import DType, LeafSpec, dtype
-from tenuto.model.paths import METADATA
+from tenuto.model.leaf import METADATA, DType, LeafSpec, dtype
 from tenuto.repo.format.safetensors import ALIGNMENT, entry_text, pad_header
 
 SAVE_ID_KEY: Final = "tenuto.save_id"

@@ -19,8 +19,7 @@ from tenuto.integrations.torch.optimizers import encode as optimizer_encode
 from tenuto.integrations.torch.optimizers import restore as optimizer_restore
 from tenuto.integrations.torch.tensors import PLAIN, TensorDict
 from tenuto.integrations.torch.wrappers import own_tensors
-from tenuto.model.leaf import LeafSpec
-from tenuto.model.paths import escape, join
+from tenuto.model.leaf import LeafSpec, escape, join
 from tenuto.model.records import Json
 from tenuto.state.contract import Sink
 from tenuto.state.declarations import Replicated, Shard, attach, attached, declarations, replicated_layout

@@ -22,7 +22,7 @@ from tenuto.integrations.torch.meta import device_after, materialise, materialis
 from tenuto.integrations.torch.sharded import layout_like, made_like
 from tenuto.integrations.torch.tensors import WatchedTensors
 from tenuto.integrations.torch.wrappers import own_tensors, places
-from tenuto.model.paths import escape, join
+from tenuto.model.leaf import escape, join
 from tenuto.model.records import Json
 from tenuto.state.declarations import Shard, ShardLayout, attached
 from tenuto.state.encode.walker import StateWalker, StructureChanged

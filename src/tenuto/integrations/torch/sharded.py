@@ -15,8 +15,7 @@ from tenuto.integrations.torch import tensors
 from tenuto.integrations.torch.device import TORCH_DTYPES
 from tenuto.integrations.torch.meshes import alone, is_dtensor, layout_of, local_of, local_part
 from tenuto.integrations.torch.tensors import Signature, form_of, geometry, signature_of
-from tenuto.model.box import Box
-from tenuto.model.paths import join
+from tenuto.model.leaf import Box, join
 from tenuto.model.records import Json
 from tenuto.state.contract import Sink
 from tenuto.state.declarations import Shard, ShardLayout, attached, part_view, replicated_layout

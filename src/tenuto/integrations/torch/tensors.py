@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tenuto.errors import CorruptionError, StateError, Unserialisable
 from tenuto.integrations.torch.device import QUANTISED, TORCH_DTYPES, TorchDevice, device_of, over, raw, writable
 from tenuto.integrations.torch.meshes import is_dtensor
-from tenuto.model.leaf import DTYPES, LeafSpec
-from tenuto.model.paths import escape, join
+from tenuto.model.leaf import DTYPES, LeafSpec, escape, join
 from tenuto.model.records import Json
 from tenuto.state.contract import Buffer, Sink
 from tenuto.state.declarations import Shard, ShardLayout, attached, declarations

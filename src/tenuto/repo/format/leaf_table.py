@@ -4,7 +4,7 @@ keep."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, overload
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from tenuto.errors import CorruptionError
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
-from tenuto.state.contract import Flattened, Form
+from tenuto.state.contract import Form
 from tenuto.state.tree import leaf_nodes, leaf_paths
 
 Array = np.ndarray[Any, Any]
@@ -103,40 +103,31 @@ class LeafSpecs(Sequence[LeafSpec]):
         return f"Specs({len(self)} leaves)"
 
 
-class LeafTable(Sequence[LeafSpec]):
-    """The full leaves of a shared tree, then those of a private one (None without one), by number.
+class LeafTable(LeafSpecs):
+    """The full leaves of a shared tree, then those of a private one (None without one), by number."""
 
-    `forms`: dtype and full shape of each. Raises CorruptionError for trees with another number of leaves, or that
-    `flatten` cannot have made.
-    """
+    __slots__ = ()
 
     def __init__(self, tree: Json, private: Json, forms: Sequence[Form]) -> None:
+        """`forms`: dtype and full shape of each leaf. Raises CorruptionError for trees with another number of leaves,
+        or that `flatten` cannot have made."""
         shared = leaf_paths(tree)
-        self.paths: Sequence[str] = shared + (leaf_paths(private) if private is not None else [])
-        self.trees = (tree, private)
-        self.shared = len(shared)
-        self._forms = list(forms)
-        if len(self._forms) != len(self.paths):
+        paths = shared + (leaf_paths(private) if private is not None else [])
+        if len(forms) != len(paths):
             raise CorruptionError(
-                f"{len(self._forms)} leaves are described, the trees name {len(self.paths)}",
+                f"{len(forms)} leaves are described, the trees name {len(paths)}",
                 hint="`tenuto verify WHERE` names all that is damaged",
             )
-
-    def forms(self) -> Sequence[Form]:
-        return self._forms
-
-    def __len__(self) -> int:
-        return len(self._forms)
-
-    @overload
-    def __getitem__(self, leaf: int) -> LeafSpec: ...
-    @overload
-    def __getitem__(self, leaf: slice) -> Sequence[LeafSpec]: ...
-    def __getitem__(self, leaf: int | slice) -> LeafSpec | Sequence[LeafSpec]:
-        if isinstance(leaf, slice):
-            return [self[one] for one in range(*leaf.indices(len(self)))]
-        number = range(len(self))[leaf]
-        return LeafSpec(self.paths[number], *self._forms[number], number >= self.shared)
+        codes = {name: code for code, name in enumerate(dict.fromkeys(name for name, _ in forms))}
+        super().__init__(
+            paths,
+            names=list(codes),
+            code=np.array([codes[name] for name, _ in forms], np.int64),
+            dims=np.array([length for _, shape in forms for length in shape], np.int64),
+            bounds=np.array([0, *accumulate(len(shape) for _, shape in forms)], np.int64),
+            shared=len(shared),
+            trees=(tree, private),
+        )
 
 
 def leaf_forms(tree: Json) -> dict[int, Form]:
@@ -154,11 +145,3 @@ def leaf_forms(tree: Json) -> dict[int, Form]:
 
 def _is_length(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
-
-
-def forms_of(flattened: Flattened) -> list[Form]:
-    """Returns dtype and full shape of every leaf in the trees of one rank, by number."""
-    numbers = range(len(flattened.specs)) if flattened.leaf is None else flattened.leaf
-    found = leaf_forms(flattened.tree)
-    found.update((number, (spec.dtype, spec.leaf_shape)) for number, spec in zip(numbers, flattened.specs, strict=True))
-    return [found[number] for number in range(len(found))]

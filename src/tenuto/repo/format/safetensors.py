@@ -17,8 +17,7 @@ from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NoReturn
 
 from tenuto.errors import CorruptionError
-from tenuto.model.leaf import DTYPES
-from tenuto.model.paths import METADATA
+from tenuto.model.leaf import DTYPES, METADATA
 
 MAX_HEADER: Final = 100_000_000
 """The limit of safetensors itself, in bytes."""

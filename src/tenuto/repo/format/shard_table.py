@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +24,7 @@ from tenuto.repo.format.columns import decode_columns, decode_json, encode_colum
 from tenuto.repo.format.index import MAX_DIMENSIONS, Table, lengths, read_dtypes
 from tenuto.repo.format.object_names import BOXES
 from tenuto.repo.format.objects import FORMAT, Fields, check_format
-from tenuto.sharding.holdings import Column, Holdings
+from tenuto.sharding.holdings import Column, Holdings, spread
 
 Array = np.ndarray[Any, Any]
 
@@ -265,23 +265,10 @@ def axes_of(table: BoxTable) -> int:
     return max(int(np.diff(table.ends).max(initial=1)), 1)
 
 
-def spread(flat: Column, bounds: Column, axes: int, fill: int) -> Any:
-    """Returns a ragged column as a matrix, padded at the end."""
-    count = np.diff(bounds)
-    found = np.full((len(count), axes), fill, np.int64)
-    found[np.arange(axes) < count[:, None]] = flat
-    return found
-
-
 def sizes(table: BoxTable) -> Column:
     """Returns the bytes per item, by leaf."""
     sizes = np.array([dtype(name).size for name in table.dtypes], np.int64)
     return sizes[table.code] if len(table.code) else np.zeros(0, np.int64)
-
-
-def padded(lines: Sequence[tuple[int, ...]], axes: int, fill: int) -> Any:
-    flat = np.array([place for line in lines for place in line], np.int64)
-    return spread(flat, np.array([0, *accumulate(map(len, lines))], np.int64), axes, fill)
 
 
 # -- agreement of the table with a rank's index

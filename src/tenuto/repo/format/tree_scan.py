@@ -14,7 +14,7 @@ import numpy as np
 
 from tenuto.errors import CorruptionError
 from tenuto.model import canonical_json
-from tenuto.model.paths import escape, unescape
+from tenuto.model.leaf import escape, unescape
 from tenuto.model.records import Json
 from tenuto.state.tree import KEYED, LEAVES, NAMED, WRAPPERS
 

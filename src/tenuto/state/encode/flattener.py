@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from tenuto.concurrency.gc_pause import gc_paused
 from tenuto.errors import DuplicatePath, StateError
-from tenuto.model.leaf import LeafSpec
-from tenuto.model.paths import join
+from tenuto.model.leaf import LeafSpec, join
 from tenuto.model.records import Json
 from tenuto.state.contract import Flattened
 from tenuto.state.declarations import declarations

@@ -17,15 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.errors import StateError, TenutoError, Unserialisable
-from tenuto.model.leaf import LeafSpec, Placement
-from tenuto.model.paths import METADATA, join
+from tenuto.model.leaf import METADATA, LeafSpec, Placement, join
 from tenuto.model.records import Json
 from tenuto.state import frameworks
 from tenuto.state.contract import Device
 from tenuto.state.declarations import MARKS, PerRank, Replicated, Shard, ShardLayout
 from tenuto.state.encode.aliasing import Geometry
-from tenuto.state.encode.atoms import ENCODERS, encode_bytes
-from tenuto.state.encode.containers import CONTAINERS, DICTIONARIES
+from tenuto.state.encode.atoms import CONTAINERS, DICTIONARIES, ENCODERS, encode_bytes
 from tenuto.state.frameworks import is_stateful, type_name
 from tenuto.state.tree import MAX_DEPTH, OWN, PRIVATE, ROOT, segment
 
@@ -427,7 +425,7 @@ class StateWalker(LeafRecorder):
                 "!": "enum",
                 "type": type_name(kind),
                 "name": value.name,
-                "v": self.encode(_enum_value(value), path),
+                "v": self.encode(value.value if type(value.value) in ENCODERS else None, path),
             }
         if is_stateful(value):
             with self._inside(value, path):
@@ -505,10 +503,6 @@ def _state_of(value: Any, path: str) -> Any:
         raise StateError(
             f"{path or ROOT}: state_dict() of {type_name(type(value))} failed: {error!r}", subject=path
         ) from error
-
-
-def _enum_value(value: enum.Enum) -> Any:
-    return value.value if type(value.value) in ENCODERS else None
 
 
 def _hint(value: Any) -> str:

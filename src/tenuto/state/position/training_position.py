@@ -8,10 +8,8 @@ from typing import Any
 
 from tenuto.errors import CorruptionError, UsageError
 from tenuto.model.records import Json, Manifest
-from tenuto.state.position.positions import DataPosition, attach
-from tenuto.state.position.rng import apply, capture
-from tenuto.state.position.rng_streams import marks, names, of_new_rank
-from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
+from tenuto.state.position.positions import DataPosition, OrderCursor, WorldSizeChange, attach
+from tenuto.state.position.rng import apply, capture, marks, names, of_new_rank
 
 
 @dataclass(slots=True)

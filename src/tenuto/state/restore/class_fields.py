@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tenuto.errors import StateMismatch, TenutoError
-from tenuto.model.paths import join
+from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.state import frameworks
 from tenuto.state.declarations import MARKS

@@ -9,7 +9,7 @@ from json.encoder import encode_basestring_ascii
 from typing import Any, Final
 
 from tenuto.errors import CorruptionError, StateMismatch
-from tenuto.model.paths import join
+from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.state import frameworks
 from tenuto.state.encode.walker import StateWalker

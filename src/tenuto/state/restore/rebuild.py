@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 from tenuto.errors import CorruptionError
-from tenuto.model.paths import join
+from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.state import frameworks
 from tenuto.state.declarations import MARKS, Shard
-from tenuto.state.encode.atoms import DECODERS, ENCODERS, decode_atom, random_state
-from tenuto.state.encode.containers import FACTORIES
+from tenuto.state.encode.atoms import DECODERS, ENCODERS, FACTORIES, decode_atom, random_state
 from tenuto.state.frameworks import Tagged, is_stateful, type_name
 from tenuto.state.restore.class_fields import enum_member, named_fields, refused, tagged
 from tenuto.state.restore.entries import key_thunk, matched, spell, spelled, stateful, structured
@@ -150,16 +149,12 @@ def _hint(like: Any, key: Any) -> Any:
     return ABSENT
 
 
-def _needs_key(key: Json) -> bool:
-    return type(key) is not str
-
-
 def _mapping(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
     kind = _KEYED_TYPES[kind_of(node)]
     pairs = items(node)
     known = (
         {spell(one): one for one in like}
-        if isinstance(like, Mapping) and any(_needs_key(key) for key, _ in pairs)
+        if isinstance(like, Mapping) and any(type(key) is not str for key, _ in pairs)
         else {}
     )
     thunks: list[tuple[Thunk, Thunk]] = []

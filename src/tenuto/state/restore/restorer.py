@@ -13,8 +13,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from tenuto.errors import CorruptionError, StateMismatch, TenutoError
-from tenuto.model.box import Box
-from tenuto.model.leaf import LeafSpec
+from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Json
 from tenuto.state import frameworks
 from tenuto.state.contract import Buffer, Form, Rows, Sink

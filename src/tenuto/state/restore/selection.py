@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tenuto.errors import StateMismatch, UsageError
-from tenuto.model.paths import join, lineage
+from tenuto.model.leaf import join, lineage
 from tenuto.model.records import Json
 from tenuto.state.contract import Rename
 from tenuto.state.tree import KEYED, NAMED, items, kind_of, segment, sequence
@@ -153,6 +153,6 @@ def _insert(node: Json, path: str, left: str, child: Json) -> Json:
 
 
 def _key(name: str) -> Json:
-    from tenuto.model.paths import unescape
+    from tenuto.model.leaf import unescape
 
     return int(name[3:]) if name.startswith("#i:") and name[3:].lstrip("-").isdigit() else unescape(name)

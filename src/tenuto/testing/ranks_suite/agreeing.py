@@ -10,8 +10,8 @@ import pytest
 
 from tenuto.errors import RankFailed, RanksDisagree, RanksMissing
 from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.contract import Settings
 from tenuto.ranks.kv.in_process import ThreadRanks
-from tenuto.ranks.timeouts import Settings
 from tenuto.testing.ranks_suite.base import ANSWER_S, Base, Boards
 
 SETTINGS: Final = Settings(beat_s=0.05, dead_after_s=ANSWER_S, answer_s=ANSWER_S, probe_s=0.1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tenuto.engine.group.node_peers import _beside_each
-from tenuto.engine.read.node_share import MOST_RANKS
+from tenuto.engine.read.node_share import MOST_RANKS, _peers_of_each
 
 
 def said(memory: str, host: str, pid: int) -> list[Any]:
@@ -13,19 +12,19 @@ def said(memory: str, host: str, pid: int) -> list[Any]:
 
 
 def test_each_hears_of_its_own_node_alone() -> None:
-    found = _beside_each([said("m", "a", 1), said("m", "b", 2), said("m", "a", 3), said("m", "c", 4)])
+    found = _peers_of_each([said("m", "a", 1), said("m", "b", 2), said("m", "a", 3), said("m", "c", 4)])
     here = [[0, ["a", "boot", "pids", 1, "1", "me"]], [2, ["a", "boot", "pids", 3, "1", "me"]]]
     assert found == [here, [], here, []]
 
 
 def test_other_memory_on_the_same_host_is_another_node() -> None:
-    assert _beside_each([said("m", "a", 1), said("n", "a", 2)]) == [[], []]
+    assert _peers_of_each([said("m", "a", 1), said("n", "a", 2)]) == [[], []]
 
 
 def test_nobody_reads_together_without_shared_memory() -> None:
-    assert _beside_each([said("", "a", 1), said("", "a", 2)]) == [[], []]
+    assert _peers_of_each([said("", "a", 1), said("", "a", 2)]) == [[], []]
 
 
 def test_more_than_one_number_can_name_read_for_themselves() -> None:
     many = [said("m", "a", pid) for pid in range(MOST_RANKS + 1)]
-    assert _beside_each(many[:-1])[0] and _beside_each(many) == [[]] * len(many)
+    assert _peers_of_each(many[:-1])[0] and _peers_of_each(many) == [[]] * len(many)

@@ -18,13 +18,12 @@ from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.errors import RanksDisagree, ShardMismatch
-from tenuto.model.box import Box
+from tenuto.model.leaf import Box
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.round import Round
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo
-from tenuto.sharding.distinct_boxes import distinct_boxes
-from tenuto.sharding.holdings import gather, shards
+from tenuto.sharding.holdings import distinct_boxes, gather, shards
 from tenuto.state.encode.flattener import Flattener
 from tenuto.store.memory import MemoryStore
 

@@ -14,10 +14,9 @@ import pytest
 import tenuto
 from support.rank_threads import on_ranks, outcomes
 from tenuto.engine.group.group_save import GroupCommit
-from tenuto.engine.group.node_peers import NodePeers
-from tenuto.engine.read import node_share
+from tenuto.engine.read import node_share, peer_window
 from tenuto.engine.read.choose import fetch
-from tenuto.engine.read.node_share import WindowTimeouts
+from tenuto.engine.read.node_share import NodePeers
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.engine.staging import slots
@@ -139,8 +138,8 @@ def restore(
         WINDOWS.add(f"reads/{agreement.session.id}")
         assert neighbours is not None and list(neighbours.ranks) == list(range(ranks))
         emitter = Emitter.of([] if said is None else [Telling(said)])
-        timing = WindowTimeouts(more.get("patience_s", 20.0))
-        node = neighbours.reads(1, timing=timing, emitter=emitter, window_bytes=more.get("window", 8 << 20))
+        patience_s = more.get("patience_s", 20.0)
+        node = neighbours.reads(1, patience_s=patience_s, emitter=emitter, window_bytes=more.get("window", 8 << 20))
         into = state(agreement.rank, ranks, how, scale, fill=False)
         try:
             prepared, _ = fetch(
@@ -217,13 +216,13 @@ def test_the_comparison_finds_a_difference(store: Counting) -> None:
 @pytest.mark.parametrize("how", ["replicated", "columns"])
 def test_windows_are_used_again_and_stay_small(store: Counting, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     largest: list[int] = []
-    whole_open = node_share.Window.open
+    whole_open = peer_window.Window.open
 
-    def opened(self: Any, blocks: int, nbytes: int, plan: int) -> None:
+    def opened(self: Any, blocks: int, nbytes: int) -> None:
         largest.append(nbytes)
-        whole_open(self, blocks, nbytes, plan)
+        whole_open(self, blocks, nbytes)
 
-    monkeypatch.setattr(node_share.Window, "open", opened)
+    monkeypatch.setattr(peer_window.Window, "open", opened)
     repo, id = save(store, 3, "rows", 8)
     store.asked.clear()
     assert equal(restore(repo, id, 3, how, 8, window=6 << 20), how, 8)
@@ -239,7 +238,7 @@ def test_what_a_neighbour_cannot_read_each_rank_reads_for_itself(
     whole_load, failed = node_share.NodeSharedReads._load_one, []
 
     def load(self: node_share.NodeSharedReads, number: int) -> None:
-        if self._me == 1:
+        if self._number == 1:
             store.broken = refuse
         try:
             whole_load(self, number)
@@ -255,8 +254,10 @@ def test_what_a_neighbour_cannot_read_each_rank_reads_for_itself(
     monkeypatch.setattr(
         node_share.NodeSharedReads, "_load_one", lambda self, number: guarded(one_at_a_time, load, self, number)
     )
-    assert equal(restore(repo, id, 3, "replicated"), "replicated")
+    said: list[Event] = []
+    assert equal(restore(repo, id, 3, "replicated", said=said), "replicated")
     assert failed
+    assert len([one for one in said if isinstance(one, Warned) and "could not be read" in one.message]) == 1
 
 
 def guarded(lock: threading.Lock, work: Callable[..., None], *words: Any) -> None:
@@ -267,13 +268,15 @@ def guarded(lock: threading.Lock, work: Callable[..., None], *words: Any) -> Non
 def test_a_rank_that_stops_reading_for_others_holds_nobody_up(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     repo, id = save(store, 2, "rows")
     whole_load = node_share.NodeSharedReads._load
-    monkeypatch.setattr(node_share.NodeSharedReads, "_load", lambda self: whole_load(self) if self._me else None)
+    monkeypatch.setattr(node_share.NodeSharedReads, "_load", lambda self: whole_load(self) if self._number else None)
     said: list[Event] = []
     found = restore(repo, id, 3, "replicated", patience_s=1.0, said=said)
     assert equal(found, "replicated")
     told = [one.message for one in said if isinstance(one, Warned)]
     # On a busy machine a rank may be out of patience with the others before they have said what they want.
-    assert told and any("rank 0 is dead, or has read nothing for 1 s" in one or "did not say" in one for one in told)
+    assert told and any(
+        "rank 0 is dead, or has read nothing for 1 s" in one or "did not publish" in one for one in told
+    )
     assert not left()
 
 
@@ -281,14 +284,14 @@ def test_where_there_is_no_room_a_rank_reads_for_itself_and_says_so(
     store: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repo, id = save(store, 2, "rows")
-    whole_open, refused = node_share.Window.open, threading.Lock()
+    whole_open, refused = peer_window.Window.open, threading.Lock()
 
-    def full(self: Any, blocks: int, nbytes: int, plan: int) -> None:
+    def full(self: Any, blocks: int, nbytes: int) -> None:
         if refused.acquire(blocking=False):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        whole_open(self, blocks, nbytes, plan)
+        whole_open(self, blocks, nbytes)
 
-    monkeypatch.setattr(node_share.Window, "open", full)
+    monkeypatch.setattr(peer_window.Window, "open", full)
     said: list[Event] = []
     assert equal(restore(repo, id, 3, "replicated", said=said), "replicated")
     told = [one.message for one in said if isinstance(one, Warned)]
@@ -302,11 +305,11 @@ def test_a_rank_that_has_failed_before_it_reads_is_not_waited_for(store: Countin
     def work(agreement: Agreement) -> Any:
         neighbours = NodePeers.meet(agreement, 60)
         assert neighbours is not None
-        node = neighbours.reads(1, timing=WindowTimeouts(60.0), emitter=Emitter())
+        node = neighbours.reads(1, patience_s=60.0, emitter=Emitter())
         into = state(agreement.rank, 3, "replicated", fill=False)
         try:
             if agreement.rank == 1:
-                node.absent()
+                node.leave()
                 return None
             prepared, _ = fetch(
                 repo,
@@ -341,15 +344,15 @@ def test_damage_in_the_store_is_told_by_every_rank_that_wants_it(store: Counting
 
 def test_damage_in_shared_memory_is_found_and_read_again(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     repo, id = save(store, 2, "rows")
-    whole_mark, hurt = node_share.Window.mark, []
+    whole_mark, hurt = peer_window.Window.mark_read, []
 
-    def mark(self: node_share.Window, block: int, how: int) -> None:
+    def mark(self: peer_window.Window, block: int) -> None:
         assert self._blocks is not None
         self._blocks[::4096] ^= 1
         hurt.append(block)
-        whole_mark(self, block, how)
+        whole_mark(self, block)
 
-    monkeypatch.setattr(node_share.Window, "mark", mark)
+    monkeypatch.setattr(peer_window.Window, "mark_read", mark)
     assert equal(restore(repo, id, 2, "replicated"), "replicated")
     assert hurt
 
@@ -361,6 +364,6 @@ def test_what_lies_in_memory_already_is_not_read_for_others(monkeypatch: pytest.
     monkeypatch.setattr(Counting, "open", MemoryStore.open)
     monkeypatch.setattr(MemoryReader, "view", lambda self: memoryview(self.data), raising=False)
     opened: list[int] = []
-    monkeypatch.setattr(node_share.Window, "open", lambda self, blocks, nbytes, plan: opened.append(nbytes))
+    monkeypatch.setattr(peer_window.Window, "open", lambda self, blocks, nbytes: opened.append(nbytes))
     assert equal(restore(repo, id, 3, "replicated"), "replicated")
     assert not opened

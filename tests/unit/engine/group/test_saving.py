@@ -13,7 +13,7 @@ import pytest
 
 import tenuto
 from support.rank_threads import on_ranks, outcomes
-from tenuto.engine.group import visibility
+from tenuto.engine.group import rounds
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.read import sharded_reader
 from tenuto.engine.read.sharded_reader import ShardedReader
@@ -94,9 +94,9 @@ def attempt(repo: Repo) -> Any:
 def read_as(repo: Repo, save: Save, into: Any, rank: int | None) -> tuple[Any, Any]:
     manifest = repo.manifest(save.id)
     found = ShardedReader(repo, manifest, rank, Emitter())
-    prepared = match_state(manifest.tree, found.whole.private, found.whole.specs, into)
+    prepared = match_state(manifest.tree, found.full.private, found.full.specs, into)
     found.read(prepared)
-    return prepared.apply(), found.whole.private
+    return prepared.apply(), found.full.private
 
 
 def empty(state: Any) -> Any:
@@ -247,7 +247,7 @@ def test_a_rank_that_does_not_see_a_save_begun_puts_nothing(
     repo: Repo, attempt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks into a copy, where nobody would ever remove what it puts. Also a directory of that step is no sign."""
-    monkeypatch.setattr(visibility, "VISIBLE_S", 0.2)
+    monkeypatch.setattr(rounds, "VISIBLE_S", 0.2)
     copy = MemoryStore("joint, copied")
     copy.place.objects.clear()
     copy.place.objects.update(repo.store.place.objects)  # type: ignore[attr-defined]

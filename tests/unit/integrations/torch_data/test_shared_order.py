@@ -17,8 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tenuto.errors import CorruptionError, UsageError
 from tenuto.integrations.torch.data.sampler import ResumableSampler
-from tenuto.state.position.positions import DataPosition, attach
-from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
+from tenuto.state.position.positions import DataPosition, OrderCursor, WorldSizeChange, attach
 
 SEED = 11
 

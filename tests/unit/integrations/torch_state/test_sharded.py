@@ -24,10 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import tenuto
 from support import sharded_forks
 from support.factored_optimizer import Factored
+from support.leaf_forms import forms_of
 from tenuto.errors import StateError, StateMismatch, Unserialisable, UsageError
 from tenuto.integrations.torch import modules
 from tenuto.integrations.torch.meshes import _spans
-from tenuto.repo.format.leaf_table import LeafTable, forms_of
+from tenuto.repo.format.leaf_table import LeafTable
 from tenuto.state.declarations import part_view
 from tenuto.state.encode.flattener import Flattener, flatten
 from tenuto.state.restore.match import match_state

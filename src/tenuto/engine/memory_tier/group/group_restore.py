@@ -13,13 +13,12 @@ import numpy as np
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group import JobGroup
-from tenuto.engine.group.rank_layout import box_of
 from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, foreign, went_on
 from tenuto.engine.memory_tier.image_store import Image, check_image
 from tenuto.engine.memory_tier.listing import kept_by_others, passed_over
 from tenuto.engine.memory_tier.seal import Seal, SealHolder
 from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.read.choose import Prepare, RestoreResult
+from tenuto.engine.read.choose import FullLeaves, Prepare, RestoreResult
 from tenuto.engine.read.leaf_reader import Staged, read_leaves
 from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.errors import (
@@ -33,9 +32,8 @@ from tenuto.errors import (
 )
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent
 from tenuto.model import canonical_json
-from tenuto.model.box import Box
 from tenuto.model.ids import CheckpointId
-from tenuto.model.leaf import LeafSpec
+from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Index, Json, Manifest
 from tenuto.ranks.contract import VoteResult
 from tenuto.ranks.round import Round
@@ -54,14 +52,6 @@ LENT_BYTES: Final = 64 << 20
 """So much a rank may lack and have from others, through the one place where all meet. More is no buffers: it is another
 layout."""
 _NOTHING: Final = np.empty(0, np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageLeafTable:
-    """What an image says of the leaves of which it holds rows, each as a whole, and the private tree of its rank."""
-
-    specs: LeafTable
-    private: Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +111,12 @@ def match_image(image: Image, prepare: Prepare, *, verify: bool) -> MatchedImage
     manifest = image.manifest()
     index = image.repo.index(manifest, image.footer.rank)
     manifest = replace(manifest, indexes=manifest.indexes * image.footer.ranks)  # each has its own, in its own memory
-    told = ImageLeafTable(leaf_shapes(manifest.tree, index), index.private)
-    prepared = prepare(manifest, told)
+    specs = leaf_shapes(manifest.tree, index)
+    prepared = prepare(manifest, FullLeaves(specs, index.private))
     left = prepared.unmatched
     if left is not None:  # an image has what this very rank held: no other takes what it leaves over
         refuse_unmatched(left.named(left.over))
-    found = MatchedImage(manifest, index, prepared, told.specs, _rows(index))
+    found = MatchedImage(manifest, index, prepared, specs, _rows(index))
     _match(found)
     if verify:
         check_image(image, index)
@@ -176,7 +166,7 @@ def _leaves(index: Index) -> list[int]:
 
 def _rows(index: Index) -> dict[tuple[int, Box], int]:
     """The row of each box of each leaf."""
-    return {(leaf, box_of(spec)): row for row, (leaf, spec) in enumerate(zip(_leaves(index), index.specs, strict=True))}
+    return {(leaf, spec.box): row for row, (leaf, spec) in enumerate(zip(_leaves(index), index.specs, strict=True))}
 
 
 # --------------------------------------------------------------------------------------------------

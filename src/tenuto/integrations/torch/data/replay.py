@@ -20,8 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 from tenuto.integrations.torch import rng
 from tenuto.integrations.torch.data.sampler import ResumableSampler, SharedOrder
 from tenuto.state.position import rng as global_rng
-from tenuto.state.position.positions import CountedPosition, length
-from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
+from tenuto.state.position.positions import CountedPosition, OrderCursor, WorldSizeChange, length
 
 # -- positions counted in batches of another size
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, Sampler
 
 from tenuto.errors import StateMismatch, UsageError
-from tenuto.state.position.world_size_change import OrderCursor
+from tenuto.state.position.positions import OrderCursor
 
 _SLICE: Final = 8192
 """Indices converted to Python ints at a time: a permutation of 10^9 samples stays a tensor."""

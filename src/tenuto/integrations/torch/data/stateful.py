@@ -11,8 +11,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from tenuto.integrations.torch import rng
 from tenuto.integrations.torch.data.replay import EpochCut, EpochOfSampler, index_sampler, order_differs, order_name
 from tenuto.integrations.torch.data.sampler import SharedOrder
-from tenuto.state.position.positions import CountedPosition, Delivered, length
-from tenuto.state.position.world_size_change import OrderCursor, WorldSizeChange
+from tenuto.state.position.positions import CountedPosition, Delivered, OrderCursor, WorldSizeChange, length
 
 
 class StatefulLoaderPosition(CountedPosition):

@@ -14,8 +14,7 @@ from tenuto.integrations.torch import sharded, tensors
 from tenuto.integrations.torch.ddp_replicas import replicas_in
 from tenuto.integrations.torch.meshes import alone, is_dtensor
 from tenuto.integrations.torch.tensors import TensorDict
-from tenuto.model.leaf import Placement
-from tenuto.model.paths import join
+from tenuto.model.leaf import Placement, join
 from tenuto.model.records import Json
 from tenuto.state.declarations import Shard, ShardLayout, attached
 from tenuto.state.encode.walker import StateWalker, StructureChanged

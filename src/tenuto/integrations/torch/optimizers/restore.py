@@ -16,7 +16,7 @@ from tenuto.integrations.torch.meshes import is_dtensor, local_of
 from tenuto.integrations.torch.meta import device_after
 from tenuto.integrations.torch.optimizers.encode import its_own_way, located
 from tenuto.integrations.torch.sharded import layout_like, made_like, replicated_like, restore_shard
-from tenuto.model.paths import join
+from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.state.declarations import Shard, attached
 from tenuto.state.frameworks import type_name
