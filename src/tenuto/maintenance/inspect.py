@@ -41,8 +41,7 @@ from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_begin, decode_lease
 from tenuto.repo.notes import notes
 from tenuto.repo.refs import numbers
-from tenuto.repo.replicated.access import copies_of, describe_missing_pack, unreachable
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.replicated.places import all_places, copies_of, describe_missing_pack, unreachable
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coverage import check_coverage
 from tenuto.state.tree import leaf_paths
@@ -399,8 +398,8 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
 def _check_copies(repo: Repo, found: Inspection, manifest: Manifest) -> None:
     """What other places have of the manifest, and of what says where leaves lie: byte for byte what it has to be. A
     node's own place has the indexes of its own ranks; a mirror all."""
-    places = repo.store
-    if not isinstance(places, ReplicatedStore):
+    others = all_places(repo.store)[1:]
+    if not others:
         return
     wanted = [(f"{found.id.directory}/{entry.name}", entry.length, entry.digest) for entry in manifest.tables]
     try:
@@ -408,7 +407,7 @@ def _check_copies(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         wanted.append((found.id.manifest, len(data), digest(data)))
     except (CheckpointNotFound, *UNREADABLE):
         pass  # of one that was removed; what is damaged has been told
-    for store in places.others:
+    for store in others:
         for name, length, expected in wanted:
             try:
                 if digest(store.get(name, limit=length)) == expected:

@@ -17,6 +17,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.format.small_records import decode_attempt
 from tenuto.repo.replicated.members import node_of
+from tenuto.repo.replicated.places import all_places, places_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
@@ -38,8 +39,8 @@ def tidy_replicas(repo: Repo, newest: CheckpointId) -> int:
     """Looks through the run of `newest`, which has just been committed, in every place that this process puts packs
     into; how many saves were freed there. What goes wrong with one save, or in one place, is told, and keeps nothing
     else from being looked at."""
-    places, freed = repo.store, 0
-    if isinstance(places, ReplicatedStore):
+    places, freed = places_of(repo.store), 0
+    if places is not None:
         for place in places.members:
             try:
                 ids = [id for id in _saves(place, newest.run) if id <= newest]  # others are perhaps under way
@@ -70,8 +71,8 @@ def _tidied(places: ReplicatedStore, place: Store, id: CheckpointId, run: str) -
 def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[CheckpointId, str]]]:
     """What the places that are found here hold of saves that the home does not know: those that it has let go of, and
     those that it ought to know, each with what is to be said of it."""
-    places, gone, ahead = repo.store, [], []
-    if not isinstance(places, ReplicatedStore) or places.of:
+    places, gone, ahead = places_of(repo.store), [], []
+    if places is None or places.of:
         return (), []
     for place in places.others:
         for key in filter(is_run, place.children(object_names.RUNS).directories):
@@ -88,8 +89,8 @@ def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[Checkpoin
 
 def free_forgotten(repo: Repo, found: ForgottenSave) -> bool:
     """Frees it, unless the home has come to know it. Whether it did."""
-    places = repo.store
-    assert isinstance(places, ReplicatedStore), "found there"
+    places = places_of(repo.store)
+    assert places is not None, "found there"
     place = next(store for store in places.others if store.url == found.place)
     if _is_known(places.home, found.id) or _is_ahead(places, place, found.id):
         return False
@@ -99,10 +100,8 @@ def free_forgotten(repo: Repo, found: ForgottenSave) -> bool:
 
 def targets(repo: Repo) -> list[Store]:
     """The places that are to hold every pack: the home, and those that are no node's own."""
-    places = repo.store
-    if not isinstance(places, ReplicatedStore):
-        return [repo.store]
-    return [places.home, *(store for store in places.others if not node_of(store))]
+    home, *others = all_places(repo.store)
+    return [home, *(store for store in others if not node_of(store))]
 
 
 def _saves(place: Store, run: str) -> Iterator[CheckpointId]:

@@ -33,7 +33,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.notes import add_note
 from tenuto.repo.refs import KINDS, read_ref
-from tenuto.repo.replicated.access import reporting_to, unreachable
+from tenuto.repo.replicated.places import reporting_to, unreachable
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry
 

@@ -30,9 +30,8 @@ from tenuto.repo.format.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Ab
 from tenuto.repo.format.object_names import REPOSITORY
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
 from tenuto.repo.format.small_records import decode_attempt
-from tenuto.repo.replicated.access import mark_damaged
 from tenuto.repo.replicated.members import join, known, one_of_many
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.replicated.places import mark_damaged, places_of
 from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import Bytes, Store, is_unreadable
 from tenuto.version import __version__
@@ -124,8 +123,9 @@ class Repo:
         except ObjectNotFound:
             data = cls._create(store, chunk_bytes)
         repo = cls._read(store, data)
-        if isinstance(repo.store, ReplicatedStore) and repo.store.of:
-            raise one_of_many(store.url, repo.store.of)
+        places = places_of(repo.store)
+        if places is not None and places.of:
+            raise one_of_many(store.url, places.of)
         # Another process may have made it a moment ago: what is put from now on relies on it.
         store.settle(object_names.REPOSITORY)
         join(repo.store, repo.id)

@@ -19,7 +19,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import Aborted, encode_aborted
 from tenuto.repo.notes import add_note
-from tenuto.repo.replicated.config import Mirror, PerNode
+from tenuto.repo.replicated.places import Mirror, PerNode
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free

@@ -24,8 +24,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.notes import add_note, notes
 from tenuto.repo.refs import put_ref, read_ref
-from tenuto.repo.replicated.access import copies_of, describe_missing_pack, mark_damaged
-from tenuto.repo.replicated.config import Mirror, PerNode
+from tenuto.repo.replicated.places import Mirror, PerNode, copies_of, describe_missing_pack, mark_damaged
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo

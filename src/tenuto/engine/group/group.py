@@ -25,6 +25,7 @@ from tenuto.ranks.timeouts import Settings
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt, announced
 from tenuto.repo.replicated.members import join
+from tenuto.repo.replicated.places import places_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.sharding.holdings import rank_names
@@ -146,7 +147,7 @@ class JobGroup:
         with self.agreement.round("place") as round:
             if self.coordinates:
                 repo = (Repo.create_or_open if create else Repo.open)(where)
-                self.spread = isinstance(repo.store, ReplicatedStore)
+                self.spread = places_of(repo.store) is not None
                 round.broadcast(f"{repo.id} {self.spread}".encode())
             else:
                 wanted, _, spread = round.receive(self.timeout_s, phase).decode().partition(" ")
@@ -156,8 +157,9 @@ class JobGroup:
         if not self.coordinates:
             assert found is not None, "voted for"
             repo = found
-        if create and isinstance(where, ReplicatedStore):  # alike on all ranks
-            self._assign_places(join(repo.store, repo.id), where)
+        places = places_of(where)
+        if create and places is not None:  # alike on all ranks
+            self._assign_places(join(repo.store, repo.id), places)
         return repo
 
     def _assign_places(self, members: Sequence[str], where: ReplicatedStore) -> None:
@@ -342,7 +344,8 @@ def _are_alike(said: Sequence[bytes]) -> bool:
 
 def _kept(store: Store) -> str:
     """How packs are kept, for a comparison."""
-    return repr(store.declared) if isinstance(store, ReplicatedStore) else ""
+    places = places_of(store)
+    return "" if places is None else repr(places.declared)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from tenuto.model.timing import RankTimings
 from tenuto.ranks.contract import VoteResult
 from tenuto.ranks.round import REASON, Round
 from tenuto.repo.format.manifest import Aborted, decode_manifest
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
 from tenuto.state.restore.match import refuse_unmatched
 from tenuto.state.restore.unmatched import Unmatched, unmatched_by_all
@@ -276,8 +276,8 @@ class GroupRestore:
 
     def _hand_over(self, id: CheckpointId, manifest: Manifest, matched: Matched) -> None:
         """What a rank needs that only another one's node has is put into the home by that one."""
-        places, own = self._repo.store, None
-        assert isinstance(places, ReplicatedStore), "of all ranks alike"
+        places, own = places_of(self._repo.store), None
+        assert places is not None, "the ranks agreed on it"
         names = lacking(self._open_round(), places, matched.needs, self._deadline_s)
         if not names:
             return

@@ -13,6 +13,7 @@ from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.ranks.round import Round
+from tenuto.repo.replicated.places import places_of
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
@@ -60,8 +61,8 @@ def dealt(round: Round, places: ReplicatedStore, names: Sequence[str], rank: int
 
 def hand_over(repo: Repo, manifest: Manifest, names: Sequence[str]) -> None:
     """Copies these packs from this node into the home, and says so. Raises what `copy_packs` does."""
-    places = repo.store
-    assert isinstance(places, ReplicatedStore), "no place else has anything"
+    places = places_of(repo.store)
+    assert places is not None, "no place else has anything"
 
     def told(name: str, nbytes: int) -> None:
         places.warn(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks that do not find it")
