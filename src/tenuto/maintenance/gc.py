@@ -10,10 +10,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from tenuto.crashpoints import crashpoint
 from tenuto.errors import CorruptionError, TenutoError
-from tenuto.maintenance.census import Census, SaveDirectory, everything, is_note, look_at, place, take_census
+from tenuto.maintenance.census import Census, SaveDirectory, everything, look_at, place, take_census
 from tenuto.maintenance.gc_marks import age_s, probe, put_mark, standing_marks, take_back_marks
 from tenuto.maintenance.replica_tidy import ForgottenSave, free_forgotten, unknown
 from tenuto.maintenance.undelete import GRACE_S
@@ -27,7 +28,7 @@ from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import dead_tombstones, put_tombstone, stands, take_back
 from tenuto.repo.unfinished import abort, free
 from tenuto.store.contract import Entry
-from tenuto.store.names import TEMPORARY
+from tenuto.store.names import TEMPORARY, leftovers_of
 
 # --------------------------------------------------------------------------------------------------
 # Deletes what a save has left that nothing reaches: only names that it listed itself, and `begin.json` last;
@@ -66,7 +67,7 @@ def listed_names(repo: Repo, save: SaveDirectory) -> set[str]:
     """Full names of everything that the save may have put: what it listed, what lists it, and its notes."""
     files = {*listed(repo, save), object_names.BEGIN, object_names.MANIFEST}
     prefix = len(save.id.directory) + 1
-    notes = {entry.name for entry in save.entries if is_note(entry.name[prefix:])}
+    notes = {entry.name for entry in save.entries if object_names.is_note(entry.name[prefix:])}
     return notes | {f"{save.id.directory}/{file}" for file in files}
 
 
@@ -293,7 +294,7 @@ def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[t
         if save.state == "committed" and not save.tombstones:
             yield from ((e.name, "a copy of a manifest that is in its place") for e in save.trash if old(e))
     yield from ((entry.name, "left by a gc that died") for entry in census.probes if old(entry))
-    for entry in everything(repo, repo.store.leftovers, []):
+    for entry in everything(repo, partial(leftovers_of, repo.store), []):
         if _was_ours(repo, census, entry) and old(entry):
             yield entry.name, "left over from an unfinished put"
     closed_below = {run: _closing_attempt(repo, run) for run in {run for run, _ in census.attempts}}

@@ -28,7 +28,7 @@ from tenuto.errors import (
     TenutoError,
     typed,
 )
-from tenuto.maintenance.census import AttemptDirectory, SaveDirectory, is_note
+from tenuto.maintenance.census import AttemptDirectory, SaveDirectory
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
@@ -134,7 +134,7 @@ class LostManifests:
         if save.tombstones:
             return ""  # a removal that was cut short: the next claim ends it
         prefix = len(save.id.directory) + 1
-        if any(is_note(entry.name[prefix:]) for entry in save.entries):
+        if any(object_names.is_note(entry.name[prefix:]) for entry in save.entries):
             return "notes were added to it"
         if save.id in self.named:
             return self.named[save.id]

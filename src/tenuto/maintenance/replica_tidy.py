@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError
-from tenuto.maintenance.census import is_note, is_run
+from tenuto.maintenance.census import is_run
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
@@ -21,7 +21,7 @@ from tenuto.repo.replicated.places import all_places, places_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
-from tenuto.store.names import TEMPORARY
+from tenuto.store.names import TEMPORARY, is_leftover
 
 SET_BACK: Final = "it is left alone. Was the home set back?"
 
@@ -129,8 +129,9 @@ def _follow(places: ReplicatedStore, place: Store, id: CheckpointId) -> None:
 def _free(place: Store, id: CheckpointId) -> bool:
     """Whether there was a pack of it."""
     prefix = len(id.directory) + 1
-    own = [entry.name for entry in place.walk(id.directory) if _is_own(entry.name[prefix:])]
-    left = [entry.name for entry in place.leftovers(id.directory) if _is_ours(_final(entry.name)[prefix:])]
+    found = [entry.name for entry in place.walk(id.directory, leftovers=True)]
+    own = [name for name in found if _is_own(name[prefix:])]
+    left = [name for name in found if is_leftover(name) and _is_ours(name.partition(TEMPORARY)[0][prefix:])]
     place.delete([id.manifest])
     place.delete([*own, *left])
     place.delete([object_names.begin_name(id)])
@@ -204,8 +205,4 @@ def _is_ours(file: str) -> bool:
 
 
 def _is_own(file: str) -> bool:
-    return object_names.is_part(file) or is_note(file)
-
-
-def _final(name: str) -> str:
-    return name.partition(TEMPORARY)[0]
+    return object_names.is_part(file) or object_names.is_note(file)

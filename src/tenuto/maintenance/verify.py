@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, UsageError
 from tenuto.events import Emitter, Progress
@@ -36,6 +37,7 @@ from tenuto.repo.refs import KINDS, read_ref
 from tenuto.repo.replicated.places import reporting_to, unreachable
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry
+from tenuto.store.names import leftovers_of
 
 # --------------------------------------------------------------------------------------------------
 # What else lies in a repository's store: attempts, refs, the trash, unfinished saves, copies, strangers, leftovers.
@@ -57,7 +59,7 @@ def repository_findings(repo: Repo, census: Census, checked: frozenset[Checkpoin
     yield from _strangers(census.foreign)
     for directory in census.unlisted:
         yield Finding(None, "info", "not written by Tenuto, and may not be listed; passed over", object=directory)
-    for entry in everything(repo, repo.store.leftovers, []):
+    for entry in everything(repo, partial(leftovers_of, repo.store), []):
         yield Finding(None, "info", f"left over from an unfinished put ({entry.length} bytes)", object=entry.name)
 
 

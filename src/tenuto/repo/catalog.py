@@ -345,11 +345,8 @@ class _ListedStore:
     def stat(self, name: str) -> Stat:
         return self._store.stat(name)
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        return self._store.walk(prefix)
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        return self._store.leftovers(prefix)
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        return self._store.walk(prefix, leftovers=leftovers)
 
     def settle(self, name: str) -> None:
         self._store.settle(name)

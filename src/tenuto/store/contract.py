@@ -159,12 +159,11 @@ class Store(Protocol):
         empty."""
         ...
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        """Yields every object below `prefix` but leftovers, sorted by name. Skips those that vanish meanwhile."""
-        ...
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        """Yields every object below `prefix`, sorted by name. Skips those that vanish meanwhile.
 
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        """Yields the temporaries of unfinished puts below `prefix`, under names that `delete` accepts."""
+        `leftovers`: yields the temporaries of unfinished puts too, under names that `delete` accepts.
+        """
         ...
 
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:

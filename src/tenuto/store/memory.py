@@ -108,11 +108,8 @@ class MemoryStore:
                 objects.append(segment)
         return Listing(tuple(sorted(directories)), tuple(objects))
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        return (entry for entry in self._below(prefix) if not is_leftover(entry.name))
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        return (entry for entry in self._below(prefix) if is_leftover(entry.name))
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        return (entry for entry in self._below(prefix) if leftovers or not is_leftover(entry.name))
 
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:
         checked = [check_name(name) for name in names]

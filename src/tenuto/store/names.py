@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from tenuto.errors import StoreError
+from tenuto.store.contract import Entry, Store
 
 TEMPORARY: Final = ".tmp-"
 """Part of the last segment of every temporary: `<final name>.tmp-<token>`."""
@@ -48,6 +50,11 @@ def check_token(token: str) -> str:
 
 def is_leftover(name: str) -> bool:
     return TEMPORARY in name.rpartition("/")[2]
+
+
+def leftovers_of(store: Store, prefix: str) -> Iterator[Entry]:
+    """Yields the temporaries of unfinished puts below `prefix`."""
+    return (entry for entry in store.walk(prefix, leftovers=True) if is_leftover(entry.name))
 
 
 def is_listable(segment: str) -> bool:

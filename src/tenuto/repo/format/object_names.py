@@ -80,6 +80,12 @@ def parse_numbered(file: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def is_note(file: str) -> bool:
+    """Returns whether a file in a checkpoint's directory is a note: `notes/<n>.json`."""
+    directory, _, number = file.partition("/")
+    return directory == NOTES and parse_numbered(number) is not None
+
+
 def is_place(file: str) -> bool:
     """Returns whether an object in the list of places has such a name."""
     return _PLACE.fullmatch(file) is not None

@@ -325,21 +325,15 @@ class ReplicatedStore:
             objects.update(file for file in there if object_names.is_pack(f"{prefix}/{file}"))
         return Listing(found.directories, tuple(sorted(objects)))
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        """Yields the objects of the home, and the packs of its saves in any place."""
-        found = {entry.name: entry for entry in self.home.walk(prefix)}
-        saves = {name.rpartition("/")[0] for name in found}
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        """Yields the objects of the home, and in any place the packs of its saves, and leftovers."""
+        found = {entry.name: entry for entry in self.home.walk(prefix, leftovers=leftovers)}
+        saves = {name.rpartition("/")[0] for name in found if not is_leftover(name)}
         for store in self.others:
-            for entry in self._listed(store, prefix, lambda one: list(one.walk(prefix))):
-                if object_names.is_pack(entry.name) and entry.name.rpartition("/")[0] in saves:
+            for entry in self._listed(store, prefix, lambda one: list(one.walk(prefix, leftovers=leftovers))):
+                own_pack = object_names.is_pack(entry.name) and entry.name.rpartition("/")[0] in saves
+                if own_pack or is_leftover(entry.name):
                     found.setdefault(entry.name, entry)
-        yield from (found[name] for name in sorted(found))
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        found = {entry.name: entry for entry in self.home.leftovers(prefix)}
-        for store in self.others:
-            for entry in self._listed(store, prefix, lambda one: list(one.leftovers(prefix))):
-                found.setdefault(entry.name, entry)
         yield from (found[name] for name in sorted(found))
 
     def _listed(self, store: Store, prefix: str, work: Callable[[Store], list[Result]]) -> list[Result]:

@@ -238,11 +238,8 @@ class LocalStore:
         directories, files = self._level(prefix) if self._is_reachable(check_prefix(prefix)) else ([], [])
         return Listing(tuple(directories), tuple(file for file in files if not is_leftover(file)))
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        return (entry for entry in self._files(prefix) if not is_leftover(entry.name))
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        return (entry for entry in self._files(prefix) if is_leftover(entry.name))
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        return (entry for entry in self._files(prefix) if leftovers or not is_leftover(entry.name))
 
     def _files(self, prefix: str) -> Iterator[Entry]:
         """Yields the regular files below `prefix`, sorted by full name. Not recursive: foreign trees may be deep."""
