@@ -12,7 +12,7 @@ import pytest
 import tenuto
 from campaigns.broken_stores import StoreLayer
 from tenuto.errors import StoreDenied, TenutoError
-from tenuto.maintenance.inspect import Finding
+from tenuto.maintenance.findings import Finding
 from tenuto.maintenance.replica_tidy import tidy_replicas
 from tenuto.maintenance.verify import assert_whole, execute, plan_verify
 from tenuto.model.ids import CheckpointId
