@@ -27,7 +27,7 @@ from tenuto.events import Committed, SaveFailedEvent
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import every, on
 from tenuto.repo.repository import Repo
-from tenuto.store.names import leftovers_of
+from tenuto.store.contract import leftovers_of
 from tenuto.store.registry import open_store
 
 PATIENCE_S = 60.0

@@ -18,8 +18,7 @@ from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.small_records import decode_attempt, decode_lease
 from tenuto.repo.refs import KINDS, read_ref
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Entry
-from tenuto.store.names import leftovers_of
+from tenuto.store.contract import Entry, leftovers_of
 
 Severity = Literal["error", "info"]
 

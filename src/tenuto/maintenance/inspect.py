@@ -35,7 +35,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import dtype
 from tenuto.model.records import Index, Manifest
 from tenuto.repo.format import object_names, objects
-from tenuto.repo.format.content_digest import content_digest, joint_digest, rank_digest
+from tenuto.repo.format.manifest import content_digest, joint_digest, rank_digest
 from tenuto.repo.format.safetensors import Header, parse_header
 from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_begin

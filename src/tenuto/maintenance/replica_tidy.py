@@ -20,8 +20,7 @@ from tenuto.repo.replicated.members import node_of
 from tenuto.repo.replicated.places import all_places, places_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Store
-from tenuto.store.names import TEMPORARY, is_leftover
+from tenuto.store.contract import TEMPORARY, Store, is_leftover
 
 SET_BACK: Final = "it is left alone. Was the home set back?"
 

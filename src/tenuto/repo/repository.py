@@ -26,7 +26,7 @@ from tenuto.model.ids import CheckpointId, parse_attempt, parse_step, run_key
 from tenuto.model.records import AttemptRecord, Index, IndexEntry, Json, Manifest, PackEntry
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
-from tenuto.repo.format.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Aborted, decode_manifest
+from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.format.object_names import REPOSITORY
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
 from tenuto.repo.format.small_records import decode_attempt
@@ -133,7 +133,7 @@ class Repo:
 
     @classmethod
     def _create(cls, store: Store, chunk_bytes: int) -> bytes:
-        if not 1 <= chunk_bytes <= MAX_CHUNK:
+        if not 1 <= chunk_bytes <= objects.MAX_CHUNK:
             raise UsageError(f"a chunk cannot have {chunk_bytes} bytes")
         if not store.probe().commits:
             raise RepositoryError(
@@ -169,7 +169,7 @@ class Repo:
         if names != {"chunk": DIGEST_NAME, "content": "sha-256", "object": DIGEST_NAME}:
             raise found.refuse("uses digests that this version does not know")
         id = found.hex("id", 32)
-        return cls(known(store, id), id, found.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK))
+        return cls(known(store, id), id, found.whole("chunk_bytes", minimum=1, maximum=objects.MAX_CHUNK))
 
     def runs(self) -> list[str]:
         """The runs that have an attempt, by directory name, sorted. Foreign directories are passed over."""

@@ -16,8 +16,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, Aborted, encode_aborted
 from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import is_unreadable
-from tenuto.store.names import TEMPORARY, is_leftover
+from tenuto.store.contract import TEMPORARY, is_leftover, is_unreadable
 
 Report = Callable[[str], None]
 

@@ -10,8 +10,18 @@ from typing import Final
 
 from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
 from tenuto.model.records import Receipt
-from tenuto.store.contract import Capabilities, Content, Entry, Listing, Stat
-from tenuto.store.names import check_name, check_new_name, check_prefix, check_token, is_leftover
+from tenuto.store.contract import (
+    Capabilities,
+    Content,
+    Entry,
+    Listing,
+    Stat,
+    check_name,
+    check_new_name,
+    check_prefix,
+    check_token,
+    is_leftover,
+)
 
 _TICK_NS: Final = 1_000_000
 

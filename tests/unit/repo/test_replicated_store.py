@@ -28,9 +28,8 @@ from tenuto.repo.replicated.places import Mirror, PerNode, copies_of, describe_m
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Bytes, Content, Entry, Listing, Reader, Stat, Store
+from tenuto.store.contract import Bytes, Content, Entry, Listing, Reader, Stat, Store, leftovers_of
 from tenuto.store.memory import MemoryStore
-from tenuto.store.names import leftovers_of
 from tenuto.testing.store_suite.base import Failing, Interrupted, Refilled, patterned
 
 ID = CheckpointId("gpt", 1, 1)

@@ -9,10 +9,9 @@ import threading
 import pytest
 
 from tenuto.errors import AlreadyExists, StoreError
-from tenuto.store.contract import Bytes, Capabilities
+from tenuto.store.contract import Bytes, Capabilities, leftovers_of
 from tenuto.store.local import store as local_store
 from tenuto.store.local.store import LocalStore
-from tenuto.store.names import leftovers_of
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tenuto.errors import AlreadyExists, StoreError
-from tenuto.store.contract import Bytes
+from tenuto.store.contract import Bytes, leftovers_of
 from tenuto.store.local.store import LocalStore
-from tenuto.store.names import leftovers_of
 
 
 @pytest.fixture

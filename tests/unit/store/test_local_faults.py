@@ -16,9 +16,8 @@ from tenuto.errors import (
     StoreUnavailable,
     StoreUnreliable,
 )
-from tenuto.store.contract import Bytes
+from tenuto.store.contract import Bytes, leftovers_of
 from tenuto.store.local.store import LocalStore
-from tenuto.store.names import leftovers_of
 from tenuto.store.wrappers.retry import Patience, RetryingStore
 
 LARGE = 2 * 2**20

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from tenuto.store.contract import Bytes
+from tenuto.store.contract import Bytes, leftovers_of
 from tenuto.store.local.store import LocalStore
-from tenuto.store.names import leftovers_of
 
 RACER = """
 import sys
@@ -36,7 +35,7 @@ for number in range(names):
 KILLED = """
 import os, signal, sys
 from tenuto.store.local.store import LocalStore
-from tenuto.store.names import leftovers_of
+from tenuto.store.contract import leftovers_of
 
 class Deadly:
     length = 3 * 2**20

@@ -7,7 +7,7 @@ from typing import Final
 
 from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
-from tenuto.store.names import TEMPORARY
+from tenuto.store.contract import TEMPORARY
 
 REPOSITORY: Final = "tenuto.json"
 MEMBER: Final = "tenuto-member.json"

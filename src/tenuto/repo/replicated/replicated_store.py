@@ -19,8 +19,18 @@ from tenuto.model import canonical_json
 from tenuto.model.records import Receipt
 from tenuto.repo.format import object_names
 from tenuto.repo.replicated.replica import LruCache, Replica, ReplicaChoice, UnreachableReplica, exists
-from tenuto.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
-from tenuto.store.names import is_leftover
+from tenuto.store.contract import (
+    Bytes,
+    Capabilities,
+    Content,
+    Entry,
+    Listing,
+    Reader,
+    Stat,
+    Store,
+    is_leftover,
+    is_unreadable,
+)
 from tenuto.store.wrappers.fan_out import put_into_all
 
 Result = TypeVar("Result")

@@ -17,14 +17,14 @@ from typing import Final, Literal
 
 from tenuto.errors import AlreadyExists, ObjectNotFound, StoreError
 from tenuto.model.records import Receipt
-from tenuto.store.contract import Bytes, Capabilities, Content, Entry, Listing, Stat
-from tenuto.store.local import os_errors
-from tenuto.store.local.directories import Directories, parent
-from tenuto.store.local.reader import LocalReader, read_whole
-from tenuto.store.local.syscalls import FileSystem, OperatingSystem
-from tenuto.store.local.writer import WORTH_DIRECT, FileWriter
-from tenuto.store.names import (
+from tenuto.store.contract import (
     TEMPORARY,
+    Bytes,
+    Capabilities,
+    Content,
+    Entry,
+    Listing,
+    Stat,
     check_name,
     check_new_name,
     check_prefix,
@@ -32,6 +32,11 @@ from tenuto.store.names import (
     is_leftover,
     is_listable,
 )
+from tenuto.store.local import os_errors
+from tenuto.store.local.directories import Directories, parent
+from tenuto.store.local.reader import LocalReader, read_whole
+from tenuto.store.local.syscalls import FileSystem, OperatingSystem
+from tenuto.store.local.writer import WORTH_DIRECT, FileWriter
 
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
 _RACES: Final = 100

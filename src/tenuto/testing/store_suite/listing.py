@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tenuto.store.contract import Entry, Listing, Store
-from tenuto.store.names import leftovers_of
+from tenuto.store.contract import Entry, Listing, Store, leftovers_of
 from tenuto.testing.store_suite.base import Suite
 
 

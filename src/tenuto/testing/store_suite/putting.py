@@ -9,8 +9,7 @@ import pytest
 
 from tenuto.errors import AlreadyExists, StoreError
 from tenuto.model.records import Receipt
-from tenuto.store.contract import Bytes, Store
-from tenuto.store.names import leftovers_of
+from tenuto.store.contract import Bytes, Store, leftovers_of
 from tenuto.testing.store_suite.base import (
     BLOCK,
     LARGE,
