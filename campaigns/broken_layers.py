@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from tenuto.store.contract import TEMPORARY
 from tenuto.store.local.syscalls import FileSystem
-from tenuto.store.names import TEMPORARY
 from tenuto.testing.layers import Layer
 
 R = TypeVar("R")

@@ -40,11 +40,8 @@ class StoreLayer:
     def children(self, prefix: str) -> Listing:
         return self.inner.children(prefix)
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        return self.inner.walk(prefix)
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        return self.inner.leftovers(prefix)
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        return self.inner.walk(prefix, leftovers=leftovers)
 
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:
         self.inner.delete(names)

@@ -30,8 +30,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, Manifest, PackEntry
 from tenuto.policy import keep
 from tenuto.repo.commit import begin, commit, put_index
-from tenuto.repo.format.content_digest import content_digest
-from tenuto.repo.format.manifest import Aborted
+from tenuto.repo.format.manifest import Aborted, content_digest
 from tenuto.repo.format.object_names import index_file
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim

@@ -12,8 +12,8 @@ from tenuto.errors import TenutoError
 from tenuto.maintenance import gc
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.repo.format.object_names import begin_name, is_pack, run_directory, trash_directory
+from tenuto.repo.replicated.places import all_places
 from tenuto.repo.replicated.replica import exists
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry
 from tenuto.testing.checker import open_without
@@ -117,13 +117,12 @@ def left_of(repo: Repo, id: CheckpointId) -> list[Entry]:
 
 def nobodys_in(repo: Repo, run: str) -> Iterator[str]:
     """Packs in a place, of a save that the home neither has nor has begun."""
-    if not isinstance(repo.store, ReplicatedStore):
-        return
-    for place in repo.store.others:
+    home, *others = all_places(repo.store)
+    for place in others:
         for entry in place.walk(run_directory(run)):
             if not is_pack(entry.name):
                 continue
             _, _, attempt, step, file = entry.name.split("/")
             id = CheckpointId(run, parse_attempt(attempt) or 0, parse_step(step) or 0)
-            if not exists(repo.store.home, begin_name(id)) and not repo.exists(id):
+            if not exists(home, begin_name(id)) and not repo.exists(id):
                 yield f"{file} of {id} in {place.url}, of which the home knows nothing, was not freed"

@@ -15,7 +15,7 @@ from campaigns.simulated_processes import replacing
 from tenuto.engine.read import choose
 from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.errors import CorruptionError, ObjectNotFound
-from tenuto.maintenance import inspect, verify
+from tenuto.maintenance import findings, inspect, verify
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.repo import repository
@@ -212,20 +212,20 @@ def _nothing(*_: Any, **__: Any) -> Iterator[Any]:
 
 
 def _every_note_is_fine() -> AbstractContextManager[Any]:
-    return mock.patch.object(inspect, "row_oddities", _nothing)
+    return mock.patch.object(inspect, "numbered_findings", _nothing)
 
 
 def _every_small_object_is_fine() -> AbstractContextManager[Any]:
-    return mock.patch.object(verify, "_seals", _nothing)
+    return mock.patch.object(findings, "_seals", _nothing)
 
 
 def _every_lease_is_fine() -> AbstractContextManager[Any]:
-    return mock.patch.object(inspect, "_beat", _nothing)
+    return mock.patch.object(findings, "_lease", _nothing)
 
 
 def _any_repository() -> AbstractContextManager[Any]:
     """Objects of another repository pass."""
-    return replacing(inspect.is_strange, lambda repo, found: False)
+    return replacing(findings.is_strange, lambda repo, found: False)
 
 
 def _missing_pack_passes() -> AbstractContextManager[Any]:
@@ -250,12 +250,12 @@ def _begin_is_no_matter() -> AbstractContextManager[Any]:
 
 def _false_alarm() -> AbstractContextManager[Any]:
     """A stranger's file is called damage."""
-    strangers = verify._strangers
+    strangers = findings._strangers
 
     def loud(entries: Any) -> Iterator[Any]:
         return (replace(finding, severity="error") for finding in strangers(entries))
 
-    return mock.patch.object(verify, "_strangers", loud)
+    return mock.patch.object(findings, "_strangers", loud)
 
 
 CHUNKS, STEPS = ("chunks",), ("steps",)

@@ -19,7 +19,7 @@ from campaigns.corruption.shapes import Shape, match_private
 from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult, restore_checkpoint, restore_latest
 from tenuto.errors import TenutoError
 from tenuto.events import Emitter, Event, Warned
-from tenuto.maintenance.inspect import Finding
+from tenuto.maintenance.findings import Finding
 from tenuto.maintenance.verify import VerifyPlan, execute, plan_verify
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest

@@ -16,7 +16,7 @@ from campaigns.simulated_processes import replacing
 from tenuto.model import canonical_json, ids
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import index, manifest, safetensors
-from tenuto.store.names import check_name
+from tenuto.store.contract import check_name
 
 _MOST: Final = 500
 

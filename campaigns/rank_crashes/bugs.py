@@ -24,6 +24,7 @@ from tenuto.ranks.session import Message, Session
 from tenuto.repo import commit, unfinished
 from tenuto.repo.format import object_names
 from tenuto.repo.replicated import members
+from tenuto.repo.replicated.places import all_places, places_of
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
@@ -96,7 +97,7 @@ def _paid_after_the_commit() -> Iterator[None]:
     def commit_first(self: GroupCommit, *words: Any, **more: Any) -> None:
         original(self, *words, **more)
         store = self._repo.store
-        for part in [store.home, *store.others] if isinstance(store, ReplicatedStore) else [store]:
+        for part in all_places(store):
             if isinstance(part, Owing):
                 part.pay()
 
@@ -181,7 +182,7 @@ def _into_copies_first() -> Iterator[None]:
 
     def put(self: ReplicatedStore, name: str, content: Content, *, token: str) -> Receipt:
         if name.endswith("/manifest.json"):
-            self._copy(name, b"".join(content.pieces()), token)
+            self._copy(self.placement(name), name, b"".join(content.pieces()), token)
         return original(self, name, content, token=token)
 
     with mock.patch.object(ReplicatedStore, "put_if_absent", put):
@@ -190,8 +191,8 @@ def _into_copies_first() -> Iterator[None]:
 
 def _tidied_of_all_uncommitted(repo: Repo, newest: CheckpointId) -> int:
     """Whatever has no manifest is taken for nobody's, of saves under way too."""
-    freed, store = 0, repo.store
-    for place in store.members if isinstance(store, ReplicatedStore) else []:
+    freed, places = 0, places_of(repo.store)
+    for place in [] if places is None else places.members:
         for entry in list(place.walk(f"runs/{newest.run}")):
             if object_names.is_pack(entry.name) and not exists(
                 repo.store, f"{entry.name.rpartition('/')[0]}/manifest.json"

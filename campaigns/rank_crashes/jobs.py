@@ -44,7 +44,7 @@ from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim, joined
 from tenuto.repo.ownership.owner_watch import OwnerWatch
 from tenuto.repo.replicated import members
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
 from tenuto.store.local.store import LocalStore
@@ -266,7 +266,8 @@ class Member:
                 return repo
             round.receive(DEADLINE_S)
             repo = Repo.open(store)
-            if isinstance(repo.store, ReplicatedStore) and repo.store.declared.per_node:
+            places = places_of(repo.store)
+            if places is not None and places.declared.per_node:
                 members.join(repo.store, repo.id)
             return repo
 

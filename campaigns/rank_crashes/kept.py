@@ -8,7 +8,7 @@ from itertools import combinations
 
 from tenuto.errors import NotARepository, TenutoError
 from tenuto.model.ids import CheckpointId
-from tenuto.repo.replicated.config import Mirror, PerNode
+from tenuto.repo.replicated.places import Mirror, PerNode
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.store.contract import Store
 from tenuto.testing.checker import PLACE, Checker, open_without

@@ -22,7 +22,7 @@ from tenuto.errors import RanksError
 from tenuto.policy import every, keep, on
 from tenuto.ranks.contract import Ranks
 from tenuto.ranks.kv.shared_files import SharedFiles
-from tenuto.repo.replicated.config import PerNode
+from tenuto.repo.replicated.places import PerNode
 from tenuto.training import exit_status
 from tenuto.training.checkpointer import Checkpointer
 

@@ -23,7 +23,7 @@ from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.policy import keep
-from tenuto.repo.format.content_digest import rank_digest
+from tenuto.repo.format.manifest import rank_digest
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 

@@ -278,6 +278,10 @@ class History:
             vanished = self.after_a_race(goes, attempt, run)
         elif between is not None:
             self.counts.raced += 1
+            if attempt.number >= self.oracle.highest(run):
+                # A pin that was moved away meanwhile protects nothing any more.
+                own = {id for id in self.oracle.there if id.run == run}
+                goes |= own - judge(self.oracle, run) - self.oracle.protected().keys()
             vanished = self.after_a_race(goes, attempt, run)
         else:
             vanished = self.after(goes, may_stay, what)

@@ -10,7 +10,7 @@ from campaigns.stateful.world import World
 from tenuto.api.save_load import load
 from tenuto.engine.read.choose import CheckpointLeaves, restore_checkpoint
 from tenuto.errors import CheckpointNotFound, CorruptionError, NothingRestorable, RunNotFound
-from tenuto.maintenance.inspect import Finding
+from tenuto.maintenance.findings import Finding
 from tenuto.maintenance.verify import execute, plan_verify
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest

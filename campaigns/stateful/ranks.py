@@ -67,9 +67,9 @@ class SeatedStore(StoreLayer):
         self._seat.point(counts=False)
         return super().children(prefix)
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         self._seat.point(counts=False)
-        return super().walk(prefix)
+        return super().walk(prefix, leftovers=leftovers)
 
 
 class Histories(RankProgram):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tenuto.policy import every, keep, on
     from tenuto.ranks.detection import Solo
     from tenuto.ranks.kv.shared_files import SharedFiles
-    from tenuto.repo.replicated.config import Mirror, PerNode
+    from tenuto.repo.replicated.places import Mirror, PerNode
     from tenuto.state.declarations import flat, fused, per_rank, replicated, shard
     from tenuto.state.frameworks import Tagged
     from tenuto.training.checkpointer import Checkpointer
@@ -37,9 +37,9 @@ _HOME = {
     "Checkpoint": "tenuto.engine.read.choose",
     "Checkpointer": "tenuto.training.checkpointer",
     "TenutoError": "tenuto.errors",
-    "Mirror": "tenuto.repo.replicated.config",
+    "Mirror": "tenuto.repo.replicated.places",
     "Opened": "tenuto.api.open",
-    "PerNode": "tenuto.repo.replicated.config",
+    "PerNode": "tenuto.repo.replicated.places",
     "Preempted": "tenuto.training.preemption",
     "RankTimings": "tenuto.model.timing",
     "Repository": "tenuto.api.repository",

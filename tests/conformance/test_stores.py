@@ -298,7 +298,7 @@ class PackSuite(Putting, Reading):
             place.delete([store._pack(name)])
 
     def nothing_is_left(self, store: Store) -> bool:
-        return not any([*place.walk(""), *place.leftovers("")] for place in self.places(store))
+        return not any(list(place.walk("", leftovers=True)) for place in self.places(store))
 
 
 class TestPacksInPlaces(PackSuite):

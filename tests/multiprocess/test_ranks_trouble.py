@@ -27,6 +27,7 @@ from tenuto.events import Committed, SaveFailedEvent
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import every, on
 from tenuto.repo.repository import Repo
+from tenuto.store.contract import leftovers_of
 from tenuto.store.registry import open_store
 
 PATIENCE_S = 60.0
@@ -121,7 +122,7 @@ def test_what_fails_on_one_rank_fails_that_save_on_all_and_no_other(
     repo, failed = Repo.open(open_store(plan.where)), CheckpointId("main", 1, 6)
     left = {entry.name.removeprefix(f"{failed.directory}/") for entry in repo.store.walk(failed.directory)}
     assert left <= {"begin.json", "manifest.json"}, left  # what says that it was begun, and that it is closed
-    assert [entry.name for entry in repo.store.leftovers("")] == []
+    assert [entry.name for entry in leftovers_of(repo.store, "")] == []
 
 
 def test_a_step_that_raises_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:

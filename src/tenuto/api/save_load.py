@@ -27,7 +27,7 @@ from tenuto.ranks.contract import TIMEOUT_S, Ranks
 from tenuto.ranks.detection import Solo, find_ranks
 from tenuto.ranks.kv.torch_store import initialised
 from tenuto.repo.lineage import latest, resolve
-from tenuto.repo.replicated.access import report_to
+from tenuto.repo.replicated.places import report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened, Prepared
 from tenuto.state.restore.match import match_state

@@ -69,7 +69,7 @@ class SaveDirectory:
         listed.update(entry.name for entry in (self.manifest.tables if self.manifest else ()))
         for entry in self.entries:
             file = entry.name[len(self.id.directory) + 1 :]
-            if file in listed or is_note(file):
+            if file in listed or object_names.is_note(file):
                 yield entry
 
     def unlisted(self) -> list[str]:
@@ -127,9 +127,8 @@ def take_census(repo: Repo) -> Census:
 
 
 def everything(repo: Repo, below: Callable[[str], Iterable[Entry]], unlisted: list[str]) -> list[Entry]:
-    """All that `below` (the store's `walk` or `leftovers`) finds. Somebody else's directory that may not be listed,
-    such as a disk's lost+found, hides nothing of Tenuto: it is added to `unlisted`, and what else lies at its side,
-    outside any directory, is passed over."""
+    """Returns all that `below` (the store's `walk`, or `leftovers_of` it) finds. A foreign directory that may not be
+    listed, such as a disk's lost+found, is added to `unlisted`; foreign objects beside it are ignored then."""
     try:
         return list(below(""))
     except StoreDenied:
@@ -159,11 +158,6 @@ def look_at(repo: Repo, id: CheckpointId) -> SaveDirectory:
 def mark_directory(id: CheckpointId) -> str:
     """Where gc's first visit leaves its mark."""
     return f"{MARKS}/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"
-
-
-def is_note(file: str) -> bool:
-    directory, _, number = file.partition("/")
-    return directory == "notes" and object_names.parse_numbered(number) is not None
 
 
 def place(census: Census, entry: Entry) -> bool:

@@ -8,26 +8,37 @@ name for an aborted mark, so that neither a late commit nor an undelete can come
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from tenuto.crashpoints import crashpoint
-from tenuto.errors import CorruptionError, TenutoError
-from tenuto.maintenance.census import Census, SaveDirectory, everything, is_note, look_at, place, take_census
-from tenuto.maintenance.gc_marks import age_s, probe, put_mark, standing_marks, take_back_marks
+from tenuto.errors import CorruptionError, ObjectNotFound, TenutoError
+from tenuto.maintenance.census import (
+    MARKS,
+    Census,
+    SaveDirectory,
+    everything,
+    look_at,
+    mark_directory,
+    place,
+    take_census,
+)
 from tenuto.maintenance.replica_tidy import ForgottenSave, free_forgotten, unknown
-from tenuto.maintenance.undelete import GRACE_S
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
-from tenuto.repo.format import object_names
+from tenuto.repo.format import object_names, objects
 from tenuto.repo.ownership.lease import read_last
 from tenuto.repo.ownership.owner_watch import Finished, finished_runs, may_still_save
 from tenuto.repo.refs import list_refs
-from tenuto.repo.repository import Repo
+from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.tombstones import dead_tombstones, put_tombstone, stands, take_back
 from tenuto.repo.unfinished import abort, free
-from tenuto.store.contract import Entry
-from tenuto.store.names import TEMPORARY
+from tenuto.store.contract import TEMPORARY, Entry, leftovers_of
+
+GRACE_S = 24 * 3600.0
+"""Between the visits, unless the caller says otherwise."""
 
 # --------------------------------------------------------------------------------------------------
 # Deletes what a save has left that nothing reaches: only names that it listed itself, and `begin.json` last;
@@ -66,7 +77,7 @@ def listed_names(repo: Repo, save: SaveDirectory) -> set[str]:
     """Full names of everything that the save may have put: what it listed, what lists it, and its notes."""
     files = {*listed(repo, save), object_names.BEGIN, object_names.MANIFEST}
     prefix = len(save.id.directory) + 1
-    notes = {entry.name for entry in save.entries if is_note(entry.name[prefix:])}
+    notes = {entry.name for entry in save.entries if object_names.is_note(entry.name[prefix:])}
     return notes | {f"{save.id.directory}/{file}" for file in files}
 
 
@@ -293,7 +304,7 @@ def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[t
         if save.state == "committed" and not save.tombstones:
             yield from ((e.name, "a copy of a manifest that is in its place") for e in save.trash if old(e))
     yield from ((entry.name, "left by a gc that died") for entry in census.probes if old(entry))
-    for entry in everything(repo, repo.store.leftovers, []):
+    for entry in everything(repo, partial(leftovers_of, repo.store), []):
         if _was_ours(repo, census, entry) and old(entry):
             yield entry.name, "left over from an unfinished put"
     closed_below = {run: _closing_attempt(repo, run) for run in {run for run, _ in census.attempts}}
@@ -324,3 +335,66 @@ def _closing_attempt(repo: Repo, run: str) -> int:
         if beat is not None and beat.closed:
             return number
     return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Marks, which the first visit puts. They lie apart from the tombstones of removals: those end within seconds and hold
+# up whoever comes to depend on the checkpoint; a mark waits for days, and is void as soon as its subject has changed.
+
+
+@contextmanager
+def probe(repo: Repo) -> Iterator[str]:
+    """The name of an object put just now: what its store calls now. It is deleted again."""
+    token = secrets.token_hex(16)
+    name = f"{MARKS}/probe-{token}.json"
+    objects.put(repo.store, name, objects.encode("probe", name, {"id": token}), token=token)
+    try:
+        yield name
+    finally:
+        repo.store.delete([name])
+
+
+def store_now(repo: Repo) -> int:
+    """The store's clock, in ns."""
+    with probe(repo) as name:
+        return repo.store.stat(name).modified_ns
+
+
+def age_s(repo: Repo, entry: Entry, now_ns: int) -> float:
+    """Seconds since the object was put, by the store's clock; 0 if it vanished."""
+    try:
+        return (now_ns - repo.store.stat(entry.name).modified_ns) / 1e9
+    except ObjectNotFound:
+        return 0.0
+
+
+def put_mark(repo: Repo, save: SaveDirectory) -> None:
+    token = secrets.token_hex(16)
+    name = f"{mark_directory(save.id)}/{token}.json"
+    body = {"created": now_text(), "id": token, "repository": repo.id, "subject": _subject(save)}
+    objects.put(repo.store, name, objects.encode("mark", name, body), token=token)
+
+
+def standing_marks(repo: Repo, save: SaveDirectory) -> list[Entry]:
+    """The marks that speak of the save as it is now. One put before a removal that was taken back and repeated does
+    not count: else the second removal had no grace."""
+    return [entry for entry in save.marks if _speaks_of(repo, entry, save)]
+
+
+def take_back_marks(repo: Repo, marks: Iterable[Entry]) -> None:
+    repo.store.delete([entry.name for entry in marks])
+
+
+def _speaks_of(repo: Repo, entry: Entry, save: SaveDirectory) -> bool:
+    try:
+        found = objects.decode("mark", entry.name, repo.store.get(entry.name, limit=objects.SMALL))
+        return found.text("subject") == _subject(save)
+    except (ObjectNotFound, CorruptionError):
+        return False
+
+
+def _subject(save: SaveDirectory) -> str:
+    """What is marked: a removed checkpoint by its removals (each has a trash copy of its own), a save by its id."""
+    if save.state == "removed":
+        return "removed " + " ".join(sorted(entry.name.rpartition("/")[2] for entry in save.trash))
+    return f"unfinished {save.save_id}"

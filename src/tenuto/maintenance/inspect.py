@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,219 +27,28 @@ from tenuto.errors import (
     TenutoError,
     typed,
 )
-from tenuto.maintenance.census import AttemptDirectory, SaveDirectory, is_note
+from tenuto.maintenance.findings import Finding, numbered_findings
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import dtype
-from tenuto.model.records import AttemptRecord, Index, Json, Manifest
+from tenuto.model.records import Index, Manifest
 from tenuto.repo.format import object_names, objects
-from tenuto.repo.format.content_digest import content_digest, joint_digest, rank_digest
+from tenuto.repo.format.manifest import content_digest, joint_digest, rank_digest
 from tenuto.repo.format.safetensors import Header, parse_header
 from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
-from tenuto.repo.format.small_records import decode_attempt, decode_begin, decode_lease
+from tenuto.repo.format.small_records import decode_attempt, decode_begin
 from tenuto.repo.notes import notes
 from tenuto.repo.refs import numbers
-from tenuto.repo.replicated.access import copies_of, describe_missing_pack, unreachable
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.replicated.places import all_places, copies_of, describe_missing_pack, unreachable
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coverage import check_coverage
 from tenuto.state.tree import leaf_paths
-from tenuto.store.contract import Entry, Store
+from tenuto.store.contract import Store
 from tenuto.units import count
 
 # --------------------------------------------------------------------------------------------------
 # What a verification says: one finding for each thing that is not as it was saved, or that is worth a look.
-
-Severity = Literal["error", "info"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """`error`: an object of Tenuto is damaged or missing. `info`: unusual, and no harm: shown, never touched."""
-
-    id: CheckpointId | None
-    severity: Severity
-    message: str
-    leaf: str | None = None
-    """Path of the first leaf concerned."""
-    object: str | None = None
-    offset: int | None = None
-    """Bytes from the object's first byte."""
-    harms_restore: bool = True
-    """Whether the state cannot be restored bit for bit because of it (errors only)."""
-    unseen: int = 0
-    """How many packs it speaks of that were not looked at: they may lie on a node that is not found from here."""
-
-    def __str__(self) -> str:
-        where = [part for part in (str(self.id) if self.id else "", self.leaf or "") if part]
-        place = self.object or ""
-        if self.offset is not None:
-            place += f" at byte {self.offset}"
-        head = ", ".join([*where, *([place] if place else [])])
-        return f"{self.severity}: {head}: {self.message}" if head else f"{self.severity}: {self.message}"
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What was found. `bytes_read` counts the bytes of packs and indexes; `every_byte` says whether packs were read."""
-
-    findings: tuple[Finding, ...]
-    checked: tuple[CheckpointId, ...]
-    bytes_read: int
-    objects: int
-    every_byte: bool
-    seconds: float = 0.0
-    unnoted: StoreError | None = None
-    """Why a note could not be put; what came after it was read, and has none."""
-
-    @property
-    def errors(self) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.severity == "error")
-
-    @property
-    def ok(self) -> bool:
-        return not self.errors
-
-    @property
-    def unseen(self) -> int:
-        """How many packs were not looked at."""
-        return sum(finding.unseen for finding in self.findings)
-
-    def of(self, id: CheckpointId) -> tuple[Finding, ...]:
-        return tuple(finding for finding in self.findings if finding.id == id)
-
-    def damaged(self) -> tuple[CheckpointId, ...]:
-        """The checkpoints that cannot be restored bit for bit."""
-        return tuple(
-            sorted({finding.id for finding in self.errors if finding.id is not None and finding.harms_restore})
-        )
-
-
-# --------------------------------------------------------------------------------------------------
-# What verify says of attempts and their leases, and what these say of manifests that are gone.
-
-
-@dataclass(slots=True)
-class LostManifests:
-    """Tells a checkpoint that has lost its manifest from a save that never had one, by what else speaks of it."""
-
-    named: dict[CheckpointId, str] = field(default_factory=dict)
-    """Checkpoints that attempts go on from, or refs name, and which of them does."""
-    closed_below: dict[str, int] = field(default_factory=dict)
-    """Run to the highest attempt whose lease says that no unfinished save is left below it."""
-
-    def evidence(self, save: SaveDirectory) -> str:
-        """Why this save, which has a begin.json and no manifest, must have had one; empty if nothing tells."""
-        if save.tombstones:
-            return ""  # a removal that was cut short: the next claim ends it
-        prefix = len(save.id.directory) + 1
-        if any(is_note(entry.name[prefix:]) for entry in save.entries):
-            return "notes were added to it"
-        if save.id in self.named:
-            return self.named[save.id]
-        complete = save.begin is not None and all(save.has(file) for file in save.begin.names)
-        if complete and save.id.attempt < self.closed_below.get(save.id.run, 0):
-            return "all else of it is there, and a later attempt has closed every unfinished save"
-        return ""
-
-
-def attempt_findings(
-    repo: Repo, found: AttemptDirectory, copies: set[tuple[str, int]], lost: LostManifests
-) -> Iterator[Finding]:
-    """Its record and its lease. A copied directory is added to `copies`."""
-    name = object_names.attempt_name(found.run, found.number)
-    data = _get(repo, name)
-    record: AttemptRecord | None = None
-    try:
-        record = decode_attempt(data, found.run, found.number) if data is not None else None
-    except CorruptionError as error:
-        if objects.is_copy(name, data or b""):
-            copies.add((found.run, found.number))
-            message = f"a copied directory, never chosen, kept or deleted: {error.message}"
-            yield Finding(None, "info", message, object=name)
-        else:
-            yield _error(name, error.message)
-    if record is not None:
-        if record.repository not in ("", repo.id):
-            yield _error(name, f"belongs to another repository than {object_names.REPOSITORY} says")
-        if record.parent is not None:
-            lost.named[record.parent] = f"attempt {found.number} of run {found.run} goes on from it"
-    for beat in found.leases:
-        yield from _beat(repo, found, beat, record, lost)
-
-
-def _beat(
-    repo: Repo, found: AttemptDirectory, beat: Entry, record: AttemptRecord | None, lost: LostManifests
-) -> Iterator[Finding]:
-    data = _get(repo, beat.name)
-    if data is None:
-        return
-    try:
-        number = object_names.parse_numbered(beat.name.rpartition("/")[2]) or 0
-        lease = decode_lease(data, found.run, found.number, number)
-    except CorruptionError as error:
-        copied: Severity = "info" if record is None and objects.is_copy(beat.name, data) else "error"
-        yield Finding(None, copied, error.message, object=beat.name, harms_restore=False)
-        return
-    if record is not None and (lease.id, lease.parent) != (record.id, record.parent):
-        yield _error(beat.name, f"was not written by the owner of {object_names.attempt_name(found.run, found.number)}")
-    elif lease.closed:
-        lost.closed_below[found.run] = max(found.number, lost.closed_below.get(found.run, 0))
-
-
-def _error(name: str, message: str) -> Finding:
-    return Finding(None, "error", message, object=name, harms_restore=False)
-
-
-def _get(repo: Repo, name: str) -> bytes | None:
-    try:
-        return repo.store.get(name, limit=objects.SMALL)
-    except ObjectNotFound:
-        return None
-
-
-# --------------------------------------------------------------------------------------------------
-# Rows of numbered objects (notes, versions of a ref): what is damaged, was put there from elsewhere, or is gone.
-
-
-@dataclass(frozen=True, slots=True)
-class Oddity:
-    """Something about one object of a row."""
-
-    name: str
-    severity: Severity
-    message: str
-
-
-def row_oddities(repo: Repo, directory: str, numbers: Sequence[int]) -> Iterator[Oddity]:
-    """What is wrong with `<directory>/<n>.json` for these numbers. None is ever removed by itself: a gap is a loss."""
-    read: dict[int, dict[str, Json]] = {}
-    for number in sorted(numbers):
-        name = object_names.numbered(directory, number)
-        try:
-            read[number] = canonical_json.open_seal(repo.store.get(name, limit=objects.SMALL), name=name)
-        except ObjectNotFound:
-            continue
-        except CorruptionError as error:
-            yield Oddity(name, "error", error.message)
-    own = {number for number, found in read.items() if found.get("path") == object_names.numbered(directory, number)}
-    for number, found in read.items():
-        name = object_names.numbered(directory, number)
-        if number not in own:
-            # Where nothing is in its place a person has copied the row; beside objects that are, one was replaced.
-            yield Oddity(name, "error" if own else "info", f"a copy of {str(found.get('path'))[:300]!r}")
-        elif is_strange(repo, found):
-            yield Oddity(name, "error", "belongs to another repository")
-    if own:
-        for number in sorted(set(range(1, max(own))) - set(numbers)):
-            yield Oddity(object_names.numbered(directory, number), "error", "is missing, although a later one is there")
-
-
-def is_strange(repo: Repo, found: dict[str, Json]) -> bool:
-    """Whether an object says that it was written for another repository. Those of earlier versions do not say."""
-    return bool(found.get("repository", repo.id) != repo.id)
-
 
 # --------------------------------------------------------------------------------------------------
 # Reads every byte of a checkpoint's packs and compares each chunk with its digest, several pieces at once.
@@ -398,8 +207,8 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
 def _check_copies(repo: Repo, found: Inspection, manifest: Manifest) -> None:
     """What other places have of the manifest, and of what says where leaves lie: byte for byte what it has to be. A
     node's own place has the indexes of its own ranks; a mirror all."""
-    places = repo.store
-    if not isinstance(places, ReplicatedStore):
+    others = all_places(repo.store)[1:]
+    if not others:
         return
     wanted = [(f"{found.id.directory}/{entry.name}", entry.length, entry.digest) for entry in manifest.tables]
     try:
@@ -407,7 +216,7 @@ def _check_copies(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         wanted.append((found.id.manifest, len(data), digest(data)))
     except (CheckpointNotFound, *UNREADABLE):
         pass  # of one that was removed; what is damaged has been told
-    for store in places.others:
+    for store in others:
         for name, length, expected in wanted:
             try:
                 if digest(store.get(name, limit=length)) == expected:
@@ -650,8 +459,7 @@ def _read_small(repo: Repo, found: Inspection, name: str, decode: Callable[[byte
 def _check_notes(repo: Repo, found: Inspection) -> None:
     directory = object_names.notes_directory(found.id)
     there = numbers(repo, directory)
-    for odd in row_oddities(repo, directory, there):
-        found.findings.append(Finding(found.id, odd.severity, odd.message, object=odd.name, harms_restore=False))
+    found.findings += numbered_findings(repo, directory, there, found.id)
     try:
         found.objects += len(notes(repo, found.id, report=_reported_already))
     except StoreError as error:

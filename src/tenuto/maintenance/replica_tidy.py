@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError
-from tenuto.maintenance.census import is_note, is_run
+from tenuto.maintenance.census import is_run
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.format.small_records import decode_attempt
 from tenuto.repo.replicated.members import node_of
+from tenuto.repo.replicated.places import all_places, places_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Store
-from tenuto.store.names import TEMPORARY
+from tenuto.store.contract import TEMPORARY, Store, is_leftover
 
 SET_BACK: Final = "it is left alone. Was the home set back?"
 
@@ -38,8 +38,8 @@ def tidy_replicas(repo: Repo, newest: CheckpointId) -> int:
     """Looks through the run of `newest`, which has just been committed, in every place that this process puts packs
     into; how many saves were freed there. What goes wrong with one save, or in one place, is told, and keeps nothing
     else from being looked at."""
-    places, freed = repo.store, 0
-    if isinstance(places, ReplicatedStore):
+    places, freed = places_of(repo.store), 0
+    if places is not None:
         for place in places.members:
             try:
                 ids = [id for id in _saves(place, newest.run) if id <= newest]  # others are perhaps under way
@@ -70,8 +70,8 @@ def _tidied(places: ReplicatedStore, place: Store, id: CheckpointId, run: str) -
 def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[CheckpointId, str]]]:
     """What the places that are found here hold of saves that the home does not know: those that it has let go of, and
     those that it ought to know, each with what is to be said of it."""
-    places, gone, ahead = repo.store, [], []
-    if not isinstance(places, ReplicatedStore) or places.of:
+    places, gone, ahead = places_of(repo.store), [], []
+    if places is None or places.of:
         return (), []
     for place in places.others:
         for key in filter(is_run, place.children(object_names.RUNS).directories):
@@ -88,8 +88,8 @@ def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[Checkpoin
 
 def free_forgotten(repo: Repo, found: ForgottenSave) -> bool:
     """Frees it, unless the home has come to know it. Whether it did."""
-    places = repo.store
-    assert isinstance(places, ReplicatedStore), "found there"
+    places = places_of(repo.store)
+    assert places is not None, "found there"
     place = next(store for store in places.others if store.url == found.place)
     if _is_known(places.home, found.id) or _is_ahead(places, place, found.id):
         return False
@@ -99,10 +99,8 @@ def free_forgotten(repo: Repo, found: ForgottenSave) -> bool:
 
 def targets(repo: Repo) -> list[Store]:
     """The places that are to hold every pack: the home, and those that are no node's own."""
-    places = repo.store
-    if not isinstance(places, ReplicatedStore):
-        return [repo.store]
-    return [places.home, *(store for store in places.others if not node_of(store))]
+    home, *others = all_places(repo.store)
+    return [home, *(store for store in others if not node_of(store))]
 
 
 def _saves(place: Store, run: str) -> Iterator[CheckpointId]:
@@ -130,8 +128,9 @@ def _follow(places: ReplicatedStore, place: Store, id: CheckpointId) -> None:
 def _free(place: Store, id: CheckpointId) -> bool:
     """Whether there was a pack of it."""
     prefix = len(id.directory) + 1
-    own = [entry.name for entry in place.walk(id.directory) if _is_own(entry.name[prefix:])]
-    left = [entry.name for entry in place.leftovers(id.directory) if _is_ours(_final(entry.name)[prefix:])]
+    found = [entry.name for entry in place.walk(id.directory, leftovers=True)]
+    own = [name for name in found if _is_own(name[prefix:])]
+    left = [name for name in found if is_leftover(name) and _is_ours(name.partition(TEMPORARY)[0][prefix:])]
     place.delete([id.manifest])
     place.delete([*own, *left])
     place.delete([object_names.begin_name(id)])
@@ -205,8 +204,4 @@ def _is_ours(file: str) -> bool:
 
 
 def _is_own(file: str) -> bool:
-    return object_names.is_part(file) or is_note(file)
-
-
-def _final(name: str) -> str:
-    return name.partition(TEMPORARY)[0]
+    return object_names.is_part(file) or object_names.is_note(file)

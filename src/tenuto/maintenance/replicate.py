@@ -17,9 +17,8 @@ from tenuto.maintenance.replica_tidy import targets
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.repo.format import object_names
-from tenuto.repo.replicated.access import copies_of, unreachable
+from tenuto.repo.replicated.places import copies_of, places_of, unreachable
 from tenuto.repo.replicated.replica import UnreachableReplica, exists
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
 
@@ -136,7 +135,7 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
 
 
 def _bring(repo: Repo, target: Store, names: Sequence[str]) -> None:
-    places = repo.store
-    if isinstance(places, ReplicatedStore) and target is not places.home:
+    places = places_of(repo.store)
+    if places is not None and target is not places.home:
         for name in names:
             places.replica(target).copy_from_home(name)

@@ -28,7 +28,7 @@ from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import CLAIMS, Attempt, claim_for_maintenance
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import Tombstone, put_tombstone, stands, take_back
-from tenuto.store.names import TEMPORARY
+from tenuto.repo.unfinished import notes_and_leftovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +247,11 @@ def _free(repo: Repo, id: CheckpointId, files: list[str]) -> None:
     crashpoint("manifest removed, packs still there")
     # Listed now: whoever adds a note looks for the manifest afterwards, and withdraws the note if that is gone. What
     # was noted before the manifest's removal is found here.
-    notes = object_names.notes_directory(id)
-    noted = [f"{notes}/{file}" for file in repo.store.children(notes).objects if object_names.parse_numbered(file)]
     own = [f"{id.directory}/{file}" for file in files]
-    temporary_of = {*own, *noted, id.manifest, object_names.begin_name(id)}
-    leftovers = [e.name for e in repo.store.leftovers(id.directory) if e.name.partition(TEMPORARY)[0] in temporary_of]
+    notes, leftovers = notes_and_leftovers(repo, id, own)
     repo.store.delete([*own, *leftovers])
     crashpoint("packs removed, notes still there")
-    repo.store.delete(noted)
+    repo.store.delete(notes)
     repo.store.delete([object_names.begin_name(id)])
 
 

@@ -21,7 +21,7 @@ from tenuto.errors import (
     typed,
 )
 from tenuto.maintenance.census import SaveDirectory, look_at
-from tenuto.maintenance.gc_marks import age_s, probe, standing_marks, store_now
+from tenuto.maintenance.gc import GRACE_S, age_s, probe, standing_marks, store_now
 from tenuto.maintenance.inspect import inspect, scan
 from tenuto.maintenance.remove import remove
 from tenuto.model.ids import CheckpointId
@@ -31,7 +31,6 @@ from tenuto.repo.ownership.owner_watch import finished_runs
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import dead_tombstones, is_tombstoned, take_back
 
-GRACE_S = 24 * 3600.0
 MARGIN_S = 3600.0
 """Undelete keeps away from gc by this much: bringing a checkpoint back takes time."""
 

@@ -22,7 +22,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest, Receipt
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
-from tenuto.repo.replicated.access import home_of
+from tenuto.repo.replicated.places import home_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
 
@@ -345,11 +345,8 @@ class _ListedStore:
     def stat(self, name: str) -> Stat:
         return self._store.stat(name)
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        return self._store.walk(prefix)
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        return self._store.leftovers(prefix)
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        return self._store.walk(prefix, leftovers=leftovers)
 
     def settle(self, name: str) -> None:
         self._store.settle(name)

@@ -26,13 +26,12 @@ from tenuto.model.ids import CheckpointId, parse_attempt, parse_step, run_key
 from tenuto.model.records import AttemptRecord, Index, IndexEntry, Json, Manifest, PackEntry
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
-from tenuto.repo.format.manifest import MAX_ABORTED, MAX_CHUNK, MAX_MANIFEST, Aborted, decode_manifest
+from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.format.object_names import REPOSITORY
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
 from tenuto.repo.format.small_records import decode_attempt
-from tenuto.repo.replicated.access import mark_damaged
 from tenuto.repo.replicated.members import join, known, one_of_many
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.replicated.places import mark_damaged, places_of
 from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import Bytes, Store, is_unreadable
 from tenuto.version import __version__
@@ -125,8 +124,9 @@ class Repo:
         except ObjectNotFound:
             data, created = cls._create(store, chunk_bytes)
         repo = cls._read(store, data)
-        if isinstance(repo.store, ReplicatedStore) and repo.store.of:
-            raise one_of_many(store.url, repo.store.of)
+        places = places_of(repo.store)
+        if places is not None and places.of:
+            raise one_of_many(store.url, places.of)
         if not created:
             # Another process may have made it a moment ago: what is put from now on relies on it.
             store.settle(object_names.REPOSITORY)
@@ -136,7 +136,7 @@ class Repo:
     @classmethod
     def _create(cls, store: Store, chunk_bytes: int) -> tuple[bytes, bool]:
         """Returns the content of the repository's first object and whether this call put it."""
-        if not 1 <= chunk_bytes <= MAX_CHUNK:
+        if not 1 <= chunk_bytes <= objects.MAX_CHUNK:
             raise UsageError(f"a chunk cannot have {chunk_bytes} bytes")
         if not store.probe().commits:
             raise RepositoryError(
@@ -172,7 +172,7 @@ class Repo:
         if names != {"chunk": DIGEST_NAME, "content": "sha-256", "object": DIGEST_NAME}:
             raise found.refuse("uses digests that this version does not know")
         id = found.hex("id", 32)
-        return cls(known(store, id), id, found.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK))
+        return cls(known(store, id), id, found.whole("chunk_bytes", minimum=1, maximum=objects.MAX_CHUNK))
 
     def runs(self) -> list[str]:
         """The runs that have an attempt, by directory name, sorted. Foreign directories are passed over."""

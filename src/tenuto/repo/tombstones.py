@@ -51,9 +51,12 @@ def put_tombstone(repo: Repo, id: CheckpointId, *, reason: str, attempt: int = 0
 
 
 def stands(repo: Repo, stone: Tombstone) -> bool:
-    """Whether the tombstone is still there; a remover asks right before it deletes anything."""
-    directory, _, file = stone.name.rpartition("/")
-    return file in repo.store.children(directory).objects
+    """Returns whether the tombstone is still there; a remover asks right before it deletes anything."""
+    try:
+        repo.store.stat(stone.name)
+    except ObjectNotFound:
+        return False
+    return True
 
 
 def is_tombstoned(repo: Repo, id: CheckpointId) -> bool:

@@ -16,8 +16,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, Aborted, encode_aborted
 from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import is_unreadable
-from tenuto.store.names import TEMPORARY
+from tenuto.store.contract import TEMPORARY, is_leftover, is_unreadable
 
 Report = Callable[[str], None]
 
@@ -61,18 +60,22 @@ def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin:
         files.update(decode_begin(repo.store.get(begun, limit=objects.SMALL), id).names)
     except ObjectNotFound:
         pass  # freed before, or never begun: what the caller knows is all there is
-    wanted = {f"{id.directory}/{file}" for file in files}
-    temporary_of = wanted | {begun, id.manifest}
-    leftovers = [e.name for e in repo.store.leftovers(id.directory) if e.name.partition(TEMPORARY)[0] in temporary_of]
+    wanted = sorted(f"{id.directory}/{file}" for file in files)
     # Only a checkpoint that once existed has notes: its removal was cut short.
-    directory = object_names.notes_directory(id)
-    notes = [
-        f"{directory}/{file}" for file in repo.store.children(directory).objects if object_names.parse_numbered(file)
-    ]
-    repo.store.delete([*sorted(wanted), *leftovers, *notes])
+    notes, leftovers = notes_and_leftovers(repo, id, wanted)
+    repo.store.delete([*wanted, *leftovers, *notes])
     if not keep_begin:
         repo.store.delete([begun])
     return True
+
+
+def notes_and_leftovers(repo: Repo, id: CheckpointId, own: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Lists a save's directory. Returns the names of its notes, and those of the temporaries of its objects, which are
+    `own`, the notes, `begin.json` and the manifest."""
+    found = [entry.name for entry in repo.store.walk(id.directory, leftovers=True)]
+    notes = [name for name in found if object_names.is_note(name[len(id.directory) + 1 :])]
+    final = {*own, *notes, id.manifest, object_names.begin_name(id)}
+    return notes, [name for name in found if is_leftover(name) and name.partition(TEMPORARY)[0] in final]
 
 
 def close_unfinished(repo: Repo, run: str, attempt: int, *, by: str, owner_dead: bool, report: Report) -> None:

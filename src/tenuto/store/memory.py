@@ -10,8 +10,18 @@ from typing import Final
 
 from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
 from tenuto.model.records import Receipt
-from tenuto.store.contract import Capabilities, Content, Entry, Listing, Stat
-from tenuto.store.names import check_name, check_new_name, check_prefix, check_token, is_leftover
+from tenuto.store.contract import (
+    Capabilities,
+    Content,
+    Entry,
+    Listing,
+    Stat,
+    check_name,
+    check_new_name,
+    check_prefix,
+    check_token,
+    is_leftover,
+)
 
 _TICK_NS: Final = 1_000_000
 
@@ -108,11 +118,8 @@ class MemoryStore:
                 objects.append(segment)
         return Listing(tuple(sorted(directories)), tuple(objects))
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        return (entry for entry in self._below(prefix) if not is_leftover(entry.name))
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        return (entry for entry in self._below(prefix) if is_leftover(entry.name))
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        return (entry for entry in self._below(prefix) if leftovers or not is_leftover(entry.name))
 
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:
         checked = [check_name(name) for name in names]

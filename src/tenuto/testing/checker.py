@@ -30,8 +30,7 @@ from tenuto.repo.format.manifest import decode_manifest
 from tenuto.repo.format.object_names import trash_directory
 from tenuto.repo.lineage import latest
 from tenuto.repo.replicated import members
-from tenuto.repo.replicated.access import report_to
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.replicated.places import all_places, report_to
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
 from tenuto.store.local.store import LocalStore
@@ -54,8 +53,7 @@ class Checker:
 
     def check_checkpoint(self, disk: SimulatedDisk, repo: Repo, id: CheckpointId, saved: Saved) -> list[str]:
         """Checks a checkpoint like `check_checkpoint`."""
-        places = [repo.store.home, *repo.store.others] if isinstance(repo.store, ReplicatedStore) else [repo.store]
-        key = (id, *((place.url, *_files(disk, f"{place.url}/{id.directory}")) for place in places))
+        key = (id, *((place.url, *_files(disk, f"{place.url}/{id.directory}")) for place in all_places(repo.store)))
         if key not in self._known:
             self._known[key] = list(check_checkpoint(repo, id, saved))
         return self._known[key]

@@ -18,7 +18,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
 from tenuto.repo.catalog import Catalog
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
 
 
@@ -38,7 +38,7 @@ class RetentionWorker:
         nothing to do."""
         self.keep = keep
         self._retains = group.coordinates
-        self._spread = isinstance(repo.store, ReplicatedStore)
+        self._spread = places_of(repo.store) is not None
         self._leads = self._spread and group.leads
         self._repo = repo
         self._catalog = Catalog()

@@ -32,7 +32,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy, split_by_agreement
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.replicated.access import report_to
+from tenuto.repo.replicated.places import report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate

@@ -18,7 +18,7 @@ from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import AttemptRecord, Index, Manifest, PackEntry
 from tenuto.repo.commit import begin, commit, put_index
 from tenuto.repo.format import object_names, objects
-from tenuto.repo.format.content_digest import content_digest
+from tenuto.repo.format.manifest import content_digest
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.ownership.lease import Lease

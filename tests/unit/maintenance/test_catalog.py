@@ -29,7 +29,7 @@ from tenuto.store.contract import Entry
 from tenuto.training.retention_worker import RetentionWorker
 
 READS = ("get", "open")
-LISTINGS = ("children", "walk", "leftovers")
+LISTINGS = ("children", "walk")
 TOMBSTONES_PUT = "tombstone put, manifest still there"
 
 
@@ -48,7 +48,7 @@ class Counting:
         def call(target: str, **named: Any) -> Any:
             self.calls.append((name, target))
             result = found(target, **named)
-            return iter(list(result)) if name in ("walk", "leftovers") else result
+            return iter(list(result)) if name == "walk" else result
 
         return call
 
@@ -115,8 +115,8 @@ def test_a_steady_run_lists_and_reads_nothing(world: Any) -> None:
         if step > 32:
             counts = Counter(kind for kind, _ in store.calls)
             assert [call for call in store.calls if call[0] in READS] == []
-            # The refs and the run; of what goes, its tombstone, its notes and its temporaries.
-            assert (counts["walk"], counts["children"], counts["leftovers"]) == (2, 2, 1)
+            # The refs and the run; of what goes, its own directory, for notes and temporaries.
+            assert (counts["walk"], counts["children"]) == (3, 0)
     assert_whole(world.repo)
 
 
@@ -137,13 +137,13 @@ def test_what_earlier_processes_saved_is_read_once(train: Any) -> None:
 
 def test_a_run_of_many_objects_is_listed_without_those_of_packs(train: Any, monkeypatch: Any) -> None:
     training = train(keep.latest(4))
-    training.saves(6)
+    gone = training.saves(6)[2]
     monkeypatch.setattr("tenuto.repo.catalog.SCAN_OBJECTS", 1)
     assert SCAN_OBJECTS > 1
     training.save()
     training.store.calls.clear()
     assert training.retain() == [3]
-    assert not [call for call in training.store.calls if call[0] in ("walk", *READS)]
+    assert [call for call in training.store.calls if call[0] in ("walk", *READS)] == [("walk", gone.directory)]
     assert training.there == [4, 5, 6, 7]
 
 
@@ -280,10 +280,12 @@ def test_temporaries_and_late_notes_of_what_goes_go_with_it(train: Any) -> None:
 
 
 class Denying(Counting):
-    """A store with a directory below `runs` that may not be looked into, whatever is walked."""
+    """A store with a directory below `runs`, beside the saves, that may not be listed."""
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         self.calls.append(("walk", prefix))
+        if object_names.is_step(prefix):
+            return iter(self._inner.walk(prefix, leftovers=leftovers))
         raise StoreDenied("permission denied", subject=prefix)
 
 

@@ -32,7 +32,7 @@ class Interrupted:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._store, name)
-        if name not in ("put_if_absent", "get", "open", "stat", "children", "walk", "leftovers", "delete", "settle"):
+        if name not in ("put_if_absent", "get", "open", "stat", "children", "walk", "delete", "settle"):
             return found
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -40,7 +40,7 @@ class Interrupted:
             if self.count == self._at:
                 self._intrude()
             result = found(*arguments, **named)
-            return iter(list(result)) if name in ("walk", "leftovers") else result
+            return iter(list(result)) if name == "walk" else result
 
         return call
 

@@ -12,14 +12,14 @@ import pytest
 import tenuto
 from campaigns.broken_stores import StoreLayer
 from tenuto.errors import StoreDenied, TenutoError
-from tenuto.maintenance.inspect import Finding
+from tenuto.maintenance.findings import Finding
 from tenuto.maintenance.replica_tidy import tidy_replicas
 from tenuto.maintenance.verify import assert_whole, execute, plan_verify
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import Aborted, encode_aborted
 from tenuto.repo.notes import add_note
-from tenuto.repo.replicated.config import Mirror, PerNode
+from tenuto.repo.replicated.places import Mirror, PerNode
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free

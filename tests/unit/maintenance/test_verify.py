@@ -369,15 +369,14 @@ def test_a_removal_while_the_census_is_taken_is_no_damage(world, monkeypatch, en
 
 def _denied(store, monkeypatch, directory):
     """As where one directory may not be listed: nor may anything above it be walked."""
-    for name in ("walk", "leftovers"):
-        listed = getattr(store, name)
+    listed = store.walk
 
-        def refusing(prefix, listed=listed):
-            if prefix in ("", directory):
-                raise StoreDenied("permission denied", subject=directory)
-            return listed(prefix)
+    def refusing(prefix, *, leftovers=False):
+        if prefix in ("", directory):
+            raise StoreDenied("permission denied", subject=directory)
+        return listed(prefix, leftovers=leftovers)
 
-        monkeypatch.setattr(store, name, refusing)
+    monkeypatch.setattr(store, "walk", refusing)
 
 
 def test_a_directory_of_somebody_elses_that_may_not_be_listed_hides_nothing(world, monkeypatch):

@@ -19,7 +19,7 @@ from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import AttemptRecord, Index, Manifest, Owner, PackEntry, Receipt
 from tenuto.repo.commit import commit, put_index
 from tenuto.repo.format import object_names, objects
-from tenuto.repo.format.content_digest import content_digest
+from tenuto.repo.format.manifest import content_digest
 from tenuto.repo.format.small_records import Begin, encode_attempt, encode_begin
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes, Store

@@ -22,8 +22,7 @@ from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.commit import begin, commit
 from tenuto.repo.format import object_names
-from tenuto.repo.format.content_digest import content_digest, leaf_table
-from tenuto.repo.format.manifest import Aborted
+from tenuto.repo.format.manifest import Aborted, content_digest, leaf_table
 from tenuto.repo.notes import add_note, notes
 from tenuto.repo.ownership.claim import Attempt, claim
 from tenuto.repo.refs import clear_ref, list_refs, put_ref, read_ref

@@ -16,9 +16,8 @@ from campaigns.broken_stores import StoreLayer
 from tenuto.errors import CorruptionError, RepositoryError, StoreDenied, StoreError
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.format import object_names, objects
-from tenuto.repo.replicated.access import unreachable
-from tenuto.repo.replicated.config import Mirror, PerNode
 from tenuto.repo.replicated.members import Member, join, member_in
+from tenuto.repo.replicated.places import Mirror, PerNode, unreachable
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store

@@ -24,12 +24,11 @@ from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.notes import add_note, notes
 from tenuto.repo.refs import put_ref, read_ref
-from tenuto.repo.replicated.access import copies_of, describe_missing_pack, mark_damaged
-from tenuto.repo.replicated.config import Mirror, PerNode
+from tenuto.repo.replicated.places import Mirror, PerNode, copies_of, describe_missing_pack, mark_damaged
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Bytes, Content, Entry, Listing, Reader, Stat, Store
+from tenuto.store.contract import Bytes, Content, Entry, Listing, Reader, Stat, Store, leftovers_of
 from tenuto.store.memory import MemoryStore
 from tenuto.testing.store_suite.base import Failing, Interrupted, Refilled, patterned
 
@@ -86,13 +85,9 @@ class Place(StoreLayer):
         self._ask("children", prefix)
         return super().children(prefix)
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         self._ask("walk", prefix)
-        return super().walk(prefix)
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        self._ask("leftovers", prefix)
-        return super().leftovers(prefix)
+        return super().walk(prefix, leftovers=leftovers)
 
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:
         names = list(names)
@@ -745,17 +740,17 @@ def test_a_place_that_cannot_be_listed_hides_its_own_packs_alone(error: StoreErr
     some.put_by_itself(BEGIN, b"1", 0)
     some.put_by_itself(PACK, b"data", 1)
     some.put_by_itself(other, b"data", 2)
-    some.all[1].fail(error, "children", "walk", "leftovers")
+    some.all[1].fail(error, "children", "walk")
     assert some.places.children(ID.directory).objects == ("begin.json", "rank-00001.safetensors")
     assert [entry.name for entry in some.places.walk("")] == [BEGIN, other]
-    assert list(some.places.leftovers("")) == []
+    assert list(leftovers_of(some.places, "")) == []
     assert len(some.told) == 3 and all(some.all[1].url in one for one in some.told)
 
 
 def test_a_home_that_cannot_be_listed_is_an_error() -> None:
     some = Some(2)
-    some.home.fail(StoreDenied("not yours"), "children", "walk", "leftovers")
-    for listing in (some.places.children, some.places.walk, some.places.leftovers):
+    some.home.fail(StoreDenied("not yours"), "children", "walk")
+    for listing in (some.places.children, some.places.walk, lambda prefix: leftovers_of(some.places, prefix)):
         with pytest.raises(StoreDenied):
             list(listing("runs"))
 
@@ -765,8 +760,8 @@ def test_what_unfinished_puts_have_left_is_listed_of_all_places_and_deleted_from
     names = [f"{PACK}.tmp-a", f"{INDEX}.tmp-b", f"{BEGIN}.tmp-c"]
     for number, name in enumerate(names):
         some.put_by_itself(name, b"1", number)
-    assert [entry.name for entry in some.places.leftovers("")] == sorted(names)
-    some.places.delete([entry.name for entry in some.places.leftovers("")])
+    assert [entry.name for entry in leftovers_of(some.places, "")] == sorted(names)
+    some.places.delete([entry.name for entry in leftovers_of(some.places, "")])
     assert not any(place.objects for place in some.all)
 
 

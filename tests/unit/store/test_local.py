@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tenuto.errors import AlreadyExists, StoreError
-from tenuto.store.contract import Bytes, Capabilities
+from tenuto.store.contract import Bytes, Capabilities, leftovers_of
 from tenuto.store.local import store as local_store
 from tenuto.store.local.store import LocalStore
 
@@ -162,5 +162,5 @@ def test_nothing_below_a_file_or_an_unknown_prefix_is_listed_or_left_over(store)
     store.put_if_absent("runs/a/x", Bytes(b"12"), token="t0")
     with open(f"{store.root}/runs/a/y.tmp-t9", "wb") as file:
         file.write(b"123")
-    assert [(entry.name, entry.length) for entry in store.leftovers("runs")] == [("runs/a/y.tmp-t9", 3)]
-    assert list(store.leftovers("runs/a/x")) == list(store.walk("nowhere/at/all")) == []
+    assert [(entry.name, entry.length) for entry in leftovers_of(store, "runs")] == [("runs/a/y.tmp-t9", 3)]
+    assert list(leftovers_of(store, "runs/a/x")) == list(store.walk("nowhere/at/all")) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.errors import AlreadyExists, StoreError
-from tenuto.store.contract import Bytes
+from tenuto.store.contract import Bytes, leftovers_of
 from tenuto.store.local.store import LocalStore
 
 
@@ -222,7 +222,7 @@ def test_two_puts_of_one_name_with_one_token_do_not_share_a_file(store):
     with pytest.raises(AlreadyExists):
         store.put_if_absent("runs/a/x", Overtaken(), token="t0")
     assert store.get("runs/a/x", limit=99) == b"inner whole"
-    assert not list(store.leftovers(""))
+    assert not list(leftovers_of(store, ""))
 
 
 def test_a_large_put_of_a_taken_name_writes_nothing(store, faulty):

@@ -16,7 +16,7 @@ from tenuto.errors import (
     StoreUnavailable,
     StoreUnreliable,
 )
-from tenuto.store.contract import Bytes
+from tenuto.store.contract import Bytes, leftovers_of
 from tenuto.store.local.store import LocalStore
 from tenuto.store.wrappers.retry import Patience, RetryingStore
 
@@ -137,7 +137,7 @@ def test_what_goes_wrong_after_the_object_is_durable_is_no_failure(store, faulty
     faulty.fail("unlink", errno.EIO)
     faulty.fail("close", errno.EIO)
     assert store.put_if_absent(NAME, Bytes(b"1"), token="t0").length == 1
-    assert [entry.name for entry in store.leftovers("")] == ["runs/a/x.tmp-t0"]
+    assert [entry.name for entry in leftovers_of(store, "")] == ["runs/a/x.tmp-t0"]
 
 
 def test_an_error_of_the_content_passes_as_it_is(store):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tenuto.store.contract import Bytes
+from tenuto.store.contract import Bytes, leftovers_of
 from tenuto.store.local.store import LocalStore
 
 RACER = """
@@ -35,6 +35,7 @@ for number in range(names):
 KILLED = """
 import os, signal, sys
 from tenuto.store.local.store import LocalStore
+from tenuto.store.contract import leftovers_of
 
 class Deadly:
     length = 3 * 2**20
@@ -77,7 +78,7 @@ def test_processes_that_race_for_names_have_one_winner_each(tmp_path, racers):
     for number, winner in won.items():
         assert store.get(f"refs/tag/{number}/x", limit=10**5) == winner.encode() * 5000
     assert len(list(store.walk(""))) == names
-    assert not list(store.leftovers(""))
+    assert not list(leftovers_of(store, ""))
 
 
 def test_a_process_killed_while_it_puts_leaves_a_temporary_and_no_object(tmp_path):
@@ -85,6 +86,6 @@ def test_a_process_killed_while_it_puts_leaves_a_temporary_and_no_object(tmp_pat
     assert ended.returncode == -signal.SIGKILL
     store = LocalStore(tmp_path / "store")
     assert not list(store.walk(""))
-    assert [entry.name for entry in store.leftovers("")] == ["runs/a/x.tmp-t0"]
+    assert [entry.name for entry in leftovers_of(store, "")] == ["runs/a/x.tmp-t0"]
     assert store.put_if_absent("runs/a/x", Bytes(b"whole"), token="t0").length == 5
-    assert not list(store.leftovers(""))
+    assert not list(leftovers_of(store, ""))

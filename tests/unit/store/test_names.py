@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.errors import StoreError
-from tenuto.store.names import check_name, check_new_name, check_prefix, check_token, is_leftover
+from tenuto.store.contract import check_name, check_new_name, check_prefix, check_token, is_leftover
 
 
 @settings(max_examples=300, derandomize=True)

@@ -117,10 +117,9 @@ def show(
 
 def _packs_by_place(repo: Repo, manifest: Manifest, loaded: Contents) -> dict[str, int] | None:
     """Returns the number of packs in each place, with packs not found under an empty name; None for a single place."""
-    from tenuto.repo.replicated.access import copies_of
-    from tenuto.repo.replicated.replicated_store import ReplicatedStore
+    from tenuto.repo.replicated.places import copies_of, places_of
 
-    if not isinstance(repo.store, ReplicatedStore):
+    if places_of(repo.store) is None:
         return None
     found: Counter[str] = Counter()
     for pack in (pack for index in loaded.indexes for pack in index.packs):

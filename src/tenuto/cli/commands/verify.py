@@ -13,8 +13,8 @@ from tenuto.cli.console.targets import checkpoint, repository
 from tenuto.errors import UsageError, typed
 
 if TYPE_CHECKING:
-    from tenuto.maintenance.inspect import Finding, VerifyReport
-    from tenuto.maintenance.verify import VerifyPlan
+    from tenuto.maintenance.findings import Finding
+    from tenuto.maintenance.verify import VerifyPlan, VerifyReport
     from tenuto.model.ids import CheckpointId
     from tenuto.repo.repository import Repo
 

@@ -17,7 +17,7 @@ MAIN = "main"
 
 def repository(where: str) -> Repo:
     """Opens a repository for reading; creates nothing. NotARepository names the nearest one."""
-    from tenuto.repo.replicated.access import report_to
+    from tenuto.repo.replicated.places import report_to
     from tenuto.repo.repository import Repo
     from tenuto.store.registry import open_store
 

@@ -24,6 +24,7 @@ from tenuto.ranks.round import Round
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt, announced
 from tenuto.repo.replicated.members import join
+from tenuto.repo.replicated.places import places_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.sharding.holdings import rank_names
@@ -102,7 +103,8 @@ class JobGroup:
         Raises what the store raises; RanksMissing, RanksDisagree, RankFailed and RankStoreLost.
         """
         store = open_store(where)
-        declared = repr(store.declared) if isinstance(store, ReplicatedStore) else ""
+        places = places_of(store)
+        declared = "" if places is None else repr(places.declared)
         alike = {"run": run_key(run), "version": __version__, "writers": writers, "where": declared}
         alike = {"call": f"tenuto.{call}", **alike, **(facts or {})}
         agreement = Agreement.open(ranks, alike, timeout_s, session_settings(timeout_s))
@@ -147,7 +149,7 @@ class JobGroup:
         with self.agreement.round("place") as round:
             if self.coordinates:
                 repo = (Repo.create_or_open if create else Repo.open)(where)
-                self.spread = isinstance(repo.store, ReplicatedStore)
+                self.spread = places_of(repo.store) is not None
                 round.broadcast(f"{repo.id} {self.spread}".encode())
             else:
                 wanted, _, spread = round.receive(self.timeout_s, phase).decode().partition(" ")
@@ -157,8 +159,9 @@ class JobGroup:
         if not self.coordinates:
             assert found is not None, "voted for"
             repo = found
-        if create and isinstance(where, ReplicatedStore):  # alike on all ranks
-            self._assign_places(join(repo.store, repo.id), where)
+        places = places_of(where)
+        if create and places is not None:  # alike on all ranks
+            self._assign_places(join(repo.store, repo.id), places)
         return repo
 
     def _assign_places(self, members: Sequence[str], where: ReplicatedStore) -> None:

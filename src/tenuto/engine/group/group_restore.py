@@ -25,6 +25,7 @@ from tenuto.ranks.contract import VoteResult
 from tenuto.ranks.round import REASON, Round
 from tenuto.repo.format.manifest import Aborted, decode_manifest
 from tenuto.repo.lineage import resolve
+from tenuto.repo.replicated.places import places_of
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
@@ -87,8 +88,8 @@ def packs_to_hand_over(
 
 def hand_over(repo: Repo, manifest: Manifest, names: Sequence[str]) -> None:
     """Copies these packs from this node into the home, with a warning for each. Raises what `copy_packs` does."""
-    places = repo.store
-    assert isinstance(places, ReplicatedStore), "no other place has anything"
+    places = places_of(repo.store)
+    assert places is not None, "no other place has anything"
 
     def warn(name: str, nbytes: int) -> None:
         places.warn(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks that do not find it")
@@ -346,8 +347,8 @@ class GroupRestore:
 
     def _hand_over(self, id: CheckpointId, manifest: Manifest, matched: Matched) -> None:
         """Puts into the home what some rank needs and only this rank's node has."""
-        places, own = self._repo.store, None
-        assert isinstance(places, ReplicatedStore), "of all ranks alike"
+        places, own = places_of(self._repo.store), None
+        assert places is not None, "the ranks agreed on it"
         names = missing_packs(self._open_round(), places, matched.needs, self._deadline_s)
         if not names:
             return

@@ -48,7 +48,7 @@ from tenuto.model.timing import RankTimings, Timing
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.round import Round
 from tenuto.repo.commit import begin, commit, put_object
-from tenuto.repo.format.content_digest import joint_digest, rank_digest
+from tenuto.repo.format.manifest import joint_digest, rank_digest
 from tenuto.repo.format.object_names import BOXES
 from tenuto.repo.format.shard_table import encode_boxes
 from tenuto.repo.ownership.claim import Attempt

@@ -170,12 +170,9 @@ class ImageStore:
         directories = {rest.partition("/")[0] for rest in below if "/" in rest}
         return Listing(tuple(sorted(directories)), tuple(sorted(rest for rest in below if "/" not in rest)))
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         start = f"{prefix}/" if prefix else ""
         return (Entry(name, len(self._parts[name])) for name in sorted(self._parts) if name.startswith(start))
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        return iter(())
 
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
         raise self._read_only(name)

@@ -19,7 +19,7 @@ from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
 from tenuto.repo.lineage import latest, walk
-from tenuto.repo.replicated.access import unreachable
+from tenuto.repo.replicated.places import unreachable
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import LoadReport, Prepared
 from tenuto.store.contract import is_unreadable

@@ -13,7 +13,7 @@ from tenuto.engine.read.packs import OpenPack, missing
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError
 from tenuto.model.records import Index, Manifest
 from tenuto.repo.format.object_names import index_file
-from tenuto.repo.replicated.access import copies_of
+from tenuto.repo.replicated.places import copies_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Reader, Store
 

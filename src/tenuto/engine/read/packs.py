@@ -12,7 +12,7 @@ from tenuto.codec.digest import digest
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError, typed
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import PackEntry
-from tenuto.repo.replicated.access import describe_missing_pack, mark_damaged
+from tenuto.repo.replicated.places import describe_missing_pack, mark_damaged
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Buffer
 from tenuto.store.contract import Reader, is_unreadable

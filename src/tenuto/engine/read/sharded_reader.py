@@ -40,7 +40,7 @@ from tenuto.repo.format.shard_table import (
     sizes,
     table_of,
 )
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coalesce import cut
 from tenuto.sharding.coverage import check_coverage
@@ -403,7 +403,7 @@ class ShardedReader:
         except (CorruptionError, StoreError) as error:
             if isinstance(error, StoreError) and not is_unreadable(error):
                 raise
-            if not (node.shares or isinstance(self._repo.store, ReplicatedStore)):
+            if not node.shares and places_of(self._repo.store) is None:
                 raise
             self._read_all(segments)
         finally:

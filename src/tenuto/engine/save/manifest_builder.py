@@ -12,9 +12,8 @@ from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Manifest, PackEntry
-from tenuto.repo.format.content_digest import content_digest
 from tenuto.repo.format.index import encode_index
-from tenuto.repo.format.manifest import encode_manifest
+from tenuto.repo.format.manifest import content_digest, encode_manifest
 from tenuto.repo.format.object_names import index_file
 from tenuto.state.contract import Flattened
 

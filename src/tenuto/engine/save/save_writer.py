@@ -20,7 +20,7 @@ from tenuto.model.records import Index, Manifest, Receipt
 from tenuto.repo.commit import put_index
 from tenuto.repo.format.object_names import begin_name, index_file
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.replicated.access import free_space
+from tenuto.repo.replicated.places import free_space
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
 

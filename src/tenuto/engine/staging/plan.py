@@ -17,8 +17,8 @@ from tenuto.engine.staging.buffer_layout import BufferLayout, plan_layout
 from tenuto.engine.staging.capture import Capturer
 from tenuto.events import Emitter, Warned
 from tenuto.model.canonical_json import Spelled
-from tenuto.repo.format.content_digest import leaf_table
 from tenuto.repo.format.index import ShapeRows
+from tenuto.repo.format.manifest import leaf_table
 from tenuto.state.contract import Flattened
 
 # --------------------------------------------------------------------------------------------------

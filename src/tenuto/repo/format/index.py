@@ -22,9 +22,8 @@ from tenuto.model.leaf import LeafSpec, dtype
 from tenuto.model.records import Index, Json, PackEntry
 from tenuto.repo.format.columns import decode_columns, decode_json, encode_columns, encode_json
 from tenuto.repo.format.leaf_table import LeafSpecs
-from tenuto.repo.format.manifest import MAX_CHUNK
 from tenuto.repo.format.object_names import check_file, index_file
-from tenuto.repo.format.objects import FORMAT, Fields, check_format
+from tenuto.repo.format.objects import FORMAT, MAX_CHUNK, Fields, check_format
 from tenuto.state.tree import leaf_paths
 
 # -- forms of leaves: dtypes, and lengths from shapes

@@ -1,25 +1,30 @@
-"""The manifest, and the aborted mark that takes its name when a save must not commit any more."""
+"""The manifest with its content digest, and the aborted mark that takes its name when a save must never commit."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from tenuto.concurrency.gc_pause import gc_paused
 from tenuto.errors import CorruptionError
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled, tag_number, untag_number
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import IndexEntry, Json, Manifest
+from tenuto.model.leaf import LeafSpec
+from tenuto.model.records import Index, IndexEntry, Json, Manifest
 from tenuto.repo.format import objects
 from tenuto.repo.format.object_names import check_file
 from tenuto.repo.format.objects import Fields, checkpoint_json
+from tenuto.repo.format.shard_table import BoxTable, table_parts
 from tenuto.repo.format.small_records import check_parent
 
 MAX_MANIFEST: Final = 1 << 30
 MAX_ABORTED: Final = 4096
 """The limit of an aborted mark: a longer object under a manifest's name is a manifest."""
-MAX_CHUNK: Final = 1 << 30
 _MAX_RANKS: Final = 100_000
 _TREE: Final = b',"tree":'
 _TREES: Final = 16
@@ -128,7 +133,7 @@ def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
         content=found.hex("content", 64),
         bytes=found.whole("bytes"),
         leaves=found.whole("leaves"),
-        chunk_bytes=found.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK),
+        chunk_bytes=found.whole("chunk_bytes", minimum=1, maximum=objects.MAX_CHUNK),
         parent=parent,
         metrics=_metrics(found),
         progress=found.mapping("progress"),
@@ -169,3 +174,59 @@ def _indexes(found: Fields) -> tuple[IndexEntry, ...]:
     if len({entry.name for entry in entries}) != len(entries):
         raise found.refuse("names an index twice")
     return tuple(entries)
+
+
+# --------------------------------------------------------------------------------------------------
+# The content digest: the same for equal copies of a checkpoint, in every tier and encoding.
+
+
+def content_digest(
+    tree: Json | Spelled,
+    leaves: Sequence[LeafSpec] | Spelled,
+    digests: np.ndarray[Any, Any],
+    *,
+    chunk_bytes: int,
+    private: Sequence[Json] = (),
+) -> str:
+    """Returns the SHA-256 (hex) of the canonical leaf table and every chunk digest.
+
+    - `leaves`: in the order of leaf numbers, or their `leaf_table`.
+    - `digests`: uint8 [chunks, 16] in the same order, over all ranks.
+    - `private`: the private trees in the order of ranks.
+
+    Positions, packs and authors have no part in it.
+    """
+    if not isinstance(tree, Spelled):
+        tree = canonical_json.spell(tree)
+    table = leaves if isinstance(leaves, Spelled) else leaf_table(leaves)
+    # One canonical list, member by member: the tree is spelled once for this and for its manifest.
+    digest = hashlib.sha256(b'["tenuto content 1",%d,' % chunk_bytes)
+    for part in (tree.text, b",", canonical_json.spell(list(private)).text, b",", table.text, b"]"):
+        digest.update(part)
+    digest.update(np.ascontiguousarray(digests, dtype=np.uint8).data)
+    return digest.hexdigest()
+
+
+def rank_digest(index: Index) -> str:
+    """Returns the SHA-256 (hex) of what one of several ranks wrote: its rows, its private values, its chunk digests."""
+    digest = hashlib.sha256(b"tenuto rank 1")
+    for part in (leaf_table(index.specs).text, canonical_json.dumps(index.private)):
+        digest.update(part)
+    digest.update(np.ascontiguousarray(index.digests, dtype=np.uint8).data)
+    return digest.hexdigest()
+
+
+def joint_digest(tree: Spelled, boxes: BoxTable, ranks: Sequence[str]) -> str:
+    """Returns the SHA-256 (hex) of a checkpoint of several ranks: its tree, its table of parts, and the `rank_digest`
+    of each rank. Equal contents in another layout have another digest."""
+    digest = hashlib.sha256(b"tenuto joint content 1")
+    for part in (tree.text, *table_parts(boxes), *(rank.encode("ascii") for rank in ranks)):
+        digest.update(b"%d " % len(part))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def leaf_table(specs: Sequence[LeafSpec]) -> Spelled:
+    """Returns the part of the content digest about leaves: the same for every save of one structure."""
+    # The trees map paths to leaf numbers already.
+    return canonical_json.spell([f"{spec.dtype} {','.join(map(str, spec.shape))}" for spec in specs])

@@ -7,7 +7,7 @@ from typing import Final
 
 from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
-from tenuto.store.names import TEMPORARY
+from tenuto.store.contract import TEMPORARY
 
 REPOSITORY: Final = "tenuto.json"
 MEMBER: Final = "tenuto-member.json"
@@ -78,6 +78,12 @@ def parse_numbered(file: str) -> int | None:
     """Returns the number in `<n>.json`, None for any other spelling."""
     found = _NUMBERED.fullmatch(file)
     return int(found[1]) if found else None
+
+
+def is_note(file: str) -> bool:
+    """Returns whether a file in a checkpoint's directory is a note: `notes/<n>.json`."""
+    directory, _, number = file.partition("/")
+    return directory == NOTES and parse_numbered(number) is not None
 
 
 def is_place(file: str) -> bool:

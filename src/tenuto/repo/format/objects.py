@@ -16,6 +16,7 @@ FORMAT: Final = 1
 """Raised when readers of the previous format would fail; fields that a reader may ignore do not raise it."""
 SMALL: Final = 16 << 20
 """The limit in bytes for objects other than manifests and indexes."""
+MAX_CHUNK: Final = 1 << 30
 _HEX: Final = re.compile(r"[0-9a-f]+")
 
 

@@ -315,9 +315,7 @@ def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Ow
         return
     for number in dead:
         directory = object_names.lease_directory(record.run, number)
-        names = [entry.name for entry in repo.store.walk(directory)]
-        names += [entry.name for entry in repo.store.leftovers(directory)]
-        repo.store.delete(names)
+        repo.store.delete([entry.name for entry in repo.store.walk(directory, leftovers=True)])
 
 
 def _is_gone(repo: Repo, run: str, number: int, last: LeaseRecord | None) -> bool:

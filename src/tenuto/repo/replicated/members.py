@@ -29,6 +29,7 @@ from tenuto.errors import (
 from tenuto.model.records import Json
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.objects import Fields
+from tenuto.repo.replicated.places import places_of
 from tenuto.repo.replicated.replica import UnreachableReplica, exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.store.contract import Store
@@ -52,23 +53,23 @@ def known(store: Store, repository: str) -> Store:
 
     Raises RepositoryError if `store` is declared as a home but is itself a place of another one.
     """
-    declared = isinstance(store, ReplicatedStore)
-    home = store.home if isinstance(store, ReplicatedStore) else store
+    places = places_of(store)
+    home = store if places is None else places.home
     itself = member_in(home)
     if itself is not None:
-        if declared:
+        if places is not None:
             raise one_of_many(home.url, itself.home)
         return ReplicatedStore(home, [home], 1, of=itself.home)
     names = _names(home)
-    if not isinstance(store, ReplicatedStore):
+    if places is None:
         if not names:
             return store
-        store = ReplicatedStore(home, [home], 1)
-    given = {member.url for member in store.members}
-    store.found_members = tuple(_found(home, names, repository, given, store.node))
-    store.mirrors = tuple(place for place in store.found_members if not node_of(place))
-    store.unreachable = cache(partial(_unreachable, store))  # a list of thousands is read once
-    return store
+        places = ReplicatedStore(home, [home], 1)
+    given = {member.url for member in places.members}
+    places.found_members = tuple(_found(home, names, repository, given, places.node))
+    places.mirrors = tuple(place for place in places.found_members if not node_of(place))
+    places.unreachable = cache(partial(_unreachable, places))  # a list of thousands is read once
+    return places
 
 
 def _unreachable(places: ReplicatedStore) -> list[UnreachableReplica]:
@@ -159,21 +160,22 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
 
     Raises RepositoryError if a place has another repository, and StoreError.
     """
-    if not isinstance(store, ReplicatedStore):
+    places = places_of(store)
+    if places is None:
         return ()
-    spare, members = len(store.packs_in) - store.copies, []
-    for place in store.packs_in:
-        if place is store.home:
+    spare, members = len(places.packs_in) - places.copies, []
+    for place in places.packs_in:
+        if place is places.home:
             continue
-        replica = store.replica(place)
+        replica = places.replica(place)
         try:
-            members.append(_join(store, place, repository))
+            members.append(_join(places, place, repository))
             replica.mark = place.get(object_names.MEMBER, limit=objects.SMALL)
         except (StoreError, CorruptionError) as error:
             spare -= 1
             if spare < 0:
                 raise
-            store.warn(f"{place.url} is left out: {error.message}")
+            places.warn(f"{place.url} is left out: {error.message}")
             members.append("")
             replica.mark = b""
     return tuple(members)

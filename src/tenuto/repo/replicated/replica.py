@@ -1,16 +1,24 @@
-"""The other places of a repository, which follow its home: everything in them except packs is a copy from it."""
+"""The other places of a repository follow its home: everything in them except packs is a copy from it. Where an object
+has several copies, `ReplicaChoice` decides which one is read."""
 
 from __future__ import annotations
 
 import secrets
+import threading
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from tenuto.errors import AlreadyExists, ObjectNotFound, StoreError
 from tenuto.model import canonical_json
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST
-from tenuto.repo.replicated.read_memory import LruCache
 from tenuto.store.contract import Bytes, Store
+
+_LAST_READS: Final = 1 << 16
+"""The number of objects whose last source is known."""
+_RECENT: Final = 256
+"""The number of values in an `LruCache`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,26 @@ class UnreachableReplica:
 
     def __str__(self) -> str:
         return f"{self.node} ({self.url})" if self.node else self.url
+
+
+class LruCache:
+    """Holds the most recent values. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, None] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, one: Hashable) -> bool:
+        return one in self._known
+
+    def add(self, one: Hashable) -> bool:
+        """Adds a value. Returns whether it is new."""
+        with self._lock:
+            new = one not in self._known
+            self._known[one] = None
+            if len(self._known) > _RECENT:
+                del self._known[next(iter(self._known))]
+            return new
 
 
 class Replica:
@@ -55,9 +83,8 @@ class Replica:
             self._copy_identical(object_names.REPOSITORY)
             if self._copy_identical(f"{attempt}/{object_names.ATTEMPT}"):
                 self._claims.add(attempt)
-        self._copy(
-            f"{step}/{object_names.BEGIN}"
-        )  # it names what thousands of ranks may write: not read by each of them
+        # It names what thousands of ranks may write: not every one of them reads it.
+        self._copy(f"{step}/{object_names.BEGIN}")
         self._prepared.add(step)
 
     def _check_mark(self) -> None:
@@ -146,6 +173,45 @@ class Replica:
             return False
         self._claims.add(attempt)
         return True
+
+
+class ReplicaChoice:
+    """Orders the copies of an object: those not known to be damaged first. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._last_read: dict[str, Store] = {}  # the last one read at the end
+        self._damaged: dict[str, list[Store]] = {}
+        self._lock = threading.Lock()
+
+    def order(self, name: str, stores: Sequence[Store]) -> list[Store]:
+        """Returns the stores, damaged copies last."""
+        damaged = self._damaged.get(name, ())
+        return sorted(stores, key=lambda store: store in damaged)
+
+    def read(self, name: str, store: Store) -> None:
+        """Notes that the object was read from `store`."""
+        with self._lock:
+            self._last_read.pop(name, None)
+            self._last_read[name] = store
+            if len(self._last_read) > _LAST_READS:
+                del self._last_read[next(iter(self._last_read))]
+
+    def mark_damaged(self, name: str) -> tuple[Store | None, list[Store]]:
+        """Marks the copy read last as damaged. Returns its place, and all places with damaged copies; None if unknown,
+        or marked before."""
+        with self._lock:
+            used, damaged = self._last_read.get(name), self._damaged.setdefault(name, [])
+            if used is None or used in damaged:
+                return None, damaged
+            damaged.append(used)
+            return used, list(damaged)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forgets deleted objects."""
+        with self._lock:
+            for name in names:
+                self._last_read.pop(name, None)
+                self._damaged.pop(name, None)
 
 
 def exists(store: Store, name: str) -> bool:

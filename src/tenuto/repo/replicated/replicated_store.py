@@ -1,4 +1,4 @@
-"""A repository in several places: its home decides, and packs are in the places declared for them.
+"""A repository in several places: its home decides, and `placement` gives the places of each object.
 
 The home is an ordinary store: it has attempts, refs and manifests, and every deciding create-if-absent happens there.
 Packs are in `packs_in`, which may be the home, a directory of this node's own, or several stores, of which at least
@@ -18,10 +18,19 @@ from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreD
 from tenuto.model import canonical_json
 from tenuto.model.records import Receipt
 from tenuto.repo.format import object_names
-from tenuto.repo.replicated.read_memory import LruCache, ReplicaChoice
-from tenuto.repo.replicated.replica import Replica, UnreachableReplica, exists
-from tenuto.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
-from tenuto.store.names import is_leftover
+from tenuto.repo.replicated.replica import LruCache, Replica, ReplicaChoice, UnreachableReplica, exists
+from tenuto.store.contract import (
+    Bytes,
+    Capabilities,
+    Content,
+    Entry,
+    Listing,
+    Reader,
+    Stat,
+    Store,
+    is_leftover,
+    is_unreadable,
+)
 from tenuto.store.wrappers.fan_out import put_into_all
 
 Result = TypeVar("Result")
@@ -36,6 +45,16 @@ class ReplicationConfig:
     places: int
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The places that an object is put into. It counts as put once `acknowledged` of the places for packs have it; if
+    `from_home`, once the home, the first, has it too: the others get copies of what is there."""
+
+    places: tuple[Store, ...]
+    acknowledged: int
+    from_home: bool
+
+
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
@@ -44,7 +63,7 @@ class ReplicatedStore:
     """A Store over `home` and `packs_in`.
 
     - `found_members`: further places of the repository that are found here; read and cleaned up, never written.
-    - `tell`: called with problems of single places that did not fail the operation.
+    - `report`: called with problems of single places that did not fail the operation.
     - `node`: the name of this node, or empty.
     """
 
@@ -111,14 +130,26 @@ class ReplicatedStore:
         """Puts an object. A pack goes into all of its places and counts once `copies` of them have it; if fewer can, it
         is in none and StoreError says why. A copied object counts once the home has it."""
         self._only_home(name)
-        if object_names.is_pack(name):
+        placement = self.placement(name)
+        if not placement.from_home:
             return self._put_pack(name, content, token)
         receipt = self.home.put_if_absent(name, content, token=token)
-        if self.others and object_names.is_copied(name):
-            have = 1 + self._copy(name, b"".join(bytes(piece) for piece in content.pieces()), token)
-            if object_names.is_index(name) and have < self.copies:
-                raise StoreError(f"{name}: {have} of {self.copies} copies could be put", subject=name)
+        if len(placement.places) > 1:
+            have = 1 + self._copy(placement, name, b"".join(bytes(piece) for piece in content.pieces()), token)
+            if have < placement.acknowledged:
+                raise StoreError(f"{name}: {have} of {placement.acknowledged} copies could be put", subject=name)
         return Receipt(name, receipt.length, self.url)
+
+    def placement(self, name: str) -> Placement:
+        """Returns where an object is put: packs into `packs_in`, everything else into the home. What reading packs
+        requires is copied to the places for packs, and to mirrors that have some of that save."""
+        if object_names.is_pack(name):
+            return Placement(self.packs_in, self.copies, from_home=False)
+        if not object_names.is_copied(name):
+            return Placement((self.home,), 0, from_home=True)
+        mirrors = [place for place in self.mirrors if self.replica(place).has_begun(name)]
+        needed = self.copies if object_names.is_index(name) else 0
+        return Placement((self.home, *self.members, *mirrors), needed, from_home=True)
 
     def _only_home(self, name: str) -> None:
         if self.of:
@@ -171,10 +202,10 @@ class ReplicatedStore:
             except StoreError as error:
                 self.warn(f"{name} could not be taken back from {store.url}: {error.message}")
 
-    def _copy(self, name: str, data: bytes, token: str) -> int:
+    def _copy(self, placement: Placement, name: str, data: bytes, token: str) -> int:
         """Copies an object of the home to the places that keep it. Returns how many places for packs have it."""
         have = 0
-        for replica in self._replicas_with(name):
+        for replica in self._followers(placement):
             try:
                 replica.prepare(name)
                 replica.store.put_if_absent(name, Bytes(data), token=token)
@@ -186,11 +217,9 @@ class ReplicatedStore:
             have += replica.store in self.packs_in
         return have
 
-    def _replicas_with(self, name: str) -> list[Replica]:
-        """Returns the places that get a copy: those for packs, and mirrors that have some of that save."""
-        members = [self.replica(store) for store in self.members]
-        mirrors = [self.replica(store) for store in self.mirrors]
-        return members + [one for one in mirrors if one.has_begun(name)]
+    def _followers(self, placement: Placement) -> list[Replica]:
+        """Returns the places that get a copy from the home."""
+        return [self.replica(place) for place in placement.places if place is not self.home]
 
     def _warn_missing(self, place: Store, name: str, error: BaseException) -> None:
         """Warns of a place that is behind, once per save."""
@@ -211,7 +240,7 @@ class ReplicatedStore:
 
     def copy_from_home(self, name: str) -> None:
         """Copies an object of the home to the other places. Warns of problems."""
-        for replica in self._replicas_with(name):
+        for replica in self._followers(self.placement(name)):
             try:
                 replica.copy_from_home(name)
             except StoreError as error:
@@ -306,21 +335,15 @@ class ReplicatedStore:
             objects.update(file for file in there if object_names.is_pack(f"{prefix}/{file}"))
         return Listing(found.directories, tuple(sorted(objects)))
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        """Yields the objects of the home, and the packs of its saves in any place."""
-        found = {entry.name: entry for entry in self.home.walk(prefix)}
-        saves = {name.rpartition("/")[0] for name in found}
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        """Yields the objects of the home, and in any place the packs of its saves, and leftovers."""
+        found = {entry.name: entry for entry in self.home.walk(prefix, leftovers=leftovers)}
+        saves = {name.rpartition("/")[0] for name in found if not is_leftover(name)}
         for store in self.others:
-            for entry in self._listed(store, prefix, lambda one: list(one.walk(prefix))):
-                if object_names.is_pack(entry.name) and entry.name.rpartition("/")[0] in saves:
+            for entry in self._listed(store, prefix, lambda one: list(one.walk(prefix, leftovers=leftovers))):
+                own_pack = object_names.is_pack(entry.name) and entry.name.rpartition("/")[0] in saves
+                if own_pack or is_leftover(entry.name):
                     found.setdefault(entry.name, entry)
-        yield from (found[name] for name in sorted(found))
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        found = {entry.name: entry for entry in self.home.leftovers(prefix)}
-        for store in self.others:
-            for entry in self._listed(store, prefix, lambda one: list(one.leftovers(prefix))):
-                found.setdefault(entry.name, entry)
         yield from (found[name] for name in sorted(found))
 
     def _listed(self, store: Store, prefix: str, work: Callable[[Store], list[Result]]) -> list[Result]:

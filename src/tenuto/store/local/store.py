@@ -17,14 +17,13 @@ from typing import Final, Literal
 
 from tenuto.errors import AlreadyExists, ObjectNotFound, StoreError
 from tenuto.model.records import Receipt
-from tenuto.store.contract import Capabilities, Content, Entry, Listing, Stat
-from tenuto.store.local import os_errors
-from tenuto.store.local.directories import Directories, parent
-from tenuto.store.local.reader import LocalReader, read_whole
-from tenuto.store.local.syscalls import FileSystem, OperatingSystem
-from tenuto.store.local.writer import WORTH_DIRECT, FileWriter
-from tenuto.store.names import (
+from tenuto.store.contract import (
     TEMPORARY,
+    Capabilities,
+    Content,
+    Entry,
+    Listing,
+    Stat,
     check_name,
     check_new_name,
     check_prefix,
@@ -32,6 +31,11 @@ from tenuto.store.names import (
     is_leftover,
     is_listable,
 )
+from tenuto.store.local import os_errors
+from tenuto.store.local.directories import Directories, parent
+from tenuto.store.local.reader import LocalReader, read_whole
+from tenuto.store.local.syscalls import FileSystem, OperatingSystem
+from tenuto.store.local.writer import WORTH_DIRECT, FileWriter
 
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
 _RACES: Final = 100
@@ -252,11 +256,8 @@ class LocalStore:
         directories, files = self._level(prefix) if self._is_reachable(check_prefix(prefix)) else ([], [])
         return Listing(tuple(directories), tuple(file for file in files if not is_leftover(file)))
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        return (entry for entry in self._files(prefix) if not is_leftover(entry.name))
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        return (entry for entry in self._files(prefix) if is_leftover(entry.name))
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        return (entry for entry in self._files(prefix) if leftovers or not is_leftover(entry.name))
 
     def _files(self, prefix: str) -> Iterator[Entry]:
         """Yields the regular files below `prefix`, sorted by full name. Not recursive: foreign trees may be deep."""

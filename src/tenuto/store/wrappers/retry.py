@@ -136,11 +136,8 @@ class RetryingStore:
     def children(self, prefix: str) -> Listing:
         return self.patience(lambda: self.inner.children(prefix))
 
-    def walk(self, prefix: str) -> Iterator[Entry]:
-        return iter(self.patience(lambda: list(self.inner.walk(prefix))))
-
-    def leftovers(self, prefix: str) -> Iterator[Entry]:
-        return iter(self.patience(lambda: list(self.inner.leftovers(prefix))))
+    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
+        return iter(self.patience(lambda: list(self.inner.walk(prefix, leftovers=leftovers))))
 
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:
         listed = list(names)

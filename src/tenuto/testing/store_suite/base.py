@@ -102,4 +102,4 @@ class Suite:
         return store.put_if_absent(name, Bytes(data), token=token)
 
     def nothing_is_left(self, store: Store) -> bool:
-        return not list(store.walk("")) and not list(store.leftovers(""))
+        return not list(store.walk("", leftovers=True))

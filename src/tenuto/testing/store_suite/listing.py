@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tenuto.store.contract import Entry, Listing, Store
+from tenuto.store.contract import Entry, Listing, Store, leftovers_of
 from tenuto.testing.store_suite.base import Suite
 
 
@@ -44,10 +44,12 @@ class ListingAndRemoving(Suite):
 
     def test_leftovers(self, store: Store) -> None:
         self.tree(store)
-        assert list(store.leftovers("")) == [Entry("a/b/c.tmp-0123", 10), Entry("z.tmp-1", 0)]
-        assert [entry.name for entry in store.leftovers("a")] == ["a/b/c.tmp-0123"]
-        store.delete(entry.name for entry in list(store.leftovers("")))
-        assert not list(store.leftovers(""))
+        assert list(leftovers_of(store, "")) == [Entry("a/b/c.tmp-0123", 10), Entry("z.tmp-1", 0)]
+        every = [entry.name for entry in store.walk("", leftovers=True)]
+        assert every == sorted([*(entry.name for entry in store.walk("")), "a/b/c.tmp-0123", "z.tmp-1"])
+        assert [entry.name for entry in leftovers_of(store, "a")] == ["a/b/c.tmp-0123"]
+        store.delete(entry.name for entry in list(leftovers_of(store, "")))
+        assert not list(leftovers_of(store, ""))
         assert self.raw_get(store, "a/b/c") == b"a/b/c"
 
     def test_what_vanishes_during_a_walk_is_passed_over(self, store: Store) -> None:

@@ -1,0 +1,283 @@
+"""Findings of a verification, and the search for those outside checkpoints: in attempts, leases, refs, notes, the
+trash, unfinished saves, copies, foreign objects and leftovers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from tenuto.errors import CorruptionError, ObjectNotFound, UsageError
+from tenuto.maintenance.census import AttemptDirectory, Census, SaveDirectory, everything, look_at
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import AttemptRecord, Json
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.manifest import MAX_MANIFEST
+from tenuto.repo.format.small_records import decode_attempt, decode_lease
+from tenuto.repo.refs import KINDS, read_ref
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Entry, leftovers_of
+
+Severity = Literal["error", "info"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is damaged, missing (`error`), or unusual and harmless (`info`)."""
+
+    id: CheckpointId | None
+    severity: Severity
+    message: str
+    leaf: str | None = None
+    """Path of the first leaf concerned."""
+    object: str | None = None
+    offset: int | None = None
+    """Bytes from the object's first byte."""
+    harms_restore: bool = True
+    """Whether the state cannot be restored bit for bit because of it (errors only)."""
+    unseen: int = 0
+    """The number of packs that were not read because they may be on a node out of reach."""
+
+    def __str__(self) -> str:
+        place = (self.object or "") + ("" if self.offset is None else f" at byte {self.offset}")
+        head = ", ".join(part for part in (str(self.id or ""), self.leaf or "", place) if part)
+        return f"{self.severity}: {head}: {self.message}" if head else f"{self.severity}: {self.message}"
+
+
+def repository_findings(repo: Repo, census: Census, checked: frozenset[CheckpointId]) -> Iterator[Finding]:
+    """Yields findings about everything but the checkpoints in `checked`. Foreign objects are never errors."""
+    copies: set[tuple[str, int]] = set()
+    lost = LostManifests()
+    for attempt in census.attempts.values():
+        yield from attempt_findings(repo, attempt, copies, lost)
+    yield from _refs(repo, census, lost)
+    for save in census.saves.values():
+        # The inspection of a checkpoint has reported the rest.
+        if save.id not in checked or save.state not in ("committed", "damaged"):
+            yield from _save(repo, census, save, copies, lost)
+        yield from _around(save)
+    yield from _seals(repo, census)
+    yield from _strangers(census.foreign)
+    for directory in census.unlisted:
+        yield Finding(None, "info", "not written by Tenuto, and may not be listed; passed over", object=directory)
+    for entry in everything(repo, partial(leftovers_of, repo.store), []):
+        yield Finding(None, "info", f"left over from an unfinished put ({entry.length} bytes)", object=entry.name)
+
+
+def _save(
+    repo: Repo, census: Census, save: SaveDirectory, copies: set[tuple[str, int]], lost: LostManifests
+) -> Iterator[Finding]:
+    nbytes = sum(entry.length for entry in save.entries)
+    attempt = census.attempts.get((save.id.run, save.id.attempt))
+    place = save.id.directory
+    if save.state == "copied" or (save.id.run, save.id.attempt) in copies:
+        message = f"a copied directory, never chosen, kept or deleted: {save.message}"
+        yield Finding(save.id, "info", message, object=place)
+        return
+    if save.state == "damaged":
+        yield Finding(save.id, "error", save.message, object=place, harms_restore=save.has(object_names.MANIFEST))
+    elif save.state == "unfinished":
+        why = lost.evidence(save)
+        if why:
+            # The census takes time: a removal, or a save, that ended meanwhile is no loss.
+            now = look_at(repo, save.id)
+            if now.state != "unfinished" or not lost.evidence(now):
+                return
+            yield Finding(save.id, "error", f"is missing: {why}", object=save.id.manifest)
+        else:
+            yield Finding(save.id, "info", f"an unfinished save ({nbytes} bytes)", object=place)
+    elif save.state == "closed" and any(True for _ in save.own()):
+        yield Finding(save.id, "info", f"an aborted save whose objects are still there ({nbytes} bytes)", object=place)
+    elif save.state == "removed":
+        then = "what it held has been freed" if save.freed else f"`undelete` can bring it back ({nbytes} bytes)"
+        yield Finding(save.id, "info", f"removed; {then}", object=place)
+    if save.begin is not None and (attempt is None or not attempt.claimed):
+        name = object_names.attempt_name(save.id.run, save.id.attempt)
+        message = "is missing, although a save was begun under it"
+        yield Finding(save.id, "error", message, object=name, harms_restore=False)
+
+
+def _seals(repo: Repo, census: Census) -> Iterator[Finding]:
+    """Yields findings about small objects that no checkpoint's inspection has read. An object in the trash keeps the
+    path of the manifest that it was."""
+    entries = [(entry, entry.name) for entry in (*census.probes, *census.places)]
+    for save in census.saves.values():
+        entries += [(entry, entry.name) for entry in (*save.tombstones, *save.marks)]
+        entries += [(entry, save.id.manifest) for entry in save.trash]
+    for entry, path in entries:
+        data = _get(repo, entry.name, MAX_MANIFEST)
+        if data is None:
+            continue
+        try:
+            found = canonical_json.open_seal(data, name=entry.name)
+        except CorruptionError as error:
+            yield _error(entry.name, error.message)
+            continue
+        if found.get("path") != path:
+            severity: Severity = "error" if path != entry.name else "info"
+            message = f"a copy of {str(found.get('path'))[:300]!r}"
+            yield Finding(None, severity, message, object=entry.name, harms_restore=False)
+        elif is_strange(repo, found):
+            yield _error(entry.name, "belongs to another repository")
+
+
+def _refs(repo: Repo, census: Census, lost: LostManifests) -> Iterator[Finding]:
+    """Yields findings about the versions of refs, and about refs to checkpoints that do not exist."""
+    rows: dict[str, list[int]] = {}
+    for entry in census.refs:
+        directory, _, file = entry.name.rpartition("/")
+        rows.setdefault(directory, []).append(object_names.parse_numbered(file) or 0)
+    for directory, there in rows.items():
+        yield from numbered_findings(repo, directory, there)
+    for kind in KINDS:
+        for name in {directory.split("/")[2] for directory in rows if directory.startswith(f"refs/{kind}/")}:
+            try:
+                id = read_ref(repo, kind, name)
+            except (CorruptionError, UsageError):
+                continue
+            if id is not None and not repo.exists(id):
+                yield _error(f"refs/{kind}/{name}", f"names {id}, which is not there")
+                lost.named[id] = f"{kind} {name!r} names it"
+
+
+def _around(save: SaveDirectory) -> Iterator[Finding]:
+    for entry in save.tombstones:
+        yield Finding(save.id, "info", "a removal was begun and has not ended", object=entry.name)
+    for entry in save.marks:
+        yield Finding(save.id, "info", "gc has found that nothing needs it, and waits for its grace", object=entry.name)
+    if save.state == "committed":
+        for entry in save.trash:
+            yield Finding(save.id, "info", "a copy of a manifest that still is in its place", object=entry.name)
+    if save.state not in ("copied", "foreign"):
+        yield from _strangers(save.strangers())
+    elif save.entries and save.state == "foreign":
+        yield from _strangers(save.entries)
+
+
+def _strangers(entries: Iterable[Entry]) -> Iterator[Finding]:
+    """Yields one finding per directory: a foreign tree may hold millions of files."""
+    directories: dict[str, list[Entry]] = {}
+    for entry in entries:
+        directories.setdefault(entry.name.rpartition("/")[0], []).append(entry)
+    for directory, found in directories.items():
+        more = f" and {len(found) - 1} more beside it" if len(found) > 1 else ""
+        yield Finding(None, "info", f"not written by Tenuto{more}; never touched", object=found[0].name or directory)
+
+
+@dataclass(slots=True)
+class LostManifests:
+    """Distinguishes a checkpoint that lost its manifest from a save that never had one, by what else refers to it."""
+
+    named: dict[CheckpointId, str] = field(default_factory=dict)
+    """Checkpoints that are parents of attempts or named by refs, each with the reason."""
+    closed_below: dict[str, int] = field(default_factory=dict)
+    """By run, the highest attempt whose lease says that no unfinished save is left below it."""
+
+    def evidence(self, save: SaveDirectory) -> str:
+        """Returns why this save, which has a begin.json and no manifest, must have had one; empty without evidence."""
+        if save.tombstones:
+            return ""  # a removal that was cut short: the next claim ends it
+        prefix = len(save.id.directory) + 1
+        if any(object_names.is_note(entry.name[prefix:]) for entry in save.entries):
+            return "notes were added to it"
+        if save.id in self.named:
+            return self.named[save.id]
+        complete = save.begin is not None and all(save.has(file) for file in save.begin.names)
+        if complete and save.id.attempt < self.closed_below.get(save.id.run, 0):
+            return "all else of it is there, and a later attempt has closed every unfinished save"
+        return ""
+
+
+def attempt_findings(
+    repo: Repo, found: AttemptDirectory, copies: set[tuple[str, int]], lost: LostManifests
+) -> Iterator[Finding]:
+    """Yields findings about the record of an attempt and its lease. Adds a copied directory to `copies`."""
+    name = object_names.attempt_name(found.run, found.number)
+    data = _get(repo, name)
+    record: AttemptRecord | None = None
+    try:
+        record = decode_attempt(data, found.run, found.number) if data is not None else None
+    except CorruptionError as error:
+        if objects.is_copy(name, data or b""):
+            copies.add((found.run, found.number))
+            message = f"a copied directory, never chosen, kept or deleted: {error.message}"
+            yield Finding(None, "info", message, object=name)
+        else:
+            yield _error(name, error.message)
+    if record is not None:
+        if record.repository not in ("", repo.id):
+            yield _error(name, f"belongs to another repository than {object_names.REPOSITORY} says")
+        if record.parent is not None:
+            lost.named[record.parent] = f"attempt {found.number} of run {found.run} goes on from it"
+    for entry in found.leases:
+        yield from _lease(repo, found, entry, record, lost)
+
+
+def _lease(
+    repo: Repo, found: AttemptDirectory, entry: Entry, record: AttemptRecord | None, lost: LostManifests
+) -> Iterator[Finding]:
+    data = _get(repo, entry.name)
+    if data is None:
+        return
+    try:
+        number = object_names.parse_numbered(entry.name.rpartition("/")[2]) or 0
+        lease = decode_lease(data, found.run, found.number, number)
+    except CorruptionError as error:
+        copied: Severity = "info" if record is None and objects.is_copy(entry.name, data) else "error"
+        yield Finding(None, copied, error.message, object=entry.name, harms_restore=False)
+        return
+    if record is not None and (lease.id, lease.parent) != (record.id, record.parent):
+        yield _error(
+            entry.name, f"was not written by the owner of {object_names.attempt_name(found.run, found.number)}"
+        )
+    elif lease.closed:
+        lost.closed_below[found.run] = max(found.number, lost.closed_below.get(found.run, 0))
+
+
+def _error(name: str, message: str) -> Finding:
+    return Finding(None, "error", message, object=name, harms_restore=False)
+
+
+def _get(repo: Repo, name: str, limit: int = objects.SMALL) -> bytes | None:
+    try:
+        return repo.store.get(name, limit=limit)
+    except ObjectNotFound:
+        return None
+
+
+def numbered_findings(
+    repo: Repo, directory: str, numbers: Sequence[int], id: CheckpointId | None = None
+) -> Iterator[Finding]:
+    """Yields what is wrong with `<directory>/<n>.json` for these numbers: the notes of `id`, or the versions of a ref.
+    None is ever removed by itself: a gap is a loss."""
+
+    def odd(name: str, severity: Severity, message: str) -> Finding:
+        return Finding(id, severity, message, object=name, harms_restore=False)
+
+    read: dict[int, dict[str, Json]] = {}
+    for number in sorted(numbers):
+        name = object_names.numbered(directory, number)
+        try:
+            read[number] = canonical_json.open_seal(repo.store.get(name, limit=objects.SMALL), name=name)
+        except ObjectNotFound:
+            continue
+        except CorruptionError as error:
+            yield odd(name, "error", error.message)
+    own = {number for number, found in read.items() if found.get("path") == object_names.numbered(directory, number)}
+    for number, found in read.items():
+        name = object_names.numbered(directory, number)
+        if number not in own:
+            # Where nothing is in its place a person has copied the row; beside objects that are, one was replaced.
+            yield odd(name, "error" if own else "info", f"a copy of {str(found.get('path'))[:300]!r}")
+        elif is_strange(repo, found):
+            yield odd(name, "error", "belongs to another repository")
+    if own:
+        for number in sorted(set(range(1, max(own))) - set(numbers)):
+            yield odd(object_names.numbered(directory, number), "error", "is missing, although a later one is there")
+
+
+def is_strange(repo: Repo, found: dict[str, Json]) -> bool:
+    """Returns whether an object names another repository. Those of earlier versions name none."""
+    return bool(found.get("repository", repo.id) != repo.id)

@@ -1,0 +1,139 @@
+"""Several places as one store: how they are declared (`PerNode`, `Mirror`), and what others ask of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from tenuto.errors import UsageError
+from tenuto.repo.replicated.replica import UnreachableReplica, exists
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.store.contract import Store, Where
+from tenuto.store.registry import open_store
+
+
+def places_of(store: Store) -> ReplicatedStore | None:
+    """Returns the store as one of several places; None if it is a single place. Nothing else makes this distinction."""
+    return store if isinstance(store, ReplicatedStore) else None
+
+
+def all_places(store: Store) -> list[Store]:
+    """Returns the home and all other places in reach; a plain store is its own home."""
+    places = places_of(store)
+    return [store] if places is None else [places.home, *places.others]
+
+
+def home_of(store: Store) -> Store:
+    """Returns the place that decides which objects but packs there are."""
+    places = places_of(store)
+    return store if places is None else places.home
+
+
+def copies_of(store: Store, name: str) -> list[Store]:
+    """Returns the places that have a copy of an object."""
+    places = places_of(store)
+    return [one for one in ([store] if places is None else places.order(name)) if exists(one, name)]
+
+
+def unreachable(store: Store) -> Sequence[UnreachableReplica]:
+    """Returns the repository's places that are out of reach from here."""
+    places = places_of(store)
+    return () if places is None else places.unreachable()
+
+
+def describe_missing_pack(store: Store) -> str:
+    """Describes a pack that no place has: it may be in a place out of reach."""
+    missed = unreachable(store)
+    if missed:
+        shown = ", ".join(map(str, missed[:3]))
+        return f"is not found from here: it may be on {shown}{', …' if len(missed) > 3 else ''}"
+    return "" if places_of(store) is None else "is missing: it is in none of the repository's places"
+
+
+def free_space(store: Store) -> tuple[str, int | None]:
+    """Returns the place that limits packs, and its free bytes."""
+    places = places_of(store)
+    return (store.url, store.free_bytes()) if places is None else places.tightest()
+
+
+def mark_damaged(store: Store, name: str) -> bool:
+    """Marks the copy of `name` read last as damaged. Returns whether another one is read from now on."""
+    places = places_of(store)
+    return places is not None and places.mark_damaged(name)
+
+
+def report_to(store: Store, report: Callable[[str], None]) -> None:
+    """Sends problems of single places to `report` instead of warnings."""
+    places = places_of(store)
+    if places is not None:
+        places.report = report
+
+
+@contextmanager
+def reporting_to(store: Store, report: Callable[[str], None]) -> Iterator[None]:
+    """Sends problems of single places to `report` within the block."""
+    places = places_of(store)
+    before = report if places is None else places.report
+    report_to(store, report)
+    try:
+        yield
+    finally:
+        report_to(store, before)
+
+
+class PerNode(ReplicatedStore):
+    """Packs in a `directory` of each node's own (such as its disk), everything else in `home`, which all nodes share.
+    With `copies=2` each pack is in the home too, so that losing a node loses nothing.
+
+    When a node lacks something at a restore, as after a change in the number of ranks, the node that has it puts it
+    into the home. Without a copy there, a checkpoint that is partly on a lost node is skipped with a warning. `node`:
+    the name of the node, if host names are not unique.
+    """
+
+    def __init__(self, directory: Where, *, home: Where, copies: int = 1, node: str = "") -> None:
+        own, shared = _one_place(directory), _one_place(home)
+        if own.url == shared.url:
+            raise UsageError(
+                f"{own.url} is given both as the directory of each node and as the home of all",
+                subject=own.url,
+                hint="home= is a directory that all nodes share",
+            )
+        if copies not in (1, 2):
+            raise UsageError(
+                f"copies={copies!r}: packs can be on their node (1), or on their node and in the home (2)",
+                subject=f"copies={copies!r}",
+                hint="copies=2 keeps what a lost node had",
+            )
+        super().__init__(shared, (own, shared)[:copies], copies, per_node=True, node=node)
+
+
+class Mirror(ReplicatedStore):
+    """Every pack in each of several places. The first is the home, where the run is claimed and checkpoints are
+    committed.
+
+    A save commits when `copies` of the places (default: all) have each of its packs. A place that fails causes a
+    warning and is read only where possible. Each place is a complete repository for readers; commands that remove or
+    change something need the home.
+    """
+
+    def __init__(self, *places: Where, copies: int | None = None) -> None:
+        stores = [_one_place(place) for place in places]
+        urls = [store.url for store in stores]
+        if len(stores) < 2 or len(set(urls)) < len(urls):
+            raise UsageError(
+                f"a mirror is of two places or more, each once: {', '.join(urls) or 'none given'}",
+                subject=", ".join(urls) or "Mirror()",
+                hint='Mirror("/one/place", "/another/place")',
+            )
+        super().__init__(stores[0], stores, len(stores) if copies is None else copies)
+
+
+def _one_place(where: Where) -> Store:
+    store = open_store(where)
+    if places_of(store) is not None:
+        raise UsageError(
+            f"{store.url} is several places already, and cannot be one of others",
+            subject=store.url,
+            hint="PerNode(directory, home=, copies=2) has each pack on its node and in the home",
+        )
+    return store
