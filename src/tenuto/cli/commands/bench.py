@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tenuto.cli.console import options, output
-from tenuto.cli.console.exitcodes import examples
-from tenuto.cli.console.table import Columns
+from tenuto.cli.console.help_text import examples
+from tenuto.cli.console.output import Columns
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _sizes(size: str | None, leaves: int | None, like: str | None, run: str | No
         return even_sizes(parse_size(size or "1GiB"), leaves or 200)
     if size is not None or leaves is not None:
         raise UsageError("--like says size and leaves already", subject="--like", hint="leave --size and --leaves out")
-    from tenuto.cli.console.targets import checkpoint, repository
+    from tenuto.cli.console.options import checkpoint, repository
 
     repo = repository(like)
     manifest = repo.manifest(checkpoint(repo, run, step))

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tenuto.cli.console import exitcodes, options, output
+from tenuto.cli.console import help_text, options, output
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
     from tenuto.demo.runner import ReportProgress
 
 
-EXAMPLES = exitcodes.examples(
+EXAMPLES = help_text.examples(
     "tenuto demo",
     "tenuto demo --kills 20 --seed 7",
     "tenuto demo --keep /tmp/demo --json",
