@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tenuto.bench.sample import Arrays, Sample, make_arrays
+from tenuto.bench.measure import Arrays, Sample, make_arrays
 
 
 def torch_sample(sizes: Sequence[int]) -> Sample:
