@@ -119,7 +119,7 @@ def _sample(sizes: Sequence[int]) -> Sample:
     """Builds a state of torch tensors where torch is installed, as a training there would save."""
     output.story("making a state")
     if find_spec("torch") is not None:
-        from tenuto.integrations.torch.bench_sample import torch_sample
+        from tenuto.integrations.torch.for_commands import torch_sample
 
         return torch_sample(sizes)
     from tenuto.bench.measure import numpy_sample

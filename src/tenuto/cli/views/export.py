@@ -176,10 +176,10 @@ class TorchExport(Export):
     def __init__(self, out: Path, include: Patterns, exclude: Patterns) -> None:
         super().__init__(out, include, exclude)
         try:
-            from tenuto.integrations.torch import export_pt
+            from tenuto.integrations.torch.for_commands import write_pt
         except ImportError:
             raise MissingExtra("a *.pt file needs torch", hint=install("torch")) from None
-        self._write = export_pt.write
+        self._write = write_pt
 
     def prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
         found = match_state(

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from tenuto.errors import StateError
 from tenuto.integrations.torch import sharded, tensors
-from tenuto.integrations.torch.ddp_replicas import replicas_in
 from tenuto.integrations.torch.meshes import alone, is_dtensor
 from tenuto.integrations.torch.tensors import TensorDict
+from tenuto.integrations.torch.wrappers import replicas_in
 from tenuto.model.leaf import Placement
 from tenuto.model.paths import join
 from tenuto.model.records import Json
