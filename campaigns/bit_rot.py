@@ -57,5 +57,5 @@ def _unseen(image: DiskImage, path: str, id: CheckpointId, saved: Saved) -> Iter
         yield f"I5: a flipped bit of {path} was not noticed, and other values were restored"
 
 
-def _prepare(manifest: Manifest, told: CheckpointLeaves) -> Prepared:
-    return match_state(manifest.tree, told.private, told.specs)
+def _prepare(manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
+    return match_state(manifest.tree, leaves.private, leaves.specs)

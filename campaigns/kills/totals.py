@@ -44,7 +44,7 @@ def killings(round: Round) -> list[Killing]:
         if life.began is not None:
             newest = life.began
         newest = max(newest, life.durable, *life.sealed) if life.sealed else max(newest, life.durable)
-        kept = kept or bool(life.sealed) or life.adopted
+        kept = kept or bool(life.sealed) or life.from_memory
         begins = [later.began for later in lives[number + 1 :] if later.began is not None]
         if life.killed:
             found.append(
@@ -119,9 +119,9 @@ def counts(rounds: Sequence[Round]) -> dict[str, Any]:
 def restarts(round: Round) -> dict[str, int]:
     """Compares what each process of a round resumed from with the same step of the untouched run, by content digest."""
     sealed = round.outcome.untouched.sealed
-    began = [(life.adopted, *life.restored) for life in round.outcome.lives if life.restored is not None]
+    began = [(life.from_memory, *life.restored) for life in round.outcome.lives if life.restored is not None]
     equal = sum(content == sealed.get(step) for _, step, content in began)
-    memory = sum(adopted for adopted, _, _ in began)
+    memory = sum(from_memory for from_memory, _, _ in began)
     return {
         "restarts_from_memory": memory,
         "restarts_from_store": len(began) - memory,

@@ -40,7 +40,7 @@ class Life:
     status: exit status, or minus the signal that ended it.
     saving: whether a save was neither committed nor failed at its end.
     restored: step and content that it resumed from; None if from scratch.
-    adopted: whether it resumed from memory.
+    from_memory: whether it resumed from memory.
     sealed: the content of each step that it kept in memory.
     memory_stalls_s: seconds for which each of these blocked training.
     memory_off: why nothing was kept in memory.
@@ -56,7 +56,7 @@ class Life:
     stalls_s: tuple[float, ...] = ()
     bytes: int = 0
     restored: tuple[int, str] | None = None
-    adopted: bool = False
+    from_memory: bool = False
     sealed: Mapping[int, str] = field(default_factory=dict)
     memory_stalls_s: tuple[float, ...] = ()
     memory_off: str = ""
@@ -76,7 +76,7 @@ class Life:
     def source(self) -> str:
         """What it resumed from: "memory", "disk" or "scratch"; empty if it ended before its first step."""
         if self.restored is not None:
-            return "memory" if self.adopted else "disk"
+            return "memory" if self.from_memory else "disk"
         return "scratch" if self.began == 0 else ""
 
 
@@ -151,7 +151,7 @@ class Child:
             stalls_s=tuple(event["stall_s"] for event in events if event["event"] == "Captured"),
             bytes=max((event["bytes"] for event in begun), default=0),
             restored=restored[-1] if restored else None,
-            adopted=bool(restored) and any(event["event"] == "RestoredFromMemory" for event in events),
+            from_memory=bool(restored) and any(event["event"] == "RestoredFromMemory" for event in events),
             sealed={event["id"]["step"]: event["content"] for event in sealed},
             memory_stalls_s=tuple(event["stall_s"] for event in sealed),
             memory_off=next((text[len(MEMORY_OFF) :] for text in warnings if text.startswith(MEMORY_OFF)), ""),

@@ -106,8 +106,8 @@ def a_round(*killed: tuple[Life, Ending], flushes: tuple[Flushed, ...] = ()) -> 
 
 
 FIRST = Life(0, 9, -9, False, 1.0, sealed={7: "c7", 8: "c8"}, durable=5), Ending("seal", CAPTURED)
-SECOND = Life(8, 0, -9, False, 1.0, restored=(8, "c8"), adopted=True, durable=5), Ending("adopt")
-LAST = Life(8, 30, 0, False, 1.0, restored=(8, "c8"), adopted=True, durable=30), Ending()
+SECOND = Life(8, 0, -9, False, 1.0, restored=(8, "c8"), from_memory=True, durable=5), Ending("adopt")
+LAST = Life(8, 30, 0, False, 1.0, restored=(8, "c8"), from_memory=True, durable=30), Ending()
 
 
 def changed(one: tuple[Life, Ending], **changes: Any) -> tuple[Life, Ending]:

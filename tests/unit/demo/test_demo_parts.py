@@ -118,7 +118,7 @@ def test_a_killed_child_tells_what_it_kept_and_why_not_more(tmp_path: Path) -> N
     events = tmp_path / "events"
     events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     life = Child(0, events, mmap.mmap(-1, mmap.PAGESIZE), status=-signal.SIGKILL).life()
-    assert (life.restored, life.adopted, life.saved, life.at) == ((4, "c4"), True, 5, 4)
+    assert (life.restored, life.from_memory, life.saved, life.at) == ((4, "c4"), True, 5, 4)
     assert life.sealed == {6: "c6"} and life.memory_stalls_s == (0.25,)
     assert life.memory_off == "there is no room"
 
@@ -148,7 +148,7 @@ def test_steps_lost_are_those_done_again_by_the_next_life_that_came_so_far() -> 
 
 def remembering(off: str = "") -> Outcome:
     first = Life(0, 17, -9, False, 1.0, (0.002,), memory_stalls_s=(0.001,), durable=10, memory_off=off)
-    second = Life(16, 16, -9, False, 1.0, restored=(16, "c"), adopted=True, durable=10)
+    second = Life(16, 16, -9, False, 1.0, restored=(16, "c"), from_memory=True, durable=10)
     third = Life(10, 30, 0, False, 1.0, restored=(10, "d"), durable=30)
     return replace(made(), plan=replace(made().plan, memory=True), lives=(first, second, third))
 

@@ -16,7 +16,7 @@ import torch
 from tenuto.errors import StateError
 from tenuto.integrations.torch import tensors
 from tenuto.integrations.torch.device import TORCH_DTYPES
-from tenuto.integrations.torch.meshes import alone, is_dtensor, layout_of, local_of, local_part
+from tenuto.integrations.torch.meshes import is_dtensor, layout_of, local_of, local_part, on_one_rank
 from tenuto.integrations.torch.tensors import Signature, form_of, geometry, signature_of
 from tenuto.model.box import Box
 from tenuto.model.leaf import LeafSpec
@@ -104,7 +104,7 @@ def _encode(
     known = form_of(seen)
     if known is None:
         raise tensors.unknown_type(local, path)
-    if writer.private or (is_dtensor(tensor) and alone(tensor)):
+    if writer.private or (is_dtensor(tensor) and on_one_rank(tensor)):
         place = local.data_ptr() or id(local)
         node = writer.leaf(
             path, known.about, known.spec, local, device=known.device, address=place, geometry=known.geometry
