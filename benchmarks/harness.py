@@ -27,7 +27,6 @@ import torch
 
 import tenuto
 from campaigns.result_file import code, machine, versions
-from tenuto.bench import cache
 from tenuto.bench import raw as loops
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,7 +34,7 @@ RESAMPLES = 10_000
 GIB = 1 << 30
 UNITS = {"ratio": "", "ms": "ms", "us": "us", "mib": "MiB", "done": "(1 = done)"}
 """What a target's figure may be, by its key in a result."""
-warm_cache = cache.warm
+warm_cache = loops.warm_cache
 timed = loops.timed
 
 
@@ -220,12 +219,12 @@ def compare(
 
 def drop_cache(root: Path) -> str:
     """Drops every file below `root` from the page cache; says how. Raises AssertionError if pages stay."""
-    cache.drop(root)
+    loops.drop_cache(root)
     how = "fsync and posix_fadvise(DONTNEED) of each file"
-    if cache.still_cached(root) and os.geteuid() == 0:
+    if loops.still_cached(root) and os.geteuid() == 0:
         Path("/proc/sys/vm/drop_caches").write_text("1\n", encoding="ascii")
         how += ", then /proc/sys/vm/drop_caches"
-    held = cache.still_cached(root)
+    held = loops.still_cached(root)
     assert not held, f"the page cache still holds what is to be read cold: {held}"
     return how
 

@@ -16,9 +16,8 @@ from tenuto.state.contract import Prepared
 from tenuto.state.restore.match import match_state
 from tenuto.store.local.store import LocalStore
 from tenuto.testing.checker import PLACE
-from tenuto.testing.disk_image import BLOCK, Contents, DiskImage
 from tenuto.testing.expectations import Expected, Presence, Saved
-from tenuto.testing.simulated_disk import SimulatedDisk
+from tenuto.testing.simulated_disk import BLOCK, Contents, DiskImage, SimulatedDisk
 
 
 def rot(image: DiskImage, expected: Expected, source: random.Random) -> list[str]:
@@ -58,5 +57,5 @@ def _unseen(image: DiskImage, path: str, id: CheckpointId, saved: Saved) -> Iter
         yield f"I5: a flipped bit of {path} was not noticed, and other values were restored"
 
 
-def _prepare(manifest: Manifest, told: CheckpointLeaves) -> Prepared:
-    return match_state(manifest.tree, told.private, told.specs)
+def _prepare(manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
+    return match_state(manifest.tree, leaves.private, leaves.specs)

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from campaigns.persistence import Instant, Persistence
 from campaigns.scenarios import Recording
-from tenuto.testing.disk_image import DiskImage
 from tenuto.testing.expectations import Expected
 from tenuto.testing.recorder import Call, Mark
-from tenuto.testing.simulated_disk import SimulatedDisk
+from tenuto.testing.simulated_disk import DiskImage, SimulatedDisk
 
 Check = Callable[[SimulatedDisk, Expected], list[str]]
 

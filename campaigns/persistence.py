@@ -22,9 +22,8 @@ from itertools import product
 from math import prod
 from typing import Final, Generic, TypeVar
 
-from tenuto.testing.disk_image import BLOCK, ROOT, ZEROES, Contents, DiskImage
 from tenuto.testing.recorder import Call
-from tenuto.testing.simulated_disk import cut, overwrite
+from tenuto.testing.simulated_disk import BLOCK, ROOT, ZEROES, Contents, DiskImage, cut, overwrite
 
 SECTOR: Final = 512
 RUBBISH: Final = random.Random(0x5EED).randbytes(BLOCK)

@@ -46,11 +46,10 @@ from tenuto.store.local.store import LocalStore
 from tenuto.store.local.syscalls import FileSystem
 from tenuto.store.wrappers.retry import Patience, RetryingStore
 from tenuto.testing.checker import PLACE
-from tenuto.testing.disk_image import DiskImage
 from tenuto.testing.expectations import CLAIMED, CLAIMING, OPENED, Saved
 from tenuto.testing.layers import Fault, Killed
 from tenuto.testing.recorder import Recorder
-from tenuto.testing.simulated_disk import SimulatedDisk
+from tenuto.testing.simulated_disk import DiskImage, SimulatedDisk
 
 RUN = "main"
 

@@ -22,9 +22,9 @@ from tenuto.model.ids import CheckpointId
 from tenuto.store.contract import Store
 from tenuto.store.local.syscalls import FileSystem
 from tenuto.testing.checker import Checker
-from tenuto.testing.disk_image import BLOCK, DiskImage
 from tenuto.testing.layers import Fault, Faulty, Killed, Layer, Mortal
 from tenuto.testing.recorder import Call, Mark, Step
+from tenuto.testing.simulated_disk import BLOCK, DiskImage
 
 
 class Short(Layer):

@@ -17,10 +17,9 @@ from tenuto.repo.replicated.replica import exists
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry
 from tenuto.testing.checker import open_without
-from tenuto.testing.disk_image import DiskImage
 from tenuto.testing.expectations import CLAIMED, Expected
 from tenuto.testing.recorder import Call, Mark
-from tenuto.testing.simulated_disk import SimulatedDisk
+from tenuto.testing.simulated_disk import DiskImage, SimulatedDisk
 
 Check = Callable[[SimulatedDisk, Expected], list[str]]
 Restarted = Callable[[DiskImage, tuple[Mark, ...], int, str, Seeded], Recording]

@@ -149,7 +149,7 @@ def command_line() -> Iterator[str]:
     import typer
 
     from tenuto.cli.application import COMMANDS, application
-    from tenuto.cli.console import exitcodes
+    from tenuto.cli.console import help_text
 
     yield "# `tenuto`, the command\n"
     yield "Data goes to stdout, the story to stderr, a hint comes last. `--json` gives one JSON document, also for an"
@@ -161,7 +161,7 @@ def command_line() -> Iterator[str]:
         words = re.sub(r"[ \t]+$", "", command.get_help(context), flags=re.M)
         yield f"## `tenuto {name}`\n\n```text\n{textwrap.dedent(words).strip()}\n```\n"
     yield "## Exit status\n\n| status | means |\n|---|---|"
-    for code, meaning in exitcodes.EXIT_CODES.items():
+    for code, meaning in help_text.EXIT_CODES.items():
         yield f"| {code} | {meaning} |"
     yield ""
 

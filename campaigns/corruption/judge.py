@@ -150,8 +150,8 @@ class Reading:
         self.own: Any = None
         self.warnings: list[str] = []
 
-    def match(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
-        prepared, self.own = match_private(manifest, told)
+    def match(self, manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
+        prepared, self.own = match_private(manifest, leaves)
         return prepared
 
     def emit(self, event: Event) -> None:

@@ -66,12 +66,12 @@ class Shape:
         self.place.objects.update((name, (data, 1)) for name, data in self.objects.items())
 
 
-def match_private(manifest: Manifest, told: CheckpointLeaves) -> tuple[Prepared, dict[str, Any]]:
+def match_private(manifest: Manifest, leaves: CheckpointLeaves) -> tuple[Prepared, dict[str, Any]]:
     """Everything that a checkpoint holds, made anew; what belongs to one process alone goes into the mapping."""
     own: dict[str, Any] = {}
-    if told.private is not None:
+    if leaves.private is not None:
         own = {"data": {}, "random": {}}
-    return match_state(manifest.tree, told.private, told.specs, private_into=own or None), own
+    return match_state(manifest.tree, leaves.private, leaves.specs, private_into=own or None), own
 
 
 class Builder:
@@ -238,8 +238,8 @@ def _private_of(repo: Repo, id: CheckpointId) -> Any:
     """What of a checkpoint belongs to one process alone, as an untouched store gives it back."""
     found: list[dict[str, Any]] = []
 
-    def match(manifest: Manifest, told: CheckpointLeaves) -> Prepared:
-        prepared, own = match_private(manifest, told)
+    def match(manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
+        prepared, own = match_private(manifest, leaves)
         found.append(own)
         return prepared
 

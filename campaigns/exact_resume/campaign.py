@@ -23,8 +23,8 @@ from typing import Any, Final
 from campaigns.exact_resume.cases import CASES, CONTROLS, Case, End
 from campaigns.exact_resume.training import piece
 from campaigns.result_file import Progress, Sitting, deliver, options
-from tenuto.demo.children import start
 from tenuto.demo.comparison import compare, read
+from tenuto.demo.processes import start
 from tenuto.demo.runner import load_framework
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store

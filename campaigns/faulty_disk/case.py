@@ -32,8 +32,7 @@ from tenuto.store.local.store import LocalStore
 from tenuto.store.local.syscalls import FileSystem
 from tenuto.store.wrappers.retry import Patience, RetryingStore
 from tenuto.testing.checker import PLACE
-from tenuto.testing.disk_image import DiskImage
-from tenuto.testing.simulated_disk import SimulatedDisk
+from tenuto.testing.simulated_disk import DiskImage, SimulatedDisk
 from tenuto.training import exit_status, run_registry, saves, training_session
 
 PATIENCE_S = 1.5

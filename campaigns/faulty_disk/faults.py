@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tenuto.store.local.syscalls import FileSystem
-from tenuto.testing.disk_image import BLOCK, Contents, DiskImage
 from tenuto.testing.layers import Killed, Layer
-from tenuto.testing.simulated_disk import fault
+from tenuto.testing.simulated_disk import BLOCK, Contents, DiskImage, fault
 
 R = TypeVar("R")
 

@@ -131,8 +131,8 @@ def _whole(repo: Repo, id: CheckpointId, state: State | None) -> Iterator[str]:
         yield f"{id} exists and was never saved"
         return
 
-    def match(manifest: Manifest, told: choose.CheckpointLeaves) -> Prepared:
-        return match_state(manifest.tree, told.private, told.specs, None)
+    def match(manifest: Manifest, leaves: choose.CheckpointLeaves) -> Prepared:
+        return match_state(manifest.tree, leaves.private, leaves.specs, None)
 
     try:
         found: Any = restore_checkpoint(repo, id, match).state

@@ -42,8 +42,8 @@ def _restored(job: ManyRanks, id: CheckpointId, mesh: Mesh, rank: int, step: int
     store.read.clear()
     store.objects.clear()
 
-    def match(manifest: Manifest, told: CheckpointLeaves) -> Prepared:
-        return match_state(manifest.tree, told.private, told.specs, state)
+    def match(manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
+        return match_state(manifest.tree, leaves.private, leaves.specs, state)
 
     began = time.process_time()
     manifest = job.repo.manifest(id)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from campaigns.persistence import Instant, Persistence, Variable
-from tenuto.testing.disk_image import DiskImage
 from tenuto.testing.recorder import Call
+from tenuto.testing.simulated_disk import DiskImage
 
 
 class NodePersistence(Persistence):

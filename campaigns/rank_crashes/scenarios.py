@@ -18,9 +18,9 @@ from tenuto.errors import RanksError, SaveFailed, Superseded
 from tenuto.ranks.kv.in_process import InProcessKVStore
 from tenuto.store.local.syscalls import FileSystem
 from tenuto.testing.checker import PLACE, Checker
-from tenuto.testing.disk_image import DiskImage
 from tenuto.testing.layers import Fault, Faulty
 from tenuto.testing.recorder import Mark
+from tenuto.testing.simulated_disk import DiskImage
 
 DIES_AT: Final = 110
 """After so much the coordinator of the first job of `restarted` is in the middle of its second save."""

@@ -65,8 +65,8 @@ def _check_checkpoint(world: World, model: Model, id: CheckpointId) -> None:
     model.check_state(id, state)
 
 
-def _prepare(manifest: Manifest, told: CheckpointLeaves) -> Prepared:
-    return match_state(manifest.tree, told.private, told.specs)
+def _prepare(manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
+    return match_state(manifest.tree, leaves.private, leaves.specs)
 
 
 def _check_findings(world: World, model: Model) -> None:

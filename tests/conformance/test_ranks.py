@@ -1,4 +1,4 @@
-"""Every board that is shipped keeps the contract of boards, and ranks agree on it."""
+"""Every board that is shipped keeps the contract of kv_stores, and ranks agree on it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tenuto.testing.ranks_suite import RanksSuite
 
 class TestMemory(RanksSuite):
     @pytest.fixture
-    def boards(self):
+    def kv_stores(self):
         kv_store = InProcessKVStore()
         return kv_store, kv_store
 
 
 class TestSolo(RanksSuite):
     @pytest.fixture
-    def boards(self):
+    def kv_stores(self):
         kv_store = Solo().kv_store()
         return kv_store, kv_store
 
 
 class TestSharedFiles(RanksSuite):
     @pytest.fixture
-    def boards(self):
+    def kv_stores(self):
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=memory, prefix="tenuto-test-") as place:
             yield SharedFilesKVStore(Path(place) / "ranks"), SharedFilesKVStore(Path(place) / "ranks")
@@ -49,13 +49,13 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
 class TestTcpStore(RanksSuite):
     @pytest.fixture
-    def boards(self, store):
+    def kv_stores(self, store):
         return TorchKVStore.of(store), TorchKVStore.of(store)
 
 
 class TestPrefixedTcpStore(RanksSuite):
     @pytest.fixture
-    def boards(self, store):
+    def kv_stores(self, store):
         from torch.distributed import PrefixStore
 
         prefixed = PrefixStore("/worker/attempt_0", PrefixStore("default_pg", store))
@@ -66,7 +66,7 @@ class TestTcpStoreThatCannotBeCloned(RanksSuite):
     """As before torch 2.8."""
 
     @pytest.fixture
-    def boards(self, store):
+    def kv_stores(self, store):
         class Old:
             def __init__(self, host, port, *arguments, **options):
                 from torch.distributed import TCPStore
@@ -86,7 +86,7 @@ class TestTcpStoreThatCannotBeCloned(RanksSuite):
 
 class TestHashStore(RanksSuite):
     @pytest.fixture
-    def boards(self):
+    def kv_stores(self):
         distributed = pytest.importorskip("torch.distributed")
         store = distributed.HashStore()
         return TorchKVStore.of(store), TorchKVStore.of(store)
@@ -94,7 +94,7 @@ class TestHashStore(RanksSuite):
 
 class TestFileStore(RanksSuite):
     @pytest.fixture
-    def boards(self, tmp_path):
+    def kv_stores(self, tmp_path):
         distributed = pytest.importorskip("torch.distributed")
         stores = [distributed.FileStore(str(tmp_path / "store"), 2) for _ in range(2)]
         return TorchKVStore.of(stores[0]), TorchKVStore.of(stores[1])

@@ -10,8 +10,7 @@ from campaigns.faulty_disk.bugs import BUGS, Bug
 from campaigns.faulty_disk.campaign import all_cases, calls_of, campaign, chosen_cases, hunt, run_batch, summary
 from campaigns.faulty_disk.case import PLACES, Case, run_case, surroundings
 from campaigns.faulty_disk.faults import WAYS, FailingDisk, lost
-from tenuto.testing.disk_image import DiskImage
-from tenuto.testing.simulated_disk import SimulatedDisk
+from tenuto.testing.simulated_disk import DiskImage, SimulatedDisk
 
 SEED = 20
 QUICK = {way.name for way in WAYS if not way.blocks}

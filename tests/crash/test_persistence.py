@@ -10,10 +10,9 @@ import pytest
 
 from campaigns.persistence import RUBBISH, Instant, Persistence
 from tenuto.store.local.syscalls import OperatingSystem
-from tenuto.testing.disk_image import BLOCK, Contents
 from tenuto.testing.layers import Fault, Faulty
 from tenuto.testing.recorder import Call, Recorder
-from tenuto.testing.simulated_disk import SimulatedDisk
+from tenuto.testing.simulated_disk import BLOCK, Contents, SimulatedDisk
 
 
 def instant(recorder: Recorder) -> Instant:

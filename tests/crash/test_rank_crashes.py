@@ -16,8 +16,8 @@ from campaigns.rank_crashes.scenarios import SCENARIOS, End
 from campaigns.rank_crashes.shares import by_bug, split_by_agreement
 from campaigns.rank_crashes.turns import KINDS
 from support.thinning import crossed, thinned
-from tenuto.testing.disk_image import ROOT
 from tenuto.testing.recorder import Call
+from tenuto.testing.simulated_disk import ROOT
 
 SEED = 20
 QUICK = (

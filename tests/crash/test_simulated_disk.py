@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.testing.disk_image import BLOCK
 from tenuto.testing.layers import Fault, Faulty
-from tenuto.testing.simulated_disk import SimulatedDisk
+from tenuto.testing.simulated_disk import BLOCK, SimulatedDisk
 
 
 def read_all(disk: SimulatedDisk, path: str) -> bytes:

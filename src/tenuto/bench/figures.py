@@ -1,13 +1,15 @@
-"""The numbers of a measurement."""
+"""The figures of a measurement, and expectations in words: simple arithmetic on what was measured, and nothing else."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from tenuto.bench.place import FileSystemFacts
+from tenuto.errors import typed
+from tenuto.units import count, seconds, size
 
 COPY = "copy"
 DIGEST = "digest"
@@ -89,3 +91,133 @@ class Figures:
             "hard_links": self.links,
             "cold_was_cold": self.cold,
         }
+
+
+SHARES: Final = (0.05, 0.01, 0.001)
+"""Shares of training time that saves may block."""
+SLOW_FLUSH_S: Final = 0.020
+BUSY: Final = 1.5
+"""A ratio of slowest to fastest round from which the machine was busy with something else."""
+SLOW_SHARE: Final = 0.6
+"""A save below this share of the place's raw speed is reported."""
+
+
+def interval(figures_: Figures, share: float) -> float:
+    """Returns the seconds between saves that block at most `share` of training time; at least what a save takes."""
+    stall, durable = _of(figures_, STALL), _of(figures_, DURABLE)
+    return max(stall / share - stall, durable)
+
+
+def rows(found: Figures) -> list[tuple[str, str, str, str]]:
+    """Returns a row for each measurement: words, median, range, speed."""
+    out = []
+    for what, words in WORDS.items():
+        rounds = found.seconds.get(what)
+        if not rounds:
+            continue
+        middle = _of(found, what)
+        speed = "" if what == FLUSH or not middle else f"{size(round(found.nbytes / middle))}/s"
+        out.append((words, seconds(middle), f"{seconds(min(rounds))} to {seconds(max(rounds))}", speed))
+    return out
+
+
+def expectations(found: Figures) -> list[str]:
+    """Returns what to expect of a training that saves this much in this place."""
+    stall, durable = _of(found, STALL), _of(found, DURABLE)
+    cold, hot = _of(found, RESTORE_COLD), _of(found, RESTORE_HOT)
+    often = ", ".join(f"every {seconds(interval(found, share))} for {share * 100:g} %" for share in SHARES)
+    first = f"the first {seconds(found.prewarm_s)} of a Checkpointer go into taking and touching memory"
+    return [
+        f"Each save holds training for about {seconds(stall)}; the checkpoint is durable {seconds(durable)} after it "
+        f"began, and until then training shares processor, memory and disk with it.",
+        f"Saves hold training for at most a given share of its time if they are taken {often} (no more often than a "
+        f"save takes; what training loses beside them while one is written depends on the training and is not in it).",
+        f"A save that is waited for takes {seconds(_of(found, SYNC))}; {first}.",
+        f"A restore takes about {seconds(cold)} {'from a cold disk' if found.cold else 'as measured'}, "
+        f"{seconds(hot)} if the page cache still holds it, every byte verified.",
+    ]
+
+
+def warnings(found: Figures) -> list[str]:
+    """Returns findings that make saves slower or weaker than they could be, each with advice."""
+    out = [*_of_place(found), *_of_speed(found)]
+    out += [f"The saves said: {text}." for text in found.notes]
+    out += [f"{path} is left from a measurement that was killed: {typed('rm', '-r', path)}" for path in found.leftovers]
+    return out
+
+
+def _of_place(found: Figures) -> list[str]:
+    out = []
+    if found.file_system.volatile:
+        out.append(f"{found.where} lies in memory ({found.file_system.name}): nothing there outlives the machine.")
+    elif not found.direct:
+        out.append(
+            f"No direct I/O on this file system ({found.file_system.name}): saves go through the page cache and are "
+            "flushed as they go, slower and with more memory in use."
+        )
+    if not found.links:
+        out.append(
+            "No hard links here: commits rest on renames that refuse to replace, which were found to work; keep "
+            "checkpoints on a file system with hard links if there is one."
+        )
+    if found.file_system.network:
+        out.append(
+            f"This is a network file system ({found.file_system.name}): its server has a cache of its own, so that a "
+            "cold restore may be slower than measured."
+        )
+    if not found.cold and not found.file_system.volatile:
+        out.append(
+            "The page cache did not give the files up, or nobody can tell: what is called cold may have been read "
+            "from memory."
+        )
+    if found.arena == "anonymous":
+        out.append(
+            "The image lies in anonymous memory, not in /dev/shm: saves are as fast, but a larger /dev/shm (in a "
+            "container: --shm-size, or a memory volume) is what restarts from memory will need."
+        )
+    return out
+
+
+def _of_speed(found: Figures) -> list[str]:
+    out = []
+    flush = _of(found, FLUSH)
+    if flush > SLOW_FLUSH_S:
+        out.append(
+            f"A flush takes {seconds(flush)}: each save makes several, one after another, so that small states take "
+            "about as long as large ones."
+        )
+    best = min(figure for what in (WRITE_DIRECT, WRITE_BUFFERED) if (figure := found.median(what)))
+    reached = best / _of(found, SYNC)
+    if reached < SLOW_SHARE:
+        out.append(
+            f"A save that is waited for reaches {reached:.0%} of the raw speed of this place: with a state this small "
+            "flushes and processor count for more than the disk does, or the machine is busy."
+        )
+    if found.spread > BUSY:
+        out.append(
+            f"The machine was busy, or the disk is shared: the slowest round took {found.spread:.1f} times the "
+            "fastest. Measure again when it is quiet."
+        )
+    return out
+
+
+def document(found: Figures) -> dict[str, Any]:
+    """Returns everything as a JSON object."""
+    return {
+        **found.json(),
+        "save_every_s": {f"{share:g}": interval(found, share) for share in SHARES},
+        "warnings": warnings(found),
+    }
+
+
+def heading(found: Figures) -> Sequence[str]:
+    return [
+        f"{found.where}  ({found.file_system.name})",
+        f"{size(found.nbytes)} in {count(found.leaves, 'leaf')}, {found.made_of}",
+    ]
+
+
+def _of(found: Figures, what: str) -> float:
+    middle = found.median(what)
+    assert middle is not None, f"{what} is always measured"
+    return middle

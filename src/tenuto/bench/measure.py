@@ -1,19 +1,25 @@
-"""Measures a place: raw loops, then real saves and restores of the same bytes, all in a directory of its own."""
+"""Measures a place: raw loops, then real saves and restores of the same bytes, all in a directory of its own.
+
+The sample state has as many bytes and leaves as the user's own, with incompressible values.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from tenuto.api.save_load import load
-from tenuto.bench import cache, figures, raw
+from tenuto.bench import figures, raw
 from tenuto.bench.figures import Figures
 from tenuto.bench.place import file_system_of, leftovers, workplace
-from tenuto.bench.sample import Arrays, Sample
-from tenuto.errors import CorruptionError
+from tenuto.codec.digest import digest
+from tenuto.errors import CorruptionError, UsageError
 from tenuto.events import Captured, Event, Warned
 from tenuto.policy import every, keep
 from tenuto.training.checkpointer import Checkpointer
@@ -82,7 +88,7 @@ class _Measuring:
             self._drop(path)
             read = raw.read(path, data, piece, length=length, direct=self.direct)
             self._note(figures.READ_COLD, read)
-            cache.warm(path)
+            raw.warm_cache(path)
             self._note(figures.READ_HOT, raw.read(path, data, 16 * raw.MIB, length=length, direct=False))
         path.unlink()
 
@@ -126,13 +132,13 @@ class _Measuring:
             self.on_activity(f"restoring with Tenuto, round {number_of_round + 1} of {self.rounds}")
             self._drop(where)
             self._note(figures.RESTORE_COLD, raw.timed(lambda: load(where, into=state)))
-            cache.warm(where)
+            raw.warm_cache(where)
             self._note(figures.RESTORE_HOT, raw.timed(lambda: load(where, into=state)))
 
     def _drop(self, root: Path) -> None:
-        cache.drop(root)
+        raw.drop_cache(root)
         try:
-            self.cold = self.cold and not cache.still_cached(root)
+            self.cold = self.cold and not raw.still_cached(root)
         except OSError:
             self.cold = False  # the kernel cannot report it, so it is not claimed
 
@@ -191,3 +197,60 @@ def _takes_links(place: Path) -> bool:
         for path in (first, second):
             path.unlink(missing_ok=True)
     return True
+
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A state to measure with.
+
+    arrays: the state in host memory, by path.
+    state: the same memory as a training would hold it, ready to save.
+    copy: `copy(into)` copies every array into the one of the same name, as the framework does.
+    made_of: a description in words.
+    """
+
+    arrays: Arrays
+    state: Mapping[str, Any]
+    copy: Callable[[Arrays], None]
+    made_of: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def fingerprint(self) -> list[bytes]:
+        return [digest(array) for array in self.arrays.values()]
+
+
+def even_sizes(nbytes: int, leaves: int) -> list[int]:
+    """Returns `leaves` equal lengths in bytes, multiples of 4. Raises UsageError if that leaves nothing for each."""
+    each = nbytes // leaves // 4 * 4
+    if each < 4:
+        raise UsageError(f"{nbytes} bytes are too few for {leaves} leaves", hint="a larger --size, or fewer --leaves")
+    return [each] * leaves
+
+
+def make_arrays(sizes: Sequence[int]) -> Arrays:
+    """Builds arrays of these lengths in bytes with random bits: float32 if the length allows, else uint8."""
+    generator = np.random.default_rng(0)
+    wide = len(str(max(len(sizes) - 1, 0)))
+    found: Arrays = {}
+    for number, length in enumerate(sizes):
+        words = generator.integers(0, 2**64, -(-length // 8), np.uint64, endpoint=False)
+        array = words.view(np.uint8)[:length]
+        found[f"leaf-{number:0{wide}d}"] = array.view(np.float32) if length % 4 == 0 else array
+    return found
+
+
+def numpy_sample(sizes: Sequence[int]) -> Sample:
+    """Builds the state as numpy arrays, which copies on one thread."""
+    arrays = make_arrays(sizes)
+
+    def copy(into: Arrays) -> None:
+        for name, array in arrays.items():
+            np.copyto(into[name], array)
+
+    return Sample(arrays, {"state": arrays}, copy, "numpy arrays")

@@ -1,4 +1,4 @@
-"""The command line: its commands, its options, and its exit."""
+"""The command line: its commands, its options, its errors, and its exit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import importlib
 import io
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from tenuto.cli.console import errors, exitcodes
-from tenuto.cli.console.help_format import PlainCommand
+from tenuto.cli.console import help_text, output
+from tenuto.cli.console.help_text import PlainCommand
+from tenuto.errors import CorruptionError, TenutoError, UsageError
 
 COMMANDS = (
     "ls",
@@ -44,14 +46,14 @@ def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
     app = typer.Typer(
         name="tenuto",
         help="Looks after checkpoints of deep-learning training: what is there, whether it is whole, getting it out.",
-        epilog=exitcodes.examples(
+        epilog=help_text.examples(
             "tenuto ls /data/checkpoints",
             "tenuto show /data/checkpoints --run gpt",
             "tenuto verify /data/checkpoints",
             "tenuto restore /data/checkpoints weights.safetensors --include 'model/*'",
         )
         + "\n\n"
-        + exitcodes.table(),
+        + help_text.exit_status_table(),
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         add_completion=False,
@@ -66,7 +68,7 @@ def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and exits with a status of `exitcodes`."""
+    """Runs one command and exits with a status of `help_text`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _never_fail_to_encode()
     try:
@@ -74,9 +76,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
         sys.exit(application(known)(args=words, prog_name="tenuto", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except Exception as error:  # noqa: BLE001 - the edge: what is no TenutoError is told as a fault of ours
+    except Exception as error:  # noqa: BLE001 - the edge: what is no TenutoError is reported as a fault of ours
         own = words[: words.index("--")] if "--" in words else words  # the rest belongs to another command
-        sys.exit(errors.report(error, debug="--debug" in own, as_json="--json" in own))
+        sys.exit(report(error, debug="--debug" in own, as_json="--json" in own))
 
 
 def _show_version(value: bool) -> None:
@@ -100,3 +102,48 @@ def _never_fail_to_encode() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, io.UnsupportedOperation, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def report(error: BaseException, *, debug: bool, as_json: bool) -> int:
+    """Prints the error and returns the exit status."""
+    sys.stdout.flush()
+    refused = _refused(error)
+    if isinstance(refused, str):
+        output.story(refused)
+        return UsageError.exit_code
+    error = refused or error
+    if debug:
+        traceback.print_exception(error)
+    message, subject, hint, code = _parts(error)
+    if as_json:
+        body = {"error": type(error).__name__, "message": message, "subject": subject, "hint": hint, "exit_code": code}
+        output.document("error", body)
+    output.story(f"{output.styled('error:', 'damaged', sys.stderr)} {output.clean_lines(message)}", cleaned=True)
+    if hint is not None:
+        output.story(f"hint: {hint}")
+    return code
+
+
+def _refused(error: BaseException) -> UsageError | str | None:
+    """Converts a command line that cannot be parsed into a UsageError; returns the help text for a bare `tenuto`.
+
+    Checks attributes, not the class, whose module changes between versions of typer.
+    """
+    if not hasattr(error, "format_message") or isinstance(error, TenutoError):
+        return None
+    message = str(error.format_message())
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return message
+    message = (message[:1].lower() + message[1:]).removesuffix(".").replace("(Possible", "(possible")
+    context = getattr(error, "ctx", None)
+    return UsageError(message, hint=f"{context.command_path if context is not None else 'tenuto'} --help")
+
+
+def _parts(error: BaseException) -> tuple[str, str | None, str | None, int]:
+    if isinstance(error, TenutoError):
+        hint = error.hint
+        if hint is None and isinstance(error, CorruptionError):
+            hint = "tenuto verify WHERE names all that is damaged"
+        return error.message, error.subject, hint, error.exit_code
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"a fault in Tenuto itself: {message}", None, "--debug shows where; please report it", 1

@@ -20,8 +20,7 @@ class Saved:
 
     id: CheckpointId
     leaves: Mapping[tuple[bool, str], tuple[LeafSpec, bytes]]
-    plain: Mapping[str, Json]
-    progress: Mapping[str, Json]
+    plain: Json
 
     @property
     def bytes(self) -> int:
@@ -51,18 +50,15 @@ def read(repo: Repo, run: str) -> Saved:
     leaves = {
         (spec.private, spec.path): (spec, sink.data.tobytes()) for spec, sink in zip(index.specs, staged, strict=True)
     }
-    return Saved(id, leaves, {"state": manifest.tree, "private": index.private}, manifest.progress)
+    return Saved(id, leaves, {"progress": manifest.progress, "state": manifest.tree, "private": index.private})
 
 
 def compare(one: Saved, other: Saved) -> Comparison:
     """Compares two checkpoints; names the first difference in the order of the state."""
-    found = next(_differences(one, other), None)
-    return Comparison(len(one.leaves), one.bytes, found)
+    return Comparison(len(one.leaves), one.bytes, next(_differences(one, other), None))
 
 
 def _differences(one: Saved, other: Saved) -> Iterator[str]:
-    if one.progress != other.progress:
-        yield f"progress: {dict(one.progress)} and {dict(other.progress)}"
     for key, (spec, data) in one.leaves.items():
         matching = other.leaves.get(key)
         if matching is None:
@@ -70,27 +66,19 @@ def _differences(one: Saved, other: Saved) -> Iterator[str]:
         elif matching[0] != spec:
             yield f"{spec.path}: {spec.dtype}{list(spec.shape)} and {matching[0].dtype}{list(matching[0].shape)}"
         elif matching[1] != data:
-            yield f"{spec.path}: byte {_first(data, matching[1])} of {len(data)} differs"
+            first = next(place for place, (a, b) in enumerate(zip(data, matching[1], strict=True)) if a != b)
+            yield f"{spec.path}: byte {first} of {len(data)} differs"
     yield from (f"{spec.path}: only in {other.id}" for key, (spec, _) in other.leaves.items() if key not in one.leaves)
-    yield from _plain_differences(one.plain, other.plain, "")
+    plain, other_plain = dict(_plain_values(one.plain)), dict(_plain_values(other.plain))
+    for path in sorted({*plain, *other_plain}):
+        if plain.get(path) != other_plain.get(path):
+            yield f"{path}: {plain.get(path, 'absent')} and {other_plain.get(path, 'absent')}"
 
 
-def _first(one: bytes, other: bytes) -> int:
-    return next(place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-
-
-def _plain_differences(one: Any, other: Any, path: str) -> Iterator[str]:
-    """Yields differences of plain values; 1, 1.0 and True differ, as in a checkpoint."""
-    if type(one) is not type(other):
-        yield f"{path}: {one!r} and {other!r}"
-    elif isinstance(one, dict):
-        for key in sorted({*one, *other}):
-            if key not in one or key not in other:
-                yield f"{path}/{key}: only on one side"
-            else:
-                yield from _plain_differences(one[key], other[key], f"{path}/{key}")
-    elif isinstance(one, list) and len(one) == len(other):
-        for place, (a, b) in enumerate(zip(one, other, strict=True)):
-            yield from _plain_differences(a, b, f"{path}/{place}")
-    elif one != other:
-        yield f"{path}: {one!r} and {other!r}"
+def _plain_values(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields paths and values as text: 1, 1.0 and True differ, as in a checkpoint."""
+    if not isinstance(value, (Mapping, list)) or not value:
+        yield path, repr(value)
+        return
+    for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from _plain_values(inner, f"{path}/{key}")

@@ -1,45 +1,140 @@
-"""Runs a demo: an uninterrupted training, then the same training killed and restarted."""
+"""Runs a demo: a training that nothing disturbs, then the same training killed at planned moments and restarted."""
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
-from tenuto.demo.children import Child, Life, Train, ask, start
-from tenuto.demo.comparison import compare, read
-from tenuto.demo.outcome import Account, Flushing
-from tenuto.demo.plan import PLACES, Flush, Kill, Plan
-from tenuto.demo.trace import ORDER, Death, Place, Trace
+import numpy as np
+
+from tenuto.demo.comparison import Comparison, compare, read
+from tenuto.demo.processes import Child, Life, start
+from tenuto.engine.staging import slots
 from tenuto.errors import MissingExtra, TenutoError, install, typed
-from tenuto.maintenance.flush import execute, plan_flush
-from tenuto.model.ids import CheckpointId, run_key
-from tenuto.repo.lineage import latest, resolve
+from tenuto.repo.lineage import latest
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
 UNTOUCHED: Final = "untouched"
-KILLED: Final = "killed"
 SAVE_PHASES: Final = ("SaveStarted", "Captured", "PackWritten")
 """A kill aimed at a save follows one of these events, by at most this many seconds:"""
 INSIDE_SAVE_S: Final = 0.003
 LONG_STEP_S: Final = 0.2
-LATE_STEPS: Final = 3
-SELDOM_S: Final = 0.005
-"""Poll interval for a child that kills itself."""
 
 ReportProgress = Callable[[str, int, int], None]
 """Called with the activity, the steps done and the steps in total."""
 
 
-def ignore_progress(what: str, done: int, total: int) -> None:
+def ignore_progress(activity: str, done: int, total: int) -> None:
     """Ignores progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A kill.
+
+    after: completed steps before it is due.
+    during: the phase to interrupt: the next "save", or a "step".
+    moment: in [0, 1), a share of the phase's time.
+    """
+
+    after: int
+    during: str
+    moment: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that a demo will do. `memory`: whether every step is also kept in memory."""
+
+    steps: int
+    save_every: int
+    kills: Sequence[Kill]
+    seed: int
+    memory: bool = False
+
+
+def draw_kills(
+    number: int, *, steps: int, save_every: int, seed: int, during: Sequence[str] = ("save", "step")
+) -> tuple[Kill, ...]:
+    """Draws kills at random steps, in order, and divides the phases among them evenly."""
+    draw = random.Random(seed)
+    phases = [during[index % len(during)] for index in range(number)]
+    draw.shuffle(phases)
+    after = sorted(draw.randrange(1, max(steps - save_every, 2)) for _ in range(number))
+    return tuple(Kill(step, phase, draw.random()) for step, phase in zip(after, phases, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The processes of a killed training, and the comparison of its last state with the untouched run's."""
+
+    plan: Plan
+    untouched: Life
+    lives: Sequence[Life]
+    comparison: Comparison
+    loss: float | None
+    copy_s: float | None
+    """Median seconds of one copy of the state's bytes within warm memory."""
+    seconds: float
+    bytes: int = 0
+
+    @property
+    def kills(self) -> int:
+        return sum(life.killed for life in self.lives)
+
+    @property
+    def kills_while_saving(self) -> int:
+        return sum(life.killed and life.saving for life in self.lives)
+
+    @property
+    def lost(self) -> list[int]:
+        """Steps repeated after each kill."""
+        return [self.lost_by(number) for number, life in enumerate(self.lives) if life.killed]
+
+    @property
+    def lost_from_disk(self) -> list[int]:
+        """Steps that would have been repeated after each kill with checkpoints on disk only."""
+        return [max(life.at - life.durable, 0) for life in self.lives if life.killed]
+
+    def lost_by(self, number: int) -> int:
+        """Returns the steps of this process that the next one to start training repeated."""
+        begins = [later.began for later in self.lives[number + 1 :] if later.began is not None]
+        return max(self.lives[number].at - begins[0], 0) if begins else 0
+
+    def restarts(self, source: str) -> int:
+        """Returns the number of processes after the first that resumed from "memory", "disk" or "scratch"."""
+        return sum(life.source == source for life in self.lives[1:])
+
+    @property
+    def memory_off(self) -> str:
+        """Why not everything was kept in memory; empty if it was, or was not meant to be."""
+        return next((life.memory_off for life in self.lives if life.memory_off), "")
+
+    @property
+    def stalls_s(self) -> list[float]:
+        """Stalls of the saves to the store."""
+        return [stall for life in (self.untouched, *self.lives) for stall in life.stalls_s]
+
+    @property
+    def memory_stalls_s(self) -> list[float]:
+        """Stalls of the steps kept in memory only."""
+        return [stall for life in self.lives for stall in life.memory_stalls_s]
+
+
+class TrainingFailed(TenutoError):
+    """A child of the demo failed, for a reason of its own."""
 
 
 @dataclass
@@ -48,45 +143,6 @@ class Runner:
 
     place: Path
     on_progress: ReportProgress = ignore_progress
-    _start_s: float = 0.5
-    _usual_s: dict[Place, float] = field(default_factory=dict)
-    """Seconds of the last passage through each phase of the protocol."""
-
-    def untouched(self, plan: Plan) -> Life:
-        """Runs the training without kills, in one process."""
-        self.place.mkdir(parents=True, exist_ok=True)
-        child = self._start(plan, UNTOUCHED, 0, None, Trace())
-        if child.wait_until(lambda: child.step > 0):
-            self._start_s = time.monotonic() - child.started
-        while child.running():
-            self.on_progress("training untouched", child.step, plan.steps)
-            time.sleep(0.02)
-        life = self._checked(child.life())
-        if not plan.memory:
-            return life
-        # The last step goes to the store, and no event reports it as kept in memory.
-        repo = Repo.open(open_store(self.checkpoints))
-        last = repo.manifest(resolve(repo, UNTOUCHED, "latest"))
-        return replace(life, remembered={**life.remembered, last.id.step: last.content})
-
-    def killed(self, plan: Plan, untouched: Life, run: str = KILLED) -> Account:
-        """Runs the training again as `run`, killed as planned, and compares it with the untouched one."""
-        began = time.monotonic()
-        lives, flushes = self._lives(plan, run)
-        repo = Repo.open(open_store(self.checkpoints))
-        one, other = read(repo, UNTOUCHED), read(repo, run)
-        return Account(
-            plan=plan,
-            untouched=untouched,
-            lives=tuple(lives),
-            comparison=compare(one, other),
-            loss=repo.manifest(other.id).metrics.get("loss"),
-            copy_s=ask(lambda: copy_seconds(other.bytes), self.output),
-            seconds=untouched.seconds + time.monotonic() - began,
-            bytes=other.bytes,
-            run=run,
-            flushes=tuple(flushes),
-        )
 
     @property
     def checkpoints(self) -> Path:
@@ -96,70 +152,60 @@ class Runner:
     def output(self) -> Path:
         return self.place / "output.txt"
 
-    def _lives(self, plan: Plan, run: str) -> tuple[list[Life], list[Flushing]]:
+    def repository(self) -> Repo:
+        return Repo.open(open_store(self.checkpoints))
+
+    def untouched(self, plan: Plan) -> Life:
+        """Runs the training without kills, in one process."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        return self._life(plan, UNTOUCHED, 0, None)
+
+    def killed(self, plan: Plan, untouched: Life, run: str = "killed") -> Outcome:
+        """Runs the training again as `run`, killed as planned, and compares it with the untouched one."""
+        began = time.monotonic()
         lives: list[Life] = []
-        flushes: list[Flushing] = []
-        for kill in plan.kills:
-            lives.append(self._life(plan, run, len(lives), kill))
+        for number, kill in enumerate((*plan.kills, None)):
+            lives.append(self._life(plan, run, number, kill))
             if not lives[-1].killed:
-                return lives, flushes
-            if kill.then is not None:
-                flushes.append(self._flush(run, len(lives) - 1, kill.then))
-        return [*lives, self._life(plan, run, len(lives), None)], flushes
+                break
+        repo = self.repository()
+        one, other = read(repo, UNTOUCHED), read(repo, run)
+        return Outcome(
+            plan=plan,
+            untouched=untouched,
+            lives=lives,
+            comparison=compare(one, other),
+            loss=repo.manifest(other.id).metrics.get("loss"),
+            copy_s=copy_seconds(other.bytes),
+            seconds=untouched.seconds + time.monotonic() - began,
+            bytes=other.bytes,
+        )
 
     def _life(self, plan: Plan, run: str, number: int, kill: Kill | None) -> Life:
         """Trains in a process of its own, until it is killed or ends."""
-        trace = Trace()
-        on_step_done = partial(self._report, plan, number)
-        child = self._start(plan, run, number, kill, trace)
-        if kill is not None and self._until(child, kill, plan, on_step_done):
+        child = start(partial(self._train, plan, run), self.place / f"events-{run}-{number:03d}.jsonl", self.output)
+        return self._end(child, plan, run, number, kill)
+
+    def _end(self, child: Child, plan: Plan, run: str, number: int, kill: Kill | None) -> Life:
+        """Kills a child as planned, or waits until it ends. Raises TrainingFailed if it failed by itself."""
+        activity = "training untouched" if run == UNTOUCHED else f"training, {number} of {len(plan.kills)} kills"
+
+        def report() -> None:
+            self.on_progress(activity, child.step, plan.steps)
+
+        if kill is not None and self._wait_for(kill, child, plan, report):
             child.kill()
         while child.running():
-            on_step_done(child.step)
+            report()
             time.sleep(0.02)
-        life = self._checked(child.life())
-        self._note(trace)
-        newest = self._durable(run)
-        return replace(life, place=trace.place, point=trace.point, durable=newest.step if newest is not None else 0)
+        newest = latest(self.repository(), run)
+        return replace(self._checked(child.life()), durable=newest.step if newest is not None else 0)
 
-    def _flush(self, run: str, after: int, flush: Flush) -> Flushing:
-        """Flushes memory in a process of its own, until that is killed or ends."""
-        trace, before = Trace(), self._durable(run)
-        dies = flush.point is not None or flush.moment is not None
-        death = Death("flush", flush.point, flush.moment or 0.0) if dies else None
-
-        def work(events: Path, on_step: Callable[[int, float], None]) -> None:
-            with trace.traced(death), trace.inside("flush", death, usual_s=self._usual_s.get("flush", 0.0)):
-                repo = Repo.open(open_store(self.checkpoints))
-                execute(repo, plan_flush(repo, run_key(run)))
-
-        child = start(work, self.place / "no-events.jsonl", self.output)
-        life = self._checked(child.end())
-        self._note(trace)
-        written = self._durable(run) != before
-        return Flushing(after, life.status, trace.point, trace.place == "flush", written)
-
-    def _note(self, trace: Trace) -> None:
-        for place in ORDER:
-            if trace.passages[place]:
-                self._usual_s[place] = trace.seconds(place)
-
-    def _durable(self, run: str) -> CheckpointId | None:
-        """Returns the newest checkpoint in the store."""
-        return latest(Repo.open(open_store(self.checkpoints)), run)
-
-    def _until(self, child: Child, kill: Kill, plan: Plan, on_step_done: Callable[[int], None]) -> bool:
+    def _wait_for(self, kill: Kill, child: Child, plan: Plan, report: Callable[[], None]) -> bool:
         """Waits for the kill's moment; returns whether the child is still alive."""
-        if kill.during == "start":
-            time.sleep(kill.moment * self._start_s)
-            return child.running()
-        if kill.during in PLACES:
-            # The child kills itself there; one that never gets there is killed some steps later.
-            late = kill.after + LATE_STEPS + (plan.save_every if kill.during == "write" else 0)
-            return child.wait_until(lambda: child.step >= (1 if kill.during == "adopt" else late), SELDOM_S)
 
         def far_enough() -> bool:
-            on_step_done(child.step)
+            report()
             return child.step >= kill.after
 
         if not child.wait_until(far_enough):
@@ -170,58 +216,35 @@ class Runner:
             return child.running()
         phase, rest = divmod(kill.moment * len(SAVE_PHASES), 1)
         name = SAVE_PHASES[int(phase)]
-        before = count_events(child, name)
-        if not child.wait_until(lambda: count_events(child, name) > before):
+        before = child.count(name)
+        if not child.wait_until(lambda: child.count(name) > before):
             return False
         time.sleep(rest * INSIDE_SAVE_S)
         return child.running()
 
-    def _report(self, plan: Plan, kills: int, done: int) -> None:
-        self.on_progress(f"training, {kills} of {len(plan.kills)} kills", done, plan.steps)
+    def _train(self, plan: Plan, run: str, events: Path, on_step: Callable[[int, float], None], **options: Any) -> None:
+        """Trains, in the child. `options`: further arguments of the Checkpointer."""
+        import torch
 
-    def _start(self, plan: Plan, run: str, life: int, kill: Kill | None, trace: Trace) -> Child:
-        events = self.place / f"events-{run}-{life:03d}.jsonl"
-        return start(self._training(plan, run, kill, trace), events, self.output)
+        from tenuto import every
+        from tenuto.demo import train_gpt
+        from tenuto.telemetry import JsonLines
 
-    def _training(self, plan: Plan, run: str, kill: Kill | None, trace: Trace) -> Train:
-        def train(events: Path, on_step: Callable[[int, float], None]) -> None:
-            import numpy as np
-            import torch
-
-            from tenuto import every
-            from tenuto.demo import train_gpt
-            from tenuto.telemetry import JsonLines
-
-            # One thread: two wait for each other ever longer if something else runs on the machine.
-            torch.set_num_threads(1)
-            # Forking reseeds Python's generator; the script, which does not use it, seeds only torch's.
-            random.seed(0)
-            np.random.seed(0)
-            for name, value in plan.sizes.items():
-                setattr(train_gpt, name, value)
-            done = 0
-
-            def on_step_done(step: int, loss: float) -> None:
-                nonlocal done
-                done = step
-                on_step(step, loss)
-
-            with ExitStack() as stack:
-                if plan.traced:
-                    death = _death(kill, lambda: done)
-                    stack.enter_context(trace.traced(death, usual_s=self._usual_s))
-                train_gpt.train(
-                    str(self.checkpoints),
-                    run=run,
-                    steps=plan.steps,
-                    save_every=plan.save_every,
-                    memory=every(steps=1) if plan.memory else None,
-                    capture=plan.capture,
-                    sinks=[JsonLines(events)],
-                    on_step=on_step_done,
-                )
-
-        return train
+        # One thread: two wait for each other ever longer if something else runs on the machine.
+        torch.set_num_threads(1)
+        # Forking reseeds Python's generator; the script, which does not use it, seeds only torch's.
+        random.seed(0)
+        np.random.seed(0)
+        train_gpt.train(
+            str(self.checkpoints),
+            run=run,
+            steps=plan.steps,
+            save_every=plan.save_every,
+            memory=every(steps=1) if plan.memory else None,
+            sinks=[JsonLines(events)],
+            on_step=on_step,
+            **options,
+        )
 
     def _checked(self, life: Life) -> Life:
         """Returns a process that was killed or succeeded; raises TrainingFailed otherwise."""
@@ -230,26 +253,9 @@ class Runner:
             raise TrainingFailed(
                 f"the training process ended with status {life.status} after step {life.reached}: {last_line}",
                 subject=str(self.output),
-                hint=f"see what it said: {typed('tail', self.output)}",
+                hint=f"see its output: {typed('tail', self.output)}",
             )
         return life
-
-
-def _death(kill: Kill | None, done: Callable[[], int]) -> Death | None:
-    """Returns how a child kills itself, if it is to."""
-    if kill is None or kill.during not in PLACES:
-        return None
-    place, after = kill.during, kill.after
-    return Death(place, kill.point, kill.moment, lambda: place == "adopt" or done() >= after)
-
-
-class TrainingFailed(TenutoError):
-    """A child of the demo failed, for a reason of its own."""
-
-
-def count_events(child: Child, event: str) -> int:
-    """Returns the number of such events in the child's stream so far."""
-    return sum(one["event"] == event for one in child.seen())
 
 
 def load_framework() -> None:
@@ -267,16 +273,18 @@ def load_framework() -> None:
     assert all((torch._dynamo, checkpointer, train_gpt, certificate, loaders, rng, adapter_of("torch")))
 
 
-def copy_seconds(nbytes: int, repeats: int = 30) -> float:
-    """Returns the median seconds of copying `nbytes` into warm memory on one thread, as the training has."""
-    import torch
+@contextmanager
+def own_shared_memory() -> Iterator[None]:
+    """Puts images into a directory of shared memory that is removed after the block: they displace nobody else's."""
+    if os.access(slots.SHARED_MEMORY, os.W_OK):
+        with tempfile.TemporaryDirectory(prefix="tenuto-demo-", dir=slots.SHARED_MEMORY) as root:
+            with mock.patch.object(slots, "SHARED_MEMORY", root):
+                yield
+    else:
+        yield
 
-    torch.set_num_threads(1)
-    source = torch.zeros(nbytes, dtype=torch.uint8)
-    target = torch.zeros(nbytes, dtype=torch.uint8)
-    times: list[Any] = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - began)
-    return float(statistics.median(times))
+
+def copy_seconds(nbytes: int, repeats: int = 30) -> float:
+    """Returns the median seconds of copying `nbytes` within warm memory on one thread."""
+    source, target = np.zeros(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    return statistics.median(timeit.repeat(partial(np.copyto, target, source), number=1, repeat=repeats))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tenuto.store.local.syscalls import FileSystem, Kind, Status
-from tenuto.testing.disk_image import ROOT, DiskImage
+from tenuto.testing.simulated_disk import ROOT, DiskImage
 
 CallKind = Literal[
     "create", "pwrite", "truncate", "reserve", "fsync", "link", "rename", "unlink", "mkdir", "rmdir", "fsync_directory"

@@ -9,8 +9,8 @@ import pytest
 
 from tenuto import errors
 from tenuto.cli import application
-from tenuto.cli.console import exitcodes, output
-from tenuto.cli.console.confirm import agreed
+from tenuto.cli.console import help_text, output
+from tenuto.cli.console.output import agreed
 from tenuto.errors import UsageError
 
 COMMAND = [sys.executable, "-c", "from tenuto.cli import main; main()"]
@@ -23,7 +23,7 @@ def tree(kind):
 
 
 def test_every_error_has_a_documented_exit_status():
-    assert {kind.exit_code for kind in tree(errors.TenutoError)} <= exitcodes.EXIT_CODES.keys()
+    assert {kind.exit_code for kind in tree(errors.TenutoError)} <= help_text.EXIT_CODES.keys()
 
 
 def test_help_names_every_command_and_every_exit_status(cli):
@@ -31,7 +31,7 @@ def test_help_names_every_command_and_every_exit_status(cli):
     assert (status, err) == (0, "")
     for name in application.COMMANDS:
         assert f"\n  {name} " in out
-    for code, meaning in exitcodes.EXIT_CODES.items():
+    for code, meaning in help_text.EXIT_CODES.items():
         assert f"  {code:>3}  {meaning}\n" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "..." not in out.partition("Commands:")[2].partition("Examples:")[0], "cut off at 80 columns"

@@ -61,7 +61,7 @@ def test_bench_cleans_up_when_it_is_ended(cli, tmp_path, monkeypatch, number, st
 
 
 def test_bench_tells_when_what_comes_back_is_not_what_was_saved(cli, tmp_path, monkeypatch):
-    from tenuto.bench.sample import Sample
+    from tenuto.bench.measure import Sample
 
     counts = iter(range(100))
     monkeypatch.setattr(Sample, "fingerprint", lambda self: [next(counts)])

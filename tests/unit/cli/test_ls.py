@@ -1,7 +1,7 @@
 import json
 import shutil
 
-from tenuto.cli.console.table import Columns
+from tenuto.cli.console.output import Columns
 
 
 def test_ls_whole(cli, made):

@@ -7,17 +7,18 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from campaigns import kill_totals
-from campaigns.kills import Shape
+from campaigns.kills import totals
+from campaigns.kills.campaign import Shape
+from campaigns.kills.rounds import PLACES, Ending, Flushed, Round, draw_everywhere
+from campaigns.kills.trace import ALL, FUNCTIONS, POINTS, Death, Trace
 from tenuto.crashpoints import NAMES, crashpoint
-from tenuto.demo.children import Life
 from tenuto.demo.comparison import Comparison
-from tenuto.demo.outcome import Account, Flushing
-from tenuto.demo.plan import PLACES, SMALL, draw_everywhere
-from tenuto.demo.trace import ALL, FUNCTIONS, POINTS, Death, Trace
+from tenuto.demo.processes import Life
+from tenuto.demo.runner import Outcome
 
 CAPTURED, SEALED = "memory image captured, not sealed", "memory image sealed"
 
@@ -81,9 +82,9 @@ def test_a_timer_kills_wherever_the_process_is_by_then() -> None:
 
 
 def test_a_seed_tells_the_kills_of_every_place_and_the_flushes_between_them() -> None:
-    plan = draw_everywhere(kills=60, steps=200, save_every=7, seed=3, sizes=SMALL)
-    assert plan == draw_everywhere(kills=60, steps=200, save_every=7, seed=3, sizes=SMALL)
-    assert plan.memory and plan.traced
+    plan = draw_everywhere(kills=60, steps=200, save_every=7, seed=3)
+    assert plan == draw_everywhere(kills=60, steps=200, save_every=7, seed=3)
+    assert plan.memory
     assert {kill.during for kill in plan.kills} == {*PLACES, "step", "start"}
     assert {kill.point is None for kill in plan.kills if kill.during in PLACES} == {True, False}
     assert all(kill.point is None or kill.point in POINTS[kill.during] for kill in plan.kills)  # type: ignore[index]
@@ -97,22 +98,27 @@ def test_a_seed_tells_the_kills_of_every_place_and_the_flushes_between_them() ->
     assert [shape.round(number).capture for number in range(4)] == ["eager", "eager", "fenced", "eager"]
 
 
-def account(*lives: Life, flushes: tuple[Flushing, ...] = ()) -> Account:
-    untouched = Life(0, 30, 0, False, 1.0, remembered={step: f"c{step}" for step in range(31)})
-    plan = draw_everywhere(kills=2, steps=30, save_every=5, seed=0, sizes=SMALL)
-    return Account(plan, untouched, lives, Comparison(1, 1), None, None, 1.0, flushes=flushes)
+def a_round(*killed: tuple[Life, Ending], flushes: tuple[Flushed, ...] = ()) -> Round:
+    untouched = Life(0, 30, 0, False, 1.0, sealed={step: f"c{step}" for step in range(31)})
+    plan = draw_everywhere(kills=2, steps=30, save_every=5, seed=0)
+    lives, endings = zip(*killed, strict=True)
+    return Round("killed", Outcome(plan, untouched, lives, Comparison(1, 1), None, None, 1.0), endings, flushes)
 
 
-FIRST = Life(0, 9, -9, False, 1.0, remembered={7: "c7", 8: "c8"}, place="seal", point=CAPTURED, durable=5)
-SECOND = Life(8, 0, -9, False, 1.0, restored=(8, "c8"), adopted=True, place="adopt", durable=5)
-LAST = Life(8, 30, 0, False, 1.0, restored=(8, "c8"), adopted=True, durable=30)
+FIRST = Life(0, 9, -9, False, 1.0, sealed={7: "c7", 8: "c8"}, durable=5), Ending("seal", CAPTURED)
+SECOND = Life(8, 0, -9, False, 1.0, restored=(8, "c8"), from_memory=True, durable=5), Ending("adopt")
+LAST = Life(8, 30, 0, False, 1.0, restored=(8, "c8"), from_memory=True, durable=30), Ending()
+
+
+def changed(one: tuple[Life, Ending], **changes: Any) -> tuple[Life, Ending]:
+    return replace(one[0], **changes), one[1]
 
 
 def test_kills_are_counted_where_they_were_with_what_they_lost() -> None:
-    flushes = (Flushing(0, -9, "save begun", True, False), Flushing(1, 0, None, False, True))
-    found = kill_totals.counts([account(FIRST, SECOND, LAST, flushes=flushes)])
+    flushes = (Flushed(0, True, Ending("flush", "save begun"), False), Flushed(1, False, Ending(), True))
+    found = totals.counts([a_round(FIRST, SECOND, LAST, flushes=flushes)])
     assert found["kills_by_place"] == {"adopt": 1, "flush": 1, "seal": 1}
-    late = kill_totals.counts([account(FIRST, LAST, flushes=(Flushing(0, -9, None, False, True),))])
+    late = totals.counts([a_round(FIRST, LAST, flushes=(Flushed(0, True, Ending(), True),))])
     assert late["kills_by_place"] == {"after a flush": 1, "seal": 1}
     assert found["kills_at_named_points"] == {"flush": {"save begun": 1}, "seal": {CAPTURED: 1}}
     assert found["flushes"]["killed"] == 1 and found["flushes"]["ended_and_written"] == 1
@@ -122,26 +128,26 @@ def test_kills_are_counted_where_they_were_with_what_they_lost() -> None:
 
 
 def test_a_restart_behind_what_was_sealed_is_found_out() -> None:
-    behind = replace(SECOND, began=7, restored=(7, "c7"))
-    (first, second) = kill_totals.killings(account(FIRST, behind, replace(LAST, began=7)))
+    behind = changed(SECOND, began=7, restored=(7, "c7"))
+    (first, second) = totals.killings(a_round(FIRST, behind, changed(LAST, began=7)))
     assert (first.behind, first.written, first.lost) == (1, False, 2) and second.behind == 0
-    found = kill_totals.counts([account(FIRST, behind, LAST)])["not_from_the_newest_sealed_state"]
+    found = totals.counts([a_round(FIRST, behind, LAST)])["not_from_the_newest_sealed_state"]
     assert [one["life"] for one in found["otherwise"]] == [0]
-    (first, _) = kill_totals.killings(account(replace(FIRST, saved=7), behind, LAST))
+    (first, _) = totals.killings(a_round(changed(FIRST, saved=7), behind, LAST))
     assert first.written
-    nothing = Life(None, 0, -9, False, 1.0, durable=5)
-    (first, second) = kill_totals.killings(account(FIRST, nothing, replace(LAST, began=7)))
+    nothing = Life(None, 0, -9, False, 1.0, durable=5), Ending()
+    (first, second) = totals.killings(a_round(FIRST, nothing, changed(LAST, began=7)))
     assert first.behind == 1 and second.behind == 0
 
 
 def test_a_restart_from_another_content_is_found_out() -> None:
-    assert kill_totals.restarts(account(FIRST, SECOND, LAST))["restarts_equal"] == 2
-    wrong = account(FIRST, replace(SECOND, restored=(8, "other")), LAST)
-    assert kill_totals.restarts(wrong)["restarts_different"] == 1
-    assert kill_totals.restarts(account(FIRST, replace(SECOND, restored=(99, "c8")), LAST))["restarts_different"] == 1
+    assert totals.restarts(a_round(FIRST, SECOND, LAST))["restarts_equal"] == 2
+    wrong = a_round(FIRST, changed(SECOND, restored=(8, "other")), LAST)
+    assert totals.restarts(wrong)["restarts_different"] == 1
+    assert totals.restarts(a_round(FIRST, changed(SECOND, restored=(99, "c8")), LAST))["restarts_different"] == 1
 
 
 def test_a_kill_without_a_place_is_told_by_what_the_process_had_done() -> None:
-    assert kill_totals.place_of(Life(None, 0, -9, False, 1.0)) == "starting"
-    assert kill_totals.place_of(Life(3, 8, -9, True, 1.0)) == "write"
-    assert kill_totals.place_of(Life(3, 8, -9, False, 1.0)) == "between"
+    assert totals.place_of(Life(None, 0, -9, False, 1.0), Ending()) == "starting"
+    assert totals.place_of(Life(3, 8, -9, True, 1.0), Ending()) == "write"
+    assert totals.place_of(Life(3, 8, -9, False, 1.0), Ending()) == "between"

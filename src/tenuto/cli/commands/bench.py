@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tenuto.cli.console import options, output
-from tenuto.cli.console.exitcodes import examples
-from tenuto.cli.console.table import Columns
+from tenuto.cli.console.help_text import examples
+from tenuto.cli.console.output import Columns
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
     from tenuto.bench.figures import Figures
-    from tenuto.bench.sample import Sample
+    from tenuto.bench.measure import Sample
 
 
 EXAMPLES = examples(
@@ -70,7 +70,7 @@ def bench(
     directory of its own inside WHERE and removes it, also when interrupted. Takes twice the state's size of space and
     of memory, and refuses where that is short. --run and --step choose what --like looks at.
     """
-    from tenuto.bench import expect
+    from tenuto.bench import figures
     from tenuto.bench.measure import measure
     from tenuto.bench.place import check_place
 
@@ -80,20 +80,20 @@ def bench(
         sample = _sample(sizes)
         found = measure(path, sample, rounds=rounds or (3 if sample.nbytes >= LARGE else 5), on_activity=_show_progress)
     if json:
-        output.document("bench", expect.document(found))
+        output.document("bench", figures.document(found))
     else:
         _print(found)
 
 
 def _sizes(size: str | None, leaves: int | None, like: str | None, run: str | None, step: str) -> Sequence[int]:
     """Returns the bytes of each of the state's leaves."""
-    from tenuto.bench.sample import even_sizes
+    from tenuto.bench.measure import even_sizes
 
     if like is None:
         return even_sizes(parse_size(size or "1GiB"), leaves or 200)
     if size is not None or leaves is not None:
         raise UsageError("--like says size and leaves already", subject="--like", hint="leave --size and --leaves out")
-    from tenuto.cli.console.targets import checkpoint, repository
+    from tenuto.cli.console.options import checkpoint, repository
 
     repo = repository(like)
     manifest = repo.manifest(checkpoint(repo, run, step))
@@ -119,10 +119,10 @@ def _sample(sizes: Sequence[int]) -> Sample:
     """Builds a state of torch tensors where torch is installed, as a training there would save."""
     output.story("making a state")
     if find_spec("torch") is not None:
-        from tenuto.integrations.torch.bench_sample import torch_sample
+        from tenuto.integrations.torch.for_commands import torch_sample
 
         return torch_sample(sizes)
-    from tenuto.bench.sample import numpy_sample
+    from tenuto.bench.measure import numpy_sample
 
     return numpy_sample(sizes)
 
@@ -137,12 +137,12 @@ def _show_progress(text: str) -> None:
 
 
 def _print(found: Figures) -> None:
-    from tenuto.bench import expect
+    from tenuto.bench import figures
 
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()
-    for text in expect.heading(found):
+    for text in figures.heading(found):
         output.line(text)
     output.line()
     table = Columns(
@@ -150,12 +150,12 @@ def _print(found: Figures) -> None:
         right=frozenset({"MEDIAN", "SPEED"}),
         dispensable=("FROM FASTEST TO SLOWEST",),
     )
-    for row in expect.rows(found):
+    for row in figures.rows(found):
         table.add(*row)
     table.print()
     output.line("\nwhat to expect")
-    output.line(output.rows([("-", text) for text in expect.expectations(found)]))
-    found_wrong = expect.warnings(found)
+    output.line(output.rows([("-", text) for text in figures.expectations(found)]))
+    found_wrong = figures.warnings(found)
     if found_wrong:
         output.line("\nwhat to look at")
         output.line(output.rows([("-", text) for text in found_wrong]))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tenuto.cli.console import exitcodes, options, output
+from tenuto.cli.console import help_text, options, output
 from tenuto.errors import TenutoError, UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tenuto.certify.verdict import Difference
 
 
-EXAMPLES = exitcodes.examples(
+EXAMPLES = help_text.examples(
     "tenuto certify /data/checkpoints -- python train.py",
     "tenuto certify /data/checkpoints --steps 50 --more 50 -- python train.py --lr 3e-4",
     "tenuto certify /data/checkpoints --scratch /nvme --json -- torchrun --nproc-per-node 8 train.py",

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tenuto.cli.console import exitcodes, options, output
+from tenuto.cli.console import help_text, options, output
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
     from tenuto.demo.runner import ReportProgress
 
 
-EXAMPLES = exitcodes.examples(
+EXAMPLES = help_text.examples(
     "tenuto demo",
     "tenuto demo --kills 20 --seed 7",
     "tenuto demo --keep /tmp/demo --json",
@@ -51,24 +51,22 @@ def demo(  # noqa: PLR0917 - options; nobody passes them by position
     saves to disk. Then compares both final states in every bit. Needs torch; takes about a minute on two cores. The
     training script, to take home, is tenuto/demo/train_gpt.py.
     """
-    from tenuto.demo import account as accounts
-    from tenuto.demo import runner
-    from tenuto.demo.plan import draw_plan
-    from tenuto.demo.sharing import own_shared_memory
+    from tenuto.demo import report, runner
 
-    with _place(keep) as place, own_shared_memory():
+    with _place(keep) as place, runner.own_shared_memory():
         runner.load_framework()
-        plan = draw_plan(kills=kills, steps=steps, save_every=save_every, seed=seed, memory=True)
+        drawn = runner.draw_kills(kills, steps=steps, save_every=save_every, seed=seed)
+        plan = runner.Plan(steps, save_every, drawn, seed, memory=True)
         with _progress() as show:
             running = runner.Runner(place, show)
-            account = running.killed(plan, running.untouched(replace(plan, memory=False)))
+            outcome = running.killed(plan, running.untouched(replace(plan, memory=False)))
         if json:
-            output.document("demo", {**accounts.document(account), "kept": str(keep) if keep else None})
+            output.document("demo", {**report.document(outcome), "kept": str(keep) if keep else None})
         else:
-            accounts.show(account, str(keep) if keep else None)
-    if not account.comparison.equal:
+            report.show(outcome, str(keep) if keep else None)
+    if not outcome.comparison.equal:
         raise typer.Exit(DIFFERENT)
-    if not account.proven:
+    if not outcome.kills:
         raise typer.Exit(1)
 
 

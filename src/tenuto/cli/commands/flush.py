@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tenuto.cli.console import options, output
-from tenuto.cli.console.exitcodes import examples
-from tenuto.cli.console.targets import repository, run_of
+from tenuto.cli.console.help_text import examples
+from tenuto.cli.console.options import repository, run_of
 from tenuto.errors import StoreDenied, typed
 
 if TYPE_CHECKING:

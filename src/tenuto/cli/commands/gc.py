@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tenuto.cli.console import options, output
-from tenuto.cli.console.confirm import agreed
-from tenuto.cli.console.exitcodes import examples
-from tenuto.cli.console.targets import repository
+from tenuto.cli.console.help_text import examples
+from tenuto.cli.console.options import repository
+from tenuto.cli.console.output import agreed
 
 if TYPE_CHECKING:
     from tenuto.maintenance.gc import Garbage, GcPlan, GcReport

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tenuto.cli.console import options, output
-from tenuto.cli.console.confirm import agreed
-from tenuto.cli.console.exitcodes import examples
-from tenuto.cli.console.table import Columns
-from tenuto.cli.console.targets import repository, run_of
+from tenuto.cli.console.help_text import examples
+from tenuto.cli.console.options import repository, run_of
+from tenuto.cli.console.output import Columns, agreed
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:

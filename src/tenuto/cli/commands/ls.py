@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tenuto.cli.console import options, output
-from tenuto.cli.console.exitcodes import examples
-from tenuto.cli.console.table import Columns
-from tenuto.cli.console.targets import repository
+from tenuto.cli.console.help_text import examples
+from tenuto.cli.console.options import repository
+from tenuto.cli.console.output import Columns
 from tenuto.errors import UsageError
 from tenuto.model.ids import attempt_key
 from tenuto.units import size

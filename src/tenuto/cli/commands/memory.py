@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from tenuto.cli.console import options, output
-from tenuto.cli.console.confirm import agreed
-from tenuto.cli.console.exitcodes import examples
+from tenuto.cli.console.help_text import examples
+from tenuto.cli.console.output import agreed
 
 EXAMPLES = examples(
     "tenuto memory clear               # tenuto ls --memory shows what there is",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tenuto.cli.console import options, output
-from tenuto.cli.console.exitcodes import examples
-from tenuto.cli.console.targets import checkpoint, repository, run_of
+from tenuto.cli.console.help_text import examples
+from tenuto.cli.console.options import checkpoint, repository, run_of
 from tenuto.errors import UsageError, typed
 
 if TYPE_CHECKING:

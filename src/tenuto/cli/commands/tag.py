@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from tenuto.cli.console import options, output
-from tenuto.cli.console.exitcodes import examples
-from tenuto.cli.console.targets import checkpoint
+from tenuto.cli.console.help_text import examples
+from tenuto.cli.console.options import checkpoint
 from tenuto.errors import UsageError, typed
 
 EXAMPLES = examples(

@@ -1,4 +1,4 @@
-"""Writes data to stdout, as text or one JSON document, and messages to stderr.
+"""Writes data to stdout, as text, tables or one JSON document, and messages and questions to stderr.
 
 Names, messages and metrics from a store may contain anything, including sequences that move a terminal's cursor, so
 control characters are escaped.
@@ -14,8 +14,10 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
+from tenuto.errors import UsageError
 from tenuto.model.ids import CheckpointId
 
 if TYPE_CHECKING:
@@ -143,3 +145,71 @@ def _is_shown(char: str) -> bool:
 
 def _escaped(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii") if ord(char) < 0x110000 else "?"
+
+
+GAP = "  "
+
+
+@dataclass(slots=True)
+class Columns:
+    """A table.
+
+    titles: one for each column; the last column takes the remaining width.
+    right: titles of right-aligned columns.
+    dispensable: titles of columns to drop, in this order, while a row is wider than the terminal.
+    """
+
+    titles: tuple[str, ...]
+    right: frozenset[str] = frozenset()
+    dispensable: tuple[str, ...] = ()
+    rows: list[tuple[tuple[str, ...], Style]] = field(default_factory=list)
+
+    def add(self, *texts: str, style: Style = "") -> None:
+        assert len(texts) == len(self.titles)
+        self.rows.append((tuple(map(clean, texts)), style))
+
+    def print(self, indent: str = GAP) -> None:
+        """Writes to stdout, in colour if that is a terminal that permits it."""
+        shown = self._fitting(width() - len(indent))
+        wide = [self._width(place) for place in shown]
+        for texts, style in [(self.titles, ""), *self.rows]:
+            parts = [
+                " " * (width - cells(texts[place])) + texts[place]
+                if self.titles[place] in self.right
+                else padded(texts[place], width)
+                for place, width in zip(shown, wide, strict=True)
+            ]
+            text = GAP.join(parts).rstrip()
+            line(indent + styled(text, style, sys.stdout), cleaned=True)
+
+    def _fitting(self, width: int) -> list[int]:
+        """Returns the positions of the columns to show: non-empty ones that fit."""
+        shown = [place for place in range(len(self.titles)) if any(texts[place] for texts, _ in self.rows)]
+        for title in self.dispensable:
+            if self._total(shown) <= width:
+                break
+            shown = [place for place in shown if self.titles[place] != title]
+        return shown
+
+    def _total(self, shown: Sequence[int]) -> int:
+        return sum(self._width(place) for place in shown) + len(GAP) * (len(shown) - 1)
+
+    def _width(self, place: int) -> int:
+        return max(len(self.titles[place]), *(cells(texts[place]) for texts, _ in self.rows))
+
+
+def agreed(question: str, *, yes: bool) -> bool:
+    """Returns whether to continue: True with --yes, the person's answer on a terminal.
+
+    Raises UsageError without either: nothing waits for an answer that cannot come, and nothing is removed without one.
+    """
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise UsageError("nothing was done: there is no terminal to ask on", hint="--yes does it without asking")
+    sys.stderr.write(f"{clean(question)} [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().casefold() in ("y", "yes"):
+        return True
+    story("nothing was done")
+    return False

@@ -38,7 +38,7 @@ class Export(ABC):
         self._part = out.with_name(f".{out.name}.{os.getpid()}.part")
 
     @abstractmethod
-    def prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
+    def prepare(self, manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
         """Returns the target of each wanted leaf. Called again for each checkpoint that is tried."""
 
     def publish(self, *, force: bool) -> None:
@@ -105,14 +105,14 @@ class SafetensorsExport(Export):
         super().__init__(out, include, exclude)
         self._strip = strip
 
-    def prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
+    def prepare(self, manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
         takes = Selection(self._include, self._exclude).takes
-        chosen = [number for number, spec in enumerate(told.specs) if not spec.private and takes(spec.path)]
-        chosen.sort(key=lambda number: (-told.specs[number].itemsize, told.specs[number].path))
+        chosen = [number for number, spec in enumerate(leaves.specs) if not spec.private and takes(spec.path)]
+        chosen.sort(key=lambda number: (-leaves.specs[number].itemsize, leaves.specs[number].path))
         self.leaves = len(chosen)
-        self.remarks = self._remarks(manifest, [told.specs[number] for number in chosen], takes)
-        header = build_header(self._entries([told.specs[number] for number in chosen]), self._metadata(manifest))
-        sizes = [told.specs[number].nbytes for number in chosen]
+        self.remarks = self._remarks(manifest, [leaves.specs[number] for number in chosen], takes)
+        header = build_header(self._entries([leaves.specs[number] for number in chosen]), self._metadata(manifest))
+        sizes = [leaves.specs[number].nbytes for number in chosen]
         whole = self._map(header, sum(sizes))
         wants: list[tuple[int, Sink]] = []
         at = len(header)
@@ -176,14 +176,14 @@ class TorchExport(Export):
     def __init__(self, out: Path, include: Patterns, exclude: Patterns) -> None:
         super().__init__(out, include, exclude)
         try:
-            from tenuto.integrations.torch import export_pt
+            from tenuto.integrations.torch.for_commands import write_pt
         except ImportError:
             raise MissingExtra("a *.pt file needs torch", hint=install("torch")) from None
-        self._write = export_pt.write
+        self._write = write_pt
 
-    def prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
+    def prepare(self, manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
         found = match_state(
-            manifest.tree, told.private, told.specs, include=self._include, exclude=self._exclude, strict=False
+            manifest.tree, leaves.private, leaves.specs, include=self._include, exclude=self._exclude, strict=False
         )
         self.leaves = len(found.wants)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tenuto.cli.console import output
-from tenuto.cli.console.table import Columns
+from tenuto.cli.console.output import Columns
 from tenuto.engine.staging.slots import OtherUsers, parse_name
 from tenuto.errors import TenutoError
 from tenuto.model.ids import attempt_key

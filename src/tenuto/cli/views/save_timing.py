@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tenuto.cli.console import output
-from tenuto.cli.console.table import Columns
+from tenuto.cli.console.output import Columns
 from tenuto.errors import CheckpointNotFound, CorruptionError
 from tenuto.model.ids import CheckpointId, attempt_key
 from tenuto.model.timing import RankTimings, Timing

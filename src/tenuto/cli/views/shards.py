@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tenuto.cli.console import output
-from tenuto.cli.console.table import Columns
+from tenuto.cli.console.output import Columns
 from tenuto.model.leaf import LeafSpec
 from tenuto.sharding.holdings import rank_names
 from tenuto.units import size

@@ -37,25 +37,25 @@ class _Parts(Protocol):
     def copy_part(self, source: Any, leaf: int, start: int, stop: int) -> None: ...
 
 
-def count_with(local: torch.Tensor, whole: torch.Tensor) -> None:
+def count_with(local: torch.Tensor, dtensor: torch.Tensor) -> None:
     """Counts in-place changes of a DTensor as changes of its local tensor: torch counts them at the DTensor alone, and
     writes the local tensor below the counter."""
-    _dtensors[local] = weakref.ref(whole)
+    _dtensors[local] = weakref.ref(dtensor)
 
 
 def hold(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the same memory and change count, which survive when `.data` gives the tensor other
     memory."""
     retained = tensor.detach()
-    if _dtensors and (whole := _dtensors.get(tensor)) is not None:
-        retained._tenuto_whole = whole()  # type: ignore[attr-defined]
+    if _dtensors and (dtensor := _dtensors.get(tensor)) is not None:
+        retained._tenuto_dtensor = dtensor()  # type: ignore[attr-defined]
     return retained
 
 
 def version(retained: torch.Tensor) -> int:
     """Returns how often the memory was changed in place, as far as torch counts it."""
-    whole = getattr(retained, "_tenuto_whole", None)
-    return int(retained._version + (whole._version if whole is not None else 0))
+    dtensor = getattr(retained, "_tenuto_dtensor", None)
+    return int(retained._version + (dtensor._version if dtensor is not None else 0))
 
 
 def can_wait(tensor: torch.Tensor) -> bool:

@@ -43,7 +43,7 @@ def local_part(tensor: Any) -> torch.Tensor:
     return local
 
 
-def alone(tensor: Any) -> bool:
+def on_one_rank(tensor: Any) -> bool:
     """Returns whether a DTensor's mesh has only this rank."""
     return bool(tensor._spec.mesh.size() == 1)
 

@@ -17,11 +17,16 @@ from torch import nn
 
 from tenuto.errors import StateError, StateMismatch
 from tenuto.integrations.torch import tensors
-from tenuto.integrations.torch.ddp_replicas import DDPReplicas, replicas
-from tenuto.integrations.torch.meta import device_after, materialise, materialise_part, plans
-from tenuto.integrations.torch.sharded import layout_like, made_like
+from tenuto.integrations.torch.sharded import (
+    device_after,
+    filled,
+    layout_like,
+    made_like,
+    materialise,
+    materialise_part,
+)
 from tenuto.integrations.torch.tensors import WatchedTensors
-from tenuto.integrations.torch.wrappers import own_tensors, places
+from tenuto.integrations.torch.wrappers import DDPReplicas, own_tensors, places, replicas
 from tenuto.model.leaf import escape, join
 from tenuto.model.records import Json
 from tenuto.state.declarations import Shard, ShardLayout, attached
@@ -450,7 +455,7 @@ def _extra(module: nn.Module, one: ModuleEntry, node: Json, path: str, restorer:
 
 
 def _check_meta(module: nn.Module, path: str, restorer: Restorer) -> None:
-    taken = plans(restorer).taken
+    taken = filled(restorer)
     for _, name, tensor, _ in own_tensors(module):
         if tensor.is_meta and id(tensor) not in taken:
             restorer.faults.append(f"{join(path, escape(name))}: a meta tensor that no leaf of the checkpoint fills")

@@ -1,4 +1,7 @@
-"""Encodes and restores parts of global tensors: DTensors, and tensors with a declared layout."""
+"""Encodes and restores parts of global tensors: DTensors, and tensors with a declared layout.
+
+Also gives meta tensors memory on load, as the same objects that optimizers, ties and the state refer to.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ import torch
 from tenuto.errors import StateError
 from tenuto.integrations.torch import tensors
 from tenuto.integrations.torch.device import TORCH_DTYPES
-from tenuto.integrations.torch.meshes import alone, is_dtensor, layout_of, local_of, local_part
+from tenuto.integrations.torch.meshes import is_dtensor, layout_of, local_of, local_part, on_one_rank
 from tenuto.integrations.torch.tensors import Signature, form_of, geometry, signature_of
-from tenuto.model.leaf import Box, join
+from tenuto.model.leaf import Box, LeafSpec, join
 from tenuto.model.records import Json
 from tenuto.state.contract import Sink
 from tenuto.state.declarations import Shard, ShardLayout, attached, part_view, replicated_layout
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.walker import SeenLeaf, StateWalker, StructureChanged
 from tenuto.state.frameworks import Refresh
-from tenuto.state.restore.restorer import Restorer, Thunk
+from tenuto.state.restore.restorer import SWAPS, Restorer, Thunk
 from tenuto.state.tree import LEAVES, ROOT, kind_of, segment
 
 
@@ -99,7 +102,7 @@ def _encode(
     known = form_of(seen)
     if known is None:
         raise tensors.unknown_type(local, path)
-    if writer.private or (is_dtensor(tensor) and alone(tensor)):
+    if writer.private or (is_dtensor(tensor) and on_one_rank(tensor)):
         place = local.data_ptr() or id(local)
         node = writer.leaf(
             path, known.about, known.spec, local, device=known.device, address=place, geometry=known.geometry
@@ -183,8 +186,6 @@ def _restore(
     if TORCH_DTYPES.get(spec.dtype) is not tensor.dtype or spec.shape != layout.whole:
         return restorer.mismatch(tensor, path, f"{spec.dtype} {list(spec.shape)}", _words(tensor, layout))
     if local.is_meta:
-        from tenuto.integrations.torch.meta import materialise_part
-
         return materialise_part(tensor, layout, number, path, restorer)
     tensors.note_gradient(tensor, node, path, restorer)
     address = local.data_ptr() or id(local)  # empty tensors have no address
@@ -249,3 +250,75 @@ def around(local: torch.Tensor, like: Any) -> Any:
 def layout_like(tensor: Any, path: str) -> ShardLayout | None:
     """Returns the layout of a DTensor or declared parameter, which its state of equal shape shares; else None."""
     return layout_of(tensor, path) if is_dtensor(tensor) else attached(tensor)
+
+
+# -- meta tensors
+
+_HINT = "build the model on the device that it trains on, or load before anything else refers to its tensors"
+
+
+def materialise(tensor: torch.Tensor, number: int, spec: LeafSpec, path: str, restorer: Restorer) -> Thunk:
+    """Plans giving a meta tensor memory and the bytes of leaf `number`; `tensor` stays the same object."""
+    if not _note_filled(tensor, path, restorer):
+        return lambda: tensor
+    base = restorer.new_base(number, spec, {"as": "torch"}, path)
+    return _swapped(tensor, base, path, restorer)
+
+
+def materialise_part(tensor: torch.Tensor, layout: ShardLayout, number: int, path: str, restorer: Restorer) -> Thunk:
+    """`materialise` for a tensor with a layout, a DTensor or a declared one: gives it memory for this rank's part."""
+    if not _note_filled(tensor, path, restorer):
+        return lambda: tensor
+    local = torch.empty_like(local_of(tensor), device=restorer.device if restorer.device is not None else "cpu")
+    local = local.detach()
+    restorer.want_boxes(number, sinks(local, layout))
+    return _swapped(tensor, around(local, tensor) if is_dtensor(tensor) else local, path, restorer)
+
+
+def _note_filled(tensor: torch.Tensor, path: str, restorer: Restorer) -> bool:
+    """Notes that a meta tensor is filled. Returns False if it already is."""
+    taken = filled(restorer)
+    restorer.restored.append(path)
+    if id(tensor) in taken:
+        return False
+    taken[id(tensor)] = tensor
+    return True
+
+
+def _swapped(tensor: torch.Tensor, base: torch.Tensor, path: str, restorer: Restorer) -> Thunk:
+    if weakref.getweakrefcount(tensor):
+        restorer.faults.append(
+            f"{path}: a meta tensor that something holds a weak reference to cannot be given memory ({_HINT})"
+        )
+    restorer.later(path, lambda: _swap(tensor, base, path), SWAPS)
+    return lambda: tensor
+
+
+def _swap(tensor: torch.Tensor, base: torch.Tensor, path: str) -> None:
+    made: torch.Tensor = base.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    elif type(tensor) is not torch.Tensor and not is_dtensor(tensor):
+        made = made.as_subclass(type(tensor))
+    if made.requires_grad != tensor.requires_grad:
+        made.requires_grad_(tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    try:
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise StateError(
+            f"{path}: a meta tensor that cannot be given memory: {error}", subject=path, hint=_HINT
+        ) from error
+
+
+def filled(restorer: Restorer) -> dict[int, Any]:
+    """Returns the meta tensors that this restore fills, by identity."""
+    found: dict[int, Any] = restorer.extra.setdefault("meta", {})
+    return found
+
+
+def device_after(tensor: torch.Tensor, restorer: Restorer) -> Any:
+    """Returns the device of a tensor after the restore."""
+    if not tensor.is_meta:
+        return tensor.device
+    return torch.device(restorer.device if restorer.device is not None else "cpu")

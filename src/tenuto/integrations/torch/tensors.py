@@ -359,7 +359,7 @@ def restore(tensor: torch.Tensor, node: Json, path: str, restorer: Restorer) -> 
     if TORCH_DTYPES.get(spec.dtype) is not tensor.dtype or spec.shape != tensor.shape:
         return restorer.mismatch(tensor, path, f"{spec.dtype} {list(spec.shape)}", words(tensor))
     if tensor.is_meta:
-        from tenuto.integrations.torch.meta import materialise
+        from tenuto.integrations.torch.sharded import materialise
 
         return materialise(tensor, number, spec, path, restorer)
     note_gradient(tensor, node, path, restorer)

@@ -13,8 +13,7 @@ A wrapper must pass the same suite as the store it wraps.
 
 from __future__ import annotations
 
-from tenuto.testing.store_suite.listing import ListingAndRemoving
-from tenuto.testing.store_suite.naming import Naming
+from tenuto.testing.store_suite.listing import ListingAndRemoving, Naming
 from tenuto.testing.store_suite.putting import Putting
 from tenuto.testing.store_suite.reading import Reading
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.bench import expect, figures
+from tenuto.bench import figures
 from tenuto.bench.figures import WORDS, Figures
 from tenuto.bench.place import FileSystemFacts
 
@@ -44,11 +44,11 @@ def changed(**fields):
 
 
 def test_a_quiet_place_is_told_in_figures_and_needs_no_warning():
-    assert expect.heading(QUIET) == ["/data  (ext4)", "1.00 GiB in 200 leaves, torch 2.13.0 tensors, 2 threads"]
-    assert expect.rows(QUIET)[3] == ("write, buffered, flushed", "0.62 s", "0.60 s to 0.65 s", "1.61 GiB/s")
-    assert expect.rows(QUIET)[6] == ("small file, flushed", "1.2 ms", "1.1 ms to 1.3 ms", "")
-    assert [row[0] for row in expect.rows(QUIET)] == list(WORDS.values())
-    assert expect.expectations(QUIET) == [
+    assert figures.heading(QUIET) == ["/data  (ext4)", "1.00 GiB in 200 leaves, torch 2.13.0 tensors, 2 threads"]
+    assert figures.rows(QUIET)[3] == ("write, buffered, flushed", "0.62 s", "0.60 s to 0.65 s", "1.61 GiB/s")
+    assert figures.rows(QUIET)[6] == ("small file, flushed", "1.2 ms", "1.1 ms to 1.3 ms", "")
+    assert [row[0] for row in figures.rows(QUIET)] == list(WORDS.values())
+    assert figures.expectations(QUIET) == [
         "Each save holds training for about 0.20 s; the checkpoint is durable 0.80 s after it began, and until then "
         "training shares processor, memory and disk with it.",
         "Saves hold training for at most a given share of its time if they are taken every 3.80 s for 5 %, "
@@ -58,7 +58,7 @@ def test_a_quiet_place_is_told_in_figures_and_needs_no_warning():
         "memory.",
         "A restore takes about 0.82 s from a cold disk, 0.17 s if the page cache still holds it, every byte verified.",
     ]
-    assert expect.warnings(QUIET) == []
+    assert figures.warnings(QUIET) == []
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_a_quiet_place_is_told_in_figures_and_needs_no_warning():
     ],
 )
 def test_each_finding_is_one_warning_with_what_to_do(fields, words):
-    (warning,) = expect.warnings(changed(**fields))
+    (warning,) = figures.warnings(changed(**fields))
     assert words in warning
 
 
-@given(st.floats(1e-4, 100), st.floats(1e-4, 100), st.sampled_from(expect.SHARES))
+@given(st.floats(1e-4, 100), st.floats(1e-4, 100), st.sampled_from(figures.SHARES))
 def test_saves_at_the_interval_hold_training_for_the_share_and_no_more(stall, write, share):
     found = changed(seconds=SECONDS | {figures.STALL: [stall], figures.DURABLE: [stall + write]})
-    every = expect.interval(found, share)
+    every = figures.interval(found, share)
     assert stall / (stall + every) <= share * (1 + 1e-9)
     assert every >= stall + write
     if every > stall + write:
@@ -93,7 +93,7 @@ def test_saves_at_the_interval_hold_training_for_the_share_and_no_more(stall, wr
 
 
 def test_the_document_holds_what_the_words_say():
-    found = expect.document(changed(direct=False))
+    found = figures.document(changed(direct=False))
     assert found["median_s"]["save_stall"] == 0.20
     assert found["save_every_s"]["0.05"] == pytest.approx(3.8)
     assert found["rounds_s"]["copy"] == [0.16, 0.17, 0.18]

@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from tenuto.bench import cache, place, raw
-from tenuto.bench.sample import even_sizes, make_arrays, numpy_sample
+from tenuto.bench import place, raw
+from tenuto.bench.measure import even_sizes, make_arrays, numpy_sample
 from tenuto.errors import StoreDenied, StoreError, StoreFull, UsageError
 
 
@@ -86,10 +86,10 @@ def test_a_loop_that_moves_less_than_it_says_is_no_figure(tmp_path):
 def test_cold_and_hot_are_what_they_say(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * (1 << 20))
-    cache.warm(tmp_path)
-    assert cache.still_cached(tmp_path) == {str(path): 1.0}
-    cache.drop(tmp_path)
-    assert cache.still_cached(path) == {}
+    raw.warm_cache(tmp_path)
+    assert raw.still_cached(tmp_path) == {str(path): 1.0}
+    raw.drop_cache(tmp_path)
+    assert raw.still_cached(path) == {}
 
 
 def test_samples_have_the_sizes_asked_for_and_copy_all():

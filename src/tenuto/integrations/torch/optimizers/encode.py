@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from tenuto.errors import StateError
 from tenuto.integrations.torch import sharded, tensors
-from tenuto.integrations.torch.ddp_replicas import replicas_in
-from tenuto.integrations.torch.meshes import alone, is_dtensor
+from tenuto.integrations.torch.meshes import is_dtensor, on_one_rank
 from tenuto.integrations.torch.tensors import TensorDict
+from tenuto.integrations.torch.wrappers import replicas_in
 from tenuto.model.leaf import Placement, join
 from tenuto.model.records import Json
 from tenuto.state.declarations import Shard, ShardLayout, attached
@@ -92,7 +92,7 @@ def _shared_parameters(writer: StateWalker) -> Collection[int]:
 def _placement(parameter: Any, path: str, writer: StateWalker) -> tuple[ShardLayout | None, Placement]:
     """Returns the layout of state with a parameter's shape (None: as it is), and the placement of its other state."""
     layout = sharded.layout_like(parameter, path) if isinstance(parameter, torch.Tensor) else None
-    if layout is None or (is_dtensor(parameter) and alone(parameter)):
+    if layout is None or (is_dtensor(parameter) and on_one_rank(parameter)):
         return None, "replicated" if id(parameter) in _shared_parameters(writer) else "whole"
     return layout, "replicated"
 

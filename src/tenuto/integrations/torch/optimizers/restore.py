@@ -13,9 +13,8 @@ from tenuto.errors import CorruptionError
 from tenuto.integrations.torch import tensors
 from tenuto.integrations.torch.device import TORCH_DTYPES
 from tenuto.integrations.torch.meshes import is_dtensor, local_of
-from tenuto.integrations.torch.meta import device_after
 from tenuto.integrations.torch.optimizers.encode import its_own_way, located
-from tenuto.integrations.torch.sharded import layout_like, made_like, replicated_like, restore_shard
+from tenuto.integrations.torch.sharded import device_after, layout_like, made_like, replicated_like, restore_shard
 from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.state.declarations import Shard, attached

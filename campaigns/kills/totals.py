@@ -1,4 +1,4 @@
-"""What many rounds of kills come to, for a training with a memory tier: where, from what, and how much was lost."""
+"""Counts the kills of many rounds of a training with a memory tier: by phase and point, with the steps lost."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tenuto.demo.children import Life
-from tenuto.demo.outcome import Account
+from campaigns.kills.rounds import Ending, Round
+from tenuto.demo.processes import Life
 
 
 @dataclass(frozen=True, slots=True)
 class Killing:
-    """One kill of the training. `place`: where the process's own trace says that it was; `point`: the named one where
-    it killed itself, None if the kill came from outside or from a timer; `lost`: steps that were done again; `kept`: a
-    state of the run had been sealed in memory by then; `behind`: by how many steps the newest state that had been
-    sealed or written is newer than what came next went on from, and `written` whether that was the state going to the
-    store, beside which the newer one's memory was taken for the next; `writing`: a save to the store was under way."""
+    """One kill of the training.
+
+    place: the phase it was in, by the process's own trace. point: the named one where it killed itself; None if the
+        kill came from outside or from a timer.
+    lost: steps that were done again.
+    kept: whether a state of the run had been sealed in memory by then.
+    behind: how many steps newer the newest sealed or written state is than the one that was resumed from.
+    written: whether the latter was on its way to the store: the newer one's memory was then in use beside it.
+    writing: whether a save to the store was under way.
+    """
 
     run: str
     life: int
@@ -30,26 +35,27 @@ class Killing:
     writing: bool
 
 
-def killings(account: Account) -> list[Killing]:
-    """Of one round, in their order; those of flushes are not among them."""
+def killings(round: Round) -> list[Killing]:
+    """Returns the kills of one round in their order, without those of flushes."""
     found: list[Killing] = []
     newest, kept = 0, False
-    for number, life in enumerate(account.lives):
+    lives = round.outcome.lives
+    for number, (life, ending) in enumerate(zip(lives, round.endings, strict=True)):
         if life.began is not None:
             newest = life.began
-        newest = max(newest, life.durable, *life.remembered) if life.remembered else max(newest, life.durable)
-        kept = kept or bool(life.remembered) or life.adopted
-        begins = [later.began for later in account.lives[number + 1 :] if later.began is not None]
+        newest = max(newest, life.durable, *life.sealed) if life.sealed else max(newest, life.durable)
+        kept = kept or bool(life.sealed) or life.from_memory
+        begins = [later.began for later in lives[number + 1 :] if later.began is not None]
         if life.killed:
             found.append(
                 Killing(
-                    account.run,
+                    round.run,
                     number,
-                    place_of(life),
-                    life.point,
-                    account.lost_by(number),
+                    place_of(life, ending),
+                    ending.point,
+                    round.outcome.lost_by(number),
                     kept,
-                    # One that had gone on from nothing yet left what was there to the one after it.
+                    # One that had resumed from nothing yet left what was there to the one after it.
                     max(newest - begins[0], 0) if begins and life.began is not None else 0,
                     bool(begins) and begins[0] == life.saved,
                     life.saving,
@@ -58,25 +64,26 @@ def killings(account: Account) -> list[Killing]:
     return found
 
 
-def place_of(life: Life) -> str:
-    """Where a life was killed."""
-    if life.place is not None:
-        return life.place
+def place_of(life: Life, ending: Ending) -> str:
+    """Returns the phase in which a life was killed."""
+    if ending.place is not None:
+        return ending.place
     if life.saving:
         return "write"
     return "starting" if life.reached == 0 else "between"
 
 
-def counts(accounts: Sequence[Account]) -> dict[str, Any]:
-    """By place, by named point, and by the steps that each kill has lost."""
-    killed = [one for account in accounts for one in killings(account)]
-    flushes = [flush for account in accounts for flush in account.flushes]
+def counts(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Counts kills by place, by named point, and by the steps that each lost."""
+    killed = [one for round in rounds for one in killings(round)]
+    flushes = [flush for round in rounds for flush in round.flushes]
     dead = [flush for flush in flushes if flush.killed]
     kept = [one for one in killed if one.kept]
-    points = [(one.place, one.point) for one in killed] + [("flush", flush.point) for flush in dead]
+    points = [(one.place, one.point) for one in killed] + [("flush", flush.ending.point) for flush in dead]
     return {
         "kills_by_place": _ordered(
-            Counter(one.place for one in killed) + Counter("flush" if one.inside else "after a flush" for one in dead)
+            Counter(one.place for one in killed)
+            + Counter("flush" if one.ending.place == "flush" else "after a flush" for one in dead)
         ),
         "kills_at_named_points": {
             place: _ordered(Counter(point for at, point in points if at == place and point is not None))
@@ -109,13 +116,12 @@ def counts(accounts: Sequence[Account]) -> dict[str, Any]:
     }
 
 
-def restarts(account: Account) -> dict[str, int]:
-    """What the processes of a round went on from, compared with what its step was in the untouched run, by the digest
-    of all that the state holds."""
-    remembered = account.untouched.remembered
-    began = [(life.adopted, *life.restored) for life in account.lives if life.restored is not None]
-    equal = sum(content == remembered.get(step) for _, step, content in began)
-    memory = sum(adopted for adopted, _, _ in began)
+def restarts(round: Round) -> dict[str, int]:
+    """Compares what each process of a round resumed from with the same step of the untouched run, by content digest."""
+    sealed = round.outcome.untouched.sealed
+    began = [(life.from_memory, *life.restored) for life in round.outcome.lives if life.restored is not None]
+    equal = sum(content == sealed.get(step) for _, step, content in began)
+    memory = sum(from_memory for from_memory, _, _ in began)
     return {
         "restarts_from_memory": memory,
         "restarts_from_store": len(began) - memory,

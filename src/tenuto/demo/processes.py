@@ -6,7 +6,7 @@ break do not exist yet, and a new child costs milliseconds instead of the second
 
 from __future__ import annotations
 
-import json
+import faulthandler
 import mmap
 import os
 import signal
@@ -20,15 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from tenuto.certify.runner import JsonTail
-from tenuto.demo.trace import Place
-from tenuto.errors import DeadlineExceeded
 
 POLL_S: Final = 0.0005
-LIFE_S: Final = 300.0
-"""A child that runs longer hangs, and is killed with an error."""
-POLL_LIMIT_S: Final = 1.0
-"""The longest time credited between two polls of a child: more means that this process was stopped."""
-
+LIFE_S: Final = 300
+"""A child that runs longer hangs: it prints where, and ends."""
 MEMORY_OFF: Final = "states are not kept in memory: "
 """The prefix of the warning that gives the reason."""
 
@@ -45,12 +40,10 @@ class Life:
     status: exit status, or minus the signal that ended it.
     saving: whether a save was neither committed nor failed at its end.
     restored: step and content that it resumed from; None if from scratch.
-    adopted: whether it resumed from memory.
-    remembered: the content of each step that it sealed in memory.
+    from_memory: whether it resumed from memory.
+    sealed: the content of each step that it kept in memory.
     memory_stalls_s: seconds for which each of these blocked training.
     memory_off: why nothing was kept in memory.
-    place: the protocol phase it ended in, according to its trace.
-    point: the point in that phase where it killed itself.
     saved: the step of the last save that it began.
     durable: the newest step in the store after its end.
     """
@@ -63,12 +56,10 @@ class Life:
     stalls_s: tuple[float, ...] = ()
     bytes: int = 0
     restored: tuple[int, str] | None = None
-    adopted: bool = False
-    remembered: Mapping[int, str] = field(default_factory=dict)
+    from_memory: bool = False
+    sealed: Mapping[int, str] = field(default_factory=dict)
     memory_stalls_s: tuple[float, ...] = ()
     memory_off: str = ""
-    place: Place | None = None
-    point: str | None = None
     saved: int | None = None
     durable: int = 0
 
@@ -81,6 +72,13 @@ class Life:
     def killed(self) -> bool:
         return self.status == -signal.SIGKILL
 
+    @property
+    def source(self) -> str:
+        """What it resumed from: "memory", "disk" or "scratch"; empty if it ended before its first step."""
+        if self.restored is not None:
+            return "memory" if self.from_memory else "disk"
+        return "scratch" if self.began == 0 else ""
+
 
 @dataclass
 class Child:
@@ -91,11 +89,10 @@ class Child:
     counter: mmap.mmap
     started: float = field(default_factory=time.monotonic)
     status: int | None = None
-    _polled: float = field(default_factory=time.monotonic)
-    _seen_s: float = 0.0
-    """How long it has been observed, without pauses of the parent."""
-    _lines: JsonTail | None = None
     _seen: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lines = JsonTail(self.events)
 
     @property
     def step(self) -> int:
@@ -104,24 +101,17 @@ class Child:
 
     def seen(self) -> list[dict[str, Any]]:
         """Returns every event so far, without a last line that a kill cut short."""
-        if self._lines is None:
-            self._lines = JsonTail(self.events)
         self._seen.extend(self._lines.new())
         return self._seen
+
+    def count(self, event: str) -> int:
+        return sum(one["event"] == event for one in self.seen())
 
     def running(self) -> bool:
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.status = os.waitstatus_to_exitcode(status)
-        now = time.monotonic()
-        self._seen_s += min(now - self._polled, POLL_LIMIT_S)
-        self._polled = now
-        if self.status is None and self._seen_s > LIFE_S:
-            self.kill()
-            raise DeadlineExceeded(
-                f"the training process {self.pid} did not end within {LIFE_S:g} s", subject=str(self.pid)
-            )
         return self.status is None
 
     def wait_until(self, reached: Callable[[], bool], poll_s: float = POLL_S) -> bool:
@@ -150,7 +140,8 @@ class Child:
         begun = [event for event in events if event["event"] == "SaveStarted"]
         ended = {event["id"]["step"] for event in events if event["event"] in ("Committed", "SaveFailed")}
         restored = [(event["id"]["step"], event.get("content", "")) for event in events if event["event"] == "Restored"]
-        remembered = [event for event in events if event["event"] == "SavedToMemory"]
+        sealed = [event for event in events if event["event"] == "SavedToMemory"]
+        warnings = [str(event["message"]) for event in events if event["event"] == "Warned"]
         return Life(
             began=restored[-1][0] if restored else (0 if self.step else None),
             reached=self.step,
@@ -160,17 +151,12 @@ class Child:
             stalls_s=tuple(event["stall_s"] for event in events if event["event"] == "Captured"),
             bytes=max((event["bytes"] for event in begun), default=0),
             restored=restored[-1] if restored else None,
-            adopted=bool(restored) and any(event["event"] == "RestoredFromMemory" for event in events),
-            remembered={event["id"]["step"]: event["content"] for event in remembered},
-            memory_stalls_s=tuple(event["stall_s"] for event in remembered),
+            from_memory=bool(restored) and any(event["event"] == "RestoredFromMemory" for event in events),
+            sealed={event["id"]["step"]: event["content"] for event in sealed},
+            memory_stalls_s=tuple(event["stall_s"] for event in sealed),
+            memory_off=next((text[len(MEMORY_OFF) :] for text in warnings if text.startswith(MEMORY_OFF)), ""),
             saved=begun[-1]["id"]["step"] if begun else None,
-            memory_off=next((why for why in map(_memory_off, events) if why), ""),
         )
-
-
-def _memory_off(event: Mapping[str, Any]) -> str:
-    message = str(event["message"]) if event["event"] == "Warned" else ""
-    return message.removeprefix(MEMORY_OFF) if message.startswith(MEMORY_OFF) else ""
 
 
 def start(train: Train, events: Path, output: Path) -> Child:
@@ -187,6 +173,9 @@ def start(train: Train, events: Path, output: Path) -> Child:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, file=2, chain=True)
+        signal.alarm(LIFE_S)
         train(events, lambda step, loss: struct.pack_into("q", counter, 0, step))
         status = 0
     except BaseException:  # noqa: BLE001 - a forked child must not return into its parent's program, whatever happens
@@ -197,22 +186,3 @@ def start(train: Train, events: Path, output: Path) -> Child:
             sys.stderr.flush()
         finally:
             os._exit(status)
-
-
-def ask(question: Callable[[], Any], output: Path) -> Any:
-    """Returns the JSON value of `question`, computed in a forked child; None if that fails.
-
-    For work that needs the framework, which this process must not run.
-    """
-    reading, writing = os.pipe()
-
-    def train(events: Path, on_step: Callable[[int, float], None]) -> None:
-        os.close(reading)
-        os.write(writing, json.dumps(question()).encode())
-
-    child = start(train, output.with_suffix(".none"), output)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        answer = pipe.read()
-    child.end()
-    return json.loads(answer) if child.status == 0 else None

@@ -1,11 +1,14 @@
-"""Writes a restored state as a `.pt` file for `torch.load(weights_only=True)`: nested dicts, tensors, plain values."""
+"""torch's part of two commands: `.pt` files for `tenuto restore`, and the sample state of `tenuto bench`.
+
+A `.pt` file holds nested dicts, tensors and plain values, for `torch.load(weights_only=True)`.
+"""
 
 from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Mapping
-from typing import IO, Any
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,10 +16,14 @@ import torch
 from tenuto.errors import StateError
 from tenuto.state.frameworks import Tagged
 
+if TYPE_CHECKING:
+    from tenuto.bench.measure import Arrays, Sample
+
+
 _UNCHANGED_TYPES = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 
 
-def write(state: Any, file: IO[bytes]) -> list[str]:
+def write_pt(state: Any, file: IO[bytes]) -> list[str]:
     """Writes `state`. Returns descriptions of what was converted. Raises StateError if torch refuses."""
     converter = _Plain()
     plain = converter.convert(state)
@@ -67,3 +74,18 @@ class _Plain:
     def _as(self, value: Any, name: str, plain: Any, form: str) -> Any:
         self.changed[name or type(value).__qualname__, form] += 1
         return plain
+
+
+def torch_sample(sizes: Sequence[int]) -> Sample:
+    """Returns tensors of these lengths in bytes, copied by torch with its default threads."""
+    from tenuto.bench.measure import Sample, make_arrays
+
+    arrays = make_arrays(sizes)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def copy(into: Arrays) -> None:
+        for name, tensor in tensors.items():
+            torch.from_numpy(into[name]).copy_(tensor)
+
+    words = f"torch {torch.__version__} tensors, {torch.get_num_threads()} threads"
+    return Sample(arrays, {"state": tensors}, copy, words)
