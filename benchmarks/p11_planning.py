@@ -31,8 +31,8 @@ from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.group.planning import GroupPlan, WriteAssignment, plan_group
 from tenuto.engine.group.rank_layout import RankLayout, encode_layout, read_layout
 from tenuto.engine.save.handle import Save
-from tenuto.engine.staging.budget import BudgetedArena
-from tenuto.engine.staging.plan import Planner, SavePlan
+from tenuto.engine.staging.plan import SavePlan, StagingBuffer
+from tenuto.engine.staging.pool import BudgetedArena
 from tenuto.events import Emitter
 from tenuto.model.ids import CheckpointId
 from tenuto.ranks.agreement import Agreement
@@ -155,7 +155,7 @@ class Known:
         self._together = GroupCommit(repo, Agreement(session, StaleRounds(session)))
         self._together._share = WriteAssignment(plan.told, shares[rank], flattened, rank)
         holder = BudgetedArena(repo.id, RUN, rank, budget=None, lasting=False)
-        self._planner = Planner(holder, CHUNK_BYTES, Emitter(), rank=rank)
+        self._buffer = StagingBuffer(holder, CHUNK_BYTES, Emitter(), rank=rank)
         self._step = 0
         self._made, rows = self.take(), saved_boxes(plan.table, plan.held.paths).rank == rank
         assert len(self._made.rows) == int(rows.sum()) == leaves
@@ -172,7 +172,7 @@ class Known:
         self._step += 1
         save = Save(CheckpointId(RUN, 1, self._step), "")
         begun = time.perf_counter()
-        found = self._planner.plan(self._together.take(flattened, save))
+        found = self._buffer.prepare(self._together.take(flattened, save))
         seconds = time.perf_counter() - begun
         self._together._under.pop(save.save_id).round.end()  # nobody writes it
         return found, seconds

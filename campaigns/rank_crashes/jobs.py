@@ -21,9 +21,8 @@ from campaigns.recorded_jobs import RUN, Faster, Program
 from campaigns.simulated_processes import Processes
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.save import saver as saving
-from tenuto.engine.save.in_flight import Turn, WriteQueue
 from tenuto.engine.save.job import ManifestDetails
-from tenuto.engine.save.saver import Saver
+from tenuto.engine.save.saver import Saver, Turn, WriteQueue
 from tenuto.errors import CorruptionError, RanksError, StoreError, TenutoError
 from tenuto.maintenance import replica_tidy, retention
 from tenuto.model import canonical_json

@@ -36,8 +36,7 @@ from tenuto.engine.group.rounds import (
 from tenuto.engine.group.visibility import SHARE_ONE_PLACE, awaited, sees_begin
 from tenuto.engine.save.commit_protocol import ManifestCallback
 from tenuto.engine.save.handle import Save
-from tenuto.engine.save.job import Job, ManifestDetails
-from tenuto.engine.save.manifest_builder import manifest_about
+from tenuto.engine.save.job import Job, ManifestDetails, manifest_about
 from tenuto.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, in_words
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled

@@ -25,7 +25,7 @@ from tenuto.repo.process import this_process
 from tenuto.repo.repository import Repo
 
 if TYPE_CHECKING:
-    from tenuto.engine.memory_tier.tier import MemorySlot
+    from tenuto.engine.memory_tier.slot_pool import MemorySlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,9 @@ def _save_id(repo: Repo, id: CheckpointId) -> str | None:
 class Candidate:
     """A sealed image from which the run may resume, and the slot that it lies in."""
 
-    half: MemorySlot
+    slot: MemorySlot
     footer: Seal
-    adoptable: EligibleImage
+    verdict: EligibleImage
 
 
 def eligible_images(
@@ -138,7 +138,7 @@ def eligible_images(
 ) -> list[Candidate]:
     """Returns those from which the run may resume, newest first. `report` is called with why another is passed over."""
     found: list[Candidate] = []
-    for half, footer in sealed:
+    for slot, footer in sealed:
         try:
             verdict = judge(repo, run, footer)
         except StoreError as error:
@@ -146,7 +146,7 @@ def eligible_images(
         if isinstance(verdict, str):
             report(f"step {footer.id.step} in memory (attempt {footer.holder.attempt}) is passed over: {verdict}")
         else:
-            found.append(Candidate(half, footer, verdict))
+            found.append(Candidate(slot, footer, verdict))
     return sorted(found, key=lambda one: newness(one.footer), reverse=True)
 
 

@@ -56,9 +56,9 @@ class Image:
             self._mapping.close()
 
 
-def open_image(descriptor: int, name: str, *, chunk_bytes: int, whole: memoryview | None = None) -> Image | None:
-    """The image in the file of the slot called `name`; None where it is not sealed. `whole`: the file's bytes, where
-    they are mapped already. CorruptionError where its seal says what its bytes do not bear out."""
+def open_image(descriptor: int, name: str, *, chunk_bytes: int, mapped: memoryview | None = None) -> Image | None:
+    """Returns the image in the file of the slot called `name`; None where it is not sealed. `mapped`: the file's bytes,
+    where they are mapped already. CorruptionError where its bytes are not those that its seal describes."""
     found = newest(read_seals(descriptor), name)
     if found is None:
         return None
@@ -66,8 +66,8 @@ def open_image(descriptor: int, name: str, *, chunk_bytes: int, whole: memoryvie
     status = os.fstat(descriptor)
     if footer.image % ALIGNMENT or footer.length + ROOM > status.st_size or status.st_blocks * 512 < status.st_size:
         raise CorruptionError(f"{name}: its seal speaks of more than the file has", subject=name)
-    if whole is not None and len(whole) == status.st_size:
-        return Image(_read(_parts(whole, footer, name), footer, name, chunk_bytes), footer, number, None)
+    if mapped is not None and len(mapped) == status.st_size:
+        return Image(_read(_parts(mapped, footer, name), footer, name, chunk_bytes), footer, number, None)
     mapping = _mapped(descriptor, status.st_size)
     try:
         parts = _parts(memoryview(mapping).toreadonly(), footer, name)

@@ -31,7 +31,7 @@ class LastingSlot:
         self.sealed = False
         """Whether the file says that it holds a whole image."""
         self._arena: Arena | None = None
-        self._whole: mmap.mmap | None = None
+        self._mapping: mmap.mmap | None = None
         self._leave = weakref.finalize(self, _leave, slot, os.getpid())
 
     @property
@@ -65,16 +65,16 @@ class LastingSlot:
     def map_whole(self) -> memoryview | None:
         """The whole file, read-only, once it is mapped with every page in place: what is there to be read is then
         read, and its pages used again, without a page fault. None where there is no file, or it has holes."""
-        if self._whole is None:
+        if self._mapping is None:
             try:
                 with self.descriptor() as descriptor:
                     status = os.fstat(descriptor)
                     if status.st_size == 0 or status.st_blocks * 512 < status.st_size:
                         return None
-                    self._whole, _ = arenas.map_memory(descriptor, status.st_size)
+                    self._mapping, _ = arenas.map_memory(descriptor, status.st_size)
             except FileNotFoundError:
                 return None
-        return memoryview(self._whole).toreadonly()
+        return memoryview(self._mapping).toreadonly()
 
     def reuse(self, nbytes: int, described: int) -> Arena | None:
         """Memory for an image of `nbytes` from the pages of the file that lies there, if it is as long as is needed and
@@ -86,11 +86,11 @@ class LastingSlot:
                 filled = status.st_blocks * 512 >= status.st_size and status.st_size % ALIGNMENT == 0
                 if not filled or not length <= status.st_size <= length + length // 16 + _SLACK:
                     return None
-                whole, self._whole = self._whole, None
-                self.let_go()
+                mapping, self._mapping = self._mapping, None
+                self.unmap()
                 self.sealed = slots.is_sealed(descriptor)
-                if whole is not None and len(whole) == status.st_size:
-                    self._arena = arenas.over_file(whole, nbytes)
+                if mapping is not None and len(mapping) == status.st_size:
+                    self._arena = arenas.over_file(mapping, nbytes)
                 else:
                     self._arena = arenas.map_file(descriptor, status.st_size, nbytes=nbytes)
                 return self._arena
@@ -143,25 +143,25 @@ class LastingSlot:
             slots.write_seal(descriptor, 0 if beside is None else 1 - beside, payload)
         self.sealed = True
 
-    def let_go(self) -> None:
+    def unmap(self) -> None:
         """Unmaps the memory; the file stays."""
         if self._arena is not None:
             self._arena.release()
             self._arena = None
-        if self._whole is not None:
+        if self._mapping is not None:
             with contextlib.suppress(BufferError):  # a view is held: the mapping goes with the last one
-                self._whole.close()
-            self._whole = None
+                self._mapping.close()
+            self._mapping = None
 
     def discard(self) -> None:
         """Removes the file; the slot is still held."""
-        self.let_go()
+        self.unmap()
         arenas.table().discard(self.slot)
         self.sealed = False
 
     def leave(self) -> None:
         """Gives the slot back; the file stays, for whoever comes. Once."""
-        self.let_go()
+        self.unmap()
         self._leave()
 
 

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import Job
-from tenuto.engine.save.manifest_builder import manifest_of
 from tenuto.errors import ShardMismatch
 from tenuto.model import canonical_json
 from tenuto.model.records import Index, IndexEntry, Manifest, Receipt
@@ -104,7 +103,7 @@ class SoloCommit:
         told: ManifestCallback,
     ) -> None:
         tree, about = canonical_json.spell(job.flattened.tree), job.timed() if timed else job.about
-        manifest = manifest_of(job.save.id, tree, job.plan, index, entry, about=about, created=job.created)
+        manifest = job.manifest(tree, index, entry, about)
         told(replace(manifest, tree=None))
         commit(self._repo, manifest, receipts, tree=tree)
 

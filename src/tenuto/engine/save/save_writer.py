@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import CommitProtocol
 from tenuto.engine.save.job import Job
-from tenuto.engine.save.manifest_builder import index_of
 from tenuto.engine.staging.pack_content import PackContent
 from tenuto.errors import OwnershipError, SaveFailed, StoreFull, StoreUnreliable, TenutoError, in_words, typed
 from tenuto.events import Emitter, PackWritten, Progress, SaveFailedEvent, Warned
-from tenuto.model.records import Index, Manifest, Receipt
+from tenuto.model.records import Manifest, Receipt
 from tenuto.repo.commit import put_index
 from tenuto.repo.format.object_names import begin_name, index_file
 from tenuto.repo.ownership.claim import Attempt
@@ -147,7 +146,7 @@ class SaveWriter:
         job.digester.advance(layout.nbytes)
         clock.put("digest_s", job.digester.seconds)
         with clock.during("index_s"):
-            index = self._index(job)
+            index = job.index()
             receipt, entry = put_index(repo, save.id, index, job.plan.rows)
         receipts = [*job.receipts, receipt]
         crashpoint("packs and indexes durable, manifest not yet")
@@ -179,27 +178,15 @@ class SaveWriter:
         self._emitter.emit(PackWritten(save.id, plan.name, plan.length, took))
         return receipt
 
-    def _index(self, job: Job) -> Index:
-        digests = job.digester.digests()
-        return index_of(
-            job.plan,
-            job.flattened,
-            digests,
-            job.save.save_id,
-            rank=self._protocol.rank,
-            chunk_bytes=self._repo.chunk_bytes,
-        )
-
     def seal(self, job: Job) -> None:
-        """Makes the image one that a process to come can go on from. Once; what goes wrong with the seal fails no save,
-        a capture that broke off is raised."""
+        """Seals the image in memory, once, so that the next process can resume from it. What goes wrong with the seal
+        fails no save; what broke the capture off is raised."""
         if self._memory is None or job.sealed or job.plan.arena.window is not None:
             return
-        job.filling.wait(job.plan.layout.nbytes)
-        job.digester.advance(job.plan.layout.nbytes)
+        job.digest_image()
         job.sealed = True
         with job.save.clock.during("seal_s"):
-            self._memory.seal(job.plan, job.save.id, self._index(job), job.flattened, job.about, created=job.created)
+            self._memory.seal(job)
 
     def _check_space(self, job: Job) -> None:
         where, free_bytes = free_space(self._repo.store)

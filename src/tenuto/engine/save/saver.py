@@ -1,34 +1,39 @@
 """Saving: capture, digest and write overlap; then one commit, last.
 
 Up to `in_flight` saves at a time: the next state is captured while those before it are being written, one after the
-other. How one is written, and in which order, is in `engine/writing`.
+other. `save_writer` says how one is written, and in which order.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tenuto.concurrency.background_priority import lower_priority
 from tenuto.concurrency.deadlines import within
+from tenuto.concurrency.worker_threads import (
+    BackgroundWork,
+    background_threads,
+    foreground_threads,
+    lower_priority,
+)
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save
-from tenuto.engine.save.in_flight import StagingPool, Turn, WriteQueue
 from tenuto.engine.save.job import Job, ManifestDetails
 from tenuto.engine.save.save_writer import SaveWriter
-from tenuto.engine.staging.budget import BudgetedArena
-from tenuto.engine.staging.pack_content import Filling, WriterGone
-from tenuto.engine.staging.plan import Digester, SavePlan
+from tenuto.engine.staging.pack_content import WriterGone
+from tenuto.engine.staging.plan import SavePlan
+from tenuto.engine.staging.pool import StagingPool
 from tenuto.errors import SaveFailed, Superseded, TenutoError
 from tenuto.events import Captured, Committed, Emitter, SaveFailedEvent, SaveStarted
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.repository import Repo, now_text
+from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 
 if TYPE_CHECKING:
@@ -44,9 +49,9 @@ class Saver:
 
     `attempt` is set once the run is claimed, before the first save. `on_end` is called in the writing thread with the
     handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place
-    full; if it returns True the save goes on from where it was. `lasting`: many saves are to come, so memory is taken
-    and touched once. `timed`: manifests say where the time of their saves went. `party`: with whom it saves.
-    `beside`: bytes that other images take now, of the same budget.
+    full; if it returns True the save resumes from where it was. `lasting`: many saves are to come, so memory is taken
+    and touched once. `timed`: manifests say where the time of their saves went. `memory`: the tier whose images are
+    written from; `beside`: one whose images take memory of the same budget beside those of saves.
     """
 
     def __init__(
@@ -65,28 +70,32 @@ class Saver:
         protocol: CommitProtocol | None = None,
         beside: MemoryTier | None = None,
     ) -> None:
-        """`memory`: the tier whose images are written from; `beside`: one whose images lie beside those of saves."""
         self.repo = repo
         self.attempt: Attempt | None = None
         self._emitter = emitter or Emitter()
         self._on_end = on_end
         self.memory = memory
         self._protocol: CommitProtocol = protocol or SoloCommit(repo)
-        rank = self._protocol.rank
         self._writer = SaveWriter(
             repo, self._emitter, protocol=self._protocol, timed=timed, make_room=make_room, memory=memory
         )
 
-        def holder(slot: int, beside: Callable[[], int]) -> BudgetedArena:
-            return BudgetedArena(repo.id, run, rank, budget=memory_budget, lasting=lasting, slot=slot, beside=beside)
-
         self._beside = tier = beside or memory
-        kept = (lambda: tier.nbytes) if tier is not None else (lambda: 0)
-        self._lanes = StagingPool(holder, in_flight, repo.chunk_bytes, self._emitter, rank=rank, beside=kept)
+        self._pool = StagingPool(
+            repo.id,
+            run,
+            rank=self._protocol.rank,
+            count=in_flight,
+            chunk_bytes=repo.chunk_bytes,
+            emitter=self._emitter,
+            budget=memory_budget,
+            lasting=lasting,
+            others=lambda: 0 if tier is None else tier.nbytes,
+        )
         self._queue = WriteQueue()
         self._superseded: Superseded | None = None
         self.fencing: FencedCapture | None = None
-        """Set where what optimizers own is copied beside training."""
+        """Set where what optimizers own is copied in the background."""
 
     @property
     def manifest(self) -> Manifest | None:
@@ -100,8 +109,7 @@ class Saver:
 
     @property
     def in_flight(self) -> list[Save]:
-        """The saves that are being captured, wait for their turn or are being written, oldest first (also one that has
-        been given up while its writer hangs)."""
+        """The saves that have not ended, oldest first."""
         return self._queue.in_flight
 
     @property
@@ -115,14 +123,14 @@ class Saver:
         if self.memory is not None:
             self.memory.prepare(flattened)
         if self.memory is None or self.memory.off:
-            self._lanes.prepare(flattened)
+            self._pool.prepare(flattened)
         return time.perf_counter() - began
 
     def expect(self, nbytes: int) -> None:
         """Takes memory for images of about `nbytes` and touches it, where which leaves this process is to write is not
         known before the first save."""
         if self.memory is None or self.memory.off:
-            self._lanes.expect(nbytes)
+            self._pool.expect(nbytes)
 
     def await_free(self, timeout: float | None) -> bool:
         """Waits until another save may be taken; False if none may after `timeout` seconds."""
@@ -159,8 +167,11 @@ class Saver:
         save = handle or self.plan_save(step, reason=about.reason)
         flattened = self._protocol.take(flattened, save)
         try:
-            job = self._job(flattened, save, about, wait=wait, began=began)
-            overlapped = not job.digest_while_writing
+            plan = self._plan(flattened)
+            save.clock.add("prepare_s", time.perf_counter() - began)
+            # Through a window the state goes out while it is captured, whoever waits for what.
+            overlapped = wait or plan.arena.window is not None
+            job = Job(save, plan, flattened, about, digest_while_writing=not overlapped)
             self._queue.enter(save)
             try:
                 self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
@@ -180,16 +191,6 @@ class Saver:
         save.stall_s = time.perf_counter() - began
         self._emitter.emit(Captured(save.id, save.stall_s, job.plan.arena.kind))
         return save
-
-    def _job(self, flattened: Flattened, save: Save, about: ManifestDetails, *, wait: bool, began: float) -> Job:
-        plan = self._plan(flattened)
-        save.clock.add("prepare_s", time.perf_counter() - began)
-        save.bytes = sum(pack.length for pack in plan.layout.packs)
-        filling = Filling(plan.arena.window)
-        digester = Digester(plan.chunks, plan.arena.buffer.data)
-        # Through a window the state goes out while it is captured, whoever waits for what.
-        overlapped = wait or plan.arena.window is not None
-        return Job(save, plan, flattened, about, filling, digester, not overlapped, now_text())
 
     def plan_save(self, step: int, *, reason: str = "") -> Save:
         """The handle of a save that is going to be taken."""
@@ -216,10 +217,10 @@ class Saver:
         if self.fencing is not None:
             self.fencing.close()
         if not self.busy:
-            self._lanes.release()
+            self._pool.release()
 
     def _most(self) -> int:
-        return self.memory.in_flight if self.memory is not None and self.memory.on else self._lanes.most
+        return self.memory.in_flight if self.memory is not None and self.memory.on else self._pool.most
 
     def _plan(self, flattened: Flattened) -> SavePlan:
         """Over the memory tier's slot whose turn it is, else over memory that serves saves alone."""
@@ -229,10 +230,10 @@ class Saver:
             return kept
         tier = self._beside
         if tier is not None and tier.off:
-            tight = self._lanes.tight(sum(spec.nbytes for spec in flattened.specs))
+            tight = self._pool.tight(sum(spec.nbytes for spec in flattened.specs))
             if tight and tier.shrink():
-                self._lanes.retry_room()
-        return self._lanes.take(flattened)
+                self._pool.retry_room()
+        return self._pool.take(flattened)
 
     def _claimed(self) -> Attempt:
         assert self.attempt is not None, "a save needs a claimed attempt"
@@ -252,7 +253,7 @@ class Saver:
         if not ended:
             raise job.save.stuck()
 
-    def _capture(self, job: Job, *, overlapped: bool, eager: bool = True) -> None:
+    def _capture(self, job: Job, *, overlapped: bool, eager: bool) -> None:
         began, clock = time.perf_counter(), job.save.clock
         last = max(pack.start + pack.length for pack in job.plan.layout.packs)
         reached = 0
@@ -260,20 +261,13 @@ class Saver:
         def progress(filled: int) -> None:
             nonlocal reached
             job.digester.advance(filled)
-            if reached < last:  # behind it is padding, which the writer does not wait for before it tells of the save
+            if reached < last:  # behind it is padding: the writer may report the save without waiting for it
                 clock.put("capture_s", time.perf_counter() - began)
             reached = filled
             job.filling.advance(filled)
 
-        fencing = self.fencing if not eager and self.fencing is not None and self.fencing.possible(job.plan) else None
         try:
-            if fencing is not None:
-                with clock.during("capture_s"):
-                    fencing.capture(job.flattened, job.plan, job.save, job.filling)
-                return
-            job.plan.capturer.capture(
-                job.flattened, job.save.save_id, progress=progress if overlapped else None, admit=job.filling.admit
-            )
+            complete = job.capture(None if eager else self.fencing, progress=progress if overlapped else None)
         except WriterGone:
             raise
         except TenutoError as error:
@@ -282,11 +276,12 @@ class Saver:
         except BaseException as error:
             job.filling.fail(SaveFailed(f"the capture of {job.save.id} broke off: {error!r}", subject=str(job.save.id)))
             raise
-        crashpoint("image captured")
-        if not overlapped:
+        if not overlapped or not complete:
             clock.put("capture_s", time.perf_counter() - began)
-        job.save.state = "writing"
-        job.filling.advance(job.plan.layout.nbytes)
+        if complete:
+            crashpoint("image captured")
+            job.save.state = "writing"
+            job.filling.advance(job.plan.layout.nbytes)
 
     def _background(self, job: Job, turn: Turn | None) -> None:
         """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""
@@ -354,5 +349,81 @@ class Saver:
         """Nobody reads or fills its image any more."""
         if self.memory is not None:
             self.memory.ended(job.plan)
-        self._lanes.give_back(job.plan)
+        self._pool.give_back(job.plan)
         self._queue.give_back(job.save)
+
+
+# --------------------------------------------------------------------------------------------------
+# The queue of saves in flight: each has a thread of its own, and one writes at a time, in the order of their taking.
+#
+# A thread for each, and not one for all, because the thread of a save that training waits for must not stand back
+# behind training, and because a state can be sealed in memory while the one before it is still being written.
+
+Turn = Callable[[], None]
+"""Returns when everything before has been written, and what follows that is done."""
+
+
+class WriteQueue:
+    """The saves of one run, entered by one training thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._saves: list[Save] = []
+        self._images: set[str] = set()
+        """The ids of the saves that have an image of their own still: a hung one that was given up among them."""
+        self._work: BackgroundWork | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread is at work: on a save, or on what follows one."""
+        return self._work is not None and self._work.is_alive()
+
+    @property
+    def in_flight(self) -> list[Save]:
+        """The saves that have not ended, oldest first."""
+        with self._changed:
+            return [save for save in self._saves if not save.done]
+
+    @property
+    def images(self) -> int:
+        """How many saves have an image of their own still."""
+        with self._changed:
+            return len(self._images)
+
+    def enter(self, save: Save) -> None:
+        """It is about to be captured, and will be written after those that are in flight."""
+        before = self.in_flight
+        with self._changed:
+            save.wait_behind(before[-1] if before else None)
+            self._saves.append(save)
+            self._images.add(save.save_id)
+
+    def start(self, save: Save, work: Callable[[Turn | None], None], *, stands_back: bool) -> None:
+        """Runs `work` in a thread; `stands_back`: it lowers that thread's priority. It is given what to call before it
+        writes; None where its turn has come."""
+        before = self._work
+        turn = before.join if before is not None and before.is_alive() else None
+        pool = background_threads if stands_back else foreground_threads
+        self._work = pool.submit(lambda: work(turn), f"tenuto-save-{save.step}")
+
+    def give_back(self, save: Save) -> None:
+        """Its image is needed no more. Before it is said to have ended: who waits for that finds room for the next."""
+        with self._changed:
+            self._images.discard(save.save_id)
+            self._changed.notify_all()
+
+    def leave(self, save: Save) -> None:
+        """It has ended, or never will."""
+        with self._changed:
+            self._saves.remove(save)
+
+    def await_room(self, most: Callable[[], int], timeout: float | None) -> bool:
+        """Whether fewer than `most()` saves have an image of their own within `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._images) < most(), timeout)
+
+    def join(self, timeout: float | None) -> bool:
+        """Whether all is over that has been started, within `timeout` seconds."""
+        if self._work is not None:
+            self._work.join(timeout)
+        return not self.busy

@@ -23,6 +23,8 @@ from tenuto.model.leaf import dtype
 from tenuto.state.contract import Bound, Flattened
 
 BATCH_BYTES: Final = 16 << 20
+STEPS_IN_WINDOW: Final = 4
+"""Being filled, filled, being digested, being written."""
 PART_BYTES: Final = 256 << 10
 """From this length on a leaf is worth a copy of its own while another thread writes."""
 
@@ -63,7 +65,7 @@ class Capturer:
         self.layout = layout
         self.arena = arena
         self.fingerprint = flattened.fingerprint
-        # A window holds four steps (being filled, filled, being digested, being written), headers among them.
+        # A window holds `STEPS_IN_WINDOW` of them, headers included.
         self._step = BATCH_BYTES if arena.window is None else min(BATCH_BYTES, arena.window // 8)
         self._groups = _bind(flattened, layout, arena.buffer)
         self._batches: list[_Batch] | None = None

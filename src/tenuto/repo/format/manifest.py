@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from tenuto.concurrency.gc_pause import gc_paused
+from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.errors import CorruptionError
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled, tag_number, untag_number

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tenuto.concurrency.gc_pause import gc_paused
+from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.errors import CorruptionError, StateError, StateMismatch
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.paths import join, lineage

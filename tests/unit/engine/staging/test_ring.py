@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.engine.staging.arena import Arena, acquire_window, map_ring
+from tenuto.engine.staging.arena import Arena, acquire_moving_window, acquire_window, map_ring
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.engine.staging.capture import Capturer
-from tenuto.engine.staging.moving_window import acquire_moving_window
 from tenuto.engine.staging.pack_content import Filling, PackContent, WriterGone
 from tenuto.state.encode.flattener import flatten
 
