@@ -47,7 +47,7 @@ class OneImage:
 
     def acquire(self, nbytes: int, *, step: int = 0) -> Arena:
         assert nbytes <= _IMAGE_BYTES, "a rank of this simulation writes little"
-        return Arena(self._memory, None, "", 0.0, nbytes=nbytes)
+        return Arena(self._memory, nbytes=nbytes)
 
     def release(self) -> None:
         """It goes with this object."""

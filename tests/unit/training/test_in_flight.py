@@ -450,7 +450,7 @@ def test_a_save_that_hangs_and_was_given_up_still_has_its_image(place: Path, mon
         with pytest.warns(RuntimeWarning, match="has not got on"), pytest.raises(DeadlineExceeded):
             step_on(ckpt, one, wait=True)
     saver = saver_of(ckpt)
-    assert (saver.in_flight, saver._queue.images, saver.free) == ([], 1, True)
+    assert (saver.in_flight, len(saver._with_image), saver.free) == ([], 1, True)
     second = step_on(ckpt, one)
     assert not saver.free
     one["w"] += 1

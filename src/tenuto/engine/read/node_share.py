@@ -107,7 +107,7 @@ class Window:
         while view:
             written = os.pwrite(self._descriptor, view, offset)
             view, offset = view[written:], offset + written
-        memory, _ = arenas.map_memory(self._descriptor, PAGE)
+        memory = arenas.map_memory(self._descriptor, PAGE)
         self._page = page = _Page(memory)
         page["magic"], page["asked"], page["length"] = _MAGIC, len(data), length
         page["stage"] = ASKED
@@ -120,7 +120,7 @@ class Window:
         begin = marks + _whole_pages(blocks)
         length = begin + _whole_pages(nbytes)
         arenas.reserve(self._descriptor, length)
-        memory, _ = arenas.map_memory(self._descriptor, length)
+        memory = arenas.map_memory(self._descriptor, length)
         whole = np.frombuffer(memory, np.uint8)
         self._marks, self._blocks = whole[marks : marks + blocks], whole[begin : begin + nbytes]
         page["marks"], page["blocks"], page["length"], page["plan"] = marks, begin, length, plan

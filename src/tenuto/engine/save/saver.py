@@ -92,7 +92,11 @@ class Saver:
             lasting=lasting,
             others=lambda: 0 if tier is None else tier.nbytes,
         )
-        self._queue = WriteQueue()
+        self._changed = threading.Condition()
+        self._saves: list[Save] = []
+        self._with_image: set[str] = set()
+        """The ids of the saves that still have an image: a hung one that was given up among them."""
+        self._work: BackgroundWork | None = None
         self._superseded: Superseded | None = None
         self.fencing: FencedCapture | None = None
         """Set where what optimizers own is copied in the background."""
@@ -105,17 +109,19 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether a writing thread is at work: on a save, or on what follows one."""
-        return self._queue.busy
+        return self._work is not None and self._work.is_alive()
 
     @property
     def in_flight(self) -> list[Save]:
         """The saves that have not ended, oldest first."""
-        return self._queue.in_flight
+        with self._changed:
+            return [save for save in self._saves if not save.done]
 
     @property
     def free(self) -> bool:
         """Whether another save may be taken now."""
-        return self._queue.images < self._most()
+        with self._changed:
+            return self._has_room()
 
     def prewarm(self, flattened: Flattened) -> float:
         """Plans and takes the memory that saves of this state need; returns the seconds it took."""
@@ -135,7 +141,8 @@ class Saver:
     def await_free(self, timeout: float | None) -> bool:
         """Waits until another save may be taken; False if none may after `timeout` seconds."""
         self.flush()
-        return self._queue.await_room(self._most, timeout)
+        with self._changed:
+            return self._changed.wait_for(self._has_room, timeout)
 
     def save(
         self,
@@ -147,7 +154,7 @@ class Saver:
         handle: Save | None = None,
         eager: bool = False,
     ) -> Save:
-        """Copies the state and returns; what follows runs beside training, or is awaited here if `wait`. To be called
+        """Copies the state and returns; what follows runs in the background, or is awaited here if `wait`. To be called
         while the saver is `free`.
 
         eager: everything is copied before this returns, also where saves are fenced.
@@ -172,16 +179,16 @@ class Saver:
             # Through a window the state goes out while it is captured, whoever waits for what.
             overlapped = wait or plan.arena.window is not None
             job = Job(save, plan, flattened, about, digest_while_writing=not overlapped)
-            self._queue.enter(save)
+            self._enter(save)
             try:
                 self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
                 save.state = "capturing"
                 if not overlapped:
                     self._capture(job, overlapped=False, eager=eager)
-                self._queue.start(save, lambda turn: self._background(job, turn), stands_back=not overlapped)
+                self._start(job)
             except BaseException:
                 self._give_back(job)  # no thread ever will
-                self._queue.leave(save)
+                self._remove(save)
                 raise
         except BaseException as error:
             self._protocol.failed(save, error)
@@ -193,7 +200,7 @@ class Saver:
         return save
 
     def plan_save(self, step: int, *, reason: str = "") -> Save:
-        """The handle of a save that is going to be taken."""
+        """Returns the handle of a save that is going to be taken."""
         attempt = self._claimed()
         return Save(CheckpointId(attempt.run, attempt.number, step), uuid.uuid4().hex, reason=reason)
 
@@ -203,14 +210,16 @@ class Saver:
             self.fencing.release()
 
     def flush(self) -> None:
-        """Somebody waits for what is in flight."""
+        """Ends the pauses of the copy in flight: its end is awaited."""
         if self.fencing is not None:
             self.fencing.flush()
 
     def join(self, timeout: float | None) -> bool:
-        """Waits for all that is in flight and what follows it; False if that is not over after `timeout` seconds."""
+        """Waits for all that is in flight and what follows it; False if that has not ended after `timeout` seconds."""
         self.flush()
-        return self._queue.join(timeout)
+        if self._work is not None:
+            self._work.join(timeout)
+        return not self.busy
 
     def close(self) -> None:
         """Gives the memory back, unless a hung writer still reads it."""
@@ -219,15 +228,16 @@ class Saver:
         if not self.busy:
             self._pool.release()
 
-    def _most(self) -> int:
-        return self.memory.in_flight if self.memory is not None and self.memory.on else self._pool.most
+    def _has_room(self) -> bool:
+        memory = self.memory
+        return len(self._with_image) < (memory.in_flight if memory is not None and memory.on else self._pool.most)
 
     def _plan(self, flattened: Flattened) -> SavePlan:
-        """Over the memory tier's slot whose turn it is, else over memory that serves saves alone."""
+        """Plans a capture into the next slot of the memory tier, else into memory that serves saves alone."""
         memory = self.memory
-        kept = memory.begin(flattened, writing=True) if memory is not None else None
-        if kept is not None:
-            return kept
+        plan = memory.begin(flattened, writing=True) if memory is not None else None
+        if plan is not None:
+            return plan
         tier = self._beside
         if tier is not None and tier.off:
             tight = self._pool.tight(sum(spec.nbytes for spec in flattened.specs))
@@ -283,22 +293,42 @@ class Saver:
             job.save.state = "writing"
             job.filling.advance(job.plan.layout.nbytes)
 
-    def _background(self, job: Job, turn: Turn | None) -> None:
-        """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""
+    # -- the writing threads: one for each save, and one writes at a time, in the order in which they were taken ------
+    #
+    # A thread for each, and not one for all, because the thread of a save that training waits for must not run at
+    # background priority, and because a state can be sealed in memory while the one before it is still being written.
+
+    def _enter(self, save: Save) -> None:
+        """Adds a save that is about to be captured, and is written after those in flight."""
+        before = self.in_flight
+        with self._changed:
+            save.wait_behind(before[-1] if before else None)
+            self._saves.append(save)
+            self._with_image.add(save.save_id)
+
+    def _start(self, job: Job) -> None:
+        """Starts the writing thread; at background priority where training does not wait for it."""
+        before = self._work if self.busy else None
+        threads = background_threads if job.digest_while_writing else foreground_threads
+        self._work = threads.submit(lambda: self._run(job, before), f"tenuto-save-{job.save.step}")
+
+    def _run(self, job: Job, before: BackgroundWork | None) -> None:
+        """Runs one save to its end, after the work `before` it, and never raises: how it ended is in its handle, and in
+        an event."""
         save = job.save
         failure: TenutoError | None = None
         try:
             try:
                 save.clock.begin_cpu()
-                if job.digest_while_writing:  # training goes on meanwhile
+                if job.digest_while_writing:  # training continues meanwhile
                     lower_priority()
-                if turn is not None:
+                if before is not None:
                     self._seal_early(job)
             finally:
-                if turn is not None:  # whatever happens: nothing is told of a save before the one before it is done
+                if before is not None:  # whatever happens: nothing is reported of a save before the one before it ends
                     with save.clock.during("queue_s"):
-                        turn()
-            failure = self._written(job)
+                        before.join()
+            failure = self._write(job)
         except BaseException as error:
             failure = SaveFailed(
                 f"the save of {save.id} was cut off while {save.phase}: {error!r}", subject=str(save.id)
@@ -309,24 +339,28 @@ class Saver:
             job.filling.abandon()
             self._give_back(job)
             save.end(failure)  # whatever happens: somebody may wait for it without a deadline (I8)
-            self._queue.leave(save)
+            self._remove(save)
             if self._on_end is not None:
                 self._on_end(save)
 
     def _seal_early(self, job: Job) -> None:
-        """What has to wait for its turn is safe in memory meanwhile, and memory ready for the next state."""
+        """Seals in memory a save that has to wait until it is written, which frees a slot for the next state."""
         try:
             self._writer.seal(job)
         except TenutoError:
-            pass  # the capture broke off: that is met again, and told, when its turn has come
+            pass  # the capture broke off: raised again, and reported, when it is to be written
 
-    def _written(self, job: Job) -> TenutoError | None:
-        """Its turn has come. What made it fail, or None."""
+    def _write(self, job: Job) -> TenutoError | None:
+        """Writes and commits a save; returns what made it fail, or None."""
         save, attempt = job.save, self._claimed()
         began = time.perf_counter()
         save.begin()
-        if self._superseded is not None:
-            return self._ended_with(save, self._superseded)
+        before = self._superseded
+        if before is not None:  # the run was claimed by another process: nothing of it is put
+            lost = Superseded(f"{save.id} is not saved: {before.message}", subject=before.subject, hint=before.hint)
+            self._protocol.failed(save, lost)
+            self._emitter.emit(SaveFailedEvent(save.id, lost.message, save.phase))
+            return lost
         attempt.unsettled.add(save.id)
         failure = self._writer.write(job, attempt)
         if isinstance(failure, Superseded):
@@ -338,92 +372,17 @@ class Saver:
             self._emitter.emit(Committed(save.id, save.bytes, save.seconds, save.timing))
         return failure
 
-    def _ended_with(self, save: Save, before: Superseded) -> Superseded:
-        """A save that was in flight behind one that found the run claimed by another process: nothing of it is put."""
-        failure = Superseded(f"{save.id} is not saved: {before.message}", subject=before.subject, hint=before.hint)
-        self._protocol.failed(save, failure)
-        self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
-        return failure
-
     def _give_back(self, job: Job) -> None:
-        """Nobody reads or fills its image any more."""
+        """Frees the image, which nobody reads or fills any more; before the save ends, so that who waits for that finds
+        room for the next."""
         if self.memory is not None:
             self.memory.ended(job.plan)
         self._pool.give_back(job.plan)
-        self._queue.give_back(job.save)
-
-
-# --------------------------------------------------------------------------------------------------
-# The queue of saves in flight: each has a thread of its own, and one writes at a time, in the order of their taking.
-#
-# A thread for each, and not one for all, because the thread of a save that training waits for must not stand back
-# behind training, and because a state can be sealed in memory while the one before it is still being written.
-
-Turn = Callable[[], None]
-"""Returns when everything before has been written, and what follows that is done."""
-
-
-class WriteQueue:
-    """The saves of one run, entered by one training thread."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._saves: list[Save] = []
-        self._images: set[str] = set()
-        """The ids of the saves that have an image of their own still: a hung one that was given up among them."""
-        self._work: BackgroundWork | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a thread is at work: on a save, or on what follows one."""
-        return self._work is not None and self._work.is_alive()
-
-    @property
-    def in_flight(self) -> list[Save]:
-        """The saves that have not ended, oldest first."""
         with self._changed:
-            return [save for save in self._saves if not save.done]
-
-    @property
-    def images(self) -> int:
-        """How many saves have an image of their own still."""
-        with self._changed:
-            return len(self._images)
-
-    def enter(self, save: Save) -> None:
-        """It is about to be captured, and will be written after those that are in flight."""
-        before = self.in_flight
-        with self._changed:
-            save.wait_behind(before[-1] if before else None)
-            self._saves.append(save)
-            self._images.add(save.save_id)
-
-    def start(self, save: Save, work: Callable[[Turn | None], None], *, stands_back: bool) -> None:
-        """Runs `work` in a thread; `stands_back`: it lowers that thread's priority. It is given what to call before it
-        writes; None where its turn has come."""
-        before = self._work
-        turn = before.join if before is not None and before.is_alive() else None
-        pool = background_threads if stands_back else foreground_threads
-        self._work = pool.submit(lambda: work(turn), f"tenuto-save-{save.step}")
-
-    def give_back(self, save: Save) -> None:
-        """Its image is needed no more. Before it is said to have ended: who waits for that finds room for the next."""
-        with self._changed:
-            self._images.discard(save.save_id)
+            self._with_image.discard(job.save.save_id)
             self._changed.notify_all()
 
-    def leave(self, save: Save) -> None:
-        """It has ended, or never will."""
+    def _remove(self, save: Save) -> None:
+        """Removes a save that has ended, or never will."""
         with self._changed:
             self._saves.remove(save)
-
-    def await_room(self, most: Callable[[], int], timeout: float | None) -> bool:
-        """Whether fewer than `most()` saves have an image of their own within `timeout` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self._images) < most(), timeout)
-
-    def join(self, timeout: float | None) -> bool:
-        """Whether all is over that has been started, within `timeout` seconds."""
-        if self._work is not None:
-            self._work.join(timeout)
-        return not self.busy

@@ -14,7 +14,6 @@ import mmap
 import os
 import re
 import sys
-import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -189,19 +188,17 @@ class NoRoom(OSError):
 class Arena:
     """Host memory for one image. `buffer`: uint8, page aligned, `nbytes` long, a multiple of 4096.
 
-    kind: "shared memory", "anonymous" or "a window"; note: why it is not shared, or empty; prewarm_s: seconds that
-    touching took. window: bytes of memory behind `buffer` where that is less than the whole, and what lies a window
-    behind is overwritten; else None.
+    kind: "shared memory", "anonymous" or "a window"; note: why it is not shared, or empty. window: bytes of memory
+    behind `buffer` where that is less than the whole, and what lies a window behind is overwritten; else None.
     """
 
     def __init__(
         self,
         memory: mmap.mmap,
-        slot: Slot | None,
-        note: str,
-        prewarm_s: float,
-        window: int | None = None,
+        slot: Slot | None = None,
         *,
+        note: str = "",
+        window: int | None = None,
         nbytes: int | None = None,
         kind: str | None = None,
     ) -> None:
@@ -214,7 +211,6 @@ class Arena:
         self.window = window
         self.kind = kind or ("a window" if window is not None else "anonymous" if slot is None else "shared memory")
         self.note = note
-        self.prewarm_s = prewarm_s
         _mappings.add(memory)
 
     def frontier(self, end: int) -> int:
@@ -222,12 +218,12 @@ class Arena:
         return end
 
     def back(self, end: int) -> None:
-        """Puts memory behind the addresses up to `end`, a frontier, that what lies a window before it loses."""
+        """Moves memory to the addresses up to `end`, a frontier, from what lies a window before it."""
 
     def release(self) -> None:
         """Gives memory, file and slot back; a second call, or one in a forked child, does nothing.
 
-        Views of `buffer` that are still held keep the memory mapped until they go, and the file is gone already.
+        Views of `buffer` that still exist keep the memory mapped until they go, and the file is gone already.
         """
         if not self._give_back():
             return
@@ -239,7 +235,7 @@ class Arena:
 
 
 def _give_back(slot: Slot | None, owner: int) -> bool:
-    """Removes the file and frees the slot; says whether this process is the one to do so."""
+    """Removes the file and frees the slot; returns whether this process is the one to do so."""
     if os.getpid() != owner:
         return False
     if slot is not None:
@@ -257,7 +253,7 @@ def _give_back(slot: Slot | None, owner: int) -> bool:
 def acquire(
     nbytes: int, *, repository: str, run: str, rank: int = 0, slot: int = 0, prewarm: bool = True, shared: bool = True
 ) -> Arena:
-    """Memory for an image of `nbytes`, in shared memory if wanted, the slot is free and it fits, else anonymous.
+    """Returns memory for an image of `nbytes`: shared if that is wanted, the slot is free and it fits, else anonymous.
 
     Files of dead owners are removed first. Raises UsageError for names that cannot be file names.
     """
@@ -265,27 +261,28 @@ def acquire(
         raise UsageError(f"{repository!r} is no repository id", subject=repository)
     length = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
     place = Slot(slots.SHARED_MEMORY, f"{repository}/{run_key(run)}", f"{rank}-{slot}")
-    memory, held, note = None, None, ""
+    memory, taken, note = None, None, ""
     if shared:
         try:
-            memory, held = _shared(length, place), place
+            memory, taken = _shared(length, place), place
         except OSError as error:
-            note = _because(error)
+            note = error.strerror or str(error)
     if memory is None:
         memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         prefer_huge_pages(memory)
     _advise(memory, "MADV_DONTFORK")
-    return Arena(memory, held, note, _touch(memory) if prewarm else 0.0)
+    if prewarm:
+        _touch(memory)
+    return Arena(memory, taken, note=note)
 
 
 def acquire_window(nbytes: int, window: int) -> Arena:
-    """Addresses for an image of `nbytes` over `window` bytes of memory (both rounded up to 4096). Raises OSError where
-    there is no such thing."""
-    begun = time.perf_counter()
+    """Returns addresses for an image of `nbytes` over `window` bytes of memory (both rounded up to 4096). OSError where
+    the system cannot do that."""
     length, window = (-(-max(size, 1) // ALIGNMENT) * ALIGNMENT for size in (nbytes, window))
     memory = map_ring(length, window)
     _advise(memory, "MADV_DONTFORK")
-    return Arena(memory, None, "", time.perf_counter() - begun, window)
+    return Arena(memory, window=window)
 
 
 def free_shared_memory() -> None:
@@ -301,23 +298,17 @@ def table() -> SlotTable:
     return _table
 
 
-def map_file(descriptor: int, length: int, *, nbytes: int, prewarm: bool = True) -> Arena:
-    """An arena for an image of `nbytes` over the first of `length` bytes of a file that stays when the arena goes."""
-    memory, prewarm_s = map_memory(descriptor, length, prewarm=prewarm)
-    return over_file(memory, nbytes, prewarm_s)
+def over_file(mapping: mmap.mmap, nbytes: int) -> Arena:
+    """Returns an arena for an image of `nbytes` over the mapping of a file, which goes with it; the file stays."""
+    return Arena(mapping, nbytes=nbytes, kind="shared memory")
 
 
-def over_file(memory: mmap.mmap, nbytes: int, prewarm_s: float = 0.0) -> Arena:
-    """The same over a mapping of the file that there is already; it goes with the arena."""
-    return Arena(memory, None, "", prewarm_s, nbytes=nbytes, kind="shared memory")
-
-
-def map_memory(descriptor: int, length: int, *, prewarm: bool = True) -> tuple[mmap.mmap, float]:
-    """The first `length` bytes of a file, with every page in place, and the seconds that this took."""
+def map_memory(descriptor: int, length: int) -> mmap.mmap:
+    """Maps the first `length` bytes of a file, with every page in place."""
     memory = mmap.mmap(descriptor, length, mmap.MAP_SHARED)
-    _advise(memory, "MADV_DONTFORK")
-    _mappings.add(memory)
-    return memory, _touch(memory) if prewarm else 0.0
+    keep_from_children(memory)
+    _touch(memory)
+    return memory
 
 
 def _shared(length: int, slot: Slot) -> mmap.mmap:
@@ -351,15 +342,13 @@ def reserve(descriptor: int, length: int) -> None:
     os.posix_fallocate(descriptor, 0, length)
 
 
-def _touch(memory: mmap.mmap) -> float:
-    """Seconds that it took to give every page a frame."""
-    begun = time.perf_counter()
+def _touch(memory: mmap.mmap) -> None:
+    """Gives every page a frame."""
     try:
         memory.madvise(_MADV_POPULATE_WRITE)
     except (OSError, AttributeError):
         pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
         pages |= 0  # a write that changes nothing: what lies there may be an image that is still needed
-    return time.perf_counter() - begun
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:
@@ -369,10 +358,6 @@ def _advise(memory: mmap.mmap, name: str) -> None:
             memory.madvise(advice)
         except OSError:
             pass  # a kernel built without it: slower, not wrong
-
-
-def _because(error: OSError) -> str:
-    return error.strerror or str(error)
 
 
 def prefer_huge_pages(memory: mmap.mmap) -> None:
@@ -424,7 +409,7 @@ class MovingWindow(Arena):
 
     def __init__(self, memory: mmap.mmap, nbytes: int, window: int, unit: int) -> None:
         """`unit`: bytes that are moved at a time; `window` is a multiple of it."""
-        super().__init__(memory, None, "", 0.0, window, nbytes=nbytes)
+        super().__init__(memory, window=window, nbytes=nbytes)
         self._begin = int(self.buffer.ctypes.data)
         self._unit = unit
         self._backed = window

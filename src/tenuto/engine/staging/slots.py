@@ -52,12 +52,12 @@ def write_seal(descriptor: int, number: int, payload: bytes) -> None:
     """Writes block `number` (0 or 1); the other one stays."""
     assert len(payload) <= MAX_PAYLOAD
     block = _MARK + len(payload).to_bytes(4, "little") + payload
-    _write(descriptor, block.ljust(BLOCK, b"\0"), _begin(descriptor) + number * BLOCK)
+    write_at(descriptor, block.ljust(BLOCK, b"\0"), _begin(descriptor) + number * BLOCK)
 
 
 def clear_seal(descriptor: int) -> None:
     """Says that the file holds nothing."""
-    _write(descriptor, bytes(ROOM), _begin(descriptor))
+    write_at(descriptor, bytes(ROOM), _begin(descriptor))
 
 
 def read_seals(descriptor: int) -> list[tuple[int, bytes]]:
@@ -89,10 +89,11 @@ def _begin(descriptor: int) -> int:
     return os.fstat(descriptor).st_size - ROOM
 
 
-def _write(descriptor: int, data: bytes, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+def write_at(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
 
 
 SHARED_MEMORY: Final = "/dev/shm"
