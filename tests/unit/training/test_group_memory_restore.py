@@ -42,7 +42,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
             raise found
         return found
 
-    monkeypatch.setattr(memory_restore, "went_on", judge)
+    monkeypatch.setattr(memory_restore, "judge_line", judge)
     return verdicts
 
 

@@ -287,9 +287,9 @@ class GroupCommit:
         receipts: Sequence[Receipt],
         *,
         timed: bool,
-        told: ManifestCallback,
+        report: ManifestCallback,
     ) -> None:
-        through(self.commit_steps(job, index, entry, timed=timed, told=told))
+        through(self.commit_steps(job, index, entry, timed=timed, told=report))
 
     def commit_steps(
         self, job: Job, index: Index, entry: IndexEntry, *, timed: bool, told: ManifestCallback

@@ -1,7 +1,7 @@
 """The states in memory that a group counts on: the newest of one process, the newest that several ranks all have.
 
-A state can be resumed from where every rank has its image of it. So of its two slots no rank lets go of the one that
-all have, nor of a newer one that all may come to have (`ranks/common_step`).
+A state can be resumed from where every rank has its image of it. So of its two slots no rank frees the one that all
+have, nor a newer one that all may come to have (`ranks/common_step`).
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class StatesOfOne:
         return uuid.uuid4().hex
 
     def sealed(self, step: int) -> None:
-        """Nobody asks."""
+        """Does nothing: no other rank needs to know."""
 
     def missed(self, step: int) -> None:
-        """Nobody asks."""
+        """Does nothing: no other rank needs to know."""
 
     def turn_off(self, why: str) -> None:
-        """Nobody asks."""
+        """Does nothing: no other rank needs to know."""
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -39,14 +39,13 @@ class FoundImage:
 
 
 def images_of_others() -> OtherUsers:
-    """The other users who may have images."""
+    """Finds the other users who may have images."""
     return slots.other_users(slots.SHARED_MEMORY)
 
 
 def images(user: int | None = None, *, among: Callable[[Slot], bool] | None = None) -> Iterator[FoundImage]:
-    """This user's, or another `user`'s to be looked at, in the order of their names. `among`: sealed ones alone, in
-    the slots that it is true of. To be sure that an image's process lives takes a tenth of a second, so who wants a
-    few asks for those."""
+    """Yields the images of this user, or of another `user`, in the order of their names. `among`: only sealed ones, in
+    slots of which it returns True; it takes a tenth of a second to be sure that an image's process lives."""
     owner = os.geteuid() if user is None else user
     for slot in slots.occupied(slots.SHARED_MEMORY, user):
         if among is not None and not among(slot):
@@ -70,12 +69,12 @@ def images(user: int | None = None, *, among: Callable[[Slot], bool] | None = No
 
 
 def dead_images() -> list[FoundImage]:
-    """Those whose process has ended."""
+    """Returns the images whose process has ended."""
     return [found for found in images() if not found.alive]
 
 
 def kept_by_others(repository: str, run: str, ranks: int) -> list[FoundImage]:
-    """What dead processes of a run have left, sealed, that were not as many ranks as are asked for."""
+    """Returns the sealed images of a run that dead processes of another number of ranks have left."""
     parent = slot_file.parent(repository, run)
 
     def other(slot: Slot) -> bool:
@@ -90,7 +89,7 @@ def _is_one_of(slot: Slot, ranks: int) -> bool:
 
 
 def passed_over(others: Iterable[FoundImage], ranks: int) -> list[str]:
-    """Why a job of `ranks` does not go on from what they have kept: the newest of each number of ranks."""
+    """Returns why a job of `ranks` does not resume from those images: the newest of each number of ranks."""
     newest_of: dict[int, int] = {}
     for footer in (one.footer for one in others if one.footer is not None):
         newest_of[footer.ranks] = max(footer.id.step, newest_of.get(footer.ranks, 0))
@@ -123,7 +122,7 @@ def _holder(slot: Slot) -> int | None:
     try:
         return slot_file.holder(slot)
     except OSError:
-        return None  # nobody can say who; to remove it will fail in the same way
+        return None  # unknown; removing it will fail in the same way
 
 
 # --------------------------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ ADVICE: Final = (
 
 
 def shortage(error: OSError) -> str:
-    """Why two images do not fit, with the figures there are, and what to do."""
+    """Returns why two images do not fit, with the figures there are, and what to do."""
     facts = [error.strerror or str(error)]
     try:
         descriptor = os.open(slots.SHARED_MEMORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -154,10 +153,10 @@ def shortage(error: OSError) -> str:
 
 
 def free_room(own: Collection[Slot], emitter: Emitter, error: OSError) -> bool:
-    """Removes the oldest sealed image that a dead process of another run left, if there is one, and says so.
+    """Removes the oldest sealed image that a dead process of another run left, if there is one, and reports it.
 
-    `own`: slots of this run, whose other ranks may be about to come back for what lies in theirs. `error`: why memory
-    could not be had. Nobody's image goes where that would not help: somebody may yet go on from it.
+    `own`: slots of this run, whose other ranks may yet resume from theirs. `error`: why memory could not be had. No
+    image is removed where that would not help: its run may yet resume from it.
     """
     if error.errno not in (errno.ENOSPC, errno.ENOMEM):
         return False

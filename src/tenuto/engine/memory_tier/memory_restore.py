@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group import JobGroup
-from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, foreign, went_on
+from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, foreign, judge_line
 from tenuto.engine.memory_tier.image_store import Image, check_image
 from tenuto.engine.memory_tier.listing import kept_by_others, passed_over
 from tenuto.engine.memory_tier.matched_image import MatchedImage, match_image, share_buffers
@@ -338,7 +338,7 @@ def _judged(
     found: set[EligibleImage] = set()
     for attempt, claim in sorted({(image["attempt"], image["claim"]) for image in images}):
         try:
-            verdict = went_on(repo, run, id, save_id, SealHolder(attempt, claim))
+            verdict = judge_line(repo, run, id, save_id, SealHolder(attempt, claim))
         except StoreError as error:
             return f"the repository does not answer: {error.message}"
         if isinstance(verdict, str):

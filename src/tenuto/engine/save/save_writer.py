@@ -1,4 +1,4 @@
-"""Writing one save: packs, index and manifest, in the order that I1 rests on; and what becomes of one that breaks off.
+"""Writing one save: packs, index and manifest, in the order that I1 requires; and closing one that fails.
 
 begin.json -> packs -> index -> manifest, each durable before the next is begun.
 """
@@ -32,8 +32,7 @@ COMMITTING = "committing"
 
 
 class SaveWriter:
-    """Writes the saves of one run, one after the other. `make_room` is called at most once in a save that finds its
-    place full; if it returns True the save goes on from where it was. `timed`: as Saver."""
+    """Writes the saves of one run, one after the other. `make_room` and `timed`: as `Saver`."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class SaveWriter:
         """Of the save that came last to its commit, its tree left out."""
 
     def write(self, job: Job, attempt: Attempt) -> TenutoError | None:
-        """Writes and commits; what made it fail, or None."""
+        """Writes and commits a save; returns what made it fail, or None."""
         try:
             try:
                 self._write(job, attempt)
@@ -68,7 +67,7 @@ class SaveWriter:
         return None
 
     def _failed(self, job: Job, error: BaseException) -> TenutoError | None:
-        """What became of a save that broke off: closed and told of, or None if it turns out to have committed."""
+        """Closes and reports a save that broke off; returns why it failed, or None if it has committed after all."""
         save = job.save
         cause = self._protocol.failed(save, error)
         if not self._closed(job, error):
@@ -111,8 +110,9 @@ class SaveWriter:
         return True
 
     def _abort(self, job: Job, error: BaseException) -> bool:
-        """As `abort`. On a full disk the mark may not fit; then what was written goes without one, for a save that
-        never began to commit, or found no room for its manifest, cannot commit late: its only writer is here."""
+        """Closes the save as `abort` does. On a full disk the mark may not fit; then what was written is deleted
+        without one: a save that never began to commit, or found no room for its manifest, cannot commit late, since its
+        only writer is here."""
         save, store = job.save, self._repo.store
         try:
             return abort(self._repo, save.id, save.save_id)
@@ -127,7 +127,7 @@ class SaveWriter:
     def _write(self, job: Job, attempt: Attempt) -> None:
         save, layout, repo, clock = job.save, job.plan.layout, self._repo, job.save.clock
         if job.digest_while_writing and self._memory is not None:
-            # First, where training goes on meanwhile: neither a crash from here on nor a store that is full, or does
+            # First, where training continues meanwhile: neither a crash from here on nor a store that is full, or does
             # not answer, loses a step.
             save.phase = "sealing it in memory"
             self.seal(job)
@@ -153,10 +153,10 @@ class SaveWriter:
         self.seal(job)
         save.phase = COMMITTING
         with clock.during("commit_s"):
-            self._protocol.commit(job, index, entry, receipts, timed=self._timed, told=self._know)
+            self._protocol.commit(job, index, entry, receipts, timed=self._timed, report=self._set_manifest)
         crashpoint("manifest durable, not yet reported")
 
-    def _know(self, manifest: Manifest) -> None:
+    def _set_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
 
     def _write_pack(self, job: Job, pack: int) -> Receipt:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tenuto.engine.memory_tier.tier import MemoryTier
 
 CHECK_S = 60.0
-"""How long the training thread waits for the one listing that tells whether it still owns the run."""
+"""How long the training thread waits for the one listing that shows whether it still owns the run."""
 
 
 class Saver:
@@ -338,7 +338,7 @@ class Saver:
         finally:
             job.filling.abandon()
             self._give_back(job)
-            save.end(failure)  # whatever happens: somebody may wait for it without a deadline (I8)
+            save.end(failure)  # whatever happens: training may wait for it without a deadline (I8)
             self._remove(save)
             if self._on_end is not None:
                 self._on_end(save)
@@ -373,8 +373,8 @@ class Saver:
         return failure
 
     def _give_back(self, job: Job) -> None:
-        """Frees the image, which nobody reads or fills any more; before the save ends, so that who waits for that finds
-        room for the next."""
+        """Frees the image, which nobody reads or fills any more; before the save ends, so that there is room for the
+        next one by then."""
         if self.memory is not None:
             self.memory.ended(job.plan)
         self._pool.give_back(job.plan)

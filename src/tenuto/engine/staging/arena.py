@@ -38,7 +38,7 @@ _UNLIMITED: Final = 1 << 60
 
 
 def memory_headroom() -> int | None:
-    """Bytes that can still be touched before the machine or a control group refuses, or None where nobody knows.
+    """Returns the bytes that can still be touched before the machine or a control group refuses; None if unknown.
 
     Page cache that can be dropped counts as free.
     """
@@ -47,7 +47,7 @@ def memory_headroom() -> int | None:
 
 
 def file_system_headroom(descriptor: int) -> int:
-    """Bytes that can still be written to the file system of this open file or directory."""
+    """Returns the bytes that can still be written to the file system of this open file or directory."""
     status = os.fstatvfs(descriptor)
     return status.f_bavail * status.f_frsize
 
@@ -60,7 +60,7 @@ def _machine() -> int | None:
 
 
 def _cgroups() -> Iterator[int | None]:
-    """The room in every control group that this process is in, ancestors too."""
+    """Yields the room in every control group that this process is in, ancestors too."""
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -115,7 +115,7 @@ _MAX_MAPPINGS: Final = 16_384
 
 
 def map_ring(nbytes: int, window: int) -> mmap.mmap:
-    """`nbytes` of addresses over `window` bytes of memory; both multiples of 4096.
+    """Maps `nbytes` of addresses over `window` bytes of memory; both multiples of 4096.
 
     Raises OSError where the system has no such mappings, or `window` is so small that there would be too many.
     """
@@ -231,7 +231,7 @@ class Arena:
         try:
             self._memory.close()
         except BufferError:
-            pass  # a view is held: the mapping goes with the last one
+            pass  # a view exists: the mapping goes with the last one
 
 
 def _give_back(slot: Slot | None, owner: int) -> bool:
@@ -294,7 +294,7 @@ def free_shared_memory() -> None:
 
 
 def table() -> SlotTable:
-    """What this process holds."""
+    """Returns the table of the slots of this process."""
     return _table
 
 
@@ -330,7 +330,7 @@ def _shared(length: int, slot: Slot) -> mmap.mmap:
 
 
 def reserve(descriptor: int, length: int) -> None:
-    """Makes a file of `length` bytes of which every page exists. NoRoom, with the figures, where they do not fit."""
+    """Gives a file `length` bytes of which every page exists. NoRoom, with the figures, where they do not fit."""
     room = file_system_headroom(descriptor)
     if length > room:
         message = f"shared memory has {room >> 20} MiB free, the image needs {-(-length // 2**20)}"
@@ -366,13 +366,13 @@ def prefer_huge_pages(memory: mmap.mmap) -> None:
 
 
 def keep_from_children(memory: mmap.mmap) -> None:
-    """A forked child does not have this memory, and never unmaps what may lie at its addresses by then."""
+    """Keeps forked children from having this memory, and from unmapping what may lie at its addresses by then."""
     _advise(memory, "MADV_DONTFORK")
     _mappings.add(memory)
 
 
 def _forget_after_fork() -> None:
-    """The child has neither the slots nor, by MADV_DONTFORK, the memory.
+    """Forgets slots and mappings in a forked child, which has neither those nor, by MADV_DONTFORK, the memory.
 
     Its mappings are never closed there: the addresses are free in the child, so something else may lie at them by then,
     and unmapping would tear that away.
@@ -446,7 +446,7 @@ def acquire_moving_window(nbytes: int, window: int) -> MovingWindow:
 
 @cache
 def can_move() -> bool:
-    """Whether the system moves memory from address to address and leaves the addresses mapped. Tried once."""
+    """Returns whether the system moves memory from address to address and leaves the addresses mapped; tried once."""
     if sys.platform != "linux":
         return False
     page = mmap.PAGESIZE

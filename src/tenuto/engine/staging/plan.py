@@ -44,8 +44,7 @@ class ChunkTable:
 
 
 class Digester:
-    """Digests an image's chunks as the image fills up from its beginning, which has taken `seconds`. One use per
-    save."""
+    """Digests the chunks of one save's image as it fills up from its beginning, which has taken `seconds`."""
 
     def __init__(self, table: ChunkTable, image: memoryview) -> None:
         self._table = table
@@ -68,7 +67,7 @@ class Digester:
         self.seconds += time.perf_counter() - began
 
     def digests(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """All digests in index order, uint8 [chunks, 16]."""
+        """Returns all digests in index order, uint8 [chunks, 16]."""
         assert self._done == self._table.total, "the image was not digested to its end"
         found = np.frombuffer(b"".join(self._parts), np.uint8).reshape(-1, 16)
         out = np.empty_like(found)
