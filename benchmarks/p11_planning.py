@@ -30,8 +30,8 @@ import tenuto
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.group.planning import GroupPlan, RankLayout, WriteAssignment, encode_layout, plan_group, read_layout
 from tenuto.engine.save.handle import Save
-from tenuto.engine.staging.budget import BudgetedArena
-from tenuto.engine.staging.plan import Planner, SavePlan
+from tenuto.engine.staging.plan import SavePlan, StagingBuffer
+from tenuto.engine.staging.pool import BudgetedArena
 from tenuto.events import Emitter
 from tenuto.model.ids import CheckpointId
 from tenuto.ranks.agreement import Agreement
@@ -154,7 +154,7 @@ class Known:
         self._together = GroupCommit(repo, Agreement(session, StaleRounds(session)))
         self._together._share = WriteAssignment(plan.told, shares[rank], flattened, rank)
         holder = BudgetedArena(repo.id, RUN, rank, budget=None, lasting=False)
-        self._planner = Planner(holder, CHUNK_BYTES, Emitter(), rank=rank)
+        self._buffer = StagingBuffer(holder, CHUNK_BYTES, Emitter(), rank=rank)
         self._step = 0
         self._made, rows = self.take(), saved_boxes(plan.table, plan.held.paths).rank == rank
         assert len(self._made.rows) == int(rows.sum()) == leaves
@@ -171,7 +171,7 @@ class Known:
         self._step += 1
         save = Save(CheckpointId(RUN, 1, self._step), "")
         begun = time.perf_counter()
-        found = self._planner.plan(self._together.take(flattened, save))
+        found = self._buffer.prepare(self._together.take(flattened, save))
         seconds = time.perf_counter() - begun
         self._together._saves.pop(save.save_id).round.end()  # nobody writes it
         return found, seconds

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from tenuto.concurrency.background_priority import lower_priority
+from tenuto.concurrency.worker_threads import lower_priority
 
 CHUNK = 256 << 10
 PIECE = 16 << 20

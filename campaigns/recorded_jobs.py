@@ -300,9 +300,9 @@ class _Waiting(Saver):
         super().__init__(*given, **named)
         self._captured = captured
 
-    def _written(self, job: Any) -> TenutoError | None:
+    def _write(self, job: Any) -> TenutoError | None:
         self._captured.wait()
-        return super()._written(job)
+        return super()._write(job)
 
 
 def save_stages(

@@ -17,10 +17,9 @@ from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.group.rounds import WaitPoints
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import Job, ManifestDetails
-from tenuto.engine.save.manifest_builder import index_of
 from tenuto.engine.staging.arena import Arena
-from tenuto.engine.staging.pack_content import Filling, PackContent
-from tenuto.engine.staging.plan import Digester, Planner
+from tenuto.engine.staging.pack_content import PackContent
+from tenuto.engine.staging.plan import StagingBuffer
 from tenuto.events import Emitter
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Manifest
@@ -31,7 +30,7 @@ from tenuto.ranks.session import Session
 from tenuto.repo.commit import put_index
 from tenuto.repo.format.object_names import index_file
 from tenuto.repo.ownership.claim import Attempt, claim
-from tenuto.repo.repository import Repo, now_text
+from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.encode.flattener import Flattener
 
@@ -48,7 +47,7 @@ class OneImage:
 
     def acquire(self, nbytes: int, *, step: int = 0) -> Arena:
         assert nbytes <= _IMAGE_BYTES, "a rank of this simulation writes little"
-        return Arena(self._memory, None, "", 0.0, nbytes=nbytes)
+        return Arena(self._memory, nbytes=nbytes)
 
     def release(self) -> None:
         """It goes with this object."""
@@ -62,7 +61,7 @@ class Rank:
         self.rank = rank
         self.agreement = Agreement(session, StaleRounds(session))
         self.together = GroupCommit(job.repo, self.agreement)
-        self.planner = Planner(job.image, job.repo.chunk_bytes, Emitter(), rank=rank)
+        self.buffer = StagingBuffer(job.image, job.repo.chunk_bytes, Emitter(), rank=rank)
         self.flattened: Flattened | None = None
         self.job: Job | None = None
         self.put: tuple[Index, IndexEntry] | None = None
@@ -143,9 +142,8 @@ class ManyRanks:
         return [found[rank] for rank in range(len(steps))]
 
     def _job(self, one: Rank, written: Flattened, save: Save, step: int) -> Job:
-        plan = one.planner.plan(written)
-        digester = Digester(plan.chunks, plan.arena.buffer.data)
-        job = Job(save, plan, written, ManifestDetails(progress={"step": step}), Filling(), digester, False, now_text())
+        plan = one.buffer.prepare(written)
+        job = Job(save, plan, written, ManifestDetails(progress={"step": step}))
         job.names = [*(pack.name for pack in plan.layout.packs), index_file(one.rank)]
         return job
 
@@ -159,8 +157,7 @@ class ManyRanks:
         for pack in plan.layout.packs:
             content = PackContent(pack, plan.arena.buffer.data, job.filling, _nothing)
             repo.store.put_if_absent(f"{save.id.directory}/{pack.name}", content, token=save.save_id)
-        digests, chunk_bytes = job.digester.digests(), repo.chunk_bytes
-        index = index_of(plan, job.flattened, digests, save.save_id, rank=one.rank, chunk_bytes=chunk_bytes)
+        index = job.index()
         _, entry = put_index(repo, save.id, index, plan.rows)
         one.put = index, entry
 

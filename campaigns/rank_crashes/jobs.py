@@ -21,7 +21,6 @@ from campaigns.recorded_jobs import RUN, Faster, Program
 from campaigns.simulated_processes import Processes
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.save import saver as saving
-from tenuto.engine.save.in_flight import Turn, WriteQueue
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.errors import CorruptionError, RanksError, StoreError, TenutoError
@@ -103,7 +102,7 @@ class RankProgram(Program):
             stack.enter_context(mock.patch.object(agreement, "_SESSIONS", _PastOfEach(self.processes)))
             stack.enter_context(mock.patch.object(Heartbeat, "_run", lambda self: None))
             stack.enter_context(mock.patch.object(StallGuard, "_detect_gap", lambda self: None))
-            stack.enter_context(mock.patch.object(WriteQueue, "start", _at_once))
+            stack.enter_context(mock.patch.object(Saver, "_start", _at_once))
             stack.enter_context(mock.patch.object(saving, "lower_priority", lambda: None))
             stack.enter_context(mock.patch.object(members, "open_store", self._found))
             stack.enter_context(copies_in_turns(lambda: self.in_turns))
@@ -175,12 +174,12 @@ class _PastOfEach:
         self._own.closed(session)
 
 
-def _at_once(self: WriteQueue, save: Any, work: Callable[[Turn | None], None], *, stands_back: bool) -> None:
+def _at_once(self: Saver, job: Any) -> None:
     """A save is written before its `save` returns; how it ended is in its handle."""
     try:
-        work(None)
+        self._run(job, None)
     except BaseException as error:
-        if not save.done:
+        if not job.save.done:
             raise AssertionError("a writer ended without telling") from error
 
 

@@ -65,10 +65,10 @@ def killed_with_all_in_flight(store: Held, slow: int, **options: Any) -> int:
         assert training is not None and ckpt.stats.in_flight == 3
         memory = training.saving.memory
         if memory is not None:
-            halves = memory.tier._halves
-            assert halves is not None
-            with halves._changed:
-                assert halves._changed.wait_for(lambda: not any(half.filling for half in halves.all), 60)
+            pool = memory.tier._pool
+            assert pool is not None
+            with pool._changed:
+                assert pool._changed.wait_for(lambda: not any(slot.filling for slot in pool.slots), 60)
         os.kill(os.getpid(), signal.SIGKILL)
 
     return fork(body)

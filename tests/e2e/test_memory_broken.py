@@ -75,14 +75,14 @@ class Breaks:
     def everywhere(self) -> None:
         from tenuto.concurrency.worker_threads import WorkerThreads
         from tenuto.engine.memory_tier.slot_file import LastingSlot
-        from tenuto.engine.save import manifest_builder
+        from tenuto.engine.save import job
         from tenuto.engine.staging.capture import Capturer
         from tenuto.engine.staging.plan import Digester
 
         self.around(Capturer, "capture")
         self.around(WorkerThreads, "submit")
         self.around(Digester, "advance")
-        self.around(manifest_builder, "encode_index")
+        self.around(job, "encode_index")
         self.around(LastingSlot, "describe")
         self.around(LastingSlot, "seal")
 

@@ -278,9 +278,9 @@ def test_a_save_that_finds_no_memory_fails_and_training_goes_on(where: Path, roo
 
     def grows(ckpt, step, state):
         if step == 5:
-            from tenuto.engine.staging import budget
+            from tenuto.engine.staging import pool
 
-            budget.memory_headroom = arena.memory_headroom = lambda: 64 << 20
+            pool.memory_headroom = arena.memory_headroom = lambda: 64 << 20
             state["model"]["more"] = np.full(2 * MIB, 5.0)
         if step == 12:
             del state["model"]["more"]

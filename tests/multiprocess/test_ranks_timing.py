@@ -16,7 +16,7 @@ from campaigns.rank_kills.processes import Job, Plan
 from campaigns.rank_kills.training import Numbers
 from tenuto.cli import main
 from tenuto.engine.read.sharded_reader import ShardedReader
-from tenuto.engine.save.save_writer import SaveWriter
+from tenuto.engine.save.job import Job as SaveJob
 from tenuto.events import Event, RestoredEvent
 from tenuto.policy import every
 from tenuto.telemetry.sentences import sentence
@@ -26,13 +26,13 @@ SLOW_S = 0.5
 
 def trained(plan: Plan, rank: int) -> Mapping[str, Any]:
     if rank == 1:
-        original = SaveWriter._index
+        original = SaveJob.index
 
-        def slowly(self: Any, job: Any) -> Any:
+        def slowly(self: Any) -> Any:
             time.sleep(SLOW_S)
-            return original(self, job)
+            return original(self)
 
-        SaveWriter._index = slowly  # type: ignore[method-assign]
+        SaveJob.index = slowly  # type: ignore[method-assign]
     numbers = Numbers(rank, plan.world)
     with tenuto.Checkpointer(
         plan.where,

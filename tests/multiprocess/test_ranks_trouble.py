@@ -20,6 +20,7 @@ from campaigns.rank_kills.processes import Ended, Job, Plan
 from campaigns.rank_kills.training import Numbers, untouched
 from tenuto.engine.group import group_save
 from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.save.job import Job as SaveJob
 from tenuto.engine.save.save_writer import SaveWriter
 from tenuto.engine.staging.capture import Capturer
 from tenuto.errors import SaveFailed, StoreError, StoreFull
@@ -92,7 +93,7 @@ TROUBLES = {
     "no room": (SaveWriter, "_check_space", lambda: StoreFull("rank's own disk is full"), "disk is full"),
     "its capture": (Capturer, "capture", lambda: SaveFailed("its memory went"), "memory went"),
     "its pack": (SaveWriter, "_write_pack", lambda: StoreError("its pack was lost"), "pack was lost"),
-    "its index": (SaveWriter, "_index", lambda: StoreError("its index was lost"), "index was lost"),
+    "its index": (SaveJob, "index", lambda: StoreError("its index was lost"), "index was lost"),
     "its digests": (GroupCommit, "_take_share", lambda: StoreError("its digests failed"), "digests failed"),
     "its last word": (GroupCommit, "_commit", lambda: StoreError("it cannot commit"), "cannot commit"),
 }

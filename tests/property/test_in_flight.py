@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tenuto
 from support.held_store import held
 from tenuto import keep, on
-from tenuto.engine.staging.budget import WINDOW_UNIT
+from tenuto.engine.staging.pool import WINDOW_UNIT
 from tenuto.errors import StoreError
 from tenuto.store.memory import MemoryStore
 from tenuto.training import exit_status
@@ -69,7 +69,7 @@ def test_what_does_not_fail_is_committed_in_order_and_as_it_was(todo: list[Step]
             assert training is not None
             saver = training.saving.saver
             for number, step in enumerate(todo, 1):
-                fits = saver._lanes._fingerprint is None or step.size == todo[max(number - 2, 0)].size
+                fits = saver._pool._fingerprint is None or step.size == todo[max(number - 2, 0)].size
                 room = images is None or len(saver.in_flight) < images
                 # A save that finds no room waits for those in its way: the first ones of a structure find that out.
                 if not (saver.free and fits and room):
@@ -81,9 +81,9 @@ def test_what_does_not_fail_is_committed_in_order_and_as_it_was(todo: list[Step]
                 ckpt.step_done()
                 save = ckpt.save(wait=step.waited)
                 assert save.step == number and (save.committed or not step.waited)
-                lanes = saver._lanes._all
+                buffers = saver._pool.buffers
                 most = max(most, len(saver.in_flight))
-                assert budget is None or sum(lane.arenas.nbytes for lane in lanes) <= budget
+                assert budget is None or sum(buffer.memory.nbytes for buffer in buffers) <= budget
             store.let_go()
     exit_status._ending.standing.clear()
     assert most <= k

@@ -111,26 +111,17 @@ def within(seconds: float, what: str, work: Callable[[], Result], *, subject: st
     After a timeout the work continues in its thread. At interpreter exit no thread can be started: then the work runs
     in the calling thread, without a deadline.
     """
-    ended: list[tuple[Result | None, BaseException | None]] = []
-
-    def run() -> None:
-        try:
-            ended.append((work(), None))
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-            ended.append((None, error))
-
+    call = _Call(work)
     try:
-        under_way = foreground_threads.submit(run, f"tenuto-{what}")
+        foreground_threads.submit(call.run, f"tenuto-{what}")
     except RuntimeError:
         return work()
-    under_way.join(max(0.0, seconds))
-    if not ended:
+    if not call.ended.wait(max(0.0, seconds)):
         raise DeadlineExceeded(
             f"{what} has not ended within {seconds:g} s: the store does not answer",
             subject=subject,
             hint="look at the store: is it mounted, does `ls` there answer?",
         )
-    result, error = ended[0]
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+    if call.error is not None:
+        raise call.error
+    return call.result  # type: ignore[return-value]

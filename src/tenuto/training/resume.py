@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, Literal
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.memory_tier.adopt import MemoryRestore
 from tenuto.engine.memory_tier.eligibility import Candidate
+from tenuto.engine.memory_tier.memory_restore import MemoryRestore
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult
 from tenuto.engine.read.sharded_reader import private_index_entry
@@ -101,13 +101,13 @@ class RunClaim:
     def parent(self) -> CheckpointId | None:
         """The newest durable checkpoint of the line that training goes on with."""
         if self.restored_image is not None:
-            return self.restored_image.adoptable.base
+            return self.restored_image.verdict.base
         return self.restored.checkpoint.id if self.restored is not None else None
 
     @property
     def restored_image(self) -> Candidate | None:
         """The image in memory that training goes on from."""
-        return self.memory_restore.adopted if self.memory_restore is not None else None
+        return self.memory_restore.restored if self.memory_restore is not None else None
 
     def restore(self) -> Restored | None:
         """Restores what `resume_from` says, once. None if there is nothing to restore."""

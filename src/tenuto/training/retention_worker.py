@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tenuto.concurrency.background_priority import lower_priority
+from tenuto.concurrency.worker_threads import lower_priority
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.errors import TenutoError
 from tenuto.events import Emitter

@@ -315,7 +315,7 @@ class TrainingSession:
     def _begin(self, attempt: Attempt) -> None:
         """Saves may be taken. A step that is in memory alone counts as one that is not saved yet."""
         saving, parent, adopted = self.saving, self.claiming.parent, self.claiming.restored_image
-        if adopted is None or adopted.adoptable.durable:
+        if adopted is None or adopted.verdict.durable:
             saving.begin(attempt, self.step, parent)
         else:
             since_s = adopted.footer.saved_us / 1e6

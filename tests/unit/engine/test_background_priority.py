@@ -17,10 +17,9 @@ import pytest
 import tenuto
 from support.memory_training import shared_memory
 from tenuto import events, every
-from tenuto.concurrency.background_priority import NICE, lower_priority
-from tenuto.concurrency.worker_threads import WorkerThreads
-from tenuto.engine.memory_tier import memory_saver
-from tenuto.engine.save import in_flight
+from tenuto.concurrency.worker_threads import NICE, WorkerThreads, lower_priority
+from tenuto.engine.memory_tier import cadence
+from tenuto.engine.save import saver
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
 
@@ -73,8 +72,8 @@ def test_the_thread_that_asks_stands_back_from_the_disk_too() -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread is there that has stood back in a test before."""
     parked = WorkerThreads()
-    monkeypatch.setattr(memory_saver, "background_threads", parked)
-    monkeypatch.setattr(in_flight, "background_threads", parked)
+    monkeypatch.setattr(cadence, "background_threads", parked)
+    monkeypatch.setattr(saver, "background_threads", parked)
 
 
 class Priorities:

@@ -66,7 +66,7 @@ def a_small_file_system(monkeypatch, root, nbytes):
         return max(nbytes - there - still_mapped(root), 0)
 
     monkeypatch.setattr(arena, "file_system_headroom", room)
-    monkeypatch.setattr("tenuto.engine.memory_tier.shortage.file_system_headroom", room)
+    monkeypatch.setattr("tenuto.engine.memory_tier.listing.file_system_headroom", room)
 
 
 def still_mapped(root):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tenuto
-from tenuto.concurrency.parallel_for import parallel_for
+from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read import chunk_reader as reading
 from tenuto.engine.read.leaf_reader import Staged, read_leaves
 from tenuto.engine.read.packs import open_pack

@@ -14,8 +14,8 @@ import pytest
 
 import tenuto
 from tenuto import every
-from tenuto.engine.staging import budget
-from tenuto.engine.staging.moving_window import can_move
+from tenuto.engine.staging import pool
+from tenuto.engine.staging.arena import can_move
 from tenuto.errors import SaveFailed, StoreFull
 from tenuto.events import Event, Warned
 from tenuto.maintenance.verify import assert_whole
@@ -67,16 +67,16 @@ def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if moves and not can_move():
         pytest.skip("this system moves no memory")
     name = "acquire_moving_window" if moves else "acquire_window"
-    acquire = getattr(budget, name)
+    acquire = getattr(pool, name)
 
     def watched(nbytes: int, window: int) -> Any:
         taken.append(window)
         return acquire(nbytes, window)
 
-    monkeypatch.setattr(budget, name, watched)
-    monkeypatch.setattr(budget, "can_move", lambda: moves)
-    monkeypatch.setattr(budget, "WINDOW_BYTES", MIB)
-    monkeypatch.setattr(budget, "MOVING_WINDOW_BYTES", (MIB, MIB))
+    monkeypatch.setattr(pool, name, watched)
+    monkeypatch.setattr(pool, "can_move", lambda: moves)
+    monkeypatch.setattr(pool, "WINDOW_BYTES", MIB)
+    monkeypatch.setattr(pool, "MOVING_WINDOW_BYTES", (MIB, MIB))
     return taken
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tenuto.crashpoints import armed
-from tenuto.engine.memory_tier.eligibility import EligibleImage, went_on
+from tenuto.engine.memory_tier.eligibility import EligibleImage, judge_line
 from tenuto.engine.memory_tier.seal import SealHolder
 from tenuto.errors import CheckpointNotFound, CorruptionError, RemovalRefused, RepositoryError
 from tenuto.maintenance import gc, remove, undelete
@@ -109,7 +109,7 @@ def test_training_goes_on_from_memory_behind_what_was_removed_only_once_it_is_ba
     world.die(attempt)
 
     def later():
-        return went_on(world.repo, "main", replace(new, step=9), "ef" * 16, SealHolder(attempt.number, attempt.id))
+        return judge_line(world.repo, "main", replace(new, step=9), "ef" * 16, SealHolder(attempt.number, attempt.id))
 
     assert later() == EligibleImage(new, durable=False)
     for _ in range(2):

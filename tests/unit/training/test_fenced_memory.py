@@ -30,7 +30,7 @@ from support.memory_training import shared_memory
 from tenuto import every, keep
 from tenuto.concurrency.worker_threads import BackgroundWork, WorkerThreads
 from tenuto.engine.fence import fence
-from tenuto.engine.memory_tier.memory_saver import MemorySaver
+from tenuto.engine.memory_tier.cadence import MemorySaver
 from tenuto.events import SavedToMemory, SaveSkipped, Warned
 from tenuto.state import update_barrier
 
@@ -180,7 +180,7 @@ def test_a_torn_image_is_never_sealed_and_the_next_step_takes_its_place(
         held_copy.let_go()
         scene.body(0)
         assert sealed(ckpt) == 8, "the other slot is whole"
-        assert not any(half.filling for half in memory_of(ckpt).tier._halves.all), "the torn one is let go"
+        assert not any(slot.filling for slot in memory_of(ckpt).tier._pool.slots), "the torn one is let go"
         ckpt.step_done()
         scene.told.snapshots[11] = snapshot(scene.state)
         assert sealed(ckpt) == 11, "though nothing asks for step 11"
@@ -217,7 +217,7 @@ def test_the_next_capture_waits_for_the_one_before(
             scene.step(ckpt)
         scene.step(ckpt, held=held_copy)
         assert held_copy.reached.wait(60)
-        assert memory_of(ckpt)._saver.busy
+        assert memory_of(ckpt).tier.busy
         threading.Timer(0.05, held_copy.let_go).start()
         scene.step(ckpt, update=False)
         assert not scene.told.late[6], "no update was seen"
@@ -343,7 +343,7 @@ def test_where_no_thread_can_be_started_nothing_waits_for_it(scene: Scene, tmp_p
         with mock.patch.object(WorkerThreads, "submit", refusing):
             scene.step(ckpt)
         assert any("step 5 is not kept in memory" in text and "new thread" in text for text in scene.said())
-        assert not update_barrier._barriers and not memory_of(ckpt)._saver.busy
+        assert not update_barrier._barriers and not memory_of(ckpt).tier.busy
         scene.step(ckpt)
         assert sealed(ckpt) == 6
 

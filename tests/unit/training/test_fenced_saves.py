@@ -502,13 +502,13 @@ def test_weights_swapped_in_and_out_again_are_found_in_the_probation(place: Path
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    rehearsed = threading.Event()
-    rehearse = image_fence.Fence._rehearse
+    compared = threading.Event()
+    compare_slices = image_fence.Fence._compare_slices
 
     def patched(self: image_fence.Fence) -> None:
         swapped.wait(60)
-        rehearse(self)
-        rehearsed.set()
+        compare_slices(self)
+        compared.set()
 
     swapped = threading.Event()
 
@@ -517,11 +517,11 @@ def test_weights_swapped_in_and_out_again_are_found_in_the_probation(place: Path
             kept = model.first.weight.data.clone()
             model.first.weight.data.zero_()
             swapped.set()
-            assert rehearsed.wait(60)
+            assert compared.wait(60)
             model.first.weight.data.copy_(kept)
         stepping(model, optimizer)(step)
 
-    with mock.patch.object(image_fence.Fence, "_rehearse", patched):
+    with mock.patch.object(image_fence.Fence, "_compare_slices", patched):
         told = train(place, state, body)
     assert assert_images_are_right(place, state, told) == list(range(1, 9))
     assert set(told.demoted) == {"model/first.weight"}

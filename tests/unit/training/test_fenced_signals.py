@@ -59,7 +59,7 @@ def interrupted(
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     told, main, body = Told(), threading.get_ident(), stepping(model, optimizer)
     waits, entered, passed = threading.Event(), threading.Event(), threading.Event()
-    let_copies_end = fence.Fence._let_copies_end
+    let_copies_end = fence.Fence._await_copies
 
     def waiting(self: fence.Fence) -> None:
         waits.set()
@@ -83,7 +83,7 @@ def interrupted(
         thread = threading.Thread(target=interrupt)
         for step in ckpt.steps(6):
             if step == 5:
-                monkeypatch.setattr(fence.Fence, "_let_copies_end", waiting)
+                monkeypatch.setattr(fence.Fence, "_await_copies", waiting)
                 thread.start()
             body(step)
             told.snapshots[step + 1] = snapshot(state)

@@ -11,9 +11,9 @@ import pytest
 
 import tenuto
 from tenuto import every
+from tenuto.engine.memory_tier import memory_restore
 from tenuto.engine.memory_tier.eligibility import EligibleImage
-from tenuto.engine.memory_tier.group import group_restore
-from tenuto.engine.memory_tier.group.group_restore import CommonImage, choose
+from tenuto.engine.memory_tier.memory_restore import CommonImage, choose
 from tenuto.engine.memory_tier.seal import SealHolder
 from tenuto.errors import RanksDisagree, StoreUnavailable
 from tenuto.model.ids import CheckpointId
@@ -42,7 +42,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
             raise found
         return found
 
-    monkeypatch.setattr(group_restore, "went_on", judge)
+    monkeypatch.setattr(memory_restore, "judge_line", judge)
     return verdicts
 
 

@@ -19,9 +19,9 @@ from support.tiny_training import steps_of
 from tenuto import every, keep, on
 from tenuto.engine.save import handle as handles
 from tenuto.engine.save.handle import Save
-from tenuto.engine.save.in_flight import StagingPool
 from tenuto.engine.save.saver import Saver
-from tenuto.engine.staging import budget
+from tenuto.engine.staging import pool
+from tenuto.engine.staging.pool import StagingPool
 from tenuto.errors import DeadlineExceeded, SaveFailed, StoreError, StoreFull, Superseded, UsageError
 from tenuto.events import Captured, Event, Removed, SaveDelayed, SaveFailedEvent, SaveSkipped, SaveStarted, Warned
 from tenuto.repo.ownership.claim import claim
@@ -108,7 +108,7 @@ def test_each_takes_an_image_of_its_own_and_one_takes_no_more_than_ever(place: P
     for k in (1, 3):
         with built(held(place), one, k, run=f"k{k}", sinks=[told]) as ckpt:
             saver = saver_of(ckpt)
-            assert sum(lane.arenas.nbytes for lane in saver._lanes._all) == pytest.approx(k * MIB, rel=0.02)
+            assert sum(buffer.memory.nbytes for buffer in saver._pool.buffers) == pytest.approx(k * MIB, rel=0.02)
     assert not told.fewer()
 
 
@@ -225,7 +225,7 @@ def test_through_a_window_one_save_is_in_flight(place: Path) -> None:
     told, one = Told(), state(MIB)
     with built(held(place), one, 3, memory_budget=MIB, sinks=[told]) as ckpt:
         saver = saver_of(ckpt)
-        assert (saver._lanes.most, saver._lanes._all[1].arenas.nbytes) == (1, 0)
+        assert (saver._pool.most, saver._pool.buffers[1].memory.nbytes) == (1, 0)
         step_on(ckpt, one)
         step_on(ckpt, one)
     (message,) = told.fewer()
@@ -252,19 +252,19 @@ def test_an_image_that_has_become_too_small_is_let_go_before_room_is_asked_for(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, there = state(), list[bool]()
-    headroom = budget.memory_headroom
+    headroom = pool.memory_headroom
     with built(held(place), one, 1) as ckpt:
         step_on(ckpt, one)
         ckpt.wait()  # for the thread that has written it as well
-        (lane,) = saver_of(ckpt)._lanes._all
-        assert lane.plan is not None
-        held_by = weakref.ref(lane.plan.capturer)
+        (buffer,) = saver_of(ckpt)._pool.buffers
+        assert buffer.plan is not None
+        held_by = weakref.ref(buffer.plan.capturer)
 
         def asked() -> int | None:
             there.append(held_by() is not None)
             return headroom()
 
-        monkeypatch.setattr(budget, "memory_headroom", asked)
+        monkeypatch.setattr(pool, "memory_headroom", asked)
         one["more"] = np.ones(MIB, np.float32)
         step_on(ckpt, one).wait()
     assert there and not any(there), "its pages stay taken as long as anything has a view of them"
@@ -274,15 +274,15 @@ def test_a_state_that_outgrows_the_budget_waits_for_the_images_that_are_in_its_w
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, one, told = held(place, 1), state(MIB // 4), Told()
-    wait = StagingPool._await_one
+    wait = StagingPool._await_given_back
     waited: list[int] = []
 
-    def waits(lanes: StagingPool, free: int, until: float) -> None:
+    def waits(buffers: StagingPool, free: int, until: float) -> None:
         waited.append(free)
         store.let_go(1)
-        wait(lanes, free, until)
+        wait(buffers, free, until)
 
-    monkeypatch.setattr(StagingPool, "_await_one", waits)
+    monkeypatch.setattr(StagingPool, "_await_given_back", waits)
     with built(store, one, 2, memory_budget=5 * MIB // 2, sinks=[told]) as ckpt:
         step_on(ckpt, one)
         one["more"] = np.ones(MIB // 4, np.float32)
@@ -450,7 +450,7 @@ def test_a_save_that_hangs_and_was_given_up_still_has_its_image(place: Path, mon
         with pytest.warns(RuntimeWarning, match="has not got on"), pytest.raises(DeadlineExceeded):
             step_on(ckpt, one, wait=True)
     saver = saver_of(ckpt)
-    assert (saver.in_flight, saver._queue.images, saver.free) == ([], 1, True)
+    assert (saver.in_flight, len(saver._with_image), saver.free) == ([], 1, True)
     second = step_on(ckpt, one)
     assert not saver.free
     one["w"] += 1

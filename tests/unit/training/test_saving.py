@@ -267,10 +267,10 @@ def test_a_budget_that_the_image_does_not_fit_fails_loudly_before_the_first_step
 
 
 def test_i9_memory_that_the_machine_does_not_have_is_not_taken(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenuto.engine.staging.budget.memory_headroom", lambda: (64 << 20) + 1000)
+    monkeypatch.setattr("tenuto.engine.staging.pool.memory_headroom", lambda: (64 << 20) + 1000)
     with pytest.raises(SaveFailed, match=r"64\.0 MiB are free"):
         tenuto.save({"w": np.zeros(8 << 20)}, place)
-    monkeypatch.setattr("tenuto.engine.staging.budget.memory_headroom", lambda: 100 << 20)
+    monkeypatch.setattr("tenuto.engine.staging.pool.memory_headroom", lambda: 100 << 20)
     tenuto.save({"w": np.zeros(8 << 20)}, place)
 
 

@@ -76,8 +76,8 @@ def tier_of(ckpt: tenuto.Checkpointer) -> MemoryTier:
 def sealed(ckpt: tenuto.Checkpointer) -> int:
     """The newest step that is whole in memory, once what was taken last is sealed."""
     tier = tier_of(ckpt)
-    assert tier._halves is not None
-    tier._halves.await_sealed(10)
+    assert tier._pool is not None
+    tier._pool.await_sealed(10)
     assert tier.sealed is not None
     return tier.sealed.id.step
 

@@ -38,8 +38,7 @@ from tenuto.engine.group.rounds import (
 )
 from tenuto.engine.save.commit_protocol import ManifestCallback
 from tenuto.engine.save.handle import Save
-from tenuto.engine.save.job import Job, ManifestDetails
-from tenuto.engine.save.manifest_builder import manifest_about
+from tenuto.engine.save.job import Job, ManifestDetails, manifest_about
 from tenuto.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, in_words
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled
@@ -292,9 +291,9 @@ class GroupCommit:
         receipts: Sequence[Receipt],
         *,
         timed: bool,
-        told: ManifestCallback,
+        report: ManifestCallback,
     ) -> None:
-        through(self.commit_steps(job, index, entry, timed=timed, told=told))
+        through(self.commit_steps(job, index, entry, timed=timed, told=report))
 
     def commit_steps(
         self, job: Job, index: Index, entry: IndexEntry, *, timed: bool, told: ManifestCallback

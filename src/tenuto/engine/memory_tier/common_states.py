@@ -1,7 +1,7 @@
-"""Which states in memory a group counts on: the newest of one process, the newest that several ranks all have.
+"""The states in memory that a group counts on: the newest of one process, the newest that several ranks all have.
 
-A state can be resumed from where every rank has its image of it. So of its two slots no rank lets go of the one that
-all have, nor of a newer one that all may come to have (`ranks/common_step`).
+A state can be resumed from where every rank has its image of it. So of its two slots no rank frees the one that all
+have, nor a newer one that all may come to have (`ranks/common_step`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tenuto.model.ids import CheckpointId
 from tenuto.ranks.common_step import NONE, CommonStep
 
 if TYPE_CHECKING:
-    from tenuto.engine.memory_tier.tier import SlotPool
+    from tenuto.engine.memory_tier.slot_pool import SlotPool
 
 SETTLE_S: Final = 60.0
-"""At most so long training is held, once, for a rank that does not say whether it has the step before; then steps are
-left out of memory until it does."""
+"""How long training waits, once, for a rank that does not report whether it has the step before; then steps are left
+out of memory until it does."""
 
 
 class CommonStates(Protocol):
@@ -37,11 +37,11 @@ class CommonStates(Protocol):
         `why_not`: why this rank cannot, if so. `restored`: the step that all have in memory already."""
         ...
 
-    def newest(self, slots: SlotPool) -> Seal | None:
+    def newest(self, pool: SlotPool) -> Seal | None:
         """Returns the seal of the newest state that the group can resume from."""
         ...
 
-    def make_way(self, slots: SlotPool) -> str:
+    def make_way(self, pool: SlotPool) -> str:
         """Decides which image the next state may replace; returns why the group keeps none any more, if so. Raises
         DeadlineExceeded where it is not known in time which may go."""
         ...
@@ -80,23 +80,23 @@ class StatesOfOne:
     def agree(self, why_not: str, restored: int | None) -> str:
         return ""
 
-    def newest(self, slots: SlotPool) -> Seal | None:
-        return slots.newest()
+    def newest(self, pool: SlotPool) -> Seal | None:
+        return pool.newest()
 
-    def make_way(self, slots: SlotPool) -> str:
+    def make_way(self, pool: SlotPool) -> str:
         return ""
 
     def save_id(self, id: CheckpointId) -> str:
         return uuid.uuid4().hex
 
     def sealed(self, step: int) -> None:
-        """Nobody asks."""
+        """Does nothing: no other rank needs to know."""
 
     def missed(self, step: int) -> None:
-        """Nobody asks."""
+        """Does nothing: no other rank needs to know."""
 
     def turn_off(self, why: str) -> None:
-        """Nobody asks."""
+        """Does nothing: no other rank needs to know."""
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -121,25 +121,25 @@ class StatesOfRanks:
         if verdict:
             self.step = CommonStep(self._agreement.session, NONE if restored is None else restored)
             return ""
-        rank, said = min(verdict.reasons.items())
-        return f"rank {rank} keeps none ({said})"
+        rank, reason = min(verdict.reasons.items())
+        return f"rank {rank} keeps none ({reason})"
 
-    def newest(self, slots: SlotPool) -> Seal | None:
+    def newest(self, pool: SlotPool) -> Seal | None:
         if self.step is None:
             return None
-        footers = [half.footer for half in slots.all]
+        footers = [slot.footer for slot in pool.slots]
         return next((one for one in footers if one is not None and one.id.step == self.step.common), None)
 
-    def make_way(self, slots: SlotPool) -> str:
+    def make_way(self, pool: SlotPool) -> str:
         if self.step is None:
             return ""
-        slots.await_sealed()  # by then the state before has been reported
+        pool.await_sealed()  # by then the state before has been reported
         common = self.step.settle(min(SETTLE_S, self._deadline_s))
         if self.step.off:
             return self.step.off
-        for half in slots.all:
-            if half.footer is not None and half.footer.id.step > common:
-                half.footer = None  # no other rank will ever have it: it goes before the one that all have
+        for slot in pool.slots:
+            if slot.footer is not None and slot.footer.id.step > common:
+                slot.footer = None  # no other rank will ever have it: it goes before the one that all have
         return ""
 
     def save_id(self, id: CheckpointId) -> str:

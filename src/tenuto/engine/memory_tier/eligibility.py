@@ -1,10 +1,10 @@
-"""Which image in shared memory a run may go on from.
+"""The images in shared memory that a run may resume from.
 
-A sealed image counts as a checkpoint of the attempt that holds it, one that only this boot of this machine has. It may
-be gone on from where that attempt is the last one that has anything to its name: every later one has no commit, and
-went on from where the holder's own durable line ends, or from nothing. So an image never brings back what training has
-gone on from elsewhere, nor what somebody went back behind, by removing checkpoints too; but for one who began again
-from that very end, on purpose and without memory, and committed nothing: no attempt record tells that one from a
+A sealed image counts as a checkpoint of the attempt that sealed it, one that only this boot of this machine has. A run
+may resume from it where that attempt is the last one with a commit or an image: every later one has no commit, and
+resumed from where the attempt's own durable line ends, or from nothing. So an image never brings back a state that
+training has left behind, by a resume elsewhere, by a rollback, or by removing checkpoints. There is one exception: an
+attempt that resumed from that very end on purpose, without memory, and committed nothing. No record tells it from a
 restart.
 """
 
@@ -25,12 +25,12 @@ from tenuto.repo.process import this_process
 from tenuto.repo.repository import Repo
 
 if TYPE_CHECKING:
-    from tenuto.engine.memory_tier.tier import MemorySlot
+    from tenuto.engine.memory_tier.slot_pool import MemorySlot
 
 
 @dataclass(frozen=True, slots=True)
 class EligibleImage:
-    """An image that the run may go on from. `base`: the newest checkpoint of its line that is durable, None if nothing
+    """An image that the run may resume from. `base`: the newest checkpoint of its line that is durable, None if nothing
     is; `durable`: the image is that very checkpoint, and only quicker to read."""
 
     base: CheckpointId | None
@@ -38,13 +38,13 @@ class EligibleImage:
 
 
 def judge(repo: Repo, run: str, footer: Seal) -> EligibleImage | str:
-    """Whether `run` of this repository may go on from this image, or in words why not. Damage of the image itself shows
+    """Returns whether `run` of this repository may resume from this image, or why not. Damage of the image itself shows
     when it is read. Raises errors of the store."""
-    return foreign(repo, run, footer) or went_on(repo, run, footer.id, footer.save_id, footer.holder)
+    return foreign(repo, run, footer) or judge_line(repo, run, footer.id, footer.save_id, footer.holder)
 
 
 def foreign(repo: Repo, run: str, footer: Seal) -> str:
-    """Why an image is not of this run, machine and user, if it is not. Asks nobody."""
+    """Returns why an image is not of this run, machine and user, if it is not. No I/O."""
     if footer.repository != repo.id:
         return "it is of another repository"
     if footer.id.run != run:
@@ -57,8 +57,8 @@ def foreign(repo: Repo, run: str, footer: Seal) -> str:
     return ""
 
 
-def went_on(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> EligibleImage | str:
-    """Whether nothing has been gone on from since, of an image that is not `foreign`. Raises errors of the store."""
+def judge_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> EligibleImage | str:
+    """Judges an image that is not `foreign`: whether training has left it behind. Raises errors of the store."""
     try:
         return _on_the_line(repo, run, id, save_id, holder)
     except CorruptionError as error:
@@ -74,7 +74,7 @@ def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: S
     base = CheckpointId(run, number, committed[0]) if committed else record.parent
     for later in repo.attempts(run):
         if later > number:
-            reason = _went_elsewhere(repo, run, later, base)
+            reason = _left_behind(repo, run, later, base)
             if reason:
                 return reason
     removed = _removed(repo, run, number, above=committed[0] if committed else -1, upto=id.step)
@@ -94,8 +94,8 @@ def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: S
 
 
 def _removed(repo: Repo, run: str, number: int, *, above: int, upto: int) -> int | None:
-    """The newest step of the attempt between the two that somebody has removed, as far as the trash still tells.
-    Retention puts nothing there: nobody has gone back behind what it frees."""
+    """Returns the newest step of the attempt between the two that was removed by hand, as far as the trash still shows.
+    Retention puts nothing there: what it frees was not rolled back."""
     keys = repo.store.children(object_names.attempt_trash(run, number)).directories
     for step in sorted((step for key in keys if (step := parse_step(key)) is not None), reverse=True):
         if above < step <= upto:
@@ -105,8 +105,8 @@ def _removed(repo: Repo, run: str, number: int, *, above: int, upto: int) -> int
     return None
 
 
-def _went_elsewhere(repo: Repo, run: str, later: int, base: CheckpointId | None) -> str:
-    """Why an attempt after the holder's rules the image out; empty if it does not."""
+def _left_behind(repo: Repo, run: str, later: int, base: CheckpointId | None) -> str:
+    """Returns why a later attempt rules the image out; empty if it does not."""
     record: AttemptRecord | None = repo.find_attempt(run, later)
     committed = repo.committed(run, later)
     if committed:
@@ -117,7 +117,7 @@ def _went_elsewhere(repo: Repo, run: str, later: int, base: CheckpointId | None)
 
 
 def _save_id(repo: Repo, id: CheckpointId) -> str | None:
-    """The save that made a checkpoint, as its `begin.json` says."""
+    """Returns the save that made a checkpoint, from its `begin.json`."""
     try:
         return decode_begin(repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id).save_id
     except (ObjectNotFound, CorruptionError):
@@ -128,9 +128,9 @@ def _save_id(repo: Repo, id: CheckpointId) -> str | None:
 class Candidate:
     """A sealed image from which the run may resume, and the slot that it lies in."""
 
-    half: MemorySlot
+    slot: MemorySlot
     footer: Seal
-    adoptable: EligibleImage
+    verdict: EligibleImage
 
 
 def eligible_images(
@@ -138,7 +138,7 @@ def eligible_images(
 ) -> list[Candidate]:
     """Returns those from which the run may resume, newest first. `report` is called with why another is passed over."""
     found: list[Candidate] = []
-    for half, footer in sealed:
+    for slot, footer in sealed:
         try:
             verdict = judge(repo, run, footer)
         except StoreError as error:
@@ -146,7 +146,7 @@ def eligible_images(
         if isinstance(verdict, str):
             report(f"step {footer.id.step} in memory (attempt {footer.holder.attempt}) is passed over: {verdict}")
         else:
-            found.append(Candidate(half, footer, verdict))
+            found.append(Candidate(slot, footer, verdict))
     return sorted(found, key=lambda one: newness(one.footer), reverse=True)
 
 

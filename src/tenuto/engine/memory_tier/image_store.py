@@ -1,6 +1,6 @@
-"""A sealed image read as what it is: a whole checkpoint in one mapping.
+"""A sealed image read as what it is: a complete checkpoint in one mapping.
 
-`open_image` checks what a seal says against the bytes that exist, then gives the image as a store of three kinds of
+`open_image` checks a seal against the bytes that exist, then returns the image as a store of three kinds of
 objects (packs, index, manifest, under the names that a repository has), so that the one restore path reads and verifies
 it: every chunk goes straight from the mapping into its destination, and is digested there.
 """
@@ -40,24 +40,24 @@ class Image:
         self.repo = repo
         self.footer = footer
         self.number = number
-        """Of the block that says `footer`."""
+        """Of the block that has `footer`."""
         self._mapping = mapping
 
     def manifest(self) -> Manifest:
         return self.repo.manifest(self.footer.id)
 
     def close(self) -> None:
-        """Unmaps what was mapped for it, once nobody holds a view any more."""
+        """Unmaps what was mapped for it, once there are no views any more."""
         self.repo.store.close()
         if self._mapping is None:
             return
-        with contextlib.suppress(BufferError):  # a view is held: the mapping goes with the last one
+        with contextlib.suppress(BufferError):  # a view exists: the mapping goes with the last one
             self._mapping.close()
 
 
-def open_image(descriptor: int, name: str, *, chunk_bytes: int, whole: memoryview | None = None) -> Image | None:
-    """The image in the file of the slot called `name`; None where it is not sealed. `whole`: the file's bytes, where
-    they are mapped already. CorruptionError where its seal says what its bytes do not bear out."""
+def open_image(descriptor: int, name: str, *, chunk_bytes: int, mapped: memoryview | None = None) -> Image | None:
+    """Returns the image in the file of the slot called `name`; None where it is not sealed. `mapped`: the file's bytes,
+    where they are mapped already. CorruptionError where its bytes are not those that its seal describes."""
     found = newest(read_seals(descriptor), name)
     if found is None:
         return None
@@ -65,13 +65,13 @@ def open_image(descriptor: int, name: str, *, chunk_bytes: int, whole: memoryvie
     status = os.fstat(descriptor)
     if footer.image % ALIGNMENT or footer.length + ROOM > status.st_size or status.st_blocks * 512 < status.st_size:
         raise CorruptionError(f"{name}: its seal speaks of more than the file has", subject=name)
-    if whole is not None and len(whole) == status.st_size:
-        return Image(_read(_parts(whole, footer, name), footer, name, chunk_bytes), footer, number, None)
+    if mapped is not None and len(mapped) == status.st_size:
+        return Image(_read(_parts(mapped, footer, name), footer, name, chunk_bytes), footer, number, None)
     mapping = _mapped(descriptor, status.st_size)
     try:
         parts = _parts(memoryview(mapping).toreadonly(), footer, name)
     except BaseException:
-        # Views of it may be held by the error that is being raised: then the mapping goes with the last of them.
+        # The error that is being raised may refer to views: then the mapping goes with the last of them.
         with contextlib.suppress(BufferError):
             mapping.close()
         raise
@@ -101,18 +101,18 @@ def check_image(image: Image, index: Index) -> None:
 
 
 def _mapped(descriptor: int, length: int) -> mmap.mmap:
-    """With every page in place at once: one page fault after the other would cost as much as the copy."""
+    """Maps a file with every page in place: one page fault after the other would cost as much as the copy."""
     populate = getattr(mmap, "MAP_POPULATE", 0)
     mapping = mmap.mmap(descriptor, length, mmap.MAP_SHARED | populate, mmap.PROT_READ)
     keep_from_children(mapping)
     return mapping
 
 
-def _parts(whole: memoryview, footer: Seal, name: str) -> dict[str, memoryview]:
-    """The objects of the checkpoint by name, index and manifest checked by the digests that the seal has of them."""
+def _parts(data: memoryview, footer: Seal, name: str) -> dict[str, memoryview]:
+    """Returns the objects of the checkpoint by name; index and manifest are checked by the digests in the seal."""
     at = footer.image
-    index = _part(whole, at, footer.index, f"the index of {name}")
-    manifest = _part(whole, at + footer.index.length, footer.manifest, f"the manifest of {name}")
+    index = _part(data, at, footer.index, f"the index of {name}")
+    manifest = _part(data, at + footer.index.length, footer.manifest, f"the manifest of {name}")
     directory = footer.id.directory
     save_id, packs = decode_packs(bytes(index), id=footer.id, rank=footer.rank)
     if save_id != footer.save_id:
@@ -122,13 +122,13 @@ def _parts(whole: memoryview, footer: Seal, name: str) -> dict[str, memoryview]:
     for pack in packs:
         if pack.length > footer.image - begin:
             raise CorruptionError(f"{name}: {pack.name} reaches beyond the image", subject=name)
-        found[f"{directory}/{pack.name}"] = whole[begin : begin + pack.length]
+        found[f"{directory}/{pack.name}"] = data[begin : begin + pack.length]
         begin += -(-pack.length // ALIGNMENT) * ALIGNMENT
     return found
 
 
-def _part(whole: memoryview, begin: int, part: SealedObject, what: str) -> memoryview:
-    found = whole[begin : begin + part.length]
+def _part(data: memoryview, begin: int, part: SealedObject, what: str) -> memoryview:
+    found = data[begin : begin + part.length]
     if digest(found) != part.digest:
         raise CorruptionError(f"{what} is damaged: its digest is not the one in the seal", subject=what)
     return found

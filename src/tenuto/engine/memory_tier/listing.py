@@ -1,16 +1,20 @@
-"""The images that lie in this node's shared memory, whoever left them."""
+"""The images that lie in this node's shared memory, whoever left them, and which one is removed for room."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from tenuto.engine.memory_tier import slot_file
 from tenuto.engine.memory_tier.seal import Seal, newest
 from tenuto.engine.staging import slots
+from tenuto.engine.staging.arena import NoRoom, file_system_headroom, memory_headroom
 from tenuto.engine.staging.slots import OtherUsers, Slot, parse_name, read_seals
+from tenuto.events import Emitter, Warned
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +39,13 @@ class FoundImage:
 
 
 def images_of_others() -> OtherUsers:
-    """The other users who may have images."""
+    """Finds the other users who may have images."""
     return slots.other_users(slots.SHARED_MEMORY)
 
 
 def images(user: int | None = None, *, among: Callable[[Slot], bool] | None = None) -> Iterator[FoundImage]:
-    """This user's, or another `user`'s to be looked at, in the order of their names. `among`: sealed ones alone, in
-    the slots that it is true of. To be sure that an image's process lives takes a tenth of a second, so who wants a
-    few asks for those."""
+    """Yields the images of this user, or of another `user`, in the order of their names. `among`: only sealed ones, in
+    slots of which it returns True; it takes a tenth of a second to be sure that an image's process lives."""
     owner = os.geteuid() if user is None else user
     for slot in slots.occupied(slots.SHARED_MEMORY, user):
         if among is not None and not among(slot):
@@ -66,12 +69,12 @@ def images(user: int | None = None, *, among: Callable[[Slot], bool] | None = No
 
 
 def dead_images() -> list[FoundImage]:
-    """Those whose process has ended."""
+    """Returns the images whose process has ended."""
     return [found for found in images() if not found.alive]
 
 
 def kept_by_others(repository: str, run: str, ranks: int) -> list[FoundImage]:
-    """What dead processes of a run have left, sealed, that were not as many ranks as are asked for."""
+    """Returns the sealed images of a run that dead processes of another number of ranks have left."""
     parent = slot_file.parent(repository, run)
 
     def other(slot: Slot) -> bool:
@@ -86,7 +89,7 @@ def _is_one_of(slot: Slot, ranks: int) -> bool:
 
 
 def passed_over(others: Iterable[FoundImage], ranks: int) -> list[str]:
-    """Why a job of `ranks` does not go on from what they have kept: the newest of each number of ranks."""
+    """Returns why a job of `ranks` does not resume from those images: the newest of each number of ranks."""
     newest_of: dict[int, int] = {}
     for footer in (one.footer for one in others if one.footer is not None):
         newest_of[footer.ranks] = max(footer.id.step, newest_of.get(footer.ranks, 0))
@@ -119,4 +122,52 @@ def _holder(slot: Slot) -> int | None:
     try:
         return slot_file.holder(slot)
     except OSError:
-        return None  # nobody can say who; to remove it will fail in the same way
+        return None  # unknown; removing it will fail in the same way
+
+
+# --------------------------------------------------------------------------------------------------
+# Too little room in shared memory: the warning, and whose image is removed for it.
+
+ADVICE: Final = (
+    "give it room for two images of the state (docker: --shm-size=…; Kubernetes: an emptyDir with medium: Memory at "
+    "/dev/shm; memory_budget= if it is set), save less state, or leave memory= out; `tenuto ls --memory` shows what "
+    "lies there, and `tenuto memory clear` removes what dead processes left"
+)
+
+
+def shortage(error: OSError) -> str:
+    """Returns why two images do not fit, with the figures there are, and what to do."""
+    facts = [error.strerror or str(error)]
+    try:
+        descriptor = os.open(slots.SHARED_MEMORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            facts.append(f"{slots.SHARED_MEMORY} has {file_system_headroom(descriptor) >> 20} MiB free")
+        finally:
+            os.close(descriptor)
+    except OSError:
+        facts.append(f"there is no {slots.SHARED_MEMORY}")
+    free = memory_headroom()
+    if free is not None:
+        facts.append(f"{free >> 20} MiB of memory may still be used here")
+    return f"{'; '.join(facts)}; saves to the store go on. To have it: {ADVICE}"
+
+
+def free_room(own: Collection[Slot], emitter: Emitter, error: OSError) -> bool:
+    """Removes the oldest sealed image that a dead process of another run left, if there is one, and reports it.
+
+    `own`: slots of this run, whose other ranks may yet resume from theirs. `error`: why memory could not be had. No
+    image is removed where that would not help: its run may yet resume from it.
+    """
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+        return False
+    runs = {slot.parent for slot in own}
+    found = [one for one in dead_images() if one.slot.parent not in runs and one.footer is not None]
+    missing = error.missing if isinstance(error, NoRoom) else 0
+    if not found or sum(one.bytes for one in found) < missing:
+        return False
+    oldest = min(found, key=lambda one: one.footer.sealed_us if one.footer is not None else 0)
+    if oldest.footer is None or not remove_image(oldest):
+        return False
+    what = f"the image of {oldest.footer.id}, which a dead process left in memory"
+    emitter.emit(Warned(f"{what}, was removed: its room was needed"))
+    return True

@@ -1,4 +1,4 @@
-"""What the seal of an image in shared memory says: whose state it is, of which step, and what describes it."""
+"""The content of a seal: whose state an image in shared memory is, of which step, and its index and manifest."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SealedObject:
 
 @dataclass(frozen=True, slots=True)
 class SealHolder:
-    """Who sealed an image: the attempt that went through its step, and the random id of that attempt's claim."""
+    """The owner of an image: the attempt that completed its step, and the random id of that attempt's claim."""
 
     attempt: int
     claim: str
@@ -70,7 +70,7 @@ class Seal:
 
     @property
     def length(self) -> int:
-        """Bytes of everything that the seal speaks for."""
+        """Bytes of everything that is sealed."""
         return self.image + self.index.length + self.manifest.length
 
     @property
@@ -79,7 +79,7 @@ class Seal:
         return max(time.monotonic_ns() // 1000 - self.sealed_us, 0) / 1e6
 
     def held_by(self, holder: SealHolder) -> Seal:
-        """The same image as `holder`'s, sealed once more."""
+        """Returns the seal of the same image as `holder`'s."""
         return replace(self, holder=holder, sequence=self.sequence + 1)
 
 
@@ -97,7 +97,7 @@ def new_seal(
     saved_s: float,
     ranks: int = 1,
 ) -> Seal:
-    """A seal of now, by this process."""
+    """Returns a seal of now, by this process."""
     return Seal(
         repository=repo.id,
         id=id,
@@ -119,7 +119,7 @@ def new_seal(
 
 
 def encode_seal(footer: Seal, name: str) -> bytes:
-    """The payload of a seal of the slot called `name`."""
+    """Returns the payload of a seal of the slot called `name`."""
     body: dict[str, Json] = {
         "boot": footer.boot,
         "checkpoint": checkpoint_json(footer.id),
@@ -144,7 +144,7 @@ def encode_seal(footer: Seal, name: str) -> bytes:
 
 
 def decode_seal(data: bytes, name: str) -> Seal:
-    """CorruptionError if it is damaged, a copy of another slot's, or says what no seal can say; FormatTooNew."""
+    """Reads a payload. CorruptionError if it is damaged, a copy of another slot's, or no valid seal; FormatTooNew."""
     found = objects.decode(KIND, name, data)
     id = found.checkpoint("checkpoint")
     if id is None:
@@ -172,7 +172,7 @@ def decode_seal(data: bytes, name: str) -> Seal:
 
 
 def newest(seals: Sequence[tuple[int, bytes]], name: str) -> tuple[int, Seal] | None:
-    """Number and content of the newer seal of the slot called `name`; None where neither can be read."""
+    """Returns number and content of the newer seal of the slot called `name`; None where neither can be read."""
     found: list[tuple[int, Seal]] = []
     for number, payload in seals:
         try:

@@ -1,7 +1,7 @@
 """A slot whose image outlives its process: taken, filled, sealed, left behind, and found again.
 
-The file is `[image][what describes it][seal]`: as many bytes as the arena has, then `described` bytes of room, then the
-two blocks of the seal. Losing the slot (a session manager that clears /dev/shm) is noticed at the next seal.
+The file is `[image][index and manifest][seal]`: as many bytes as the arena has, then `described` bytes of room, then
+the two blocks of the seal. Losing the slot (a session manager that clears /dev/shm) is noticed at the next seal.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tenuto.repo.format.safetensors import ALIGNMENT
 
 
 class LastingSlot:
-    """One slot that this process holds. Its file stays when the process dies, unless it is discarded first."""
+    """One slot that this process has locked. Its file stays when the process dies, unless it is discarded first."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.sealed = False
-        """Whether the file says that it holds a whole image."""
+        """Whether the file says that its image is complete."""
         self._arena: Arena | None = None
-        self._whole: mmap.mmap | None = None
+        self._mapping: mmap.mmap | None = None
         self._leave = weakref.finalize(self, _leave, slot, os.getpid())
 
     @property
     def name(self) -> str:
-        """`<repository>/<run>/` and the slot's own name: what a seal says of where it belongs."""
+        """`<repository>/<run>/` and the slot's own name, as the seal has it."""
         return f"{self.slot.parent}/{self.slot.name}"
 
     @property
@@ -44,7 +44,7 @@ class LastingSlot:
         return self._arena
 
     def seals(self) -> list[tuple[int, bytes]]:
-        """As `read_seals`; none where there is no file, or something that is none."""
+        """Reads the seals as `read_seals` does; none where there is no file, or something that is none."""
         try:
             with self.descriptor() as descriptor:
                 return slots.read_seals(descriptor)
@@ -55,7 +55,7 @@ class LastingSlot:
 
     @contextmanager
     def descriptor(self) -> Iterator[int]:
-        """The file. FileNotFoundError where there is none any more."""
+        """Opens the file. FileNotFoundError where there is none any more."""
         descriptor = arenas.table().open_file(self.slot)
         try:
             yield descriptor
@@ -63,22 +63,22 @@ class LastingSlot:
             os.close(descriptor)
 
     def map_whole(self) -> memoryview | None:
-        """The whole file, read-only, once it is mapped with every page in place: what is there to be read is then
-        read, and its pages used again, without a page fault. None where there is no file, or it has holes."""
-        if self._whole is None:
+        """Maps the whole file, read-only, with every page in place: it is then read, and its pages used again, without
+        a page fault. None where there is no file, or it has holes."""
+        if self._mapping is None:
             try:
                 with self.descriptor() as descriptor:
                     status = os.fstat(descriptor)
                     if status.st_size == 0 or status.st_blocks * 512 < status.st_size:
                         return None
-                    self._whole, _ = arenas.map_memory(descriptor, status.st_size)
+                    self._mapping = arenas.map_memory(descriptor, status.st_size)
             except FileNotFoundError:
                 return None
-        return memoryview(self._whole).toreadonly()
+        return memoryview(self._mapping).toreadonly()
 
     def reuse(self, nbytes: int, described: int) -> Arena | None:
-        """Memory for an image of `nbytes` from the pages of the file that lies there, if it is as long as is needed and
-        not much longer. What it holds stays, and stays sealed, until `unseal`."""
+        """Returns memory for an image of `nbytes` from the pages of the file that lies there if it is as long as needed
+        and not much longer; else None. Its image stays, and stays sealed, until `unseal`."""
         nbytes, length = _lengths(nbytes, described)
         try:
             with self.descriptor() as descriptor:
@@ -86,13 +86,12 @@ class LastingSlot:
                 filled = status.st_blocks * 512 >= status.st_size and status.st_size % ALIGNMENT == 0
                 if not filled or not length <= status.st_size <= length + length // 16 + _SLACK:
                     return None
-                whole, self._whole = self._whole, None
-                self.let_go()
+                mapping, self._mapping = self._mapping, None
+                self.unmap()
                 self.sealed = slots.is_sealed(descriptor)
-                if whole is not None and len(whole) == status.st_size:
-                    self._arena = arenas.over_file(whole, nbytes)
-                else:
-                    self._arena = arenas.map_file(descriptor, status.st_size, nbytes=nbytes)
+                if mapping is None or len(mapping) != status.st_size:
+                    mapping = arenas.map_memory(descriptor, status.st_size)
+                self._arena = arenas.over_file(mapping, nbytes)
                 return self._arena
         except OSError as error:
             if error.errno not in _NO_FILE:
@@ -100,14 +99,15 @@ class LastingSlot:
             return None
 
     def make(self, nbytes: int, described: int) -> Arena:
-        """New memory for an image of `nbytes`, unsealed. What the file held is lost. OSError where there is no room."""
+        """Returns new memory for an image of `nbytes`, unsealed. What the file had is lost. OSError where there is no
+        room."""
         self.discard()
         nbytes, length = _lengths(nbytes, described)
         table = arenas.table()
         descriptor = table.create(self.slot)
         try:
             arenas.reserve(descriptor, length)
-            self._arena = arenas.map_file(descriptor, length, nbytes=nbytes)
+            self._arena = arenas.over_file(arenas.map_memory(descriptor, length), nbytes)
             return self._arena
         except BaseException:
             table.remove(self.slot)
@@ -116,7 +116,7 @@ class LastingSlot:
             os.close(descriptor)
 
     def unseal(self) -> None:
-        """Before a byte of the image is overwritten."""
+        """Clears the seal, before a byte of the image is overwritten."""
         with self.descriptor() as descriptor:
             slots.clear_seal(descriptor)
         self.sealed = False
@@ -134,34 +134,34 @@ class LastingSlot:
                 slots.clear_seal(descriptor)
             offset = nbytes
             for part in parts:
-                _write(descriptor, part, offset)
+                slots.write_at(descriptor, part, offset)
                 offset += len(part)
 
     def seal(self, payload: bytes, *, beside: int | None = None) -> None:
-        """Says what the file holds. `beside`: the number of the block that says it now and is to stay."""
+        """Seals the image. `beside`: the number of the block that has the present seal, which is to stay."""
         with self.descriptor() as descriptor:
             slots.write_seal(descriptor, 0 if beside is None else 1 - beside, payload)
         self.sealed = True
 
-    def let_go(self) -> None:
+    def unmap(self) -> None:
         """Unmaps the memory; the file stays."""
         if self._arena is not None:
             self._arena.release()
             self._arena = None
-        if self._whole is not None:
-            with contextlib.suppress(BufferError):  # a view is held: the mapping goes with the last one
-                self._whole.close()
-            self._whole = None
+        if self._mapping is not None:
+            with contextlib.suppress(BufferError):  # a view exists: the mapping goes with the last one
+                self._mapping.close()
+            self._mapping = None
 
     def discard(self) -> None:
-        """Removes the file; the slot is still held."""
-        self.let_go()
+        """Removes the file; the slot stays locked."""
+        self.unmap()
         arenas.table().discard(self.slot)
         self.sealed = False
 
     def leave(self) -> None:
         """Gives the slot back; the file stays, for whoever comes. Once."""
-        self.let_go()
+        self.unmap()
         self._leave()
 
 
@@ -171,55 +171,50 @@ _SLACK: Final = 1 << 20
 
 
 def take(repository: str, run: str, rank: int, number: int, *, of: int = 1) -> LastingSlot:
-    """Holds a slot, whatever its file holds. BlockingIOError where another process or arena holds it, OSError where
+    """Locks a slot, whatever its file has. BlockingIOError where another process or arena has locked it, OSError where
     there is no shared memory."""
     return take_slot(Slot(slots.SHARED_MEMORY, parent(repository, run), slots.slot_name(rank, number, of)))
 
 
 def take_slots(repository: str, run: str, rank: int, count: int, *, of: int = 1) -> list[LastingSlot]:
-    """Holds the first `count` slots of one of `of` ranks, and those beyond them where a process that had more has left
-    a whole image; what it has not finished goes. All of them or none: as `take`."""
-    held: list[LastingSlot] = []
+    """Locks the first `count` slots of one of `of` ranks, and those beyond them where a process that had more has left
+    a complete image; an incomplete one is removed. All of them or none: raises what `take` does."""
+    taken: list[LastingSlot] = []
     try:
         for number in range(count):
-            held.append(take(repository, run, rank, number, of=of))
-        for number in _occupied(parent(repository, run), rank, of):
-            if number >= count:
-                held.append(take(repository, run, rank, number, of=of))
-                if not held[-1].seals():
-                    held[-1].discard()
-                    held.pop().leave()
+            taken.append(take(repository, run, rank, number, of=of))
+        files = [slot for slot in slots.occupied(slots.SHARED_MEMORY) if slot.parent == parent(repository, run)]
+        for owner, number, ranks in sorted(slots.parse_name(slot.name) for slot in files):
+            if (owner, ranks) == (rank, of) and number >= count:
+                taken.append(take(repository, run, rank, number, of=of))
+                if not taken[-1].seals():
+                    taken[-1].discard()
+                    taken.pop().leave()
     except BaseException:
-        for slot in held:
+        for slot in taken:
             slot.leave()
         raise
-    return held
+    return taken
 
 
 def parent(repository: str, run: str) -> str:
-    """Where a run's slots lie, below this user's directory."""
+    """Returns the directory of a run's slots, below this user's."""
     return f"{repository}/{run_key(run)}"
 
 
-def _occupied(parent: str, rank: int, of: int) -> list[int]:
-    """The numbers of a rank's slots that have a file."""
-    found = [slots.parse_name(slot.name) for slot in slots.occupied(slots.SHARED_MEMORY) if slot.parent == parent]
-    return sorted(number for owner, number, ranks in found if (owner, ranks) == (rank, of))
-
-
 def take_slot(slot: Slot) -> LastingSlot:
-    """As `take`."""
+    """Locks a slot as `take` does."""
     arenas.table().take(slot)
     return LastingSlot(slot)
 
 
 def holder(slot: Slot) -> int | None:
-    """As `SlotTable.holder`."""
+    """Returns the process that has locked a slot, as `SlotTable.holder` does."""
     return arenas.table().holder(slot)
 
 
 def _lengths(nbytes: int, described: int) -> tuple[int, int]:
-    """Bytes of the image and of the file, whole pages."""
+    """Returns the bytes of the image and of the file, in full pages."""
     nbytes = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
     return nbytes, nbytes + -(-described // ALIGNMENT) * ALIGNMENT + slots.ROOM
 
@@ -228,10 +223,3 @@ def _leave(slot: Slot, owner: int) -> None:
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
             arenas.table().leave(slot)  # where even that fails, the lock goes with the process
-
-
-def _write(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tenuto.concurrency.gc_pause import gc_paused
+from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.engine.read.leaf_reader import read_leaves
 from tenuto.errors import CheckpointNotFound, CorruptionError, NothingRestorable, StoreError, in_words, typed
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent, Warned

@@ -16,7 +16,7 @@ import numpy as np
 
 from tenuto.codec.chunk_map import Array, ChunkMap, ChunkRange, Chunks, Column, Span
 from tenuto.codec.digest import DIGEST_BYTES, digest
-from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
+from tenuto.concurrency.worker_threads import COPY_THREADS, READ_THREADS, parallel_for
 from tenuto.engine.read.packs import OpenPack, damaged, from_any_copy, missing, open_pack
 from tenuto.errors import CorruptionError, ObjectNotFound, TenutoError
 from tenuto.model.ids import CheckpointId

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap, ChunkRange, whole_chunks
-from tenuto.concurrency.parallel_for import READ_THREADS, parallel_for
+from tenuto.concurrency.worker_threads import READ_THREADS, parallel_for
 from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.engine.read.packs import OpenPack, from_any_copy, open_pack, replace_copy
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError, UsageError, typed

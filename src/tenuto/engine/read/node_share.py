@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.chunk_map import whole_chunks
-from tenuto.concurrency.parallel_for import READ_THREADS, parallel_for
+from tenuto.concurrency.worker_threads import READ_THREADS, parallel_for
 from tenuto.engine.read.packs import OpenPack
 from tenuto.engine.read.peer_window import PAGE, PeerWindow, Window, WindowAddress, whole_pages
 from tenuto.engine.staging import slots

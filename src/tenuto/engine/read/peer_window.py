@@ -78,7 +78,7 @@ class Window:
         while view:
             written = os.pwrite(self._descriptor, view, offset)
             view, offset = view[written:], offset + written
-        memory, _ = arenas.map_memory(self._descriptor, PAGE)
+        memory = arenas.map_memory(self._descriptor, PAGE)
         self._page = page = _Page(memory)
         page["request"] = len(data)
         page["stage"] = REQUESTED
@@ -89,7 +89,7 @@ class Window:
         assert page is not None
         marks, begin, length = _layout(page["request"], blocks, nbytes)
         arenas.reserve(self._descriptor, length)
-        memory, _ = arenas.map_memory(self._descriptor, length)
+        memory = arenas.map_memory(self._descriptor, length)
         everything = np.frombuffer(memory, np.uint8)
         self._marks, self._blocks = everything[marks : marks + blocks], everything[begin : begin + nbytes]
         page["stage"] = OPEN

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, overload
 import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap
-from tenuto.concurrency.parallel_for import COPY_THREADS, READ_THREADS, parallel_for
+from tenuto.concurrency.worker_threads import COPY_THREADS, READ_THREADS, parallel_for
 from tenuto.engine.read.choose import FullLeaves
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
 from tenuto.engine.read.leaf_reader import LeafReader, MemorySink

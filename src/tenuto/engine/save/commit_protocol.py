@@ -1,4 +1,4 @@
-"""Who takes part in a save, and how it comes to its commit: one process by itself, or the ranks of a job together."""
+"""How a save comes to its commit: of one process by itself, or of all ranks of a job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Protocol
 
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import Job
-from tenuto.engine.save.manifest_builder import manifest_of
 from tenuto.errors import ShardMismatch
 from tenuto.model import canonical_json
 from tenuto.model.records import Index, IndexEntry, Manifest, Receipt
@@ -37,11 +36,11 @@ class CommitProtocol(Protocol):
         ...
 
     def missed(self, step: int, error: BaseException) -> None:
-        """What this process was to save, it cannot even begin to `take`. Raises nothing."""
+        """Notes that this process cannot even begin to `take` what it was to save. Raises nothing."""
         ...
 
     def take(self, flattened: Flattened, save: Save) -> Flattened:
-        """What of the state this process writes. Waits for others only where the structure is a new one."""
+        """Returns the part of the state that this process writes. Waits for others only for a new structure."""
         ...
 
     def begin(self, job: Job, attempt: Attempt) -> None:
@@ -56,20 +55,20 @@ class CommitProtocol(Protocol):
         receipts: Sequence[Receipt],
         *,
         timed: bool,
-        told: ManifestCallback,
+        report: ManifestCallback,
     ) -> None:
-        """Everything of this process is durable, as `receipts` say. Returns when the checkpoint exists; `told` is given
-        its manifest, the tree left out, before that."""
+        """Commits once everything of this process is durable, as `receipts` prove. Returns when the checkpoint exists;
+        `report` is called with its manifest, the tree left out, before that."""
         ...
 
     def failed(self, save: Save, error: BaseException) -> BaseException:
-        """This process cannot bring the save to its end. Why the save has failed: `error`, or what another met before.
-        Raises nothing."""
+        """Notes that this process cannot complete the save. Returns why the save has failed: `error`, or an earlier one
+        of another process. Raises nothing."""
         ...
 
 
 class SoloCommit:
-    """The only process there is."""
+    """Commits the saves of a process by itself."""
 
     rank = 0
     coordinates = True
@@ -79,7 +78,7 @@ class SoloCommit:
         self._repo = repo
 
     def take(self, flattened: Flattened, save: Save) -> Flattened:
-        """ShardMismatch for a state of which this process holds only a part."""
+        """Raises ShardMismatch for a state of which this process has only a part."""
         part = next((spec for spec in flattened.specs if spec.whole is not None), None)
         if part is not None or flattened.leaf is not None:
             path = part.path if part is not None else "a tensor"
@@ -101,15 +100,15 @@ class SoloCommit:
         receipts: Sequence[Receipt],
         *,
         timed: bool,
-        told: ManifestCallback,
+        report: ManifestCallback,
     ) -> None:
         tree, about = canonical_json.spell(job.flattened.tree), job.timed() if timed else job.about
-        manifest = manifest_of(job.save.id, tree, job.plan, index, entry, about=about, created=job.created)
-        told(replace(manifest, tree=None))
+        manifest = job.manifest(tree, index, entry, about)
+        report(replace(manifest, tree=None))
         commit(self._repo, manifest, receipts, tree=tree)
 
     def failed(self, save: Save, error: BaseException) -> BaseException:
         return error
 
     def missed(self, step: int, error: BaseException) -> None:
-        """Nobody waits for it."""
+        """Does nothing: no other process waits for it."""

@@ -1,4 +1,4 @@
-"""Fenced saves: which leaves of a save are copied beside training, and what is learned from each."""
+"""Fenced saves: which leaves of a save are copied in the background, and what is learned from each."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tenuto.state.update_barrier import CaptureChoice, LateBound, LeafHistory, U
 
 Warn = Callable[[str], None]
 WARNINGS = 5
-"""Leaves that are warned of one by one; the events name all."""
+"""Warnings about single leaves at a time; the events name all."""
 CLOSE_S: Final = 30.0
-"""How long the end of training waits for a copy beside it: an image in memory is what the next process begins with."""
+"""How long the end of training waits for a copy in the background: the next process resumes from an image in memory."""
 HINT = 'call ckpt.fence() before code that writes parameters or optimizer state itself, or pass capture="eager"'
 
 
 class FencedCapture:
     """Captures the states of one run behind a fence, one at a time, whether they go to the store or into memory
-    alone: what is learned from the one kind holds for the other."""
+    alone: what is learned from one kind counts for the other."""
 
     def __init__(self, gate: UpdateGate | None, emitter: Emitter, warn: Warn) -> None:
         self._gate = gate
@@ -38,29 +38,29 @@ class FencedCapture:
         self._warn = warn
         self._record = LeafHistory()
         self._pace = CopyPace()
-        self._places: weakref.WeakKeyDictionary[Capturer, CaptureTargets] = weakref.WeakKeyDictionary()
+        self._targets: weakref.WeakKeyDictionary[Capturer, CaptureTargets] = weakref.WeakKeyDictionary()
         self._current: Fence | None = None
         self._watch: _Watch | None = None
         """Of the current one."""
-        self._window_told = False
-        self._scattered_told = False
+        self._window_reported = False
+        self._uncopyable_reported = False
         self._fenceable: Sequence[int] = ()
         self._fingerprint = ""
-        self._fit: Sequence[tuple[int, str, int]] = ()
-        self._unsaid: list[str] = []
+        self._copyable: Sequence[tuple[int, str, int]] = ()
+        self._pending_warnings: list[str] = []
         self.lock = threading.Lock()
 
     # -- between saves -------------------------------------------------------------------------------------------------
 
     def begin_save(self) -> None:
-        """A save is to be taken, fenced or not: the one before lets go of the image. DeadlineExceeded if it cannot."""
+        """Ends the capture before, since a save is to be taken, fenced or not. DeadlineExceeded if it does not end."""
         if self._gate is not None:
             self._gate.begin_save()
         if self._watch is not None:
             self._watch.counts = False  # what is waited for here is the part of the save that begins
         self.release()
         self._settle()
-        self._say()
+        self._warn_pending()
 
     def release(self) -> None:
         """Returns when training's memory may change, by whatever means."""
@@ -68,13 +68,13 @@ class FencedCapture:
             self._current.before_update()
 
     def flush(self) -> None:
-        """Somebody waits for the save in flight."""
+        """Ends the pauses of the copy in flight: its end is awaited."""
         if self._current is not None:
             self._current.flush()
 
     def give_up(self) -> None:
-        """The image in flight is not wanted any more: when this returns nothing writes to it, and nothing waits for
-        it. DeadlineExceeded if the copy does not end."""
+        """Gives the image in flight up: when this returns nothing writes to it, and nothing waits for it.
+        DeadlineExceeded if the copy does not end."""
         current, watch = self._current, self._watch
         if current is None or watch is None:
             return
@@ -83,17 +83,17 @@ class FencedCapture:
         try:
             self._settle()
         finally:
-            watch.gave_up()
+            watch.given_up()
 
     def close(self) -> None:
-        """What is being copied is copied to its end. Then nothing writes to the image any more, nothing waits at a
-        fence any more, and the hook goes."""
+        """Copies to the end what is being copied. Then nothing writes to the image any more, nothing waits at a fence
+        any more, and the hook is removed."""
         if self._current is not None:
             self._current.at_rest(CLOSE_S)
             self.give_up()
         if self._gate is not None:
             self._gate.close()
-        self._say()
+        self._warn_pending()
 
     def _settle(self) -> None:
         current = self._current
@@ -112,71 +112,71 @@ class FencedCapture:
     # -- one save ------------------------------------------------------------------------------------------------------
 
     def capture(self, flattened: Flattened, plan: SavePlan, save: Save, filling: Filling) -> None:
-        """Copies what cannot wait, and begins to copy the rest beside training, which `filling` follows."""
-        places = self._places.get(plan.capturer)
-        if places is None:
-            places = self._places[plan.capturer] = CaptureTargets(plan.capturer)
-        choice = self._choose(flattened, places)
+        """Copies what cannot wait, and begins to copy the rest in the background, which `filling` follows."""
+        targets = self._targets.get(plan.capturer)
+        if targets is None:
+            targets = self._targets[plan.capturer] = CaptureTargets(plan.capturer)
+        choice = self._choose(flattened, targets)
         watch = _Watch(self, flattened.specs, choice, save, filling)
-        fence = Fence(flattened, choice, places, watch, pace=self._pace, name=f"tenuto-fence-{save.step}")
-        fence.spent = save.clock.copied
-        places.capture_now(plan.capturer, flattened, save.save_id, choice)
+        fence = Fence(flattened, choice, targets, watch, pace=self._pace, name=f"tenuto-fence-{save.step}")
+        fence.report_time = save.clock.copied
+        targets.capture_now(plan.capturer, flattened, save.save_id, choice)
         self._current, self._watch = fence, watch
         save.hasten = fence.flush
         try:
             fence.begin()
         except BaseException:
-            self.give_up()  # no update is to wait for a copy that nobody makes
+            self.give_up()  # no update may wait for a copy that nobody makes
             raise
 
     def possible(self, plan: SavePlan) -> bool:
-        """Whether a state of this plan can be copied late at all; why not is said once."""
+        """Returns whether a state of this plan can be copied late at all; reports once why not."""
         if self._gate is None:
             return False
         if plan.arena.window is not None:
-            if not self._window_told:
-                self._window_told = True
+            if not self._window_reported:
+                self._window_reported = True
                 self.warn_once(
                     "the image does not fit into memory as a whole: its leaves are captured eagerly, piece by piece"
                 )
             return False
         return True
 
-    def _choose(self, flattened: Flattened, places: CaptureTargets) -> CaptureChoice:
+    def _choose(self, flattened: Flattened, targets: CaptureTargets) -> CaptureChoice:
         assert self._gate is not None
         fenceable = self._gate.fenceable(flattened.sources)
-        # The very same tensors may be of another dtype or size by now: how long each is only the structure says.
+        # The very same tensors may have another dtype or size by now: only the structure shows their lengths.
         if fenceable is not self._fenceable or flattened.fingerprint != self._fingerprint:
             self._fenceable, self._fingerprint = fenceable, flattened.fingerprint
             wanted, specs, sources = set(fenceable), flattened.specs, flattened.sources
-            owned = [leaf for leaf in places.order if leaf in wanted]
-            waiting = {leaf for leaf in owned if cast(LateBound, places.at[leaf][0]).can_wait(sources[leaf])}
-            self._fit = [(leaf, specs[leaf].path, places.length[leaf]) for leaf in owned if leaf in waiting]
-            long = [leaf for leaf in owned if places.length[leaf] >= update_barrier.LEAST_BYTES]
-            if not waiting.issuperset(long) and not self._scattered_told:
-                self._scattered_told = True
+            owned = [leaf for leaf in targets.order if leaf in wanted]
+            waiting = {leaf for leaf in owned if cast(LateBound, targets.at[leaf][0]).can_wait(sources[leaf])}
+            self._copyable = [(leaf, specs[leaf].path, targets.length[leaf]) for leaf in owned if leaf in waiting]
+            long = [leaf for leaf in owned if targets.length[leaf] >= update_barrier.LEAST_BYTES]
+            if not waiting.issuperset(long) and not self._uncopyable_reported:
+                self._uncopyable_reported = True
                 left_out = [specs[leaf].path for leaf in long if leaf not in waiting]
                 self.warn_once(
                     f"{len(left_out)} of {len(long)} leaves that optimizers own are captured eagerly, {left_out[0]} "
                     "first: they are not contiguous, or lie on a device from which no parts are copied"
                 )
         with self.lock:
-            return self._record.choose(flattened.fingerprint, self._fit)
+            return self._record.choose(flattened.fingerprint, self._copyable)
 
     def demote(self, path: str, why: str) -> None:
         with self.lock:
             new = self._record.demote(path, why)
         if new:
             self._emitter.emit(LeafDemoted(path, why))
-            self._unsaid.append(f"{path} is captured eagerly from now on: {why}")
+            self._pending_warnings.append(f"{path} is captured eagerly from now on: {why}")
 
-    def _say(self) -> None:
-        """Warnings wait for the next save: what turns them into errors must not meet an update."""
-        unsaid, self._unsaid = self._unsaid, []
-        for message in unsaid[:WARNINGS]:
+    def _warn_pending(self) -> None:
+        """Issues warnings at the next save, not at an update, which they must not fail where they become errors."""
+        pending, self._pending_warnings = self._pending_warnings, []
+        for message in pending[:WARNINGS]:
             self._warn(message)
-        if len(unsaid) > WARNINGS:
-            self._warn(f"{len(unsaid) - WARNINGS} more leaves are captured eagerly from now on, as events tell")
+        if len(pending) > WARNINGS:
+            self._warn(f"{len(pending) - WARNINGS} more leaves are captured eagerly from now on, as events tell")
 
     def compared(self, choice: CaptureChoice) -> None:
         with self.lock:
@@ -187,7 +187,7 @@ class FencedCapture:
 
 
 class _Watch:
-    """What becomes of one fenced capture."""
+    """Follows one fenced capture, and reports its outcome."""
 
     def __init__(
         self, fencing: FencedCapture, specs: Sequence[LeafSpec], choice: CaptureChoice, save: Save, filling: Filling
@@ -226,11 +226,11 @@ class _Watch:
             self._save.fence_s += seconds
 
     def settled(self) -> None:
-        """Nothing is left to be copied or compared. A handle that is kept keeps no image mapped."""
+        """Drops the fence, since nothing is left to be copied or compared: a handle must keep no image mapped."""
         self._save.hasten = nothing
 
-    def gave_up(self) -> None:
-        """Nobody copies any more: who waits for what was to come gets a failure."""
+    def given_up(self) -> None:
+        """Fails the capture for those that wait for the rest of it: nobody copies any more."""
         if not self._ended:
             message = f"the capture of {self._save.id} beside training was given up"
             self._filling.fail(SaveFailed(message, subject=str(self._save.id)))

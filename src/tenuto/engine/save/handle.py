@@ -13,11 +13,11 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.timing import RankTimings, TimedPart, Timing
 
 # --------------------------------------------------------------------------------------------------
-# Telling where the time of one save goes, while it goes: two readings of the clock at each border, none within.
+# Where the time of one save goes: two readings of the clock at each border, none within.
 
 
 class SaveClock:
-    """The parts of one save. Each part is told by one thread at a time, processor time by any; anybody may ask."""
+    """The times of one save. Each part is measured by one thread at a time, processor time by any; any may read."""
 
     def __init__(self) -> None:
         self._spent: dict[TimedPart, float] = dict.fromkeys(
@@ -36,7 +36,7 @@ class SaveClock:
 
     @contextmanager
     def during(self, part: TimedPart) -> Iterator[None]:
-        """The block is that part's, also where it fails."""
+        """Adds the time of the block to that part, also where it fails."""
         began = time.perf_counter()
         try:
             yield
@@ -45,7 +45,7 @@ class SaveClock:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Within the block the training thread waits for the commit: that counts while it does."""
+        """Measures a block in which the training thread waits for the commit; a reading meanwhile includes it."""
         self._joined_at = time.perf_counter()
         try:
             yield
@@ -54,17 +54,17 @@ class SaveClock:
             self._joined_at = None
 
     def begin_cpu(self) -> None:
-        """The calling thread is the one that writes."""
+        """Begins to measure the processor time of the calling thread, the one that writes."""
         self._cpu_at = time.thread_time()
 
     def read_cpu(self) -> None:
-        """By the thread that writes."""
+        """Reads the processor time of the calling thread, the one that writes."""
         self.put("cpu_s", time.thread_time() - self._cpu_at)
 
     @contextmanager
     def cpu_in_background(self) -> Iterator[None]:
-        """The block's processor time counts too, also where it fails: it runs in another thread than the one that
-        writes."""
+        """Adds the processor time of the block, which runs in another thread than the one that writes, also where it
+        fails."""
         began = time.thread_time()
         try:
             yield
@@ -72,7 +72,7 @@ class SaveClock:
             self._add_cpu(time.thread_time() - began)
 
     def copied(self, late_s: float, cpu_s: float) -> None:
-        """By the thread that copies beside training: how long that took, and how much of a processor."""
+        """Adds the time and processor time of the thread that copies in the background."""
         self.add("late_s", late_s)
         self._add_cpu(cpu_s)
 
@@ -82,11 +82,11 @@ class SaveClock:
 
     @property
     def cpu_s(self) -> float:
-        """Processor time of all threads that have told theirs."""
+        """Processor time of all threads that have reported theirs."""
         return self._spent["cpu_s"] + self._beside_cpu_s
 
     def timing(self, *, fence_s: float, seconds: float, nbytes: int) -> Timing:
-        """All that has been told so far."""
+        """Returns what has been measured so far."""
         spent, joined_at = {**self._spent, "cpu_s": self.cpu_s}, self._joined_at
         if joined_at is not None:
             spent["join_s"] = time.perf_counter() - joined_at
@@ -96,8 +96,8 @@ class SaveClock:
 State = Literal["planned", "capturing", "writing", "committed", "failed"]
 
 STANDSTILL_S: Final = 600.0
-"""A save that nothing has moved for so long, nor those before it, hangs in its store: who waits for it without a
-timeout is told."""
+"""Seconds without progress, of a save and of those before it, after which it counts as hanging in its store; waiting
+for it without a timeout fails then."""
 
 
 class Save:
@@ -125,17 +125,17 @@ class Save:
         self.ranks: RankTimings | None = None
         """Of several ranks: where the time went on each of them. Known once it is committed."""
         self.clock = SaveClock()
-        """For the engine, which tells it where the time goes."""
+        """For the engine, which measures where the time goes."""
         self.error: TenutoError | None = None
         self.inside_step = False
         """Set while the save waits for the end of the step that is still open: waiting for it there would never end."""
         self._ended = threading.Event()
         self.hasten: Callable[[], None] = nothing
-        """Called when somebody begins to wait for it; for the engine."""
+        """Called when a wait for it begins; for the engine."""
 
     @property
     def state(self) -> State:
-        """How far it is. A thread that is late to say so does not undo the end."""
+        """How far it is. A thread that is late to set it does not undo the end."""
         return self._state
 
     @state.setter
@@ -156,22 +156,22 @@ class Save:
         self.moves()
 
     def moves(self) -> None:
-        """It is under way, and has just got on; for the engine."""
+        """Notes progress; for the engine."""
         self._moved_s = time.monotonic()
 
     def wait_behind(self, before: Save | None) -> None:
-        """It is written once `before` has ended; for the engine."""
+        """Notes that it is written once `before` has ended; for the engine."""
         self._behind = before
 
     def begin(self) -> None:
-        """Its turn has come: from now on it is being written; for the engine."""
+        """Notes that it is being written from now on; for the engine."""
         self._behind = None
         self.moves()
         self.begun_s = self._moved_s
 
     @property
     def moved_s(self) -> float:
-        """When it last got on, or what it waits for did, by the monotonic clock."""
+        """When it last made progress, or what it waits for did, by the monotonic clock."""
         moved, before = self._moved_s, self._behind
         while before is not None:
             moved, before = max(moved, before._moved_s), before._behind
@@ -226,7 +226,7 @@ class Save:
         return True
 
     def stuck(self, timeout: float | None = None) -> DeadlineExceeded:
-        """What to raise when `join` returned False."""
+        """Returns what to raise when `join` returned False."""
         how = f"has not got on for {STANDSTILL_S:g} s" if timeout is None else f"has not ended within {timeout:g} s"
         return DeadlineExceeded(
             f"the save of {self.id} {how}; it is {self.phase}",
@@ -248,4 +248,4 @@ class Save:
 
 
 def nothing() -> None:
-    """Nothing can be hastened that is captured already."""
+    """Hastens nothing: everything is captured already."""

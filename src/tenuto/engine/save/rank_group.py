@@ -31,7 +31,7 @@ class GroupRound(Protocol):
     """One matter on which a group agrees, as a context manager: an exception that leaves the block is raised by all."""
 
     def broadcast(self, data: bytes) -> None:
-        """Tells all ranks, on the coordinator."""
+        """Sends to all ranks, on the coordinator."""
         ...
 
     def receive(self, deadline: Deadline | float, phase: str = "") -> bytes:
@@ -53,7 +53,7 @@ class Restorer(Protocol):
     """Restores one run into the state of this process."""
 
     raised_by_all: bool
-    """Whether the last restore has ended by a vote of which all ranks know: nobody waits for more of it."""
+    """Whether the last restore has ended by a vote of which all ranks know: no rank waits for more of it."""
 
     def restore(self, step: int | str, *, withdrawn: Container[int] = frozenset()) -> RestoreResult | None:
         """Restores the checkpoint that `step` means, the newest whole one for "latest"; None where the run has none.
@@ -83,7 +83,7 @@ class RankGroup(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Whether this process tidies the places that it puts packs into."""
+        """Whether this process removes what is obsolete from the places that it puts packs into."""
         ...
 
     @property
@@ -110,7 +110,7 @@ class RankGroup(Protocol):
 
     def expected_share(self, nbytes: int) -> int | None:
         """Returns about how much of a checkpoint of `nbytes` this process writes, where it cannot plan that before the
-        first save; None where it can, or where nothing tells."""
+        first save; None where it can, or where it is unknown."""
         ...
 
     def agree_on_attempt(self, repo: Repo, find: Callable[[], tuple[Attempt, int]]) -> tuple[Attempt, int]:
@@ -122,7 +122,7 @@ class RankGroup(Protocol):
         ...
 
     def completed(self, step: int, signal: str | None, *, ending: bool) -> str | None:
-        """Takes note that `step` is done here. Returns the signal that is acted upon now. `signal`: the one that has
+        """Notes that `step` is done here. Returns the signal that is acted upon now. `signal`: the one that has
         come to this process, if any; `ending`: no step follows."""
         ...
 
@@ -152,7 +152,7 @@ class RankGroup(Protocol):
 
 
 class SoloRound:
-    """A round of one process: it hears what it has broadcast."""
+    """A round of one process: it receives what it has broadcast."""
 
     __slots__ = ("_data",)
 
@@ -239,13 +239,13 @@ class SoloGroup:
         return decision
 
     def broken_off(self, error: BaseException) -> None:
-        """Nobody waits for it."""
+        """Does nothing: no other process waits for it."""
 
     def leave(self, error: BaseException) -> None:
-        """Nobody waits for it."""
+        """Does nothing: no other process waits for it."""
 
     def part(self, timeout: float, *, well: bool) -> None:
-        """Nobody waits for it."""
+        """Does nothing: no other process waits for it."""
 
     def farewell(self, timeout: float) -> None:
-        """It waits for nobody."""
+        """Does nothing: there is no other process."""

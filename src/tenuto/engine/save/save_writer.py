@@ -1,4 +1,4 @@
-"""Writing one save: packs, index and manifest, in the order that I1 rests on; and what becomes of one that breaks off.
+"""Writing one save: packs, index and manifest, in the order that I1 requires; and closing one that fails.
 
 begin.json -> packs -> index -> manifest, each durable before the next is begun.
 """
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import CommitProtocol
 from tenuto.engine.save.job import Job
-from tenuto.engine.save.manifest_builder import index_of
 from tenuto.engine.staging.pack_content import PackContent
 from tenuto.errors import OwnershipError, SaveFailed, StoreFull, StoreUnreliable, TenutoError, in_words, typed
 from tenuto.events import Emitter, PackWritten, Progress, SaveFailedEvent, Warned
-from tenuto.model.records import Index, Manifest, Receipt
+from tenuto.model.records import Manifest, Receipt
 from tenuto.repo.commit import put_index
 from tenuto.repo.format.object_names import begin_name, index_file
 from tenuto.repo.ownership.claim import Attempt
@@ -33,8 +32,7 @@ COMMITTING = "committing"
 
 
 class SaveWriter:
-    """Writes the saves of one run, one after the other. `make_room` is called at most once in a save that finds its
-    place full; if it returns True the save goes on from where it was. `timed`: as Saver."""
+    """Writes the saves of one run, one after the other. `make_room` and `timed`: as `Saver`."""
 
     def __init__(
         self,
@@ -56,7 +54,7 @@ class SaveWriter:
         """Of the save that came last to its commit, its tree left out."""
 
     def write(self, job: Job, attempt: Attempt) -> TenutoError | None:
-        """Writes and commits; what made it fail, or None."""
+        """Writes and commits a save; returns what made it fail, or None."""
         try:
             try:
                 self._write(job, attempt)
@@ -69,7 +67,7 @@ class SaveWriter:
         return None
 
     def _failed(self, job: Job, error: BaseException) -> TenutoError | None:
-        """What became of a save that broke off: closed and told of, or None if it turns out to have committed."""
+        """Closes and reports a save that broke off; returns why it failed, or None if it has committed after all."""
         save = job.save
         cause = self._protocol.failed(save, error)
         if not self._closed(job, error):
@@ -112,8 +110,9 @@ class SaveWriter:
         return True
 
     def _abort(self, job: Job, error: BaseException) -> bool:
-        """As `abort`. On a full disk the mark may not fit; then what was written goes without one, for a save that
-        never began to commit, or found no room for its manifest, cannot commit late: its only writer is here."""
+        """Closes the save as `abort` does. On a full disk the mark may not fit; then what was written is deleted
+        without one: a save that never began to commit, or found no room for its manifest, cannot commit late, since its
+        only writer is here."""
         save, store = job.save, self._repo.store
         try:
             return abort(self._repo, save.id, save.save_id)
@@ -128,7 +127,7 @@ class SaveWriter:
     def _write(self, job: Job, attempt: Attempt) -> None:
         save, layout, repo, clock = job.save, job.plan.layout, self._repo, job.save.clock
         if job.digest_while_writing and self._memory is not None:
-            # First, where training goes on meanwhile: neither a crash from here on nor a store that is full, or does
+            # First, where training continues meanwhile: neither a crash from here on nor a store that is full, or does
             # not answer, loses a step.
             save.phase = "sealing it in memory"
             self.seal(job)
@@ -147,17 +146,17 @@ class SaveWriter:
         job.digester.advance(layout.nbytes)
         clock.put("digest_s", job.digester.seconds)
         with clock.during("index_s"):
-            index = self._index(job)
+            index = job.index()
             receipt, entry = put_index(repo, save.id, index, job.plan.rows)
         receipts = [*job.receipts, receipt]
         crashpoint("packs and indexes durable, manifest not yet")
         self.seal(job)
         save.phase = COMMITTING
         with clock.during("commit_s"):
-            self._protocol.commit(job, index, entry, receipts, timed=self._timed, told=self._know)
+            self._protocol.commit(job, index, entry, receipts, timed=self._timed, report=self._set_manifest)
         crashpoint("manifest durable, not yet reported")
 
-    def _know(self, manifest: Manifest) -> None:
+    def _set_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
 
     def _write_pack(self, job: Job, pack: int) -> Receipt:
@@ -179,27 +178,15 @@ class SaveWriter:
         self._emitter.emit(PackWritten(save.id, plan.name, plan.length, took))
         return receipt
 
-    def _index(self, job: Job) -> Index:
-        digests = job.digester.digests()
-        return index_of(
-            job.plan,
-            job.flattened,
-            digests,
-            job.save.save_id,
-            rank=self._protocol.rank,
-            chunk_bytes=self._repo.chunk_bytes,
-        )
-
     def seal(self, job: Job) -> None:
-        """Makes the image one that a process to come can go on from. Once; what goes wrong with the seal fails no save,
-        a capture that broke off is raised."""
+        """Seals the image in memory, once, so that the next process can resume from it. What goes wrong with the seal
+        fails no save; what broke the capture off is raised."""
         if self._memory is None or job.sealed or job.plan.arena.window is not None:
             return
-        job.filling.wait(job.plan.layout.nbytes)
-        job.digester.advance(job.plan.layout.nbytes)
+        job.digest_image()
         job.sealed = True
         with job.save.clock.during("seal_s"):
-            self._memory.seal(job.plan, job.save.id, self._index(job), job.flattened, job.about, created=job.created)
+            self._memory.seal(job)
 
     def _check_space(self, job: Job) -> None:
         where, free_bytes = free_space(self._repo.store)

@@ -1,41 +1,46 @@
 """Saving: capture, digest and write overlap; then one commit, last.
 
 Up to `in_flight` saves at a time: the next state is captured while those before it are being written, one after the
-other. How one is written, and in which order, is in `engine/writing`.
+other. `save_writer` says how one is written, and in which order.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tenuto.concurrency.background_priority import lower_priority
 from tenuto.concurrency.deadlines import within
+from tenuto.concurrency.worker_threads import (
+    BackgroundWork,
+    background_threads,
+    foreground_threads,
+    lower_priority,
+)
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save
-from tenuto.engine.save.in_flight import StagingPool, Turn, WriteQueue
 from tenuto.engine.save.job import Job, ManifestDetails
 from tenuto.engine.save.save_writer import SaveWriter
-from tenuto.engine.staging.budget import BudgetedArena
-from tenuto.engine.staging.pack_content import Filling, WriterGone
-from tenuto.engine.staging.plan import Digester, SavePlan
+from tenuto.engine.staging.pack_content import WriterGone
+from tenuto.engine.staging.plan import SavePlan
+from tenuto.engine.staging.pool import StagingPool
 from tenuto.errors import SaveFailed, Superseded, TenutoError
 from tenuto.events import Captured, Committed, Emitter, SaveFailedEvent, SaveStarted
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.repository import Repo, now_text
+from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 
 if TYPE_CHECKING:
     from tenuto.engine.memory_tier.tier import MemoryTier
 
 CHECK_S = 60.0
-"""How long the training thread waits for the one listing that tells whether it still owns the run."""
+"""How long the training thread waits for the one listing that shows whether it still owns the run."""
 
 
 class Saver:
@@ -44,9 +49,9 @@ class Saver:
 
     `attempt` is set once the run is claimed, before the first save. `on_end` is called in the writing thread with the
     handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place
-    full; if it returns True the save goes on from where it was. `lasting`: many saves are to come, so memory is taken
-    and touched once. `timed`: manifests say where the time of their saves went. `party`: with whom it saves.
-    `beside`: bytes that other images take now, of the same budget.
+    full; if it returns True the save resumes from where it was. `lasting`: many saves are to come, so memory is taken
+    and touched once. `timed`: manifests say where the time of their saves went. `memory`: the tier whose images are
+    written from; `beside`: one whose images take memory of the same budget beside those of saves.
     """
 
     def __init__(
@@ -65,28 +70,36 @@ class Saver:
         protocol: CommitProtocol | None = None,
         beside: MemoryTier | None = None,
     ) -> None:
-        """`memory`: the tier whose images are written from; `beside`: one whose images lie beside those of saves."""
         self.repo = repo
         self.attempt: Attempt | None = None
         self._emitter = emitter or Emitter()
         self._on_end = on_end
         self.memory = memory
         self._protocol: CommitProtocol = protocol or SoloCommit(repo)
-        rank = self._protocol.rank
         self._writer = SaveWriter(
             repo, self._emitter, protocol=self._protocol, timed=timed, make_room=make_room, memory=memory
         )
 
-        def holder(slot: int, beside: Callable[[], int]) -> BudgetedArena:
-            return BudgetedArena(repo.id, run, rank, budget=memory_budget, lasting=lasting, slot=slot, beside=beside)
-
         self._beside = tier = beside or memory
-        kept = (lambda: tier.nbytes) if tier is not None else (lambda: 0)
-        self._lanes = StagingPool(holder, in_flight, repo.chunk_bytes, self._emitter, rank=rank, beside=kept)
-        self._queue = WriteQueue()
+        self._pool = StagingPool(
+            repo.id,
+            run,
+            rank=self._protocol.rank,
+            count=in_flight,
+            chunk_bytes=repo.chunk_bytes,
+            emitter=self._emitter,
+            budget=memory_budget,
+            lasting=lasting,
+            others=lambda: 0 if tier is None else tier.nbytes,
+        )
+        self._changed = threading.Condition()
+        self._saves: list[Save] = []
+        self._with_image: set[str] = set()
+        """The ids of the saves that still have an image: a hung one that was given up among them."""
+        self._work: BackgroundWork | None = None
         self._superseded: Superseded | None = None
         self.fencing: FencedCapture | None = None
-        """Set where what optimizers own is copied beside training."""
+        """Set where what optimizers own is copied in the background."""
 
     @property
     def manifest(self) -> Manifest | None:
@@ -96,18 +109,19 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether a writing thread is at work: on a save, or on what follows one."""
-        return self._queue.busy
+        return self._work is not None and self._work.is_alive()
 
     @property
     def in_flight(self) -> list[Save]:
-        """The saves that are being captured, wait for their turn or are being written, oldest first (also one that has
-        been given up while its writer hangs)."""
-        return self._queue.in_flight
+        """The saves that have not ended, oldest first."""
+        with self._changed:
+            return [save for save in self._saves if not save.done]
 
     @property
     def free(self) -> bool:
         """Whether another save may be taken now."""
-        return self._queue.images < self._most()
+        with self._changed:
+            return self._has_room()
 
     def prewarm(self, flattened: Flattened) -> float:
         """Plans and takes the memory that saves of this state need; returns the seconds it took."""
@@ -115,19 +129,20 @@ class Saver:
         if self.memory is not None:
             self.memory.prepare(flattened)
         if self.memory is None or self.memory.off:
-            self._lanes.prepare(flattened)
+            self._pool.prepare(flattened)
         return time.perf_counter() - began
 
     def expect(self, nbytes: int) -> None:
         """Takes memory for images of about `nbytes` and touches it, where which leaves this process is to write is not
         known before the first save."""
         if self.memory is None or self.memory.off:
-            self._lanes.expect(nbytes)
+            self._pool.expect(nbytes)
 
     def await_free(self, timeout: float | None) -> bool:
         """Waits until another save may be taken; False if none may after `timeout` seconds."""
         self.flush()
-        return self._queue.await_room(self._most, timeout)
+        with self._changed:
+            return self._changed.wait_for(self._has_room, timeout)
 
     def save(
         self,
@@ -139,7 +154,7 @@ class Saver:
         handle: Save | None = None,
         eager: bool = False,
     ) -> Save:
-        """Copies the state and returns; what follows runs beside training, or is awaited here if `wait`. To be called
+        """Copies the state and returns; what follows runs in the background, or is awaited here if `wait`. To be called
         while the saver is `free`.
 
         eager: everything is copied before this returns, also where saves are fenced.
@@ -159,18 +174,21 @@ class Saver:
         save = handle or self.plan_save(step, reason=about.reason)
         flattened = self._protocol.take(flattened, save)
         try:
-            job = self._job(flattened, save, about, wait=wait, began=began)
-            overlapped = not job.digest_while_writing
-            self._queue.enter(save)
+            plan = self._plan(flattened)
+            save.clock.add("prepare_s", time.perf_counter() - began)
+            # Through a window the state goes out while it is captured, whoever waits for what.
+            overlapped = wait or plan.arena.window is not None
+            job = Job(save, plan, flattened, about, digest_while_writing=not overlapped)
+            self._enter(save)
             try:
                 self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
                 save.state = "capturing"
                 if not overlapped:
                     self._capture(job, overlapped=False, eager=eager)
-                self._queue.start(save, lambda turn: self._background(job, turn), stands_back=not overlapped)
+                self._start(job)
             except BaseException:
                 self._give_back(job)  # no thread ever will
-                self._queue.leave(save)
+                self._remove(save)
                 raise
         except BaseException as error:
             self._protocol.failed(save, error)
@@ -181,18 +199,8 @@ class Saver:
         self._emitter.emit(Captured(save.id, save.stall_s, job.plan.arena.kind))
         return save
 
-    def _job(self, flattened: Flattened, save: Save, about: ManifestDetails, *, wait: bool, began: float) -> Job:
-        plan = self._plan(flattened)
-        save.clock.add("prepare_s", time.perf_counter() - began)
-        save.bytes = sum(pack.length for pack in plan.layout.packs)
-        filling = Filling(plan.arena.window)
-        digester = Digester(plan.chunks, plan.arena.buffer.data)
-        # Through a window the state goes out while it is captured, whoever waits for what.
-        overlapped = wait or plan.arena.window is not None
-        return Job(save, plan, flattened, about, filling, digester, not overlapped, now_text())
-
     def plan_save(self, step: int, *, reason: str = "") -> Save:
-        """The handle of a save that is going to be taken."""
+        """Returns the handle of a save that is going to be taken."""
         attempt = self._claimed()
         return Save(CheckpointId(attempt.run, attempt.number, step), uuid.uuid4().hex, reason=reason)
 
@@ -202,37 +210,40 @@ class Saver:
             self.fencing.release()
 
     def flush(self) -> None:
-        """Somebody waits for what is in flight."""
+        """Ends the pauses of the copy in flight: its end is awaited."""
         if self.fencing is not None:
             self.fencing.flush()
 
     def join(self, timeout: float | None) -> bool:
-        """Waits for all that is in flight and what follows it; False if that is not over after `timeout` seconds."""
+        """Waits for all that is in flight and what follows it; False if that has not ended after `timeout` seconds."""
         self.flush()
-        return self._queue.join(timeout)
+        if self._work is not None:
+            self._work.join(timeout)
+        return not self.busy
 
     def close(self) -> None:
         """Gives the memory back, unless a hung writer still reads it."""
         if self.fencing is not None:
             self.fencing.close()
         if not self.busy:
-            self._lanes.release()
+            self._pool.release()
 
-    def _most(self) -> int:
-        return self.memory.in_flight if self.memory is not None and self.memory.on else self._lanes.most
+    def _has_room(self) -> bool:
+        memory = self.memory
+        return len(self._with_image) < (memory.in_flight if memory is not None and memory.on else self._pool.most)
 
     def _plan(self, flattened: Flattened) -> SavePlan:
-        """Over the memory tier's slot whose turn it is, else over memory that serves saves alone."""
+        """Plans a capture into the next slot of the memory tier, else into memory that serves saves alone."""
         memory = self.memory
-        kept = memory.begin(flattened, writing=True) if memory is not None else None
-        if kept is not None:
-            return kept
+        plan = memory.begin(flattened, writing=True) if memory is not None else None
+        if plan is not None:
+            return plan
         tier = self._beside
         if tier is not None and tier.off:
-            tight = self._lanes.tight(sum(spec.nbytes for spec in flattened.specs))
+            tight = self._pool.tight(sum(spec.nbytes for spec in flattened.specs))
             if tight and tier.shrink():
-                self._lanes.retry_room()
-        return self._lanes.take(flattened)
+                self._pool.retry_room()
+        return self._pool.take(flattened)
 
     def _claimed(self) -> Attempt:
         assert self.attempt is not None, "a save needs a claimed attempt"
@@ -252,7 +263,7 @@ class Saver:
         if not ended:
             raise job.save.stuck()
 
-    def _capture(self, job: Job, *, overlapped: bool, eager: bool = True) -> None:
+    def _capture(self, job: Job, *, overlapped: bool, eager: bool) -> None:
         began, clock = time.perf_counter(), job.save.clock
         last = max(pack.start + pack.length for pack in job.plan.layout.packs)
         reached = 0
@@ -260,20 +271,13 @@ class Saver:
         def progress(filled: int) -> None:
             nonlocal reached
             job.digester.advance(filled)
-            if reached < last:  # behind it is padding, which the writer does not wait for before it tells of the save
+            if reached < last:  # behind it is padding: the writer may report the save without waiting for it
                 clock.put("capture_s", time.perf_counter() - began)
             reached = filled
             job.filling.advance(filled)
 
-        fencing = self.fencing if not eager and self.fencing is not None and self.fencing.possible(job.plan) else None
         try:
-            if fencing is not None:
-                with clock.during("capture_s"):
-                    fencing.capture(job.flattened, job.plan, job.save, job.filling)
-                return
-            job.plan.capturer.capture(
-                job.flattened, job.save.save_id, progress=progress if overlapped else None, admit=job.filling.admit
-            )
+            complete = job.capture(None if eager else self.fencing, progress=progress if overlapped else None)
         except WriterGone:
             raise
         except TenutoError as error:
@@ -282,28 +286,49 @@ class Saver:
         except BaseException as error:
             job.filling.fail(SaveFailed(f"the capture of {job.save.id} broke off: {error!r}", subject=str(job.save.id)))
             raise
-        crashpoint("image captured")
-        if not overlapped:
+        if not overlapped or not complete:
             clock.put("capture_s", time.perf_counter() - began)
-        job.save.state = "writing"
-        job.filling.advance(job.plan.layout.nbytes)
+        if complete:
+            crashpoint("image captured")
+            job.save.state = "writing"
+            job.filling.advance(job.plan.layout.nbytes)
 
-    def _background(self, job: Job, turn: Turn | None) -> None:
-        """Runs one save to its end and never raises: how it ended is in the handle, and in an event."""
+    # -- the writing threads: one for each save, and one writes at a time, in the order in which they were taken ------
+    #
+    # A thread for each, and not one for all, because the thread of a save that training waits for must not run at
+    # background priority, and because a state can be sealed in memory while the one before it is still being written.
+
+    def _enter(self, save: Save) -> None:
+        """Adds a save that is about to be captured, and is written after those in flight."""
+        before = self.in_flight
+        with self._changed:
+            save.wait_behind(before[-1] if before else None)
+            self._saves.append(save)
+            self._with_image.add(save.save_id)
+
+    def _start(self, job: Job) -> None:
+        """Starts the writing thread; at background priority where training does not wait for it."""
+        before = self._work if self.busy else None
+        threads = background_threads if job.digest_while_writing else foreground_threads
+        self._work = threads.submit(lambda: self._run(job, before), f"tenuto-save-{job.save.step}")
+
+    def _run(self, job: Job, before: BackgroundWork | None) -> None:
+        """Runs one save to its end, after the work `before` it, and never raises: how it ended is in its handle, and in
+        an event."""
         save = job.save
         failure: TenutoError | None = None
         try:
             try:
                 save.clock.begin_cpu()
-                if job.digest_while_writing:  # training goes on meanwhile
+                if job.digest_while_writing:  # training continues meanwhile
                     lower_priority()
-                if turn is not None:
+                if before is not None:
                     self._seal_early(job)
             finally:
-                if turn is not None:  # whatever happens: nothing is told of a save before the one before it is done
+                if before is not None:  # whatever happens: nothing is reported of a save before the one before it ends
                     with save.clock.during("queue_s"):
-                        turn()
-            failure = self._written(job)
+                        before.join()
+            failure = self._write(job)
         except BaseException as error:
             failure = SaveFailed(
                 f"the save of {save.id} was cut off while {save.phase}: {error!r}", subject=str(save.id)
@@ -313,25 +338,29 @@ class Saver:
         finally:
             job.filling.abandon()
             self._give_back(job)
-            save.end(failure)  # whatever happens: somebody may wait for it without a deadline (I8)
-            self._queue.leave(save)
+            save.end(failure)  # whatever happens: training may wait for it without a deadline (I8)
+            self._remove(save)
             if self._on_end is not None:
                 self._on_end(save)
 
     def _seal_early(self, job: Job) -> None:
-        """What has to wait for its turn is safe in memory meanwhile, and memory ready for the next state."""
+        """Seals in memory a save that has to wait until it is written, which frees a slot for the next state."""
         try:
             self._writer.seal(job)
         except TenutoError:
-            pass  # the capture broke off: that is met again, and told, when its turn has come
+            pass  # the capture broke off: raised again, and reported, when it is to be written
 
-    def _written(self, job: Job) -> TenutoError | None:
-        """Its turn has come. What made it fail, or None."""
+    def _write(self, job: Job) -> TenutoError | None:
+        """Writes and commits a save; returns what made it fail, or None."""
         save, attempt = job.save, self._claimed()
         began = time.perf_counter()
         save.begin()
-        if self._superseded is not None:
-            return self._ended_with(save, self._superseded)
+        before = self._superseded
+        if before is not None:  # the run was claimed by another process: nothing of it is put
+            lost = Superseded(f"{save.id} is not saved: {before.message}", subject=before.subject, hint=before.hint)
+            self._protocol.failed(save, lost)
+            self._emitter.emit(SaveFailedEvent(save.id, lost.message, save.phase))
+            return lost
         attempt.unsettled.add(save.id)
         failure = self._writer.write(job, attempt)
         if isinstance(failure, Superseded):
@@ -343,16 +372,17 @@ class Saver:
             self._emitter.emit(Committed(save.id, save.bytes, save.seconds, save.timing))
         return failure
 
-    def _ended_with(self, save: Save, before: Superseded) -> Superseded:
-        """A save that was in flight behind one that found the run claimed by another process: nothing of it is put."""
-        failure = Superseded(f"{save.id} is not saved: {before.message}", subject=before.subject, hint=before.hint)
-        self._protocol.failed(save, failure)
-        self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
-        return failure
-
     def _give_back(self, job: Job) -> None:
-        """Nobody reads or fills its image any more."""
+        """Frees the image, which nobody reads or fills any more; before the save ends, so that there is room for the
+        next one by then."""
         if self.memory is not None:
             self.memory.ended(job.plan)
-        self._lanes.give_back(job.plan)
-        self._queue.give_back(job.save)
+        self._pool.give_back(job.plan)
+        with self._changed:
+            self._with_image.discard(job.save.save_id)
+            self._changed.notify_all()
+
+    def _remove(self, save: Save) -> None:
+        """Removes a save that has ended, or never will."""
+        with self._changed:
+            self._saves.remove(save)

@@ -60,12 +60,12 @@ class BufferLayout:
     """Header blocks with a save id of zeros."""
 
     def header(self, number: int, save_id: str) -> bytes:
-        """The header block of pack `number`, padding included."""
+        """Returns the header block of pack `number`, padding included."""
         template = self.templates[number]
         return template[:_SAVE_ID_AT] + _save_id(save_id) + template[_SAVE_ID_AT + SAVE_ID_CHARACTERS :]
 
     def header_digest(self, number: int, save_id: str) -> bytes:
-        """The digest of that block, as an index names it."""
+        """Returns the digest of that block, as an index has it."""
         return digest(self.header(number, save_id))
 
     def stamp(self, buffer: Array, save_id: str) -> None:
@@ -90,8 +90,8 @@ class BufferLayout:
 def plan_layout(
     specs: Sequence[LeafSpec], *, rank: int = 0, max_header: int = 64 << 20, max_leaves: int = 500_000
 ) -> BufferLayout:
-    """The layout of these leaves in rank `rank`'s image. Raises DuplicatePath if two leaves have one path, or two parts
-    of a leaf one place."""
+    """Plans the layout of these leaves in rank `rank`'s image. Raises DuplicatePath if two leaves have one path, or two
+    parts of a leaf the same offsets."""
     forms = _forms(specs)
     order = _arrange(specs, forms)
     count = len(specs)
@@ -115,13 +115,13 @@ def plan_layout(
 
 
 def stored_name(spec: LeafSpec) -> str:
-    """What a pack calls it: the path, and for a part of a leaf where it begins. No path has an `@` in it."""
+    """Returns its name in a pack: the path, and for a part of a leaf where it begins. No path has an `@` in it."""
     return spec.path if spec.offsets is None else f"{spec.path}@{','.join(map(str, spec.offsets))}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What leaves of one dtype and shape have in common: their rank in the image, their length, their entry."""
+    """The properties of leaves of one dtype and shape: their rank in the image, their length, their entry."""
 
     rank: int
     nbytes: int
@@ -130,7 +130,7 @@ class _Form:
 
 
 def _forms(specs: Sequence[LeafSpec]) -> list[_Form]:
-    """The form of each leaf. States have many leaves of few forms."""
+    """Returns the form of each leaf. States have many leaves of few forms."""
     known: dict[tuple[str, tuple[int, ...]], _Form] = {}
     found: list[_Form] = []
     for spec in specs:
@@ -148,7 +148,7 @@ def _forms(specs: Sequence[LeafSpec]) -> list[_Form]:
 
 
 def _arrange(specs: Sequence[LeafSpec], forms: Sequence[_Form]) -> Array:
-    """The leaf numbers in image order."""
+    """Returns the leaf numbers in image order."""
     ranked = sorted(
         (form.rank, spec.path, spec.offsets or (), number)
         for number, (spec, form) in enumerate(zip(specs, forms, strict=True))
@@ -164,14 +164,14 @@ def _arrange(specs: Sequence[LeafSpec], forms: Sequence[_Form]) -> Array:
 
 
 def _alignment(nbytes: int) -> int:
-    """At least the natural alignment of the items, for a length is a multiple of theirs."""
+    """Returns at least the natural alignment of the items, since a length is a multiple of theirs."""
     return min(nbytes & -nbytes, _LINE) if nbytes else _LINE
 
 
 def _split(
     specs: Sequence[LeafSpec], forms: Sequence[_Form], order: Array, max_header: int, max_leaves: int
 ) -> Iterator[tuple[int, int, bytes]]:
-    """Runs of leaves in image order, one a pack: first, stop, header block. There is one pack even without leaves."""
+    """Yields a run of leaves in image order for each pack: first, stop, header block. One pack even without leaves."""
     parts: list[str] = []
     # Ends in a brace and padding; the eight bytes of the length come first.
     room = empty = max_header - len(_PREFIX) - SAVE_ID_CHARACTERS - len('"}}') - 8

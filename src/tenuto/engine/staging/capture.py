@@ -23,6 +23,8 @@ from tenuto.model.leaf import dtype
 from tenuto.state.contract import Bound, Flattened
 
 BATCH_BYTES: Final = 16 << 20
+STEPS_IN_WINDOW: Final = 4
+"""Being filled, filled, being digested, being written."""
 PART_BYTES: Final = 256 << 10
 """From this length on a leaf is worth a copy of its own while another thread writes."""
 
@@ -55,7 +57,7 @@ class _Batch:
 
 
 class Capturer:
-    """Copies states of one structure into one arena; made again when `fits` says no."""
+    """Copies states of one structure into one arena; made again when `fits` returns False."""
 
     def __init__(self, flattened: Flattened, layout: BufferLayout, arena: Arena) -> None:
         if arena.nbytes < layout.nbytes:
@@ -63,13 +65,13 @@ class Capturer:
         self.layout = layout
         self.arena = arena
         self.fingerprint = flattened.fingerprint
-        # A window holds four steps (being filled, filled, being digested, being written), headers among them.
+        # A window holds `STEPS_IN_WINDOW` of them, headers included.
         self._step = BATCH_BYTES if arena.window is None else min(BATCH_BYTES, arena.window // 8)
         self._groups = _bind(flattened, layout, arena.buffer)
         self._batches: list[_Batch] | None = None
 
     def fits(self, flattened: Flattened) -> bool:
-        """Whether `flattened` has the structure that this was made for."""
+        """Returns whether `flattened` has the structure that this was made for."""
         return flattened.fingerprint == self.fingerprint
 
     def capture(
@@ -101,11 +103,11 @@ class Capturer:
             group.bound.wait()
 
     def groups(self) -> list[tuple[tuple[int, ...], Bound]]:
-        """The leaves of each device in image order, and their destinations, bound in that order."""
+        """Returns the leaves of each device in image order, and their destinations, bound in that order."""
         return [(group.leaves, group.bound) for group in self._groups]
 
     def largest_step(self, flattened: Flattened) -> int:
-        """Bytes of the longest step in which this state is captured: a window must hold several of them."""
+        """Returns the bytes of the longest step in which this state is captured: a window must hold several of them."""
         sources = [group.sources(flattened) for group in self._groups]
         largest = at = 0
         for batch in self._in_order():
@@ -157,8 +159,8 @@ class Capturer:
         return self._batches
 
     def _copy_while_writing(self, group: _Group, sources: list[Any], first: int, stop: int) -> None:
-        """Rows `first..stop-1`. A leaf worth it is copied as one part, which keeps to this thread: copies by all of a
-        framework's threads crawl while the writer has one of the cores."""
+        """Copies rows `first..stop-1`. A leaf of `PART_BYTES` is copied as one part, by this thread alone: copies by
+        all of a framework's threads crawl while the writer has one of the cores."""
         begun = first
         for row in group.long[bisect_left(group.long, first) : bisect_left(group.long, stop)]:
             if group.bound.splits(sources[row]):
@@ -170,7 +172,7 @@ class Capturer:
             group.bound.copy(sources, begun, stop)
 
     def _cuttable(self, batch: _Batch, sources: list[list[Any]]) -> tuple[int, int] | None:
-        """Group and row of the batch's only leaf, if it is longer than a step and its device can copy parts of it."""
+        """Returns group and row of the batch's only leaf, if it is longer than a step and can be copied in parts."""
         if len(batch.rows) != 1 or batch.rows[0][2] - batch.rows[0][1] > 1:
             return None
         number, row, _ = batch.rows[0]
@@ -213,7 +215,7 @@ class _Stamps:
         self._next = 0
 
     def below(self, end: int) -> None:
-        """Every header that begins below position `end`, and what lies between the packs before it."""
+        """Writes every header that begins below position `end`, and zeroes what lies between the packs before it."""
         packs = self._layout.packs
         while self._next < len(packs) and packs[self._next].start < end:
             self.finish()
@@ -221,13 +223,13 @@ class _Stamps:
             self._next += 1
 
     def finish(self) -> None:
-        """What follows the pack whose header was stamped last."""
+        """Zeroes what follows the pack whose header was stamped last."""
         if self._next:
             self._layout.stamp_tail(self._next - 1, self._buffer)
 
 
 def _admit_all(end: int) -> None:
-    """Where the memory holds the whole image, nothing need be waited for."""
+    """Waits for nothing: the memory holds the whole image."""
 
 
 def _bind(flattened: Flattened, layout: BufferLayout, buffer: Array) -> list[_Group]:
@@ -247,7 +249,7 @@ def _bind(flattened: Flattened, layout: BufferLayout, buffer: Array) -> list[_Gr
 
 
 def _batches(groups: Sequence[Sequence[int]], layout: BufferLayout, step: int) -> list[_Batch]:
-    """Steps of about `step` bytes in image order; a leaf larger than that is a step of its own."""
+    """Returns steps of about `step` bytes in image order; a leaf larger than that is a step of its own."""
     owner = np.zeros(len(layout.order), np.int64)
     for number, leaves in enumerate(groups):
         owner[np.asarray(leaves, np.int64)] = number
@@ -263,7 +265,7 @@ def _batches(groups: Sequence[Sequence[int]], layout: BufferLayout, step: int) -
 
 
 def _runs(lengths: Sequence[int], packs: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
-    """Runs of positions in one pack whose lengths sum to at most `step`, or of one longer position."""
+    """Yields runs of positions in one pack whose lengths sum to at most `step`, or of one longer position."""
     first = filled = 0
     for position, length in enumerate(lengths):
         if position > first and (filled + length > step or packs[position] != packs[first]):
@@ -275,5 +277,5 @@ def _runs(lengths: Sequence[int], packs: Sequence[int], step: int) -> Iterator[t
 
 
 def _cuts(length: int, itemsize: int, step: int) -> list[int]:
-    """Bytes of a leaf at which its parts end: multiples of the item size (16 MiB is one, for every usual item)."""
+    """Returns where the parts of a leaf end: multiples of the item size (16 MiB is one, for every usual item)."""
     return [*range(0, length, max(step // itemsize, 1) * itemsize), length]

@@ -1,4 +1,4 @@
-"""A pack as the content of a put: a part of an image that may still be filling up, and may be let go of behind it."""
+"""A pack as the content of a put: a part of an image that may still be filling up, and be overwritten behind it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CAPTURE_DEADLINE_S = 600.0
 
 
 class WriterGone(Exception):
-    """The writing thread has ended before everything was captured: how is in the handle of the save."""
+    """The writing thread has ended before everything was captured; the handle of the save says why."""
 
 
 class Filling:
@@ -45,17 +45,17 @@ class Filling:
 
     @property
     def failure(self) -> TenutoError | None:
-        """What broke the capture off."""
+        """The error that broke the capture off."""
         return self._failure
 
     def fail(self, failure: TenutoError) -> None:
-        """The capture broke off: whoever waits gets `failure`, or what was told before it."""
+        """Breaks the capture off: waiting for it raises `failure`, or an earlier one."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Nothing is written any more: a capture that waits for room gets WriterGone."""
+        """Ends the writing: a capture that waits for room raises WriterGone."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
@@ -76,7 +76,7 @@ class Filling:
                 )
 
     def written(self, position: int) -> None:
-        """Everything below `position` is out."""
+        """Notes that everything below `position` is written out."""
         with self._changed:
             self._written = position
             self._changed.notify_all()

@@ -1,20 +1,19 @@
-"""What one structure of state needs at each save: made once, and again when the structure changes."""
+"""What one structure of state needs at each save, and the memory it is captured into: planned once per structure."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap, chunk_starts
 from tenuto.codec.digest import DIGEST_BYTES, digest
-from tenuto.concurrency.gc_pause import gc_paused
+from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.engine.staging.arena import Arena
-from tenuto.engine.staging.budget import STEPS_IN_WINDOW
 from tenuto.engine.staging.buffer_layout import BufferLayout, plan_layout
-from tenuto.engine.staging.capture import Capturer
+from tenuto.engine.staging.capture import STEPS_IN_WINDOW, Capturer
 from tenuto.events import Emitter, Warned
 from tenuto.model.canonical_json import Spelled
 from tenuto.repo.format.index import ShapeRows
@@ -45,8 +44,7 @@ class ChunkTable:
 
 
 class Digester:
-    """Digests an image's chunks as the image fills up from its beginning, which has taken `seconds`. One use per
-    save."""
+    """Digests the chunks of one save's image as it fills up from its beginning, which has taken `seconds`."""
 
     def __init__(self, table: ChunkTable, image: memoryview) -> None:
         self._table = table
@@ -69,7 +67,7 @@ class Digester:
         self.seconds += time.perf_counter() - began
 
     def digests(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """All digests in index order, uint8 [chunks, 16]."""
+        """Returns all digests in index order, uint8 [chunks, 16]."""
         assert self._done == self._table.total, "the image was not digested to its end"
         found = np.frombuffer(b"".join(self._parts), np.uint8).reshape(-1, 16)
         out = np.empty_like(found)
@@ -79,59 +77,70 @@ class Digester:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
+    """What every save of one structure uses. `table`: the leaves, for the index and for the content digest."""
+
     fingerprint: str
+    rank: int
+    chunk_bytes: int
     layout: BufferLayout
     chunks: ChunkTable
     rows: ShapeRows
     table: Spelled
-    """Of the leaves, for the index and for the content digest."""
     capturer: Capturer
     arena: Arena
 
 
 class ArenaSource(Protocol):
-    """Where a planner takes the memory of an image from."""
+    """Supplies the memory of one image."""
 
     def acquire(self, nbytes: int, *, step: int = 0) -> Arena:
-        """At least `nbytes`, or a window that holds four steps of `step` bytes; the one given before is no longer
-        valid."""
+        """Returns at least `nbytes`, or a window that holds four steps of `step` bytes; the arena returned before is no
+        longer valid."""
         ...
 
     def release(self) -> None: ...
 
 
-class Planner:
-    """Keeps the plan of the structure that was saved last, and the memory that it takes."""
+Source = TypeVar("Source", bound=ArenaSource)
 
-    def __init__(self, arenas: ArenaSource, chunk_bytes: int, emitter: Emitter, *, rank: int) -> None:
-        self._arenas = arenas
+
+class StagingBuffer(Generic[Source]):
+    """The memory of one image, and the plan of the structure that was captured into it last."""
+
+    def __init__(self, memory: Source, chunk_bytes: int, emitter: Emitter, *, rank: int) -> None:
+        self.memory = memory
+        self.plan: SavePlan | None = None
+        self.writing = False
+        """Whether a save to the store fills or reads the image."""
         self._chunk_bytes = chunk_bytes
         self._emitter = emitter
         self._rank = rank
-        self._plan: SavePlan | None = None
 
     def fits(self, flattened: Flattened) -> bool:
-        """Whether there is a plan for this state already."""
-        return self._plan is not None and self._plan.fingerprint == flattened.fingerprint
+        """Returns whether there is a plan for this state already."""
+        return self.plan is not None and self.plan.fingerprint == flattened.fingerprint
 
     @gc_paused
-    def plan(self, flattened: Flattened) -> SavePlan:
-        """The plan for this state. SaveFailed where there is no memory for it (I9), and as `acquire`."""
-        if self._plan is not None and self.fits(flattened):
-            return self._plan
-        self._plan = None
+    def prepare(self, flattened: Flattened) -> SavePlan:
+        """Returns the plan for this state. Raises SaveFailed where there is no memory for it (I9), and what `acquire`
+        does."""
+        if self.plan is not None and self.fits(flattened):
+            return self.plan
+        self.plan = None  # its views would keep the memory that is given back before more is asked for
         layout = plan_layout(flattened.specs, rank=self._rank)
-        arena = self._arenas.acquire(layout.nbytes, step=self._chunk_bytes)
+        arena = self.memory.acquire(layout.nbytes, step=self._chunk_bytes)
         capturer = Capturer(flattened, layout, arena)
         if arena.window is not None:
             step = max(capturer.largest_step(flattened), self._chunk_bytes)
             if STEPS_IN_WINDOW * step > arena.window:
-                arena = self._arenas.acquire(layout.nbytes, step=step)
+                arena = self.memory.acquire(layout.nbytes, step=step)
                 capturer = Capturer(flattened, layout, arena)
         if arena.note:
             self._emitter.emit(Warned(f"the image lies in {arena.kind}: {arena.note}"))
-        self._plan = SavePlan(
+        self.plan = SavePlan(
             flattened.fingerprint,
+            self._rank,
+            self._chunk_bytes,
             layout,
             ChunkTable(layout, self._chunk_bytes),
             ShapeRows.of(flattened.specs),
@@ -139,9 +148,9 @@ class Planner:
             capturer,
             arena,
         )
-        return self._plan
+        return self.plan
 
     def release(self) -> None:
         """Gives the memory back."""
-        self._plan = None
-        self._arenas.release()
+        self.plan = None
+        self.memory.release()

@@ -3,15 +3,15 @@
 `<root>/tenuto-<uid>/<repository>/<run>/<rank>-<slot>` is the file, `<rank>of<ranks>-<slot>` where several ranks keep
 states on their nodes; the same name with `.lock` is its lock. A POSIX record lock keeps other processes out. Inside one
 process it is no use (a second lock is granted, and closing any descriptor of the file drops the first: measured), so
-one table per process knows what is held, opens a held slot's lock once, and closes it only after it has removed the
+one table per process knows what it has locked, opens a slot's lock once, and closes it only after it has removed the
 file. flock would be inherited by forked loader workers and outlive a killed trainer (measured).
 
-What other users have there is looked at where this process may (root), and never held, changed or gone on from.
+What other users have there is read where this process may (root), and never locked, changed or resumed from.
 
-A file that is sealed holds a whole image, which a process to come may go on from: it is no stale one, and nobody makes
-a new file in its place before `discard`.
+A file that is sealed has a complete image, which a later process may resume from: it is not stale, and no new file
+replaces it before `discard`.
 
-Everything here raises OSError; whoever asked for a slot then does without one, and says why.
+Everything here raises OSError; the caller then does without a slot, and reports why.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tenuto.errors import CorruptionError
 from tenuto.model import canonical_json
 
 # --------------------------------------------------------------------------------------------------
-# The seal of an image's file: two blocks of 4096 bytes at its very end, of which the newer whole one counts.
+# The seal of an image's file: two blocks of 4096 bytes at its very end, of which the newer undamaged one counts.
 #
-# What a block says is for others to read (`repo/footer`); here it is a sealed line of canonical JSON behind a mark. A
-# file is unsealed by zeroing both blocks before anything else in it is touched, and sealed by writing one of them
-# last: a process that is killed anywhere in between leaves a file that says of itself that it holds nothing.
+# `memory_tier/seal` knows the content of a block; here it is a sealed line of canonical JSON behind a mark. A file is
+# unsealed by zeroing both blocks before anything else in it is touched, and sealed by writing one of them last: a
+# process that is killed anywhere in between leaves an unsealed file.
 
 BLOCK: Final = 4096
 BLOCKS: Final = 2
@@ -52,16 +52,16 @@ def write_seal(descriptor: int, number: int, payload: bytes) -> None:
     """Writes block `number` (0 or 1); the other one stays."""
     assert len(payload) <= MAX_PAYLOAD
     block = _MARK + len(payload).to_bytes(4, "little") + payload
-    _write(descriptor, block.ljust(BLOCK, b"\0"), _begin(descriptor) + number * BLOCK)
+    write_at(descriptor, block.ljust(BLOCK, b"\0"), _begin(descriptor) + number * BLOCK)
 
 
 def clear_seal(descriptor: int) -> None:
-    """Says that the file holds nothing."""
-    _write(descriptor, bytes(ROOM), _begin(descriptor))
+    """Marks the file as unsealed."""
+    write_at(descriptor, bytes(ROOM), _begin(descriptor))
 
 
 def read_seals(descriptor: int) -> list[tuple[int, bytes]]:
-    """Number and payload of each block whose own digest is right; what the payload says is not looked at."""
+    """Returns number and payload of each block whose own digest is right; the payload is not interpreted."""
     begin = _begin(descriptor)
     if begin < 0:
         return []
@@ -81,7 +81,7 @@ def read_seals(descriptor: int) -> list[tuple[int, bytes]]:
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Whether the file says that it holds a whole image."""
+    """Returns whether the file is marked as a complete image."""
     return bool(read_seals(descriptor))
 
 
@@ -89,16 +89,17 @@ def _begin(descriptor: int) -> int:
     return os.fstat(descriptor).st_size - ROOM
 
 
-def _write(descriptor: int, data: bytes, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+def write_at(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
 
 
 SHARED_MEMORY: Final = "/dev/shm"
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""How a file is looked into that may be anything: a fifo is not waited for."""
+"""How a file is opened that may be anything: a fifo is not waited for."""
 _FILE: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = r"([0-9]+)(?:of([0-9]+))?-([0-9]+)"
 _SLOT: Final = re.compile(_NAME, re.ASCII)
@@ -108,13 +109,13 @@ _PLACE: Final = re.compile(r"tenuto-(0|[1-9][0-9]{0,9})", re.ASCII)
 _FLOCK: Final = "hhqqi0q"
 """`struct flock`, in this machine's own layout: type, whence, start, length, pid."""
 _PATIENCE_S: Final = 0.2
-"""A starting process holds a dead owner's slot for as long as one rename takes: that is waited out."""
+"""A starting process locks a dead owner's slot for the time of one rename: that is waited out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """`parent` is `<repository>/<run>` below a user's directory in `root`; `name` is as `slot_name` makes it. `user`:
-    another user than this process's own, whose slots are only looked at."""
+    another user than this process's own, whose slots are only read."""
 
     root: str
     parent: str
@@ -136,12 +137,12 @@ class OtherUsers:
 
 
 def slot_name(rank: int, number: int, of: int = 1) -> str:
-    """The name of slot `number` of one rank, of a job of `of` ranks."""
+    """Returns the name of slot `number` of one rank, of a job of `of` ranks."""
     return f"{rank}-{number}" if of == 1 else f"{rank}of{of}-{number}"
 
 
 def parse_name(name: str) -> tuple[int, int, int]:
-    """Rank, slot, and number of ranks. ValueError for what is no slot's name."""
+    """Returns rank, slot, and number of ranks. ValueError for what is no slot's name."""
     found = _SLOT.fullmatch(name)
     if found is None:
         raise ValueError(name)
@@ -150,7 +151,7 @@ def parse_name(name: str) -> tuple[int, int, int]:
 
 
 class SlotTable:
-    """What this process holds. One per process: a forked child starts with an empty one."""
+    """The slots that this process has locked. One per process: a forked child starts with an empty one."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -159,7 +160,7 @@ class SlotTable:
         self._files: dict[Slot, tuple[int, int]] = {}
 
     def take(self, slot: Slot) -> None:
-        """Makes the caller the only holder among all processes and threads. BlockingIOError if another is."""
+        """Locks a slot against all other processes and threads. BlockingIOError if another has locked it."""
         if slot.user is not None:
             raise PermissionError(errno.EPERM, f"the slot is user {slot.user}'s")
         with self._guard:
@@ -179,8 +180,8 @@ class SlotTable:
             self._unlock(slot)
 
     def holder(self, slot: Slot) -> int | None:
-        """The pid of the process that holds a slot, 0 where it has none that this one could know; None if none does.
-        Takes and makes nothing. The guard keeps this process's own locks: closing their file would drop them."""
+        """Returns the pid of the process that has locked a slot, 0 where it is in another pid namespace; None if none
+        has. Creates and locks nothing. The guard keeps this process's own locks: closing their file would drop them."""
         with self._guard:
             if slot in self._held:
                 return os.getpid()
@@ -190,8 +191,8 @@ class SlotTable:
             return found
 
     def create(self, slot: Slot) -> int:
-        """A new empty file for a slot that the caller holds; a descriptor for reading and writing. FileExistsError
-        where a sealed image lies there."""
+        """Creates an empty file for a slot that the caller has locked; returns a descriptor for reading and writing.
+        FileExistsError where a sealed image lies there."""
         with directory(slot.root, slot.parent) as parent:
             if _is_sealed_file(slot.name, parent):
                 raise FileExistsError(errno.EEXIST, "a sealed image lies there; see `tenuto ls --memory`")
@@ -201,7 +202,7 @@ class SlotTable:
         return descriptor
 
     def open_file(self, slot: Slot) -> int:
-        """The file that lies in a slot which the caller holds, as if it had been created now. FileNotFoundError if
+        """Opens the file of a slot which the caller has locked, as if it had been created now. FileNotFoundError if
         there is none."""
         with directory(slot.root, slot.parent) as parent:
             descriptor = os.open(slot.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
@@ -215,29 +216,29 @@ class SlotTable:
         return descriptor
 
     def discard(self, slot: Slot) -> None:
-        """Removes whatever file lies in a slot which the caller holds, a sealed one too."""
+        """Removes whatever file lies in a slot which the caller has locked, a sealed one too."""
         self._files.pop(slot, None)
         try:
             with directory(slot.root, slot.parent) as parent:
                 _unlink(slot.name, parent)
         except FileNotFoundError:
-            pass  # what is to be gone is gone
+            pass  # it is gone already
 
     def leave(self, slot: Slot) -> None:
-        """Gives a slot back and leaves its file to whoever comes."""
+        """Unlocks a slot and leaves its file to a later process."""
         self._files.pop(slot, None)
         self.give_back(slot)
 
     def remove(self, slot: Slot) -> None:
-        """Removes the file that was created for a slot which the caller holds, and no other of that name: a session
-        manager may have cleared /dev/shm meanwhile, and another process begun anew there."""
+        """Removes the file that was created for a slot which the caller has locked, and no other of that name: a
+        session manager may have cleared /dev/shm meanwhile, and another process begun anew there."""
         created = self._files.pop(slot, None)
         try:
             with directory(slot.root, slot.parent) as parent:
                 if _identity(os.stat(slot.name, dir_fd=parent, follow_symlinks=False)) == created:
                     os.unlink(slot.name, dir_fd=parent)
         except FileNotFoundError:
-            pass  # what is to be gone is gone
+            pass  # it is gone already
 
     def free_stale(self, root: str) -> None:
         """Removes this user's files whose owners are dead, except those that are sealed."""
@@ -251,11 +252,11 @@ class SlotTable:
                         if _STALE.fullmatch(name):
                             _unlink(name, parent)
             except FileNotFoundError:
-                pass  # removed as a whole since it was listed
+                pass  # the directory was removed since it was listed
             _prune(root, path)
 
     def _set_aside(self, slot: Slot) -> None:
-        """Renames a dead owner's file, so that its lock is held for a moment only: freeing many pages takes long."""
+        """Renames a dead owner's file, so that its lock is needed for a moment only: freeing many pages takes long."""
         with self._guard:
             if slot in self._held or not self._lock(slot):
                 return
@@ -270,7 +271,7 @@ class SlotTable:
                 self._unlock(slot)
 
     def _lock(self, slot: Slot) -> bool:
-        """Locks a slot that this process does not hold, if nobody else does."""
+        """Locks a slot, if no other process has."""
         try:
             with directory(slot.root, slot.parent, create=True) as parent:
                 descriptor = os.open(slot.name + _LOCK, _FILE, 0o600, dir_fd=parent)
@@ -283,7 +284,7 @@ class SlotTable:
             return False
         if os.fstat(descriptor).st_nlink == 0:
             os.close(descriptor)
-            return False  # its last holder removed it before it was ours: a lock on no name keeps nobody out
+            return False  # its last owner removed it before it was ours: a lock on no name excludes nothing
         self._locks[slot] = descriptor
         return True
 
@@ -303,7 +304,7 @@ class SlotTable:
 
 
 def other_users(root: str) -> OtherUsers:
-    """Who else has a directory there."""
+    """Finds the other users with a directory there."""
     try:
         found = sorted(int(match[1]) for match in map(_PLACE.fullmatch, os.listdir(root)) if match)
     except OSError:
@@ -403,7 +404,7 @@ def _lock_holder(slot: Slot) -> int | None:
 
 
 def occupied(root: str, user: int | None = None) -> Iterator[Slot]:
-    """Every slot of this user, or of another `user`, that has a file, whoever holds it."""
+    """Yields every slot of this user, or of another `user`, that has a file, locked or not."""
     for path, names in walk(root, user):
         for name in names:
             if _SLOT.fullmatch(name):
@@ -411,14 +412,14 @@ def occupied(root: str, user: int | None = None) -> Iterator[Slot]:
 
 
 def walk(root: str, user: int | None = None) -> Iterator[tuple[str, list[str]]]:
-    """`<repository>/<run>` and the names in it, of everything that this user, or `user`, has in shared memory."""
+    """Yields `<repository>/<run>` and the names in it, of all that this user, or `user`, has in shared memory."""
     for repository in _names(root, "", user):
         for run in _names(root, repository, user):
             yield f"{repository}/{run}", _names(root, f"{repository}/{run}", user)
 
 
 def _names(root: str, below: str, user: int | None) -> list[str]:
-    """What lies there; nothing if that is no directory of the user's own, which is for `take` to complain of."""
+    """Lists a directory; nothing if it is not the user's own, which `take` reports."""
     try:
         with directory(root, below, user=user) as descriptor:
             return sorted(os.listdir(descriptor))
@@ -441,4 +442,4 @@ def _unlink(name: str, parent: int) -> None:
     try:
         os.unlink(name, dir_fd=parent)
     except FileNotFoundError:
-        pass  # what is to be gone is gone
+        pass  # it is gone already

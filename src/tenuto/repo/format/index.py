@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.chunk_map import chunk_counts
-from tenuto.concurrency.gc_pause import gc_paused
+from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.errors import CorruptionError, StateError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec, dtype

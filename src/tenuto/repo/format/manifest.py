@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tenuto.concurrency.gc_pause import gc_paused
+from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.errors import CorruptionError
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled, tag_number, untag_number

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final
 
-from tenuto.concurrency.gc_pause import gc_paused
+from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.errors import DuplicatePath, StateError
 from tenuto.model.leaf import LeafSpec, join
 from tenuto.model.records import Json

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tenuto.concurrency.gc_pause import gc_paused
+from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.errors import CorruptionError, StateError, StateMismatch
 from tenuto.model.leaf import LeafSpec, join, lineage
 from tenuto.model.records import Json

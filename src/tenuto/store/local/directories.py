@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from tenuto.concurrency.parallel_for import parallel_for
+from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.errors import StoreError, typed
 from tenuto.store.local import os_errors
 from tenuto.store.local.syscalls import FileSystem, Kind, OperatingSystem

@@ -15,11 +15,11 @@ from support.memory_training import shared_memory
 from support.rank_threads import on_ranks, outcomes
 from support.saves_of_ranks import held
 from tenuto.engine.group.group import JobGroup
+from tenuto.engine.memory_tier.cadence import MemorySaver
 from tenuto.engine.memory_tier.common_states import StatesOfRanks
 from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage
-from tenuto.engine.memory_tier.group.group_restore import MatchedImage, match_image, share_buffers
 from tenuto.engine.memory_tier.image_store import Image
-from tenuto.engine.memory_tier.memory_saver import MemorySaver
+from tenuto.engine.memory_tier.matched_image import MatchedImage, match_image, share_buffers
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import CheckpointLeaves
 from tenuto.engine.save.job import ManifestDetails
@@ -73,7 +73,7 @@ def keeping(repo: Repo, agreement: Agreement, steps: int = STEPS, state: State =
     tier = MemoryTier(repo, "main", group=JobGroup(agreement, "main", Emitter(), 30), emitter=Emitter())
     tier.claimed(attempt, flattened(rank, of, 0, state))
     tier.agree()
-    saver = MemorySaver(repo, tier, Emitter(), rank=rank)
+    saver = MemorySaver(tier, Emitter())
     for step in range(1, steps + 1):
         taken = flattened(rank, of, step, state)
         assert saver.save(taken, CheckpointId("main", 1, step), ManifestDetails(progress={"step": step}))
@@ -91,8 +91,8 @@ def leave(tier: MemoryTier, agreement: Agreement) -> None:
 
 
 def opened(tier: MemoryTier, step: int) -> Image:
-    half, footer = next(one for one in tier.own_images() if one[1].id.step == step)
-    return tier.open(Candidate(half, footer, EligibleImage(None, durable=False)))
+    slot, footer = next(one for one in tier.own_images() if one[1].id.step == step)
+    return tier.open(Candidate(slot, footer, EligibleImage(None, durable=False)))
 
 
 def test_each_rank_has_the_newest_two_and_all_have_one_save_id(repo: Repo) -> None:
@@ -234,12 +234,12 @@ def test_what_counts_on_no_rank_is_in_no_image(repo: Repo) -> None:
 
 def test_what_others_lack_is_verified_by_who_has_it(repo: Repo) -> None:
     def meddle(tier: MemoryTier) -> None:
-        half, footer = next(one for one in tier.own_images() if one[1].id.step == STEPS)
+        slot, footer = next(one for one in tier.own_images() if one[1].id.step == STEPS)
         image = opened(tier, STEPS)
         index = image.repo.index(image.manifest(), footer.rank)
         row = next(row for row, spec in enumerate(index.specs) if spec.path == "mean")
-        assert half.slot.arena is not None
-        half.slot.arena.buffer[int(index.offset[row])] ^= 0x10
+        assert slot.file.arena is not None
+        slot.file.arena.buffer[int(index.offset[row])] ^= 0x10
         image.close()
 
     lacking, has = outcomes(2, lambda agreement: handed_on(repo, agreement, ("w", "mean"), meddle))
@@ -251,9 +251,9 @@ def test_what_is_changed_by_a_bit_is_found_before_anything_is_filled(repo: Repo,
     def work(agreement: Agreement) -> bool:
         rank, of = agreement.rank, agreement.world_size
         tier = keeping(repo, agreement)
-        half, footer = next(one for one in tier.own_images() if one[1].id.step == STEPS)
-        assert half.slot.arena is not None
-        half.slot.arena.buffer[footer.image // 2] ^= 0x10
+        slot, footer = next(one for one in tier.own_images() if one[1].id.step == STEPS)
+        assert slot.file.arena is not None
+        slot.file.arena.buffer[footer.image // 2] ^= 0x10
         target, before = held(rank, of, 0), held(rank, of, 0)
         image = opened(tier, STEPS)
         with pytest.raises(CorruptionError):

@@ -390,9 +390,9 @@ def test_memory_is_let_go_of_once_the_update_may_come(scene: Scene) -> None:
     fence = scene.fence()
     fence.begin()
     assert fence.at_rest(60)
-    assert fence._held
+    assert fence._sources
     fence.before_update()
-    assert not fence._held and not fence._late and not fence._ways
+    assert not fence._sources and not fence._late and not fence._copies
 
 
 def test_the_pace_is_learned_from_how_long_the_save_before_had() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tenuto.engine.staging import moving_window
+from tenuto.engine.staging import arena as arenas
+from tenuto.engine.staging.arena import HUGE_PAGE, acquire_moving_window, can_move
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.engine.staging.capture import Capturer
-from tenuto.engine.staging.moving_window import HUGE_PAGE, acquire_moving_window, can_move
 from tenuto.state.encode.flattener import flatten
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or not can_move(), reason="this system moves no memory")
@@ -108,7 +108,7 @@ def test_a_system_that_moves_nothing_says_so(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*arguments: int) -> None:
         raise OSError(errno.EINVAL, "no")
 
-    monkeypatch.setattr(moving_window, "_move", refuse)
+    monkeypatch.setattr(arenas, "_move", refuse)
     can_move.cache_clear()
     try:
         with pytest.raises(OSError) as caught:

@@ -143,7 +143,7 @@ def test_pages_of_a_dead_owner_are_used_again_where_they_are_enough(take, root, 
 def test_a_file_with_holes_or_too_long_a_one_is_not_used_again(take, root):
     slot = take()
     slot.make(MIB, 0)
-    slot.let_go()
+    slot.unmap()
     os.truncate(path(root), 2 * MIB)
     assert slot.reuse(MIB, 0) is None, "a hole would be SIGBUS on a full file system"
     slot.make(8 * MIB, 0)
@@ -238,7 +238,7 @@ def test_touching_pages_keeps_what_they_hold_where_the_kernel_has_no_call_for_it
     slot = take()
     slot.make(MIB, 0).buffer[:] = 9
     slot.seal(payload("x"))
-    slot.let_go()
+    slot.unmap()
     monkeypatch.setattr(arena, "_MADV_POPULATE_WRITE", 9999)
     memory = slot.reuse(MIB, 0)
     assert memory is not None
