@@ -43,7 +43,7 @@ from tenuto.training.resume import ResumeFrom, RunClaim
 from tenuto.training.saves import Capture, OnBusy, OnError, RunSaver
 from tenuto.training.snapshot import Snapshots, check_platform
 from tenuto.training.stats import Stats
-from tenuto.training.training_session import CLOSE_DEADLINE_S, TrainingSession, claim_to_count, claim_to_save
+from tenuto.training.training_session import CLOSE_DEADLINE_S, TrainingSession
 
 # --------------------------------------------------------------------------------------------------
 # What a Checkpointer trains that was built while a worker imported the main module: nothing.
@@ -271,7 +271,7 @@ class Checkpointer:
             return
         tags, floats = tag_names(tag), as_floats(metrics)
         if tags and not training.open:
-            claim_to_save(training, self)
+            training.claim_to_save(self)
         training.log(floats)
         if tags:
             training.tag(tags)
@@ -287,7 +287,7 @@ class Checkpointer:
                 subject="step_done",
                 hint="leave the call out",
             )
-        if not claim_to_count(training, self):
+        if not training.claim_to_count(self):
             return
         number = training.step + 1 if step is None else count(step, "step_done(step=)")
         if number <= training.step:
@@ -306,7 +306,7 @@ class Checkpointer:
         it fail is raised; Superseded and RunInUse always are.
         """
         training = self._armed(needed=True)
-        claim_to_save(training, self)
+        training.claim_to_save(self)
         return training.save(wait=wait)
 
     def fence(self) -> None:

@@ -260,17 +260,17 @@ class Snapshots:
             found["at_other_ranks"] = elsewhere(self._position.data)
         return {**found, "watches": dict(self._watched)} if self._watched else found
 
-    def moment(self) -> StateMark | None:
-        """How the state is now, so that it can be saved later as it is now. What is random may have moved on by then:
-        the moment has copies of it. None where the state cannot be represented (the next save says so)."""
-        return self._moment(frozenset({RANDOM}), None)
+    def mark(self) -> StateMark | None:
+        """Marks how the state is now, so that it can be saved later as it is now. Random states may have moved on by
+        then: the mark has copies of them. None where the state cannot be represented (the next save raises)."""
+        return self._state_mark(frozenset({RANDOM}), None)
 
-    def passing_moment(self) -> StateMark | None:
-        """How the state is now; what is saved later is what is there then. So the position in the data may have moved
-        on as well. Cheap enough for every step: it looks into some of the tensors alone."""
-        return self._moment(frozenset({RANDOM, DATA}), FEW_TENSORS)
+    def passing_mark(self) -> StateMark | None:
+        """Marks how the state is now; what is saved later is what is there then. So the position in the data may have
+        moved on as well. Cheap enough for every step: it compares elements of only some of the tensors."""
+        return self._state_mark(frozenset({RANDOM, DATA}), FEW_TENSORS)
 
-    def _moment(self, besides: frozenset[str], most: int | None) -> StateMark | None:
+    def _state_mark(self, besides: frozenset[str], most: int | None) -> StateMark | None:
         try:
             flattened = self.now()
         except TenutoError:
@@ -280,18 +280,18 @@ class Snapshots:
         step, progress = self._position.counters.step, self._position.progress()
         return StateMark(step, flattened, besides, marks, samples(shared, most), progress)
 
-    def untouched(self, moment: StateMark, *, plain: bool = True) -> bool:
-        """Whether the state is as it was at `moment`, as far as can be seen: tensors count their changes, and a few of
-        their elements are compared; all else is compared as a whole. `plain=False`: but for the state's plain values,
-        which the moment has copies of."""
-        now, then = self.now(), moment.flattened
-        rows, before = list(_rows(now, moment.besides)), list(_rows(then, moment.besides))
+    def untouched(self, mark: StateMark, *, plain: bool = True) -> bool:
+        """Returns whether the state is as it was at `mark`, as far as can be seen: tensors count their changes, and a
+        few of their elements are compared; all else is compared completely. `plain=False`: but for the state's plain
+        values, which the mark has copies of."""
+        now, then = self.now(), mark.flattened
+        rows, before = list(_rows(now, mark.besides)), list(_rows(then, mark.besides))
         return (
             [spec for spec, _ in rows] == [spec for spec, _ in before]
             and (not plain or now.tree == then.tree)
-            and _entries(now, moment.besides) == _entries(then, moment.besides)
-            and tuple(_mark(spec, source) for spec, source in rows) == moment.marks
-            and unchanged(moment.samples, now.sources)
+            and _entries(now, mark.besides) == _entries(then, mark.besides)
+            and tuple(_mark(spec, source) for spec, source in rows) == mark.marks
+            and unchanged(mark.samples, now.sources)
         )
 
 
