@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tenuto.api.redirection import redirected
 from tenuto.engine.read.choose import choose, chosen, exactly
 from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.outline import Outline, read_outline
@@ -27,7 +26,7 @@ from tenuto.state.contract import Buffer
 from tenuto.state.restore.rebuild import plain
 from tenuto.state.tree import LEAVES, NOTHING, OWN, PRIVATE, kind_of, leaves_below, node_at, plain_paths
 from tenuto.store.contract import Where
-from tenuto.store.registry import open_store
+from tenuto.store.registry import open_store, redirected
 
 if TYPE_CHECKING:
     import torch

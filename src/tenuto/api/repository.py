@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tenuto.api.redirection import redirected
 from tenuto.engine.read.results import Checkpoint
 from tenuto.errors import CheckpointNotFound, typed
 from tenuto.events import Emitter, Sink
@@ -16,7 +15,7 @@ from tenuto.repo.notes import notes
 from tenuto.repo.refs import check_tag, clear_ref, find_tag, is_damaged, is_name, list_tags, put_ref
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Where
-from tenuto.store.registry import open_store
+from tenuto.store.registry import open_store, redirected
 
 
 class Repository:

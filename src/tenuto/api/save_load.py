@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tenuto.api.redirection import redirected
 from tenuto.concurrency.deadlines import seconds
 from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult, chosen, restore_checkpoint, restore_latest
 from tenuto.engine.read.results import Checkpoint, Restored
@@ -26,7 +25,7 @@ from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened, Prepared
 from tenuto.state.restore.match import match_state
 from tenuto.store.contract import Where
-from tenuto.store.registry import open_store
+from tenuto.store.registry import open_store, redirected
 
 # What only saves and only several ranks need is imported where it is used: a process that loads once pays for neither.
 if TYPE_CHECKING:

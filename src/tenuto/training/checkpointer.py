@@ -8,17 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, overload
 
-from tenuto.certify.probe import certify_probe
-from tenuto.concurrency.deadlines import seconds
-from tenuto.engine.group.group import leave_on_error, training_group
 from tenuto.engine.read.results import Restored
 from tenuto.engine.save.handle import Save
 from tenuto.errors import ForkedProcess, UsageError
 from tenuto.events import Emitter, Sink
-from tenuto.model.ids import run_key
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import SavePolicy
-from tenuto.policy.watched_metrics import watched
 from tenuto.ranks.contract import Ranks
 from tenuto.ranks.detection import find_ranks
 from tenuto.repo.lineage import latest
@@ -28,20 +23,19 @@ from tenuto.store.contract import Where
 from tenuto.training import run_registry
 from tenuto.training.arguments import (
     ArgumentAliases,
+    Capture,
+    OnBusy,
+    OnError,
+    ResumeFrom,
+    Settings,
     as_floats,
     count,
-    fenced,
-    memory_policy,
-    policies,
-    strategy,
     tag_names,
 )
 from tenuto.training.exit_status import before_exit
 from tenuto.training.loops import Batches, Epochs, Steps
 from tenuto.training.preemption import warn_of_epochs
-from tenuto.training.resume import ResumeFrom, RunClaim
-from tenuto.training.saves import Capture, OnBusy, OnError, RunSaver
-from tenuto.training.snapshot import Snapshots, check_platform
+from tenuto.training.snapshot import check_platform
 from tenuto.training.stats import Stats
 from tenuto.training.training_session import CLOSE_DEADLINE_S, TrainingSession
 
@@ -144,54 +138,26 @@ class Checkpointer:
             return  # a worker imports its parent's script anew: this is not the training
         ranks = find_ranks(ranks)
         save, keep = ArgumentAliases(save_top_k, monitor, mode, save_last, max_to_keep).policies(save, keep)
-        policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
-        at_a_time, behind_fence = count(in_flight, "in_flight=", least=1), fenced(capture)
-        patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
-        remembered = memory_policy(memory)
-        run_key(run)
-        watches = watched(policy, kept)
-        rehearsing = certify_probe(ranks.rank, ranks.world_size)
-        if rehearsing is not None:
-            where, policy, kept = rehearsing.place(where, run), rehearsing.policy, rehearsing.keep
-            on_busy, on_error, remembered = "wait", "raise", None
-        emitter = Emitter.of(sinks)
-        group, repo = training_group(ranks, where, run, emitter, patience_s, memory=remembered, writers=writers)
-        with leave_on_error(group):
-            position = TrainingPosition(data, ranks.rank, ranks.world_size)
-            snapshots = Snapshots(state, position, watched=watches)
-            saving = RunSaver(
-                repo,
-                run,
-                policy=policy,
-                keep=kept,
-                on_busy=on_busy,
-                on_error=on_error,
-                memory_budget=memory_budget,
-                emitter=emitter,
-                in_flight=at_a_time,
-                memory=remembered,
-                group=group,
-            )
-            claiming = RunClaim(
-                repo,
-                run,
-                state,
-                position,
-                resume_from=resume_from,
-                takeover=takeover,
-                emitter=emitter,
-                memory=saving.memory.tier if saving.memory is not None else None,
-                group=group,
-            )
-            self.prewarm_s = saving.prewarm(snapshots.now)
-            """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was
-            restored when training begins."""
-            claiming.on_claimed = saving.expect
-            if behind_fence:
-                saving.capture_fenced(state)
-            self._training = TrainingSession(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
-            if rehearsing is not None:
-                rehearsing.attach(self._training, snapshots, (state, data))
+        settings = Settings.checked(
+            state,
+            run=run,
+            save=save,
+            keep=keep,
+            resume_from=resume_from,
+            in_flight=in_flight,
+            on_busy=on_busy,
+            on_error=on_error,
+            takeover=takeover,
+            memory=memory,
+            memory_budget=memory_budget,
+            capture=capture,
+            ranks_timeout=ranks_timeout,
+            writers=writers,
+        )
+        self._training = TrainingSession.create(
+            where, state, data, ranks=ranks, settings=settings, emitter=Emitter.of(sinks)
+        )
+        self.prewarm_s = self._training.prewarm_s
         self._withdraw = before_exit(_weakly(self._training))
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.adopt import MemoryRestore
@@ -16,7 +16,7 @@ from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult
 from tenuto.engine.read.results import Restored
 from tenuto.engine.read.sharded_reader import private_index_entry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
-from tenuto.errors import CheckpointNotFound, Superseded, TenutoError, UsageError, in_words, typed
+from tenuto.errors import CheckpointNotFound, Superseded, TenutoError, in_words, typed
 from tenuto.events import AttemptClaimed, Emitter, Warned
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
@@ -24,15 +24,13 @@ from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.lineage import latest, walk
 from tenuto.repo.ownership.claim import Attempt, announced, claim
 from tenuto.repo.ownership.owner_watch import OwnerWatch
-from tenuto.repo.refs import is_name
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Prepared
 from tenuto.state.position.training_position import Counters, TrainingPosition
 from tenuto.state.restore.match import match_state
 from tenuto.training import run_registry
+from tenuto.training.arguments import Settings
 
-ResumeFrom = Literal["latest"] | int | str | None
-"""A step, a tag (of another run, too: that forks it), attempt/step such as "a0007/500", or None to start afresh."""
 CLAIMS = 3
 """How often a claim is made anew because another process committed between the restore and the claim."""
 
@@ -52,38 +50,29 @@ class RunClaim:
     def __init__(
         self,
         repo: Repo,
-        run: str,
+        settings: Settings,
         state: Mapping[str, Any],
         position: TrainingPosition,
         *,
-        resume_from: ResumeFrom,
-        takeover: bool,
         emitter: Emitter,
         group: RankGroup,
         memory: MemoryTier | None = None,
     ) -> None:
-        if isinstance(resume_from, str):
-            sensible = is_name(resume_from) or "/" in resume_from
-        else:
-            sensible = resume_from is None or (isinstance(resume_from, int) and not isinstance(resume_from, bool))
-        if not sensible:
-            raise UsageError(
-                f"resume_from={resume_from!r} is neither 'latest', a step, a tag, nor None",
-                hint='resume_from="latest", or a step such as 500',
-            )
         self._repo = repo
-        self._run = run
+        self._run = run = settings.run
         self._state = state
         self._position = position
-        self._resume_from = resume_from
-        self._takeover = takeover
+        self._resume_from = settings.resume_from
+        self._takeover = settings.takeover
         self._emitter = emitter
         self._group = group
         self._restorer = group.restorer(repo, run, self._prepare, emitter)
         self._private: dict[str, Any] = {}
         self._counters = Counters()
         self.memory_restore = (
-            MemoryRestore(repo, memory, run, group, emitter) if memory is not None and resume_from == "latest" else None
+            MemoryRestore(repo, memory, run, group, emitter)
+            if memory is not None and settings.resume_from == "latest"
+            else None
         )
         """What the process before left in memory, where it may be gone on from."""
         self.restored: Restored | None = None

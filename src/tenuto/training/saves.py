@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from tenuto.concurrency.deadlines import within
 from tenuto.engine.memory_tier.cadence import MemoryCadence
@@ -30,12 +30,13 @@ from tenuto.events import Emitter, SaveDelayed, SaveFailedEvent, SaveSkipped, Wa
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
-from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy, split_by_agreement
+from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.replicated.access import report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
+from tenuto.training.arguments import Settings
 from tenuto.training.deferred_notes import DeferredNotes
 from tenuto.training.exit_status import ExitStatus
 from tenuto.training.metrics_seen import SavedMetrics, UnloggedMetrics
@@ -146,10 +147,6 @@ class SaveAdmission:
         )
 
 
-OnBusy = Literal["wait", "skip"]
-OnError = Literal["warn", "raise"]
-Capture = Literal["eager", "fenced"]
-
 SHARE_SPARE_BYTES = 1 << 20
 NOTE_DEADLINE_S = 60.0
 """How long the training thread waits for a note that it has to write itself."""
@@ -158,42 +155,28 @@ NOTE_DEADLINE_S = 60.0
 class RunSaver:
     """Everything between "a step is completed" and "a checkpoint is committed", for one run."""
 
-    def __init__(
-        self,
-        repo: Repo,
-        run: str,
-        *,
-        policy: SavePolicy,
-        keep: KeepPolicy,
-        on_busy: OnBusy,
-        on_error: OnError,
-        memory_budget: int | None,
-        emitter: Emitter,
-        in_flight: int = 1,
-        memory: SavePolicy | None = None,
-        group: RankGroup,
-    ) -> None:
+    def __init__(self, repo: Repo, settings: Settings, emitter: Emitter, group: RankGroup) -> None:
         """`group`: the ranks with which this process saves."""
         self.repo = repo
-        self.run = run
+        self.run = run = settings.run
         report_to(repo.store, self.warn)
-        self.policy = policy
+        self.policy = settings.save
         self.group = group
         self._coordinates = group.coordinates
-        self._divided_policy = split_by_agreement(policy)
-        self.retention = RetentionWorker(repo, keep, emitter=emitter, warn=self.warn, group=group)
-        self._on_error = on_error
+        self._divided_policy = split_by_agreement(settings.save)
+        self.retention = RetentionWorker(repo, settings.keep, emitter=emitter, warn=self.warn, group=group)
+        self._on_error = settings.on_error
         self._emitter = emitter
         self.memory: MemoryCadence | None = None
-        """States that are kept in memory, with a cadence of its own."""
-        if memory is not None:
+        """States that are sealed in memory, with a cadence of its own."""
+        if settings.memory is not None:
             self.memory = MemoryCadence(
                 repo,
                 run,
-                memory,
-                on_busy=on_busy,
-                budget=memory_budget,
-                in_flight=in_flight,
+                settings.memory,
+                on_busy=settings.on_busy,
+                budget=settings.memory_budget,
+                in_flight=settings.in_flight,
                 emitter=emitter,
                 warn=self.warn,
                 group=group,
@@ -203,8 +186,8 @@ class RunSaver:
             repo,
             run,
             emitter=emitter,
-            in_flight=in_flight,
-            memory_budget=memory_budget,
+            in_flight=settings.in_flight,
+            memory_budget=settings.memory_budget,
             timed=True,
             on_end=self._ended,
             make_room=self._make_room,
@@ -213,7 +196,7 @@ class RunSaver:
             protocol=protocol,
         )
         self.admission = SaveAdmission(
-            self.saver, run, emitter, skip=on_busy == "skip", group=group, missed=protocol.missed
+            self.saver, run, emitter, skip=settings.on_busy == "skip", group=group, missed=protocol.missed
         )
         self.last: Save | None = None
         """The last save taken, or the restored checkpoint as a save that is committed already."""
@@ -221,8 +204,8 @@ class RunSaver:
         self._failure: TenutoError | None = None
         self._exit_status = ExitStatus(f"run {run}")
         self._notes = DeferredNotes(repo, warn=self.warn)
-        self._unlogged = UnloggedMetrics(policy, self.warn)
-        self._saved_metrics = SavedMetrics(policy)
+        self._unlogged = UnloggedMetrics(settings.save, self.warn)
+        self._saved_metrics = SavedMetrics(settings.save)
         self.hold_ups = HoldUps()
         self.totals = SaveTotals()
         self.first_step = 0

@@ -5,17 +5,25 @@ A save is taken only between two steps; a signal that comes while one is being t
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+from tenuto.engine.group.group import leave_on_error, training_group
 from tenuto.engine.save.handle import Save
 from tenuto.errors import TenutoError, UsageError
+from tenuto.events import Emitter
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.policy.save import Moment
+from tenuto.ranks.contract import Ranks
 from tenuto.state.position.training_position import TrainingPosition
+from tenuto.store.contract import Where
+from tenuto.store.registry import CERTIFY_VARIABLE
 from tenuto.training import run_registry
+from tenuto.training.arguments import Settings
 from tenuto.training.loops import Epochs, Steps
 from tenuto.training.pending_saves import LateMetricTrigger, PendingRequests
 from tenuto.training.preemption import PreemptionHandler, await_saves, say_what_is_left, warn_of_epochs
@@ -27,6 +35,39 @@ CLOSE_DEADLINE_S = 600.0
 GIVE_BACK_S = 20.0
 """The part of the time given to `close` that is reserved for giving the run back."""
 STOPPED = "stop() was called"
+
+
+class SessionProbe(Protocol):
+    """Follows one training from outside. `tenuto certify` has the only one."""
+
+    def replace(self, where: Where, settings: Settings) -> tuple[Where, Settings]:
+        """Returns the store and the settings that the session uses in place of those that it was given."""
+        ...
+
+    def attach(self, session: TrainingSession, snapshots: Snapshots, covered: tuple[Any, ...]) -> None:
+        """Begins to follow `session`; `covered`: its state and its data."""
+        ...
+
+    def restored(self) -> None:
+        """Restoring is done, also where there was nothing to restore."""
+        ...
+
+    def batch_given(self, batch: Any) -> None:
+        """Training gets a batch."""
+        ...
+
+    def completed(self) -> None:
+        """A step is completed, or an epoch; nothing is saved for it yet."""
+        ...
+
+
+def session_probe(rank: int, world_size: int) -> SessionProbe | None:
+    """Returns the probe for a rank of this process's job; None outside `tenuto certify`."""
+    if not os.environ.get(CERTIFY_VARIABLE):
+        return None
+    from tenuto.certify.probe import certify_probe  # of no use to any other training
+
+    return certify_probe(rank, world_size)
 
 
 class TrainingSession:
@@ -41,6 +82,7 @@ class TrainingSession:
         claiming: RunClaim,
         *,
         catch: bool,
+        probe: SessionProbe | None = None,
     ) -> None:
         self.run = run
         self.position = position
@@ -48,8 +90,6 @@ class TrainingSession:
         self.claiming = claiming
         self.loop: Steps | Epochs | None = None
         self.stopping = False
-        self.on_step: Callable[[TrainingSession], None] | None = None
-        """Called after each step, and after each epoch, before anything is saved for it."""
         self.metrics: dict[str, float] = {}
         """Those of the open step, or of the last completed one."""
         self.closed = False
@@ -58,6 +98,10 @@ class TrainingSession:
         self.between = False
         """Whether a loop is on its way from one step to the next, and perhaps waits for a batch. It may have counted
         what nobody has trained on yet, so a signal waits: for the end of the next step, or of the loop."""
+        self.prewarm_s = 0.0
+        """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was restored
+        when training begins."""
+        self._probe = probe
         self._snapshots = snapshots
         self._preemption = PreemptionHandler(self._signal_came, catch=catch)
         self._foreign_loop = False
@@ -68,6 +112,35 @@ class TrainingSession:
         """Metrics of an epoch's body that has taken no batch yet: of the step before if it takes one, else its own."""
         self._mark: StateMark | None = None
         """The last completed step, which a signal outside any step can still save."""
+
+    @classmethod
+    def create(
+        cls, where: Where, state: Mapping[str, Any], data: Any, *, ranks: Ranks, settings: Settings, emitter: Emitter
+    ) -> TrainingSession:
+        """Meets the other ranks, opens the repository, which is created where there is none, and takes memory for
+        saves. Restores and claims nothing."""
+        probe = session_probe(ranks.rank, ranks.world_size)
+        if probe is not None:
+            where, settings = probe.replace(where, settings)
+        run, patience_s, memory = settings.run, settings.ranks_timeout_s, settings.memory
+        group, repo = training_group(ranks, where, run, emitter, patience_s, memory=memory, writers=settings.writers)
+        with leave_on_error(group):
+            position = TrainingPosition(data, ranks.rank, ranks.world_size)
+            snapshots = Snapshots(state, position, watched=settings.watched)
+            saving = RunSaver(repo, settings, emitter, group)
+            tier = saving.memory.tier if saving.memory is not None else None
+            claiming = RunClaim(repo, settings, state, position, emitter=emitter, group=group, memory=tier)
+            catch = settings.save.catches_signals
+            session = cls(run, position, snapshots, saving, claiming, catch=catch, probe=probe)
+            session.prewarm_s = saving.prewarm(snapshots.now)
+            claiming.on_claimed = saving.expect
+            if settings.fenced:
+                saving.capture_fenced(state)
+            if probe is not None:
+                probe.attach(session, snapshots, (state, data))
+                claiming.on_restored = probe.restored
+                position.on_batch = probe.batch_given
+        return session
 
     @property
     def step(self) -> int:
@@ -409,8 +482,8 @@ class TrainingSession:
     def _consider(self, *, epoch_ended: bool, ending: bool) -> None:
         """Takes the save that is due, and leaves if a signal came."""
         self.saving.raise_failure()
-        if self.on_step is not None:
-            self.on_step(self)
+        if self._probe is not None:
+            self._probe.completed()
         group = self.saving.group
         signal = group.completed(self.step, self._preemption.signal, ending=ending or self.stopping)
         moment = self._moment(
