@@ -141,31 +141,33 @@ def _attempt(repo: Repo, run: str, key: run_registry.Key, step: int | None) -> t
     """This process's attempt for the run if `step` lies above its last one and nobody has claimed since; else a new
     one, which goes on from what an owner that it waited for has committed at its end. Either holds the run until it is
     released."""
-    from tenuto.repo.ownership.claim import CLAIMS, claim_for_maintenance
+    from tenuto.repo.ownership.claim import claim_newest
 
     withdrawn: set[int] = set()
-    for _ in range(CLAIMS):
+    newest = latest(repo, run)
+
+    def number() -> int:
+        return step if step is not None else (newest.step + 1 if newest is not None else 0)
+
+    held = _attempts.get(key)
+    if held is not None and number() > held[1]:
+        try:
+            held[0].resume()
+        except Superseded:
+            pass  # not ours any more: a new attempt it is
+        else:
+            return held[0], number()
+
+    def parent() -> CheckpointId | None:
+        found = _loaded.get(key, newest)
+        return found if found is None or repo.exists(found) else newest
+
+    def again() -> tuple[CheckpointId | None, CheckpointId | None]:
+        nonlocal newest
         newest = latest(repo, run, withdrawn=withdrawn)
-        number = step if step is not None else (newest.step + 1 if newest is not None else 0)
-        held = _attempts.get(key)
-        if held is not None and number > held[1]:
-            try:
-                held[0].resume()
-            except Superseded:
-                pass  # not ours any more: a new attempt it is
-            else:
-                return held[0], number
-        parent = _loaded.get(key, newest)
-        if parent is not None and not repo.exists(parent):
-            parent = newest
-        attempt = claim_for_maintenance(repo, run, newest, parent, withdrawn=withdrawn)
-        if attempt is not None:
-            return attempt, number
-    raise Superseded(
-        f"another process keeps committing to run {run!r} while this one saves to it",
-        subject=run,
-        hint=typed("tenuto", "ls", repo.url, "--run", run),
-    )
+        return newest, parent()
+
+    return claim_newest(repo, run, newest, parent(), again=again, withdrawn=withdrawn), number()
 
 
 def load(

@@ -16,13 +16,13 @@ from tenuto.engine.read.choose import CheckpointLeaves, RestoreResult
 from tenuto.engine.read.results import Restored
 from tenuto.engine.read.sharded_reader import private_index_entry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
-from tenuto.errors import CheckpointNotFound, Superseded, TenutoError, in_words, typed
+from tenuto.errors import TenutoError, in_words
 from tenuto.events import AttemptClaimed, Emitter, Warned
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
 from tenuto.repo.format.small_records import encode_attempt
-from tenuto.repo.lineage import latest, walk
-from tenuto.repo.ownership.claim import Attempt, announced, claim
+from tenuto.repo.lineage import latest
+from tenuto.repo.ownership.claim import Attempt, announced, claim, claim_newest
 from tenuto.repo.ownership.owner_watch import OwnerWatch
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Prepared
@@ -31,16 +31,8 @@ from tenuto.state.restore.match import match_state
 from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
 
-CLAIMS = 3
-"""How often a claim is made anew because another process committed between the restore and the claim."""
-
-
 AGAIN, CLAIMED = b"again", b"claimed"
 """What the coordinator broadcasts while it claims: all restore anew, or the run is claimed."""
-
-
-class _Newer(Exception):
-    """Another process has committed since the restore; no claim was put."""
 
 
 class RunClaim:
@@ -104,7 +96,7 @@ class RunClaim:
         if not self.done:
             self._close_own()  # before its objects, which may be these, and the random generators are set back
             self._watch = self._watch or OwnerWatch(self._repo, self._run)
-            self._newest = self._first()
+            self._newest = latest(self._repo, self._run, withdrawn=self._withdrawn)
             result = self._restore_from_memory()
             result = result or self._restorer.resume(self._resume_from, withdrawn=self._withdrawn)
             self.restored = None
@@ -183,40 +175,22 @@ class RunClaim:
 
     def _claim(self) -> Attempt:
         self._close_own()
-        for _ in range(CLAIMS):
-            try:
-                attempt = claim(
-                    self._repo,
-                    self._run,
-                    self.parent,
-                    takeover=self._takeover,
-                    observe=self._watch,
-                    trouble=self._trouble,
-                    report=self._warn,
-                    look=self._refuse_if_newer,
-                    withdrawn=self._withdrawn,
-                )
-            except _Newer:
-                self._restore_anew()
-                continue
-            except CheckpointNotFound:
-                if self._resume_from != "latest":
-                    raise
-                self._restore_anew()
-                continue
-            self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
-            if self._resume_from != "latest":
-                return attempt
-            if self._first(below=attempt.number) == self._newest and not self._appeared():
-                return attempt
-            self._withdrawn.add(attempt.number)
-            attempt.release()
-            self._restore_anew()
-        raise Superseded(
-            f"another process keeps committing to run {self._run!r} while this one starts",
-            subject=self._run,
-            hint=typed("tenuto", "ls", self._repo.url, "--run", self._run),
-        )
+        options: Any = {
+            "takeover": self._takeover,
+            "observe": self._watch,
+            "trouble": self._report_trouble,
+            "report": self._warn,
+            "withdrawn": self._withdrawn,
+        }
+        if self._resume_from == "latest":
+            again, stale = self._restore_anew, self._appeared
+            attempt = claim_newest(
+                self._repo, self._run, self._newest, self.parent, again=again, stale=stale, **options
+            )
+        else:
+            attempt = claim(self._repo, self._run, self.parent, **options)
+        self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
+        return attempt
 
     def _restore_from_memory(self) -> RestoreResult | None:
         return self.memory_restore.restore(self._prepare) if self.memory_restore is not None else None
@@ -232,24 +206,17 @@ class RunClaim:
             self._warn(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed")
             earlier.close_replaced()
 
-    def _restore_anew(self) -> None:
+    def _restore_anew(self) -> tuple[CheckpointId | None, CheckpointId | None]:
         with self._claims() as round:
             round.broadcast(AGAIN)
         self.done = False
         self.restore()
-
-    def _refuse_if_newer(self) -> None:
-        """Before the claim is put: what the owner before has committed at its end is restored first."""
-        if self._resume_from == "latest" and self._first() != self._newest:
-            raise _Newer
-
-    def _first(self, below: int | None = None) -> CheckpointId | None:
-        return next(walk(self._repo, self._run, below=below, withdrawn=self._withdrawn), None)
+        return self._newest, self.parent
 
     def _warn(self, message: str) -> None:
         self._emitter.emit(Warned(message, self._run))
 
-    def _trouble(self, error: TenutoError) -> None:
+    def _report_trouble(self, error: TenutoError) -> None:
         self._warn(f"the lease of run {self._run!r} could not be renewed: {error.message}")
 
     def _prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:

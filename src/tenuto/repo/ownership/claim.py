@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 from tenuto.crashpoints import crashpoint
@@ -129,33 +128,33 @@ def claim(
     beat_s: float = BEAT_S,
     trouble: Trouble | None = None,
     report: Report | None = None,
-    look: Callable[[], object] | None = None,
+    before_put: Callable[[], object] | None = None,
     withdrawn: set[int] | None = None,
 ) -> Attempt:
-    """Claims the run's next attempt, whose training goes on from `parent` (None: from nothing).
+    """Claims the run's next attempt, whose training resumes from `parent` (None: from nothing).
 
     A dead owner is claimed over at once; one that may be dying is waited for, `wait_s` (a minute) at most, and then
     raises RunInUse, or is claimed over with `takeover`. `observe`: a watch begun earlier (before the restore), so that
     waiting for a lease to run out has begun too. Afterwards unfinished saves of earlier attempts are closed and freed.
 
     Raises CheckpointNotFound if `parent` vanished or is being removed: where that was seen only after the claim, the
-    attempt stays, as one that goes on from there and has no commit, and the caller chooses anew and claims again. The
-    caller walks I4 again after the claim, with `below=attempt.number`; if the answer is another than `parent`, it
-    restores that and claims again.
+    attempt stays, as one that resumes from there and has no commit. `claim_newest` tries again, and walks I4 again
+    after the claim.
 
-    An attempt that stays unused hides what was committed between its parent and itself. So `look` is called when the
-    owner before has ended, right before the claim is put: what it raises ends the claim, and nothing was put. An owner
-    that is claimed over alive is not looked at first: only the claim stops it. `withdrawn`: the number of an attempt
-    that was put and given back is added; whoever claims again walks as if it had never been.
+    An attempt that stays unused hides what was committed between its parent and itself. So `before_put` is called when
+    the owner before has ended, right before the claim is put: what it raises ends the claim, and nothing was put. It is
+    not called before an owner is claimed over alive: only the claim stops that one. `withdrawn`: the number of an
+    attempt that was put and given back is added; who claims again walks as if it had never been.
 
-    `trouble` is told of lease beats that fail, `report` of damage that was passed
-    over, and of waiting.
+    `trouble` receives lease beats that fail, `report` damage that was passed over, and that the claim waits.
     """
     run = run_key(check_run(run))
     watch = observe or OwnerWatch(repo, run)
     say: Report = report or (lambda message: None)
     patience = DYING_S if wait_s is None else wait_s
-    record, previous = _put_claim(repo, run, parent, watch, takeover=takeover, wait_s=patience, say=say, look=look)
+    record, previous = _put_claim(
+        repo, run, parent, watch, takeover=takeover, wait_s=patience, say=say, before_put=before_put
+    )
     crashpoint("attempt claimed")
     lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
     attempt = Attempt(repo, record, lease)
@@ -185,7 +184,7 @@ def _put_claim(
     takeover: bool,
     wait_s: float,
     say: Report,
-    look: Callable[[], object] | None,
+    before_put: Callable[[], object] | None,
 ) -> tuple[AttemptRecord, OwnerFinding]:
     deadline = watch.clock.now() + wait_s
     waiting = False
@@ -200,8 +199,8 @@ def _put_claim(
                     subject=str(parent),
                     hint=f"{typed('tenuto', 'ls', repo.url)} shows what is left",
                 )
-            if ended and look is not None:
-                look()
+            if ended and before_put is not None:
+                before_put()
             record = _try_put(repo, run, found.number + 1, parent)
             if record is not None:
                 return record, found
@@ -335,45 +334,74 @@ def _is_gone(repo: Repo, run: str, number: int, last: LeaseRecord | None) -> boo
 
 
 # --------------------------------------------------------------------------------------------------
-# Claiming a run for one piece of work, to go on from what is its newest checkpoint then.
+# Claiming a run for work that continues from its newest checkpoint, anew where another process has committed since.
 
 CLAIMS = 3
-"""How often it is tried where others keep committing."""
+"""How often a claim is tried where others keep committing."""
 
 
 class _Newer(Exception):
     """Another checkpoint is the newest by now; no claim was put."""
 
 
-def claim_for_maintenance(
+def claim_newest(
     repo: Repo,
     run: str,
     newest: CheckpointId | None,
     parent: CheckpointId | None,
     *,
-    withdrawn: set[int],
+    again: Callable[[], tuple[CheckpointId | None, CheckpointId | None]],
+    stale: Callable[[], bool] = lambda: False,
+    withdrawn: set[int] | None = None,
+    takeover: bool = False,
     wait_s: float | None = None,
+    observe: OwnerWatch | None = None,
+    trouble: Trouble | None = None,
     report: Report | None = None,
-) -> Attempt | None:
-    """Claims the run, going on from `parent`, if `newest` is what `latest` means both before and after; None where it
-    is not, and the claim, if it was put, is given back: the caller looks again. An owner that was waited for commits
-    at its end. `withdrawn` and the rest: as `claim`, whose errors it raises.
+) -> Attempt:
+    """Claims the run for work that continues from `newest`, the checkpoint that `latest` meant before; `parent` is what
+    the attempt is claimed from.
+
+    An owner that is waited for commits at its end. So `latest` is compared right before the claim is put, and again
+    after it. Where it means another checkpoint, where `parent` is gone, or where `stale` says that the work is
+    outdated, a claim that was put is given back, `again` returns both anew, and the run is claimed anew. Raises
+    Superseded if that has happened three times; the rest as in `claim`.
     """
-    try:
-        look = partial(_assert_newest, repo, run, newest, withdrawn)
-        attempt = claim(repo, run, parent, wait_s=wait_s, report=report, look=look, withdrawn=withdrawn)
-    except _Newer:
-        return None
-    unused = True
-    try:
-        unused = latest(repo, run, below=attempt.number, withdrawn=withdrawn) != newest
-    finally:
-        if unused:
-            withdrawn.add(attempt.number)
-            attempt.release()
-    return None if unused else attempt
+    run, withdrawn = run_key(check_run(run)), set() if withdrawn is None else withdrawn
 
+    def refuse_if_newer() -> None:
+        if latest(repo, run, withdrawn=withdrawn) != newest:
+            raise _Newer
 
-def _assert_newest(repo: Repo, run: str, newest: CheckpointId | None, withdrawn: set[int]) -> None:
-    if latest(repo, run, withdrawn=withdrawn) != newest:
-        raise _Newer
+    for tries in range(CLAIMS):
+        if tries:
+            newest, parent = again()
+        try:
+            attempt = claim(
+                repo,
+                run,
+                parent,
+                takeover=takeover,
+                wait_s=wait_s,
+                observe=observe,
+                trouble=trouble,
+                report=report,
+                before_put=refuse_if_newer,
+                withdrawn=withdrawn,
+            )
+        except (_Newer, CheckpointNotFound):
+            continue
+        unused = True
+        try:
+            unused = latest(repo, run, below=attempt.number, withdrawn=withdrawn) != newest or stale()
+        finally:
+            if unused:
+                withdrawn.add(attempt.number)
+                attempt.release()
+        if not unused:
+            return attempt
+    raise Superseded(
+        f"another process keeps committing to run {run!r} while this one claims it",
+        subject=run,
+        hint=typed("tenuto", "ls", repo.url, "--run", run),
+    )
