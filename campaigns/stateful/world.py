@@ -226,7 +226,7 @@ def simulated_world(seed: int) -> Iterator[World]:
     with ExitStack() as stack:
         world = World()
         stack.enter_context(quiet(world.processes, seed))
-        stack.enter_context(mock.patch.object(owner_watch, "MonotonicClock", lambda: Faster().clock()))
+        stack.enter_context(mock.patch.object(owner_watch, "Clock", lambda: Faster().clock()))
         threading.excepthook = hook
         standing = dict(exit_status._ending.standing)
         try:

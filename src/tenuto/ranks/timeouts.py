@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
+from tenuto.concurrency.deadlines import Clock
 
 
 @dataclass(frozen=True, slots=True)

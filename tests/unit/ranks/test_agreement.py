@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.concurrency.deadlines import DeadlineWorker
+from tenuto.concurrency.deadlines import Clock, DeadlineWorker
 from tenuto.errors import RankFailed, RanksDisagree, RanksError, RanksMissing, RankStoreLost, UsageError
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.detection import Solo
 from tenuto.ranks.heartbeats import RankWatch, beat
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 from tenuto.ranks.kv.shared_files import SharedFiles, SharedFilesKVStore
-from tenuto.ranks.timeouts import Clock, Deadline, Settings
+from tenuto.ranks.timeouts import Deadline, Settings
 
 QUICK = Settings(beat_s=0.01, dead_after_s=30.0, answer_s=5.0, probe_s=0.05)
 PATIENT_S = 30.0

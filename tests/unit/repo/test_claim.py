@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.concurrency.deadlines import Clock
 from tenuto.crashpoints import armed
 from tenuto.errors import CheckpointNotFound, RunInUse, StoreUnavailable, Superseded
 from tenuto.model.ids import CheckpointId
@@ -23,7 +24,7 @@ from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim, claim_newest
 from tenuto.repo.ownership.lease import Lease, read_last
 from tenuto.repo.ownership.owner_watch import OwnerWatch
-from tenuto.repo.process import MonotonicClock, judge, this_process
+from tenuto.repo.process import judge, this_process
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned, put_tombstone
 from tenuto.store.contract import Bytes
@@ -38,7 +39,7 @@ class Time:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.each: Callable[[], None] = lambda: None
-        self.clock = MonotonicClock(lambda: self.seconds, self.sleep)
+        self.clock = Clock(lambda: self.seconds, self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds

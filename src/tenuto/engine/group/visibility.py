@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Final
 
+from tenuto.concurrency.deadlines import Clock
 from tenuto.errors import CorruptionError, ObjectNotFound
 from tenuto.model.ids import CheckpointId
-from tenuto.ranks.timeouts import Clock
 from tenuto.repo.format.object_names import begin_name
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.repository import Repo

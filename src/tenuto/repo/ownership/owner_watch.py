@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from tenuto.concurrency.deadlines import Clock
 from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import AttemptRecord
 from tenuto.repo.ownership.lease import BEAT_S, TTL_S, read_last
-from tenuto.repo.process import MonotonicClock, judge, this_process
+from tenuto.repo.process import judge, this_process
 from tenuto.repo.repository import Repo
 
 SLOW_S: Final = 2 * BEAT_S
@@ -45,10 +46,10 @@ class OwnerWatch:
     done.
     """
 
-    def __init__(self, repo: Repo, run: str, *, clock: MonotonicClock | None = None, ttl_s: float = TTL_S) -> None:
+    def __init__(self, repo: Repo, run: str, *, clock: Clock | None = None, ttl_s: float = TTL_S) -> None:
         self.repo = repo
         self.run = run_key(run)
-        self.clock = clock or MonotonicClock()
+        self.clock = clock or Clock()
         self._ttl_s = ttl_s
         self._seen: tuple[int, int] | None = None
         self._since = 0.0
