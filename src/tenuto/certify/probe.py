@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
-from tenuto.certify.trail import Row
+from tenuto.certify.verdict import Row
 from tenuto.codec.digest import digest
 from tenuto.errors import TenutoError, UsageError, typed
 from tenuto.model import canonical_json

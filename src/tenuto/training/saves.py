@@ -37,9 +37,8 @@ from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
 from tenuto.training.arguments import Settings
-from tenuto.training.deferred_notes import DeferredNotes
 from tenuto.training.exit_status import ExitStatus
-from tenuto.training.metrics_seen import SavedMetrics, UnloggedMetrics
+from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, UnloggedMetrics
 from tenuto.training.retention_worker import RetentionWorker
 from tenuto.training.stats import HoldUps, SaveTotals, Stats
 
