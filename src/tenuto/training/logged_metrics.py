@@ -1,4 +1,4 @@
-"""What is logged beside a save: metrics that policies read, and metrics and tags that are noted once it is committed."""
+"""What is logged beside a save: metrics that policies read, and metrics and tags noted once it is committed."""
 
 from __future__ import annotations
 

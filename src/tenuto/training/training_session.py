@@ -26,7 +26,7 @@ from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
 from tenuto.training.loops import Epochs, Steps
 from tenuto.training.pending_saves import LateMetricTrigger, PendingRequests
-from tenuto.training.preemption import PreemptionHandler, await_saves, say_what_is_left, warn_of_epochs
+from tenuto.training.preemption import PreemptionHandler, await_saves, warn_of_epochs, warn_of_unsaved
 from tenuto.training.resume import RunClaim
 from tenuto.training.saves import RunSaver
 from tenuto.training.snapshot import Snapshots, StateMark
@@ -437,7 +437,7 @@ class TrainingSession:
         self._end(spare, well=ended_well)
         incomplete = self.open and self.saving.attempt is not None
         lacks, left = replaced and self._lacks_last_save, self._left_behind and not replaced
-        say_what_is_left(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left)
+        warn_of_unsaved(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left)
         if ended_well:
             self.saving.raise_failure()
             if self._preemption.owed and sys.exc_info()[0] is None:
