@@ -1,4 +1,4 @@
-"""What saving has done and cost in one process: counts, medians, ages; and a table of them for people."""
+"""Counts what saving has done and cost in one process, and shows it as a table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ if TYPE_CHECKING:
     from tenuto.engine.memory_tier.cadence import MemoryCadence
 
 
-# --------------------------------------------------------------------------------------------------
-# What saving has cost training so far: the time for which each save held the training thread, waiting included.
-
 RECENT: Final = 5
-"""Saves whose cost tells what the next one will cost."""
+"""Saves by whose cost that of the next one is estimated."""
 
 
 class HoldUps:
-    """The hold-ups of one process's saves. A fence is waited for after the save has returned, so its part is asked of
-    the handle each time."""
+    """Sums the time for which the saves of one process blocked training, waiting included. A fence is waited for after
+    the save has returned, so its part is read from the handle each time."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[Save, float]] = deque(maxlen=RECENT)
@@ -34,7 +31,7 @@ class HoldUps:
         self._persist_s = 0.0
 
     def add(self, save: Save, held_s: float) -> None:
-        """`held_s`: from the moment at which the save was due until training went on."""
+        """Adds a save. `held_s`: from when it was due until training continued."""
         if len(self._recent) == RECENT:
             oldest, held = self._recent[0]
             self._before_s += held + oldest.fence_s
@@ -42,17 +39,17 @@ class HoldUps:
 
     @property
     def stalls_s(self) -> list[float]:
-        """Of the last few saves, oldest first."""
+        """Those of the last few saves, oldest first."""
         return [held + save.fence_s for save, held in self._recent]
 
     @property
     def stalled_s(self) -> float:
-        """Of all of them together."""
+        """The sum over all saves."""
         return self._before_s + sum(self.stalls_s)
 
     @property
     def persist_s(self) -> float:
-        """What writing a save takes: from begin to commit of the last that has committed, or so far of the one that is
+        """How long writing a save takes: from begin to commit of the last committed one, or so far of the one that is
         being written, where that is more."""
         now, so_far = time.monotonic(), 0.0
         for save, _ in reversed(self._recent):
@@ -83,7 +80,7 @@ ROWS: Final = (
     ("  commit", "commit_s"),
     ("processor time", "cpu_s"),
 )
-"""What a table of timings says, and where it is in a `Timing`; rows that say nothing are left out."""
+"""The rows of a table of timings and their fields in a `Timing`; rows of zeros are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +172,6 @@ def _some(number: int, what: str) -> str:
 
 
 def _table(last: Timing, usual: Timing) -> list[str]:
-    """The parts of the last save and of a usual one."""
     rows = [
         (name, _cell(getattr(last, field)), _cell(getattr(usual, field)))
         for name, field in ROWS
@@ -190,7 +186,7 @@ def _table(last: Timing, usual: Timing) -> list[str]:
 
 
 def slowest_lines(ranks: RankTimings) -> list[str]:
-    """For each part of a save of several ranks the one that took longest, and how the others are spread."""
+    """Returns for each part of a save the rank that took longest, and how the others are spread."""
     rows = [
         (name.strip(), f"rank {part.slowest[0][0]}", *map(say, (part.slowest[0][1], part.median, part.least)))
         for name, field, say in (*((name, field, _cell) for name, field in ROWS), ("bytes", "bytes", _bytes))
@@ -210,27 +206,24 @@ def _cell(value: float) -> str:
 
 
 def speed(bandwidth: float | None) -> str:
-    """Bytes per second, in words."""
     return f"{size(round(bandwidth))}/s" if bandwidth is not None else "-"
 
-
-# --------------------------------------------------------------------------------------------------
-# Counting what becomes of saves. Used from the training thread alone, which asks each handle how its save ended.
 
 RECENT_SAVES: Final = 50
 """Committed saves of which the medians are."""
 
 
 class SaveTotals:
-    """The saves of one process."""
+    """Counts the saves of one process. Used from the training thread only, which asks each handle how its save
+    ended."""
 
     def __init__(self) -> None:
         self.durable_s: float | None = None
-        """Of when the newest state is that is committed, by the monotonic clock."""
+        """When the newest committed state was captured, by the monotonic clock."""
         self._taken = self._committed = self._failed = self._skipped = self._delayed = 0
         self._delayed_s = 0.0
         self._held_s = 0.0
-        """By what became no save."""
+        """The time for which skipped saves blocked training."""
         self._in_flight: list[tuple[Save, float]] = []
         self._timings: deque[Timing] = deque(maxlen=RECENT_SAVES)
         self._ranks: RankTimings | None = None
@@ -238,31 +231,29 @@ class SaveTotals:
         self._ended_s: float | None = None
 
     def begin(self) -> None:
-        """Training may save from now on."""
         self._began_s = time.monotonic()
 
     def end(self) -> None:
-        """Training is over."""
         self._ended_s = time.monotonic()
 
     def take(self, save: Save, due_s: float) -> None:
-        """A save is taken, of the state as it was at `due_s`."""
+        """Counts a save of the state as it was at `due_s`."""
         self._settle()
         self._taken += 1
         self._in_flight.append((save, due_s))
 
     def skip(self, held_s: float) -> None:
-        """A save that was due was not taken, for as many as may be in flight were still being written."""
+        """Counts a due save that was not taken, since as many as may be were in flight."""
         self._skipped += 1
         self._held_s += held_s
 
     def delay(self, seconds: float) -> None:
-        """A save that was due has waited until one before was written."""
+        """Counts a due save that has waited until one before was written."""
         self._delayed += 1
         self._delayed_s += seconds
 
     def stats(self, held_s: float, memory: MemoryCadence | None) -> Stats:
-        """`held_s`: how long the saves that were taken have held training."""
+        """Returns the stats. `held_s`: how long the saves that were taken have blocked training."""
         self._settle()
         now = time.monotonic()
         until = now if self._ended_s is None else self._ended_s
@@ -289,11 +280,11 @@ class SaveTotals:
         )
 
     def _settle(self) -> None:
-        """Saves that have ended since are counted."""
-        going_on = []
+        """Counts saves that have ended since."""
+        running = []
         for save, due_s in self._in_flight:
             if not save.done:
-                going_on.append((save, due_s))
+                running.append((save, due_s))
             elif save.committed:
                 self._committed += 1
                 self._timings.append(save.timing)
@@ -301,11 +292,11 @@ class SaveTotals:
                 self.durable_s = due_s
             else:
                 self._failed += 1
-        self._in_flight = going_on
+        self._in_flight = running
 
 
 def medians(timings: Sequence[Timing] | deque[Timing]) -> Timing:
-    """Of each part by itself: they need not be those of one save."""
+    """Returns the median of each part by itself: they need not be those of one save."""
     middle: dict[str, Any] = {
         field.name: median(getattr(one, field.name) for one in timings) for field in fields(Timing)
     }
